@@ -1,0 +1,1 @@
+"""Benchmarks by subject, run by asv from the folder above."""

@@ -1,0 +1,44 @@
+"""The replay of the synthetic workload: its whole control plane, its hits, and its memory."""
+
+from __future__ import annotations
+
+from kvpool.layout import BlockLayout
+
+from kvpool.replay import Replay, ReplayConfig, Summary, synthetic
+from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
+
+
+class SyntheticReplay:
+    """Chats with shared system prompts through two tiers, 16 tokens and 4 KiB a block."""
+
+    params = [[0, HOST_BLOCKS], [False, True]]
+    param_names = ["host_blocks", "partial"]
+    requests = 600
+    number = 1
+    repeat = 3
+    warmup_time = 0.0
+    timeout = 300
+
+    def setup(self, host_blocks: int, partial: bool) -> None:
+        self.trace = synthetic(self.requests)
+        self.config = ReplayConfig(BlockLayout.of_block_bytes(4096, 16), DEVICE_BLOCKS, host_blocks, partial=partial, device="cpu")
+
+    def _run(self) -> Summary:
+        with Replay(self.trace, self.config) as replay:
+            return replay.run()
+
+    def time_replay(self, host_blocks: int, partial: bool) -> None:
+        self._run()
+
+    def peakmem_replay(self, host_blocks: int, partial: bool) -> None:
+        self._run()
+
+    def track_control_plane(self, host_blocks: int, partial: bool) -> float:
+        return sum(self._run().control_us_per_request.values())
+
+    track_control_plane.unit = "us/request"  # type: ignore[attr-defined]
+
+    def track_hit_tokens(self, host_blocks: int, partial: bool) -> int:
+        return self._run().hits.tokens
+
+    track_hit_tokens.unit = "tokens"  # type: ignore[attr-defined]

@@ -1,0 +1,177 @@
+"""kvpool as an adapter of the peer benchmark harness: same trace, same window, same phases as the peers.
+
+Run it from anywhere with the path of the harness, followed by the harness's own options::
+
+    python asv_bench/peerbench_kvpool.py --harness PATH --limit 1000 --capacity 50000 --reps 3 --micro
+
+or copy it to ``adapters/kvpool.py`` of a copy of the harness and pass ``--adapter kvpool[:VARIANT]``. A variant is
+a comma-separated list of ``partial`` (reuse parts of blocks, off by default) and ``host=N`` (N host blocks).
+Blocks are a few bytes, as the harness moves no KV.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAX_TOKENS = 1 << 18
+
+
+def _parse(variant: str) -> tuple[bool, int]:
+    partial, host_blocks = False, 0
+    for part in filter(None, variant.split(",")):
+        name, _, value = part.partition("=")
+        if name == "partial" and not value:
+            partial = True
+        elif name == "host" and value.isdecimal():
+            host_blocks = int(value)
+        else:
+            raise ValueError(f"variant {variant!r}: {part!r} is neither partial nor host=N")
+    return partial, host_blocks
+
+
+def make(variant: str = "") -> Any:
+    """Return an adapter; called by the harness, whose module ``replay`` defines the base class."""
+    from replay import Adapter  # type: ignore[import-not-found]
+
+    import kvpool
+
+    partial, host_blocks = _parse(variant)
+
+    class KVPoolAdapter(Adapter):  # type: ignore[misc]
+        name = f"kvpool:{variant}" if variant else "kvpool"
+
+        def _manager(self, device_blocks: int, host_blocks: int, max_active: int) -> Any:
+            layout = kvpool.BlockLayout(1, 1, 1, self.block_size, dtype="uint8", planes=1)
+            return kvpool.KVCacheManager(
+                layout,
+                device_blocks=device_blocks,
+                host_blocks=host_blocks,
+                device="cpu",
+                max_sequences=max_active,
+                max_sequence_tokens=MAX_TOKENS,
+                partial_reuse=partial,
+            )
+
+        def start(self, capacity_blocks: int, block_size: int, max_active: int) -> None:
+            self.block_size = block_size
+            self._warm_up(max_active)
+            self.cache = self._manager(capacity_blocks, host_blocks, max_active)
+
+        def _warm_up(self, max_active: int) -> None:
+            with self._manager(8, 8, max_active) as cache:
+                tokens = np.arange(2 * self.block_size + 1, dtype=np.int32)
+                for shift in (0, 0, 7):
+                    ids = cache.add_sequence_batch([cache.block_keys(tokens + shift)]).ids
+                    cache.commit(int(ids[0]))
+                    cache.append_tokens(ids, tokens[:2], np.array([2]))
+                    cache.commit(ids)
+                    cache.release(int(ids[0]))
+
+        def prepare(self, req: Any) -> None:
+            req.native = req.tokens.astype(np.int32)
+            req.native_out = req.out_tokens.astype(np.int32)
+
+        def ingest(self, req: Any) -> None:
+            req.h = self.cache.block_keys(req.native)
+
+        def admit(self, req: Any) -> int:
+            admission = self.cache.add_sequence_batch([req.h])
+            req.h = int(admission.ids[0])
+            self.cache.commit(req.h)
+            return int(admission.cached_tokens[0])
+
+        def append_batch(self, items: list[tuple[Any, int, int]]) -> None:
+            if len(items) == 1:
+                req, start, n = items[0]
+                self.cache.append_tokens(req.h, req.native_out[start : start + n])
+                self.cache.commit(req.h)
+                return
+            ids = np.array([req.h for req, _, _ in items])
+            tokens = np.concatenate([req.native_out[start : start + n] for req, start, n in items])
+            self.cache.append_tokens(ids, tokens, np.array([n for _, _, n in items]))
+            self.cache.commit(ids)
+
+        def finish(self, req: Any) -> None:
+            self.cache.release(req.h)
+
+        def stats(self) -> dict[str, int]:
+            stats = self.cache.stats()
+            return {
+                "evicted_blocks": stats.forgotten_device_blocks + stats.offloaded_blocks + stats.offloads_saved,
+                "cached_blocks": stats.device.free - stats.device.empty,
+                "offloaded_blocks": stats.offloaded_blocks,
+                "onboarded_blocks": stats.onboarded_blocks,
+            }
+
+        def check(self) -> None:
+            assert self.cache.stats().device.used == 0
+            self.cache.verify()
+
+        def micro(self, n_blocks: int) -> dict[str, Callable[[], Any]]:
+            return _micro(self.cache, n_blocks, self.block_size)
+
+        def stop(self) -> None:
+            self.cache.close()
+
+    return KVPoolAdapter()
+
+
+def _micro(cache: Any, n_blocks: int, block_size: int) -> dict[str, Callable[[], Any]]:
+    random = np.random.default_rng(0)
+    prompts = []
+    for _ in range(64):
+        tokens = random.integers(0, 128_000, n_blocks * block_size + 1, dtype=np.int32)
+        sequence = cache.add_sequence(tokens)
+        cache.commit(sequence)
+        cache.release(sequence)
+        prompts.append(tokens)
+    keys = [cache.block_keys(tokens) for tokens in prompts]
+    assert cache.match_prefix(keys[0]).tokens == n_blocks * block_size
+    fresh = random.integers(0, 128_000, 64 * block_size, dtype=np.int32)
+    few, many = cache.block_keys(fresh[:block_size]), cache.block_keys(fresh)
+
+    def match_64() -> None:
+        for key in keys:
+            cache.match_prefix(key)
+
+    def claim() -> None:
+        cache.release(cache.add_sequence(keys[0]))
+
+    return {
+        f"match_{n_blocks}": lambda: cache.match_prefix(keys[0]),
+        f"match_{n_blocks}_with_hashing": lambda: cache.match_prefix(cache.block_keys(prompts[0])),
+        f"match_{n_blocks}_x64": match_64,
+        f"claim_release_{n_blocks}": claim,
+        "alloc_free_1": lambda: cache.release(cache.add_sequence(few), store=False),
+        "alloc_free_64": lambda: cache.release(cache.add_sequence(many), store=False),
+    }
+
+
+def main() -> None:
+    """Run the harness found under ``--harness PATH`` with this file as its adapter."""
+    arguments = sys.argv[1:]
+    if "--harness" not in arguments[:-1]:
+        sys.exit("usage: peerbench_kvpool.py --harness PATH [--adapter kvpool:VARIANT] [options of the harness]")
+    at = arguments.index("--harness")
+    harness = Path(arguments[at + 1]).resolve()
+    if not (harness / "replay.py").is_file():
+        sys.exit(f"{harness} holds no replay.py")
+    arguments[at : at + 2] = []
+    if "--adapter" not in arguments:
+        arguments = ["--adapter", "kvpool", *arguments]
+    checkout = Path(__file__).resolve().parents[1]
+    sys.path[0:1] = [str(harness), str(checkout)] if (checkout / "kvpool").is_dir() else [str(harness)]
+    sys.modules["adapters.kvpool"] = sys.modules[__name__]
+    sys.argv[1:] = arguments
+    import replay
+
+    replay.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Device: the interface of whatever owns the memory of the two tiers and copies blocks in and between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.layout import BlockLayout, integer_argument
+
+TIERS = ("device", "host")
+ALIGNMENT = 4096
+"""Bytes: allocations start at a multiple of it, so that blocks of whole pages are whole pages."""
+
+SOURCE, TARGET, TOKENS, TICKET = range(4)
+"""Columns of a batch of moves."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of the caller. ``handle`` is what the driver knows it by, ``owner`` keeps it alive."""
+
+    handle: int
+    owner: Any = field(default=None, compare=False, repr=False)
+
+
+NULL_STREAM = Stream(0)
+"""The stream of a caller that names none."""
+
+
+class Device(ABC):
+    """Memory for one pool, and the copies of its blocks.
+
+    One device serves one pool: ``bind`` tells it where the two tiers lie and ``copy_blocks`` then works on block ids,
+    ``[0, device_blocks)`` on the device and ``[device_blocks, device_blocks + host_blocks)`` on the host.
+
+    A copy has been *enqueued* when ``copy_blocks`` returns and is *done* when ``synchronize`` has returned; a device
+    that works behind its caller may lie in between, but never lets a later copy, or later work on the same stream,
+    see an earlier one half done.
+
+    Thread-safety: ``copy_blocks`` is called by one thread at a time (whoever holds the transfer lock); everything
+    else may be called from any thread while no copy is being enqueued.
+    """
+
+    name: str
+    one_memory: bool
+    """Whether both tiers are taken from the same memory, so that only their sum has to fit."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+        """Zeroed memory of a tier: uint8[nbytes], starting at a multiple of ``ALIGNMENT``.
+
+        Pages are not touched where the system gives memory on first use. Raises MemoryError.
+        """
+
+    @abstractmethod
+    def free(self, array: NDArray[np.uint8]) -> None:
+        """Give back what ``allocate`` gave. A device that was bound to it is unbound; views stay readable on the CPU."""
+
+    @abstractmethod
+    def available_bytes(self, tier: str) -> int | None:
+        """Bytes that ``allocate`` can be expected to find in a tier, or None where nobody knows."""
+
+    @abstractmethod
+    def as_stream(self, stream: Any) -> Stream:
+        """The stream that an argument of a public call means.
+
+        Accepted are None, an integer handle, a Stream, and objects with ``__cuda_stream__``, ``cuda_stream`` or
+        ``ptr``. Raises TypeError for anything else and ValueError for a handle that is no address.
+        """
+
+    @abstractmethod
+    def bind(
+        self,
+        layout: BlockLayout,
+        device_pool: NDArray[np.uint8],
+        host_pool: NDArray[np.uint8],
+        device_blocks: int,
+        host_blocks: int,
+    ) -> None:
+        """Learn where the blocks lie: both pools as flat bytes in ``layout``, kept alive until they are freed.
+
+        Raises ValueError for pools of another size or type, and where the device is bound already.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        """Enqueue a batch of block copies.
+
+        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket), any tier to any tier. The meaning is
+        sequential: a row sees what the rows before it have written. ``tokens`` below the block's length copies the
+        first ``tokens`` tokens of every layer, plane and head, and leaves the rest of the target as it is. The ticket is
+        the caller's.
+
+        Raises TypeError or ValueError, before anything is copied, for rows that are no moves of this pool, and
+        DeviceError where the device fails: then exactly the first ``completed`` rows have been enqueued.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when everything enqueued is done."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the pools. Closing twice is fine; anything else afterwards raises PoolClosed."""
+
+
+def stream_argument(stream: Any) -> Stream:
+    """What ``as_stream`` promises, for devices that need nothing more than the handle."""
+    if stream is None:
+        return NULL_STREAM
+    if isinstance(stream, Stream):
+        return stream
+    handle = stream
+    if hasattr(stream, "__cuda_stream__"):
+        # The protocol says a method; some packages have a plain attribute.
+        pair = stream.__cuda_stream__() if callable(stream.__cuda_stream__) else stream.__cuda_stream__
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"stream={stream!r}: __cuda_stream__ must give (version, handle), not {pair!r}")
+        handle = pair[1]
+    else:
+        for attribute in ("cuda_stream", "ptr"):
+            if hasattr(stream, attribute):
+                handle = getattr(stream, attribute)
+                break
+    try:
+        return Stream(integer_argument("stream", handle, 0, 2**64 - 1), stream)
+    except TypeError:
+        raise TypeError(
+            f"stream={stream!r}: None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr is needed"
+        ) from None
+
+
+def tier_argument(tier: Any) -> None:
+    """Raise ValueError unless ``tier`` names one."""
+    if tier not in TIERS:
+        raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
+
+
+def moves_argument(moves: Any) -> NDArray[np.int64]:
+    """``moves`` as contiguous int64[n, 4]; the ids and counts in it are not looked at."""
+    if not isinstance(moves, np.ndarray) or moves.dtype != np.int64:
+        found = moves.dtype if isinstance(moves, np.ndarray) else type(moves).__name__
+        raise TypeError(f"moves: an int64 array is needed, not {found}")
+    if moves.ndim != 2 or moves.shape[1] != 4:
+        raise ValueError(f"moves: shape [n, 4] is needed, not {list(moves.shape)}")
+    return np.ascontiguousarray(moves)

@@ -1,0 +1,261 @@
+"""Block copies on the CPU: a plan made once from the layout, and jitted functions that carry out batches of moves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.jit import jit
+from kvpool.layout import BlockLayout
+
+# Pools that together are no larger than this may live in a cache, where libc's memcpy is best. Copies in larger ones
+# go around the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.
+_CACHED_BYTES_MAX = 32 << 20
+_LINE = 64
+_CHUNK = 16 * _LINE
+# How far the source is fetched ahead of the copy. Blocks lie at random, so the hardware cannot guess the next one.
+_AHEAD = 4096
+
+
+class _Tier(NamedTuple):
+    """Where a tier lies, and the distances in it; bytes."""
+
+    base: int
+    block_stride: int
+    run_stride: int
+    outer_stride: int
+    inner_stride: int
+
+
+class Plan(NamedTuple):
+    """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``; its first n tokens are
+    ``outer * inner`` runs of ``n * token_bytes``. The runs lie apart by the strides of each tier.
+
+    The jitted functions pass it on by value: an array argument would have its reference count changed, and an atomic
+    instruction waits for all streamed lines.
+    """
+
+    device: _Tier
+    host: _Tier
+    device_blocks: int
+    blocks: int
+    block_tokens: int
+    streaming: int
+    runs: int
+    run_bytes: int
+    outer: int
+    inner: int
+    token_bytes: int
+
+    def vector(self) -> NDArray[np.int64]:
+        """All fields in order: one array is the cheapest argument."""
+        return np.array([*self.device, *self.host, *self[2:]], dtype=np.int64)
+
+
+def make_plan(
+    layout: BlockLayout, device_pool: NDArray[np.uint8], host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
+) -> Plan:
+    """Merge the contiguous dimensions of a block, once, and choose how to copy."""
+    strides = [layout.device_strides(device_blocks), layout.host_strides(host_blocks)]
+    layers_planes = [(layout.layers, *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
+    whole, run_bytes = _merge(layers_planes, layout.segment_bytes)
+    ((runs, *run_strides),) = whole or [(1, 0, 0)]
+    heads = [(layout.kv_heads, *(s.head for s in strides))] if layout.tokens == "HND" else []
+    # The run grows with the number of tokens, so no dimension can be merged into it.
+    part, _ = _merge(layers_planes + heads, 0)
+    (outer, *outer_strides), (inner, *inner_strides) = [(1, 0, 0)] * (2 - len(part)) + part
+    bases = [device_pool.ctypes.data, host_pool.ctypes.data]
+    device, host = (_Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2))
+    lined_up = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
+    streaming = device_pool.nbytes + host_pool.nbytes > _CACHED_BYTES_MAX and all(n % _LINE == 0 for n in lined_up)
+    return Plan(
+        device,
+        host,
+        device_blocks,
+        device_blocks + host_blocks,
+        layout.tokens_per_block,
+        int(streaming),
+        runs,
+        run_bytes,
+        outer,
+        inner,
+        # Heads that were not merged away have runs of their own.
+        strides[0].token,
+    )
+
+
+def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int, ...]], int]:
+    """Merge dimensions (extent, device stride, host stride), outermost first, where both tiers allow it.
+
+    ``run`` is the contiguous bytes below them, 0 for a run that nothing can be merged into. Returns what is left of
+    the dimensions, and the run.
+    """
+    left: list[tuple[int, ...]] = []
+    for extent, device, host in dimensions:
+        if left and left[-1][1:] == (extent * device, extent * host):
+            left[-1] = (left[-1][0] * extent, device, host)
+        elif extent > 1:
+            left.append((extent, device, host))
+    if left and left[-1][1:] == (run, run):
+        run *= left.pop()[0]
+    return left, run
+
+
+@intrinsic
+def _memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """libc's memcpy between two addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
+        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for a cache line; an address that is not mapped does no harm."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
+        # For reading, data, and into the second-level cache: the first is too small for what is under way.
+        read, level_two, data = i32(0), i32(2), i32(1)
+        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, level_two, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
+    """Copy one cache line with a store around the caches. Both addresses are multiples of its size."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), _LINE // 8).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], line), align=_LINE)
+        store = builder.store(value, builder.inttoptr(args[0], line), align=_LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _fence(typingctx: Any) -> Any:
+    """Make streamed lines visible to other threads before anything that follows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@jit
+def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
+    """Check all moves, then copy them in order. Returns -1, or the index of the first bad one with nothing copied."""
+    v = plan_vector
+    device, host = _Tier(v[0], v[1], v[2], v[3], v[4]), _Tier(v[5], v[6], v[7], v[8], v[9])
+    plan = Plan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
+    count = moves.shape[0]
+    for i in range(count):
+        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
+        if not (0 <= source < plan.blocks and 0 <= target < plan.blocks and source != target and 1 <= tokens <= plan.block_tokens):
+            return i
+    # Fetching starts `_AHEAD` bytes before the copy: so many runs, and so many whole blocks.
+    runs_ahead = max(1, _AHEAD // plan.run_bytes)
+    blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
+    for i in range(count):
+        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
+        if tokens < plan.block_tokens:
+            _copy_part(source, target, tokens, plan)
+        elif plan.streaming:
+            near = moves[min(i + blocks_ahead, count - 1), SOURCE]
+            far = moves[min(i + blocks_ahead + 1, count - 1), SOURCE]
+            _stream_full(source, target, near, far, first_run_ahead, plan)
+        else:
+            _copy_full(source, target, plan)
+    if plan.streaming:
+        _fence()
+    return -1
+
+
+@jit
+def _locate(block, plan):  # type: ignore[no-untyped-def]
+    """Address and tier of a block."""
+    if block < plan.device_blocks:
+        return plan.device.base + block * plan.device.block_stride, plan.device
+    return plan.host.base + (block - plan.device_blocks) * plan.host.block_stride, plan.host
+
+
+@jit
+def _copy_full(source_block, target_block, plan):  # type: ignore[no-untyped-def]
+    source, source_tier = _locate(source_block, plan)
+    target, target_tier = _locate(target_block, plan)
+    for _ in range(plan.runs):
+        _memcpy(target, source, plan.run_bytes)
+        source += source_tier.run_stride
+        target += target_tier.run_stride
+
+
+@jit
+def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-untyped-def]
+    """Copy the first tokens of a block; the rest of the target stays."""
+    source, source_tier = _locate(source_block, plan)
+    target, target_tier = _locate(target_block, plan)
+    for outer in range(plan.outer):
+        for inner in range(plan.inner):
+            _memcpy(
+                target + outer * target_tier.outer_stride + inner * target_tier.inner_stride,
+                source + outer * source_tier.outer_stride + inner * source_tier.inner_stride,
+                tokens * plan.token_bytes,
+            )
+
+
+@jit
+def _stream_full(source_block, target_block, near_block, far_block, first_run_ahead, plan):  # type: ignore[no-untyped-def]
+    """Copy a whole block around the caches, while as many bytes that are copied later are fetched.
+
+    They are the runs of `near_block` from `first_run_ahead` on, then the first ones of `far_block`. A block that is
+    copied only in part is fetched as if it were whole, which costs little and changes nothing.
+    """
+    source, source_tier = _locate(source_block, plan)
+    target, target_tier = _locate(target_block, plan)
+    ahead, ahead_tier = _locate(near_block, plan)
+    ahead += first_run_ahead * ahead_tier.run_stride
+    # A long run looks ahead inside itself, and only from its end into another one.
+    within = max(0, plan.run_bytes - _AHEAD)
+    for run in range(plan.runs):
+        if run == plan.runs - first_run_ahead:
+            ahead, ahead_tier = _locate(far_block, plan)
+        if within > 0:
+            _stream_run(target, source, source + _AHEAD, within)
+        _stream_run(target + within, source + within, ahead, plan.run_bytes - within)
+        source += source_tier.run_stride
+        target += target_tier.run_stride
+        ahead += ahead_tier.run_stride
+
+
+@jit
+def _stream_run(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
+    """Copy whole cache lines, fetching as many at `ahead`."""
+    done = 0
+    while nbytes - done >= _CHUNK:
+        for line in range(0, _CHUNK, _LINE):
+            _prefetch(ahead + done + line)
+        for line in range(0, _CHUNK, _LINE):
+            _stream_line(target + done + line, source + done + line)
+        done += _CHUNK
+    for line in range(done, nbytes, _LINE):
+        _prefetch(ahead + line)
+        _stream_line(target + line, source + line)

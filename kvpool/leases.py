@@ -1,0 +1,52 @@
+"""Leases: pins that somebody holds, with the name of the holder, and the way to give them back."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvpool.manager import KVCacheManager
+
+
+class Lease:
+    """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
+
+    ``blocks`` int64[n] ids; ``keys`` uint64[n, 2] or None for a lease by block id; ``addresses`` int64[n] of the first byte of each
+    block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given. Thread-safe.
+    """
+
+    __slots__ = ("_cache", "_since", "addresses", "blocks", "generation", "id", "keys", "owner")
+
+    def __init__(
+        self, cache: KVCacheManager, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
+        keys: npt.NDArray[np.uint64] | None, addresses: npt.NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        self._cache, self._since = cache, since
+        self.id, self.owner, self.generation, self.blocks, self.keys, self.addresses = number, owner, generation, blocks, keys, addresses
+
+    @property
+    def age_ms(self) -> int:
+        return self._cache.now() - self._since
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed or revoked."""
+        return not self._cache.is_leased(self)
+
+    def close(self) -> None:
+        """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before."""
+        self._cache.close_lease(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None or not self.closed:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"Lease(id={self.id}, owner={self.owner!r}, blocks={self.blocks.tolist()}, age_ms={self.age_ms}, closed={self.closed})"

@@ -1,0 +1,133 @@
+"""MemoryPools: the memory of both tiers, allocated on a device and seen as arrays."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.base import Device
+from kvpool.errors import InsufficientMemory, PoolClosed
+from kvpool.layout import BlockLayout, integer_argument
+
+BLOCKS_MAX = 2**31 - 1
+"""Blocks of both tiers together: ids are int32."""
+ADDRESSABLE_BYTES = sys.maxsize // 2
+"""More than any tier can have, where nobody knows how much memory there is."""
+
+
+class MemoryPools:
+    """The two tiers of one pool. Allocates them on ``device`` and binds it to them.
+
+    Parameters
+    ----------
+    device
+        An open device that serves no other pool.
+    layout
+        Shape of a block.
+    device_blocks, host_blocks
+        Capacities: at least 1 and at least 0, together below 2**31.
+
+    Attributes
+    ----------
+    device_pool, host_pool
+        The tiers in ``layout.storage_dtype``, shaped ``layout.device_shape(device_blocks)`` and
+        ``layout.host_shape(host_blocks)``. They raise PoolClosed after ``close``; views made before stay readable, and
+        keep the memory until they are gone.
+    device_bytes, host_bytes
+        The same memory as flat uint8 arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value; the message names it.
+    InsufficientMemory
+        When the tiers do not fit; nothing stays allocated.
+    """
+
+    def __init__(self, device: Device, layout: BlockLayout, device_blocks: int, host_blocks: int = 0) -> None:
+        if not isinstance(device, Device):
+            raise TypeError(f"device={device!r}: a Device is needed, not {type(device).__name__}")
+        if not isinstance(layout, BlockLayout):
+            raise TypeError(f"layout={layout!r}: a BlockLayout is needed, not {type(layout).__name__}")
+        self.device_blocks = integer_argument("device_blocks", device_blocks, 1, BLOCKS_MAX)
+        self.host_blocks = integer_argument("host_blocks", host_blocks, 0, BLOCKS_MAX)
+        if self.device_blocks + self.host_blocks > BLOCKS_MAX:
+            raise ValueError(f"device_blocks={device_blocks} and host_blocks={host_blocks}: together they must be at most {BLOCKS_MAX}")
+        self.device, self.layout = device, layout
+        sizes = {"device": self.device_blocks * layout.block_bytes, "host": self.host_blocks * layout.block_bytes}
+        _check_room(device, sizes)
+        self._pools: dict[str, NDArray[np.uint8]] | None = _allocate(device, sizes)
+        try:
+            device.bind(layout, self.device_bytes, self.host_bytes, self.device_blocks, self.host_blocks)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def device_bytes(self) -> NDArray[np.uint8]:
+        return self._bytes("device")
+
+    @property
+    def host_bytes(self) -> NDArray[np.uint8]:
+        return self._bytes("host")
+
+    @property
+    def device_pool(self) -> NDArray[Any]:
+        return self.device_bytes.view(self.layout.storage_dtype).reshape(self.layout.device_shape(self.device_blocks))
+
+    @property
+    def host_pool(self) -> NDArray[Any]:
+        return self.host_bytes.view(self.layout.storage_dtype).reshape(self.layout.host_shape(self.host_blocks))
+
+    def addresses(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Address of the first byte of each block by id; all bytes of a host block follow its first."""
+        host = ids >= self.device_blocks
+        device_step = self.layout.device_strides(self.device_blocks).block
+        at_device = self.device_bytes.ctypes.data + ids * device_step
+        at_host = self.host_bytes.ctypes.data + (ids - self.device_blocks) * self.layout.block_bytes
+        return np.where(host, at_host, at_device)
+
+    @property
+    def closed(self) -> bool:
+        return self._pools is None
+
+    def close(self) -> None:
+        """Give the memory back to the device, which must have finished its copies. Closing twice is fine."""
+        pools, self._pools = self._pools, None
+        for pool in (pools or {}).values():
+            self.device.free(pool)
+
+    def _bytes(self, tier: str) -> NDArray[np.uint8]:
+        if self._pools is None:
+            raise PoolClosed("the memory of this pool has been given back")
+        return self._pools[tier]
+
+
+def _check_room(device: Device, sizes: dict[str, int]) -> None:
+    """Raise InsufficientMemory for what the device is known not to have."""
+    if device.one_memory:
+        sizes = {"device and host": sum(sizes.values())} if sizes["host"] else {"device": sizes["device"]}
+    for tiers, requested in sizes.items():
+        available = device.available_bytes("host" if tiers == "host" else "device")
+        limit = ADDRESSABLE_BYTES if available is None else available
+        if requested > limit:
+            raise InsufficientMemory(tiers, requested, limit)
+
+
+def _allocate(device: Device, sizes: dict[str, int]) -> dict[str, NDArray[np.uint8]]:
+    """Both tiers, or InsufficientMemory and none of them."""
+    pools: dict[str, NDArray[np.uint8]] = {}
+    try:
+        for tier, nbytes in sizes.items():
+            try:
+                pools[tier] = device.allocate(nbytes, tier)
+            except MemoryError as error:
+                raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0) from error
+    except BaseException:
+        for pool in pools.values():
+            device.free(pool)
+        raise
+    return pools

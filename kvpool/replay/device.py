@@ -1,0 +1,95 @@
+"""Devices around a device: one that keeps the time of copies apart, and one that has their bytes verified."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Stream
+from kvpool.errors import DeviceError
+from kvpool.layout import BlockLayout
+from kvpool.replay.verifier import Verifier
+
+
+class MeteredDevice(Device):
+    """Passes everything on to `inner`, and counts the bytes of copies and the time they take.
+
+    `copy_ns` is spent in the inner device's copies, `away_ns` in everything that a copy call does, verification
+    included: what a caller subtracts to get its own time. `copied_bytes` is ``[offload, onboard, on one tier]``.
+    """
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.name, self.one_memory = inner.name, inner.one_memory
+        self.copy_ns = self.away_ns = 0
+        self.copied_bytes = np.zeros(3, dtype=np.int64)
+        self._device_blocks = self._token_bytes = 0
+
+    def allocate(self, nbytes: int, tier: str) -> npt.NDArray[np.uint8]:
+        return self.inner.allocate(nbytes, tier)
+
+    def free(self, array: npt.NDArray[np.uint8]) -> None:
+        self.inner.free(array)
+
+    def available_bytes(self, tier: str) -> int | None:
+        return self.inner.available_bytes(tier)
+
+    def as_stream(self, stream: Any) -> Stream:
+        return self.inner.as_stream(stream)
+
+    def bind(
+        self,
+        layout: BlockLayout,
+        device_pool: npt.NDArray[np.uint8],
+        host_pool: npt.NDArray[np.uint8],
+        device_blocks: int,
+        host_blocks: int,
+    ) -> None:
+        self._device_blocks, self._token_bytes = device_blocks, layout.token_bytes
+        self.inner.bind(layout, device_pool, host_pool, device_blocks, host_blocks)
+
+    def copy_blocks(self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        begin = perf_counter_ns()
+        completed = len(moves)
+        try:
+            self.inner.copy_blocks(moves, stream)
+        except DeviceError as error:
+            completed = error.completed
+            raise
+        finally:
+            self.copy_ns += perf_counter_ns() - begin
+            self._count(moves[:completed])
+            self._done(moves[:completed])
+            self.away_ns += perf_counter_ns() - begin
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _count(self, moves: npt.NDArray[np.int64]) -> None:
+        from_device = moves[:, SOURCE] < self._device_blocks
+        to_device = moves[:, TARGET] < self._device_blocks
+        nbytes = moves[:, TOKENS] * self._token_bytes
+        self.copied_bytes += (
+            int(nbytes[from_device & ~to_device].sum()),
+            int(nbytes[~from_device & to_device].sum()),
+            int(nbytes[from_device == to_device].sum()),
+        )
+
+    def _done(self, moves: npt.NDArray[np.int64]) -> None:
+        """Called with the moves that the device has made."""
+
+
+class VerifyingDevice(MeteredDevice):
+    """Has every copy checked by `verifier`, once one is set: pools must exist before it can read them."""
+
+    verifier: Verifier | None = None
+
+    def _done(self, moves: npt.NDArray[np.int64]) -> None:
+        if self.verifier is not None:
+            self.verifier.copied(moves)

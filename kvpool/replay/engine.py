@@ -1,0 +1,305 @@
+"""The replay loop: drives a pool with a trace as an engine would, keeps the time of its calls, and has the bytes verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter, perf_counter_ns
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device import get_device
+from kvpool.layout import BlockLayout
+from kvpool.manager import KVCacheManager
+from kvpool.replay.content import States, token_states
+from kvpool.replay.device import MeteredDevice, VerifyingDevice
+from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
+from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, peak_memory_bytes
+from kvpool.replay.tokens import Request
+from kvpool.replay.traces import Trace
+from kvpool.replay.verifier import Verifier, ranges
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """How a trace is replayed: the pool's shape, the window, and whether bytes are verified."""
+
+    layout: BlockLayout
+    device_blocks: int
+    host_blocks: int = 0
+    active: int = 64
+    """Requests that run at the same time, at most."""
+    partial: bool = True
+    """Reuse parts of blocks."""
+    device: str = "auto"
+    verify: bool = False
+    """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1)):
+            value = getattr(self, name)
+            if value < lowest:
+                raise ValueError(f"{name} {value} is not at least {lowest}")
+
+
+class _Running:
+    """A request between admission and release. `states` is None where nothing is verified."""
+
+    __slots__ = ("id", "input_length", "length", "output", "states")
+
+    def __init__(self, id: int, request: Request, output: npt.NDArray[np.int32], states: States | None) -> None:
+        self.id, self.input_length, self.length = id, request.input_length, request.input_length
+        self.output, self.states = output, states
+
+
+class Replay:
+    """One run of a trace through a new pool.
+
+    `run` replays everything and checks that no block is left over; `summary` gives the figures so far, at any
+    time, also after `run` has raised. A context manager: leaving it closes the pool. `cache` is the pool.
+
+    Parameters
+    ----------
+    trace
+        Its requests are admitted in their order; their indices differ from each other.
+    config
+        The pool and the window.
+    progress
+        Called with 1 after every request that was admitted or skipped.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, trace: Trace, config: ReplayConfig, *, progress: Callable[[int], Any] | None = None) -> None:
+        self.trace, self.config = trace, config
+        self._progress = progress or (lambda count: None)
+        self._size = config.layout.tokens_per_block
+        longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
+        self._device = (VerifyingDevice if config.verify else MeteredDevice)(get_device(config.device))
+        warm_up(self._size, config)
+        self.cache = KVCacheManager(
+            config.layout,
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+            device=self._device,
+            max_sequences=config.active,
+            max_sequence_tokens=max(longest, default=self._size),
+            partial_reuse=config.partial,
+        )
+        self._verifier: Verifier | None = None
+        if isinstance(self._device, VerifyingDevice):
+            pools = self.cache.device_pool, self.cache.host_pool
+            self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks)
+            self._device.verifier = self._verifier
+        self._running: dict[int, _Running] = {}
+        self._phase_ns = dict.fromkeys(PHASES, 0)
+        self._hits = np.zeros(3, dtype=np.int64)
+        self._skipped: list[str] = []
+        self._admitted = self._prompt_tokens = self._output_tokens = self._peak_active = 0
+        self._begin = self._end = perf_counter()
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the pool; a second time does nothing."""
+        if not self.cache.closed:
+            self.cache.close()
+
+    def run(self) -> Summary:
+        """Replay all requests and return the summary.
+
+        Raises
+        ------
+        VerificationError
+            Bytes are not what they must be, at the first place where that shows.
+        IntegrityError
+            With `verify`, an invariant of the pool does not hold at the end.
+        KeyboardInterrupt
+            As it comes.
+        """
+        config = self.config
+        steps = schedule(
+            self.trace.requests,
+            device_blocks=config.device_blocks,
+            active=config.active,
+            tokens_per_block=self._size,
+        )
+        self._begin = perf_counter()
+        try:
+            for step in steps:
+                match step:
+                    case Admit(request):
+                        self._admit(request)
+                    case Append(items):
+                        self._append(items)
+                    case Finish(request):
+                        self._finish(request)
+                    case Skip(request, blocks):
+                        self._skipped.append(f"{request.name}: {request.length:,} tokens need {blocks:,} blocks")
+                if isinstance(step, (Admit, Skip)):
+                    self._progress(1)
+            self._check_idle()
+        finally:
+            self._end = perf_counter()
+        return self.summary()
+
+    def summary(self, *, interrupted: bool = False, failure: BaseException | None = None) -> Summary:
+        """Return the figures of all calls made so far."""
+        stats, device, verifier = self.cache.stats(), self._device, self._verifier
+        requests = max(self._admitted, 1)
+        on_device, on_host, partial = (int(n) for n in self._hits)
+        hits = on_device + on_host + partial
+        offloaded, onboarded, private = (int(n) for n in device.copied_bytes)
+        verified = None
+        if verifier is not None:
+            verified = Verified(
+                verifier.reused_tokens,
+                verifier.released_tokens,
+                verifier.offloaded_blocks,
+                verifier.onboarded_blocks,
+                verifier.private_copies,
+            )
+        return Summary(
+            requests=self._admitted,
+            planned=len(self.trace.requests),
+            peak_active=self._peak_active,
+            skipped=list(self._skipped),
+            interrupted=interrupted,
+            failure=None if failure is None else str(failure),
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            hits=Hits(on_device, on_host, partial, hits, hits / max(self._prompt_tokens, 1)),
+            blocks=Blocks(
+                offloaded=stats.offloaded_blocks,
+                onboarded=stats.onboarded_blocks,
+                forgotten_device=stats.forgotten_device_blocks,
+                forgotten_host=stats.forgotten_host_blocks,
+                offloads_saved=stats.offloads_saved,
+                private_copies=stats.copied_blocks,
+            ),
+            moved=Moved(
+                offloaded_bytes=offloaded,
+                onboarded_bytes=onboarded,
+                private_bytes=private,
+                seconds=device.copy_ns / 1e9,
+                gigabytes_per_second=(offloaded + onboarded + private) / device.copy_ns if device.copy_ns else None,
+            ),
+            control_us_per_request={name: ns / requests / 1e3 for name, ns in self._phase_ns.items()},
+            verified=verified,
+            wall_seconds=self._end - self._begin,
+            peak_memory_bytes=peak_memory_bytes(),
+            config=self._resolved(),
+        )
+
+    def _timed(self, phase: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Make one call of the pool; its time, without that of the copies it causes, goes to `phase`."""
+        away, begin = self._device.away_ns, perf_counter_ns()
+        result = call(*arguments, **options)
+        self._phase_ns[phase] += perf_counter_ns() - begin - (self._device.away_ns - away)
+        if self._verifier is not None:
+            self._verifier.raise_failure()
+        return result
+
+    def _admit(self, request: Request) -> None:
+        prompt, output = request.prompt(), request.output()
+        states = None
+        if self._verifier is not None:
+            self._verifier.context = request.name
+            everything = np.concatenate([prompt, output])
+            states = token_states(everything, self._size, salt=request.salt, adapter_id=request.adapter_id)
+        cache = self.cache
+        keys = self._timed("keys", cache.block_keys, prompt, salt=request.salt, adapter_id=request.adapter_id)
+        admission = self._timed("match_allocate", cache.add_sequence_batch, [keys])
+        running = _Running(int(admission.ids[0]), request, output, states)
+        self._running[request.index] = running
+        self._admitted += 1
+        self._prompt_tokens += request.input_length
+        self._peak_active = max(self._peak_active, len(self._running))
+        found = (admission.device_tokens[0], admission.host_tokens[0], admission.partial_tokens[0])
+        self._hits += found
+        if self._verifier is not None and states is not None:
+            cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
+            if cached != sum(found):
+                raise AssertionError(f"{request.name}: {cached} cached tokens, but {found} by kind")
+            self._verifier.check_reuse(blocks, states[:cached])
+            self._verifier.write(blocks, cached, states[cached : request.input_length])
+        self._timed("commit", cache.commit, running.id)
+
+    def _append(self, items: list[tuple[Request, int, int]]) -> None:
+        batch = [self._running[request.index] for request, _, _ in items]
+        ids = np.array([running.id for running in batch], dtype=np.int64)
+        counts = np.array([count for _, _, count in items], dtype=np.int64)
+        tokens = np.concatenate([r.output[at : at + count] for r, (_, at, count) in zip(batch, items, strict=True)])
+        self._timed("append", self.cache.append_tokens, ids, tokens, counts)
+        self._output_tokens += len(tokens)
+        if self._verifier is not None:
+            starts = np.array([running.length for running in batch], dtype=np.int64)
+            positions = ranges(starts, counts)
+            view = self.cache.block_table(ids)
+            blocks = view.table[np.repeat(view.rows, counts), positions // self._size].astype(np.int64)
+            written = zip(batch, counts, strict=True)
+            states = np.concatenate([r.states[r.length : r.length + n] for r, n in written if r.states is not None])
+            self._verifier.write_tokens(blocks, positions % self._size, states)
+        for running, (_, _, count) in zip(batch, items, strict=True):
+            running.length += count
+        self._timed("commit", self.cache.commit, ids)
+
+    def _finish(self, request: Request) -> None:
+        running = self._running[request.index]
+        if self._verifier is not None and running.states is not None:
+            self._verifier.context = request.name
+            self._verifier.check_release(self._blocks(running), running.states)
+        self._timed("release", self.cache.release, running.id)
+        del self._running[request.index]
+
+    def _blocks(self, running: _Running) -> npt.NDArray[np.int64]:
+        view = self.cache.block_table(running.id)
+        return view.table[view.rows[0], : -(-running.length // self._size)].astype(np.int64)
+
+    def _check_idle(self) -> None:
+        device = self.cache.stats().device
+        if device.used:
+            raise AssertionError(f"{device.used} device blocks are still in use after the last request")
+        if self.config.verify:
+            self.cache.verify()
+
+    def _resolved(self) -> dict[str, Any]:
+        config, layout = self.config, self.config.layout
+        return {
+            "trace": self.trace.name,
+            "format": self.trace.format,
+            "device": self._device.name,
+            "device_blocks": config.device_blocks,
+            "host_blocks": config.host_blocks,
+            "tokens_per_block": self._size,
+            "block_bytes": layout.block_bytes,
+            "layers": layout.layers,
+            "planes": layout.planes,
+            "kv_heads": layout.kv_heads,
+            "head_dim": layout.head_dim,
+            "dtype": layout.dtype_name,
+            "active": config.active,
+            "partial": config.partial,
+            "verify": config.verify,
+        }
+
+
+def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
+    """Make every kind of call once on a tiny pool of its own, so that no compilation or loading is timed later."""
+    layout = BlockLayout.of_block_bytes(8 * tokens_per_block, tokens_per_block)
+    device = MeteredDevice(get_device(config.device))
+    tokens = np.arange(3 * tokens_per_block, dtype=np.int32)
+    with KVCacheManager(layout, device_blocks=8, host_blocks=8, device=device, max_sequences=2) as cache:
+        for shift in (0, 0, 7, 0):
+            keys = cache.block_keys(tokens[: 2 * tokens_per_block + 1] + shift)
+            ids = cache.add_sequence_batch([keys]).ids
+            cache.commit(int(ids[0]))
+            cache.append_tokens(ids, tokens[:2], np.array([2]))
+            cache.commit(ids)
+            cache.release(int(ids[0]))

@@ -1,0 +1,177 @@
+"""What a replay found: the figures of a run, as text for people and as a dictionary for JSON."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PHASES = ("keys", "match_allocate", "append", "commit", "release")
+_NAMED_SKIPS = 5
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Prompt tokens found in the pool. Full blocks by the tier that held them; partial ones were copied."""
+
+    device_tokens: int
+    host_tokens: int
+    partial_tokens: int
+    tokens: int
+    rate: float
+    """Hit tokens of all prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What happened to blocks between and inside the tiers."""
+
+    offloaded: int
+    onboarded: int
+    forgotten_device: int
+    forgotten_host: int
+    offloads_saved: int
+    """Evictions that needed no copy because the host still had one."""
+    private_copies: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that the device copied and the time it took."""
+
+    offloaded_bytes: int
+    onboarded_bytes: int
+    private_bytes: int
+    seconds: float
+    gigabytes_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was compared byte by byte."""
+
+    reused_tokens: int
+    released_tokens: int
+    offloaded_blocks: int
+    onboarded_blocks: int
+    private_copies: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that a replay reports; sizes in tokens, blocks or bytes as the names say."""
+
+    requests: int
+    planned: int
+    peak_active: int
+    skipped: list[str]
+    interrupted: bool
+    failure: str | None
+    prompt_tokens: int
+    output_tokens: int
+    hits: Hits
+    blocks: Blocks
+    moved: Moved
+    control_us_per_request: dict[str, float]
+    verified: Verified | None
+    wall_seconds: float
+    peak_memory_bytes: int | None
+    config: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return nested dictionaries, lists and numbers only: what ``json.dumps`` takes."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Return the figures as a few aligned lines."""
+        lines = [f"{label:<9} {text}" if text else "" for label, text in self._lines()]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _lines(self) -> list[tuple[str, str]]:
+        hits, blocks = self.hits, self.blocks
+        rows = [("replay", f"{self.config['trace']} ({self.config['format']})")]
+        if self.interrupted:
+            rows.append(("", f"interrupted after {self.requests:,} of {self.planned:,} requests"))
+        rows.append(("requests", f"{self.requests:,} replayed, at most {self.peak_active:,} active"))
+        if self.skipped:
+            rows.append(("", f"{len(self.skipped):,} skipped, larger than the device tier:"))
+            rows += [("", f"  {name}") for name in self.skipped[:_NAMED_SKIPS]]
+            if len(self.skipped) > _NAMED_SKIPS:
+                rows.append(("", f"  and {len(self.skipped) - _NAMED_SKIPS:,} more (--json names all)"))
+        rows += [
+            ("tokens", f"{self.prompt_tokens:,} in prompts, {self.output_tokens:,} in answers"),
+            ("hits", f"{hits.tokens:,} prompt tokens, {hits.rate:.2%}"),
+            ("", f"full blocks: {hits.device_tokens:,} device, {hits.host_tokens:,} host"),
+            ("", f"partial blocks: {hits.partial_tokens:,}"),
+            ("blocks", f"{blocks.offloaded:,} offloaded, {blocks.onboarded:,} onboarded"),
+            ("", f"{blocks.offloads_saved:,} offloads saved: the host had kept its copy"),
+            ("", f"{blocks.forgotten_device:,} forgotten on the device, {blocks.forgotten_host:,} on the host"),
+            ("", f"{blocks.private_copies:,} copied inside the device tier"),
+            ("moved", self._moved_text()),
+            ("control", self._control_text()),
+        ]
+        if self.verified is not None or self.failure is not None:
+            rows.append(("verified", self._verified_text()))
+        peak = "unknown" if self.peak_memory_bytes is None else format_bytes(self.peak_memory_bytes)
+        rows += [("memory", f"{peak} at the peak"), ("time", f"{self.wall_seconds:.1f} s in all")]
+        return rows + [("config" if not i else "", text) for i, text in enumerate(self._config_lines())]
+
+    def _moved_text(self) -> str:
+        moved = self.moved
+        total = moved.offloaded_bytes + moved.onboarded_bytes + moved.private_bytes
+        if not total:
+            return "nothing"
+        speed = f", {moved.gigabytes_per_second:.2f} GB/s" if moved.gigabytes_per_second else ""
+        return f"{format_bytes(total)} in {moved.seconds:.2f} s{speed}"
+
+    def _control_text(self) -> str:
+        total = sum(self.control_us_per_request.values())
+        parts = (f"{name.replace('_', ' + ')} {value:.1f}" for name, value in self.control_us_per_request.items())
+        return f"{total:.1f} µs per request: {', '.join(parts)}"
+
+    def _verified_text(self) -> str:
+        if self.failure is not None:
+            return f"FAILED: {self.failure}"
+        assert self.verified is not None
+        done = self.verified
+        return (
+            f"every byte of {done.reused_tokens:,} reused and {done.released_tokens:,} released tokens, "
+            f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.private_copies:,} copies"
+        )
+
+    def _config_lines(self) -> list[str]:
+        pairs = [f"{key} {value}" for key, value in self.config.items() if key not in ("trace", "format")]
+        lines = [""]
+        for pair in pairs:
+            if lines[-1] and len(lines[-1]) + len(pair) > 90:
+                lines[-1] += ","
+                lines.append("")
+            lines[-1] += f", {pair}" if lines[-1] else pair
+        return lines
+
+
+def format_bytes(count: int) -> str:
+    """Return a byte count in the binary unit that keeps it short, such as ``1.5 GiB``."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def peak_memory_bytes() -> int | None:
+    """Return the largest resident size of this process so far, or None where the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    # Kibibytes everywhere but on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

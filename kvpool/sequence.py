@@ -1,0 +1,182 @@
+"""What callers hand in: prompts as token buffers with their keys, and arrays of sequence ids and counts."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.layout import integer_argument
+from kvpool.state.requests import R_EXTRA, R_KEYS, R_LENGTH, R_NAMESPACE, R_ROOT0, R_ROOT1, R_TOKENS, REQUEST
+
+INT32 = np.iinfo(np.int32)
+
+
+class BlockKeys:
+    """A prompt with the keys of its full blocks, ready for every call that takes a prompt. Made by ``KVCacheManager.block_keys``.
+
+    ``tokens`` int32[n], not a copy where an int32 buffer was given: do not write to it while this object is in use. ``keys``
+    uint64[n // tokens_per_block, 2]. ``namespace`` is the digest of salt and adapter that blocks carry. ``extra_ids`` int64[n] or None.
+    """
+
+    __slots__ = ("adapter_id", "extra_ids", "keys", "namespace", "origin", "request", "salt", "tokens")
+
+    def __init__(
+        self, tokens: npt.NDArray[np.int32], keys: npt.NDArray[np.uint64], salt: bytes | str | None, adapter_id: int | str | None,
+        extra_ids: npt.NDArray[np.int64] | None, root: tuple[int, int, int], origin: tuple[str, int],
+    ) -> None:  # fmt: skip
+        self.tokens, self.keys, self.salt, self.adapter_id, self.extra_ids = tokens, keys, salt, adapter_id, extra_ids
+        self.namespace, self.origin = root[0], origin
+        self.request = request = np.zeros((1, REQUEST), np.int64)
+        request[0, R_TOKENS], request[0, R_LENGTH], request[0, R_KEYS] = address(tokens), len(tokens), address(keys)
+        request[0, R_EXTRA] = 0 if extra_ids is None else address(extra_ids)
+        request[0, R_NAMESPACE], request[0, R_ROOT0], request[0, R_ROOT1] = root
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Match(NamedTuple):
+    """What a prompt would reuse now, in tokens: full blocks on the device, full blocks on the host, part of one more block."""
+
+    device_tokens: int
+    host_tokens: int
+    partial_tokens: int
+
+    @property
+    def full_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.full_tokens + self.partial_tokens
+
+
+class Admission(NamedTuple):
+    """What a batch got: int64[m] ids, and per request int32[m] reused tokens (total, device, host, partial) and blocks to be computed."""
+
+    ids: npt.NDArray[np.int64]
+    cached_tokens: npt.NDArray[np.int32]
+    device_tokens: npt.NDArray[np.int32]
+    host_tokens: npt.NDArray[np.int32]
+    partial_tokens: npt.NDArray[np.int32]
+    missed_blocks: npt.NDArray[np.int32]
+
+    @property
+    def admitted(self) -> int:
+        """Requests admitted: the whole batch, or with ``allow_partial_batch`` its head that fitted."""
+        return len(self.ids)
+
+
+def address(values: npt.NDArray[Any]) -> int:
+    return int(values.__array_interface__["data"][0])
+
+
+def _integers(name: str, values: Any) -> npt.NDArray[Any]:
+    """Any one-dimensional integer buffer or sequence as an array, without a copy where it is a buffer."""
+    if isinstance(values, np.ndarray):
+        found = values
+    elif isinstance(values, (list, tuple)):
+        try:
+            found = np.frombuffer(array.array("q", values), np.int64) if values else np.empty(0, np.int64)
+        except OverflowError:
+            raise ValueError(f"{name}: {max(values, key=abs)} is not in the int64 range") from None
+        except TypeError:
+            raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
+    elif isinstance(values, (str, bytes)) or values is None:
+        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int")
+    else:
+        found = np.asarray(values)
+    if found.ndim != 1:
+        raise ValueError(f"{name} has shape {found.shape}: accepted is one dimension")
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {found.dtype}: accepted are integers")
+    return found
+
+
+def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[np.int32]:
+    """Token ids as int32[n], contiguous; the caller's own buffer if it is that already.
+
+    Raises TypeError for other than integers, ValueError for other shapes, ids outside int32, or (unless ``empty``) no token.
+    """
+    found = _integers(name, tokens)
+    if len(found) == 0 and not empty:
+        raise ValueError(f"{name} is empty: at least one token is accepted")
+    if found.dtype != np.int32 and len(found):
+        low, high = int(found.min()), int(found.max())
+        if low < INT32.min or high > INT32.max:
+            raise ValueError(f"{name}: {low if low < INT32.min else high} is not in the int32 range of token ids")
+    return np.ascontiguousarray(found, np.int32)
+
+
+def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
+    """Integers as int64[n], contiguous."""
+    found = _integers(name, values)
+    if found.dtype == np.uint64 and len(found) and int(found.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
+    return np.ascontiguousarray(found, np.int64)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def id_array(name: str, ids: Any) -> npt.NDArray[np.int64]:
+    """One id or several as int64[n]."""
+    if is_integer(ids):
+        return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
+    return int64_array(name, ids)
+
+
+def count_array(name: str, counts: Any, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """One count for each id, none negative; a single number is the count of a single id."""
+    found = id_array(name, counts)
+    if len(found) != len(ids):
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(ids)} ids")
+    if len(found) and int(found.min()) < 0:
+        raise ValueError(f"{name}: {int(found.min())} is negative")
+    return found
+
+
+def namespace_argument(name: str, value: Any, types: tuple[type, ...]) -> Any:
+    if value is None or (isinstance(value, types) and not isinstance(value, bool)):
+        return value
+    raise TypeError(f"{name}={value!r:.80}: accepted are None, {' and '.join(t.__name__ for t in types)}")
+
+
+def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
+    """Extra ids as int64[count], or None if there are none or all are zero."""
+    if extra_ids is None:
+        return None
+    found = int64_array("extra_ids", extra_ids)
+    if len(found) != count:
+        raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
+    return found if found.any() else None
+
+
+def key_rows(keys: Any) -> npt.NDArray[np.int64]:
+    """Keys as int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
+    if isinstance(keys, BlockKeys):
+        return keys.keys.view(np.int64)
+    if isinstance(keys, np.ndarray):
+        if keys.dtype not in (np.uint64, np.int64) or keys.ndim != 2 or keys.shape[1] != 2:
+            raise ValueError(f"keys has shape {keys.shape} and dtype {keys.dtype}: accepted is uint64[n, 2]")
+        return np.ascontiguousarray(keys).view(np.int64)
+    if not isinstance(keys, Sequence) or isinstance(keys, (str, bytes)):
+        raise TypeError(f"keys={keys!r:.80}: accepted are BlockKeys, uint64[n, 2] and sequences of single keys")
+    return np.concatenate([key_row(key) for key in keys]) if len(keys) else np.empty((0, 2), np.int64)
+
+
+def key_row(key: Any) -> npt.NDArray[np.int64]:
+    """One key as int64[1, 2]: 16 bytes or uint64[2]."""
+    if isinstance(key, (bytes, bytearray, memoryview)):
+        if len(key) != 16:
+            raise ValueError(f"key has {len(key)} bytes: accepted are 16")
+        return np.frombuffer(key, np.int64).reshape(1, 2)
+    found = np.asarray(key)
+    if found.dtype not in (np.uint64, np.int64) or found.shape != (2,):
+        raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]")
+    return np.ascontiguousarray(found).view(np.int64).reshape(1, 2)

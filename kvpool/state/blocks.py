@@ -1,0 +1,294 @@
+"""The arrays that hold all state of a pool, their fields and their meaning, and the views of them that jitted functions take.
+
+A jitted verb gets one array, the *header*: addresses and sizes of all others, and the scalars. Opening a view costs a few loads;
+passing a dozen arrays from Python would cost more than most verbs. ``State`` owns the memory behind the addresses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from kvpool.jit import jit
+from kvpool.state.atomics import as_pointer, compare_exchange, load
+from kvpool.state.hashing import GUARDS, block_secret, fingerprint
+
+NONE = -1
+DEVICE, HOST = 0, 1
+DEFAULT_PRIORITY = 35
+
+# One block. Ids [0, device_blocks) are device blocks, the rest host blocks. A content (a key) that is cached is represented in
+# the index and among the children of its parent by one block, its device or its host copy; `twin` links it to the other copy.
+BLOCK = np.dtype(
+    [
+        ("word", "i8"),  # refs in the low half, pins in the high half; first, since atomics address it
+        ("key0", "i8"),
+        ("key1", "i8"),
+        ("namespace", "i8"),
+        ("prev", "i4"),
+        ("next", "i4"),
+        ("chain", "i4"),  # next block in the same bucket of the index
+        ("twin", "i4"),  # the copy of this content on the other tier
+        ("list", "i2"),  # which list it is in, NONE = held
+        ("filled", "i2"),  # tokens with known content
+        ("uses", "u2"),  # sequences that computed or reused the content, saturating
+        ("priority", "i1"),
+        ("flags", "u1"),
+        ("ticket", "i8"),  # of the move that wrote it last, NONE = no move did since it was taken
+        ("parent0", "i8"),
+        ("parent1", "i8"),
+        ("deadline", "i8"),  # ms; meaningful while `heap` is set
+        ("child_prev", "i4"),
+        ("child_next", "i4"),
+        ("ttl", "i4"),  # ms from release, NONE = for ever
+        ("heap", "i4"),  # place in the expiry heap, NONE = not there
+        ("stored_at", "u4"),  # ms, modulo 2**32
+        ("used_at", "u4"),
+    ],
+    align=True,
+)
+# flags: has a key; is cached under it; is cached as an unfull child; its bytes never came; is a source of the call under way; some
+# token has an extra id; represents its content in the index
+KEYED, PUBLISHED, TAIL, LOST, ONBOARDING, EXTRA, LINKED = 1, 2, 4, 8, 16, 32, 64
+INDEXED = PUBLISHED | TAIL
+
+SEQUENCE = np.dtype(
+    [
+        ("generation", "i4"),
+        ("live", "i4"),
+        ("length", "i4"),  # tokens
+        ("committed", "i4"),  # tokens whose KV the engine has written
+        ("blocks", "i4"),
+        ("prompt", "i4"),
+        ("cached", "i4"),  # reused tokens, partial ones included
+        ("reused", "i4"),  # full blocks reused
+        ("namespace", "i8"),
+        ("root0", "i8"),
+        ("root1", "i8"),
+        ("removals", "i8"),  # REMOVALS when its duplicates were last tried
+        ("duplicates", "i4"),  # first block that may be a duplicate, NONE = none is
+        ("priority", "i4"),  # of decoded blocks
+        ("ttl", "i4"),
+        ("failed", "i4"),  # a block of it was lost on the way
+        ("mark", "i4"),  # scratch within one call
+        ("extra", "i4"),  # some token has an extra id
+    ],
+    align=True,
+)
+
+EVENT = np.dtype(
+    [
+        ("kind", "i2"),
+        ("tier", "i2"),
+        ("priority", "i2"),
+        ("group", "i2"),  # 1 = continues the stored event before it
+        ("tokens", "i4"),
+        ("key0", "i8"),
+        ("key1", "i8"),
+        ("parent0", "i8"),
+        ("parent1", "i8"),
+        ("namespace", "i8"),
+    ],
+    align=True,
+)
+
+# Header: addresses first, then sizes and scalars.
+(
+    A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_EVENTS,
+    A_EVENT_TOKENS, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS, CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS,
+    MOVES, MOVES_CAPACITY, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT,
+    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, DETAIL, DETAIL2, HEADER,
+) = range(42)  # fmt: skip
+
+COUNTERS = (
+    "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
+    "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
+    "offloads_saved", "copied_blocks", "lost_blocks", "events_dropped", "redundant_dropped", "expired_blocks",
+)  # fmt: skip
+(
+    C_PROMPT, C_DEVICE_TOKENS, C_HOST_TOKENS, C_PARTIAL_TOKENS, C_DEVICE_HITS, C_HOST_HITS, C_PARTIAL, C_MISSED, C_OFFLOADED,
+    C_ONBOARDED, C_FORGOTTEN_DEVICE, C_FORGOTTEN_HOST, C_SAVED, C_COPIED, C_LOST, C_DROPPED, C_REDUNDANT, C_EXPIRED,
+) = range(len(COUNTERS))  # fmt: skip
+LIFETIME, IDLE, REUSE_GAP = range(3)
+BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms
+
+LISTS_PER_TIER = 103
+EMPTY, REDUNDANT = 101, 102
+LOWEST = 2 * LISTS_PER_TIER  # rows LOWEST + tier of the lists array: no list of that tier below this priority has a block
+
+
+@jit
+def blocks_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_BLOCKS]), (h[BLOCKS],), BLOCK)
+
+
+@jit
+def tokens_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_TOKENS]), (h[BLOCKS], h[WIDTH]), np.int32)
+
+
+@jit
+def extra_of(h):  # type: ignore[no-untyped-def]
+    """Extra ids, int64[blocks, T]; no row of it may be touched unless HAS_EXTRA."""
+    return carray(as_pointer(h[A_EXTRA]), (h[BLOCKS], h[WIDTH]), np.int64)
+
+
+@jit
+def lists_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_LISTS]), (LOWEST + 2, 3), np.int32)
+
+
+@jit
+def index_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_INDEX]), (h[BUCKETS],), np.int32)
+
+
+@jit
+def children_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_CHILDREN]), (h[CHILD_BUCKETS],), np.int32)
+
+
+@jit
+def heap_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_HEAP]), (h[BLOCKS] + 1,), np.int32)
+
+
+@jit
+def sequences_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_SEQUENCES]), (h[SEQUENCES],), SEQUENCE)
+
+
+@jit
+def rows_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_ROWS]), (h[SEQUENCES],), np.int32)
+
+
+@jit
+def table_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_TABLE]), (h[SEQUENCES], h[COLUMNS]), np.int32)
+
+
+@jit
+def moves_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_MOVES]), (h[MOVES_CAPACITY], 4), np.int64)
+
+
+@jit
+def events_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_EVENTS]), (h[EVENTS],), EVENT)
+
+
+@jit
+def event_tokens_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_EVENT_TOKENS]), (h[EVENTS], h[WIDTH]), np.int32)
+
+
+@jit
+def counters_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_COUNTERS]), (len(COUNTERS),), np.int64)
+
+
+@jit
+def histograms_of(h):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(h[A_HISTOGRAMS]), (3, BINS), np.int64)
+
+
+@jit
+def change_word(blocks, b, refs, pins):  # type: ignore[no-untyped-def]
+    """Add to both halves of a block's word at once; returns the new word, or -1 with nothing changed if a half would fall below zero."""
+    words = blocks["word"]
+    while True:
+        old = load(words, b)
+        new_refs, new_pins = (old & 0xFFFFFFFF) + refs, (old >> 32) + pins
+        if new_refs < 0 or new_pins < 0:
+            return np.int64(-1)
+        new = (new_pins << 32) | new_refs
+        if compare_exchange(words, b, old, new):
+            return new
+
+
+class State:
+    """Owns every array of one pool and the header that points to them. Not thread-safe: the manager's state lock guards it.
+
+    Parameters are counts of blocks, tokens per block, sequences and blocks per sequence; ``secret`` keys the hash.
+    """
+
+    def __init__(
+        self, *, device_blocks: int, host_blocks: int, width: int, sequences: int, columns: int, secret: bytes, partial_reuse: bool = True,
+        offload_min_priority: int = 30, offload_min_reuse: int = 1, event_capacity: int = 0,
+    ) -> None:  # fmt: skip
+        count = device_blocks + host_blocks
+        self.secret = secret
+        self.fingerprint = fingerprint(secret)
+        self.blocks = np.zeros(count, BLOCK)
+        self.tokens = np.zeros((count, width), np.int32)
+        self.extra = np.zeros((1, 1), np.int64)
+        self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
+        self.index = np.full(count, NONE, np.int32)
+        self.children = np.full(count if partial_reuse else 0, NONE, np.int32)
+        self.heap = np.zeros(count + 1, np.int32)
+        self.sequences = np.zeros(sequences, SEQUENCE)
+        self.rows = np.arange(sequences - 1, -1, -1, dtype=np.int32)
+        self.table = np.full((sequences, columns), NONE, np.int32)
+        self.moves = np.zeros((64, 4), np.int64)
+        self.events = np.zeros(event_capacity, EVENT)
+        self.event_tokens = np.zeros((event_capacity, width), np.int32)
+        self.counters = np.zeros(len(COUNTERS), np.int64)
+        self.histograms = np.zeros((3, BINS), np.int64)
+        self.header = h = np.zeros(HEADER, np.int64)
+        for slot, array in (
+            (A_BLOCKS, self.blocks), (A_TOKENS, self.tokens), (A_EXTRA, self.extra), (A_LISTS, self.lists), (A_INDEX, self.index),
+            (A_CHILDREN, self.children), (A_HEAP, self.heap), (A_SEQUENCES, self.sequences), (A_ROWS, self.rows), (A_TABLE, self.table),
+            (A_MOVES, self.moves), (A_EVENTS, self.events), (A_EVENT_TOKENS, self.event_tokens), (A_COUNTERS, self.counters),
+            (A_HISTOGRAMS, self.histograms),
+        ):  # fmt: skip
+            h[slot] = array.ctypes.data
+        h[DEVICE_BLOCKS], h[BLOCKS], h[WIDTH] = device_blocks, count, width
+        h[BUCKETS], h[CHILD_BUCKETS] = len(self.index), len(self.children)
+        h[SEQUENCES], h[COLUMNS], h[FREE_ROWS] = sequences, columns, sequences
+        h[MOVES_CAPACITY] = len(self.moves)
+        h[OFFLOAD_PRIORITY], h[OFFLOAD_REUSE] = offload_min_priority, offload_min_reuse
+        h[SECRET0], h[SECRET1] = block_secret(secret)
+        h[GUARD] = sum(GUARDS.values())
+        h[EVENTS] = event_capacity
+        self._fill_lists(device_blocks, count)
+
+    def _fill_lists(self, device_blocks: int, count: int) -> None:
+        blocks, lists = self.blocks, self.lists
+        for name in ("twin", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
+            blocks[name] = NONE
+        blocks["priority"] = DEFAULT_PRIORITY
+        self.sequences["duplicates"] = NONE
+        lists[:, 2] = 0
+        lists[LOWEST:, 0] = EMPTY
+        for tier, low, high in ((DEVICE, 0, device_blocks), (HOST, device_blocks, count)):
+            if low == high:
+                continue
+            which = tier * LISTS_PER_TIER + EMPTY
+            blocks["list"][low:high] = which
+            blocks["prev"][low + 1 : high] = np.arange(low, high - 1)
+            blocks["next"][low : high - 1] = np.arange(low + 1, high)
+            lists[which] = low, high - 1, high - low
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state per pool that grow with its blocks, tokens left out."""
+        return sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
+
+    def reserve_moves(self, count: int) -> None:
+        """Make room for ``count`` moves of the next call. No move may be waiting in the buffer."""
+        if count > len(self.moves):
+            self.moves = np.zeros((max(count, 2 * len(self.moves)), 4), np.int64)
+            self.header[A_MOVES] = self.moves.ctypes.data
+            self.header[MOVES_CAPACITY] = len(self.moves)
+
+    def enable_extra(self) -> None:
+        """Allocate the extra ids when the first prompt that has some comes; untouched rows cost no memory."""
+        if not self.header[HAS_EXTRA]:
+            self.extra = np.zeros(self.tokens.shape, np.int64)
+            self.header[A_EXTRA] = self.extra.ctypes.data
+            self.header[HAS_EXTRA] = 1
+
+    def disable_guard(self, name: str) -> None:
+        """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
+        self.header[GUARD] &= ~GUARDS[name]

@@ -1,0 +1,37 @@
+"""Readable pictures of the state, for tests and for people."""
+
+from __future__ import annotations
+
+from kvpool.state.blocks import DEVICE_BLOCKS, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT, State
+
+
+def lists(state: State) -> dict[str, list[int]]:
+    """The evictable blocks of each tier in the order in which they would be taken."""
+    result = {}
+    for tier, name in enumerate(("device", "host")):
+        order = [EMPTY, *([REDUNDANT] if tier == HOST else []), *range(EMPTY)]
+        ids: list[int] = []
+        for which in order:
+            b = int(state.lists[tier * LISTS_PER_TIER + which, 0])
+            while b != NONE:
+                ids.append(b)
+                b = int(state.blocks[b]["next"])
+        result[name] = ids
+    return result
+
+
+def cached(state: State) -> dict[str, dict[bytes, int]]:
+    """Key (16 bytes) -> block id of what is cached on each tier."""
+    result: dict[str, dict[bytes, int]] = {"device": {}, "host": {}}
+    for b, block in enumerate(state.blocks):
+        if block["flags"] & PUBLISHED:
+            tier = "device" if b < state.header[DEVICE_BLOCKS] else "host"
+            result[tier][block["key0"].tobytes() + block["key1"].tobytes()] = b
+    return result
+
+
+def dump(state: State) -> bytes:
+    """Every byte that a decision depends on: all but the scalars and counters in the header and the search's starting points."""
+    arrays = (state.blocks, state.tokens, state.lists[:-2], state.index, state.children, state.heap, state.sequences, state.rows)
+    extra = state.extra.tobytes() if state.extra.size > 1 else b""
+    return b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.events)) + extra

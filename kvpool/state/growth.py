@@ -1,0 +1,362 @@
+"""The life of an admitted sequence: append, commit, rewind, release."""
+
+from __future__ import annotations
+
+from kvpool.jit import jit
+from kvpool.state.admission import EXPIRIES_PER_CALL, SHORT_OF_BLOCKS, write_tokens
+from kvpool.state.blocks import (
+    C_COPIED,
+    CHILD_BUCKETS,
+    COLUMNS,
+    DETAIL,
+    DETAIL2,
+    DEVICE,
+    DEVICE_BLOCKS,
+    EXTRA,
+    FREE_ROWS,
+    GUARD,
+    KEYED,
+    NONE,
+    NOW,
+    PUBLISHED,
+    REMOVALS,
+    SECRET0,
+    SECRET1,
+    SEQUENCES,
+    TAIL,
+    WIDTH,
+    blocks_of,
+    change_word,
+    counters_of,
+    extra_of,
+    heap_of,
+    lists_of,
+    rows_of,
+    sequences_of,
+    table_of,
+    tokens_of,
+)
+from kvpool.state.hashing import block_key
+from kvpool.state.lru import free_blocks, heap_remove, unlink
+from kvpool.state.prefix import device_copy, find, rival_child
+from kvpool.state.requests import blocks_for
+from kvpool.state.ring import STORED, emit
+from kvpool.state.tiers import begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
+
+UNKNOWN, DUPLICATE, FAILED, TOO_LONG, BAD_COUNT = -3, -4, -5, -6, -7
+
+
+@jit
+def slot_of(h, sequence_id):  # type: ignore[no-untyped-def]
+    """Row of a live sequence, or NONE."""
+    slot = sequence_id & 0xFFFFFFFF
+    if sequence_id < 0 or slot >= h[SEQUENCES]:
+        return NONE
+    sequence = sequences_of(h)[slot]
+    return slot if sequence.live and sequence.generation == sequence_id >> 32 else NONE
+
+
+@jit
+def check(h, ids, usable):  # type: ignore[no-untyped-def]
+    """0 if all ids are live, distinct and (with ``usable``) have lost no block; else the error, and the offender's place in DETAIL."""
+    sequences = sequences_of(h)
+    error = 0
+    n = 0
+    while n < ids.shape[0]:
+        slot = slot_of(h, ids[n])
+        if slot == NONE:
+            error = UNKNOWN
+        elif sequences[slot].mark:
+            error = DUPLICATE
+        elif usable and sequences[slot].failed:
+            error = FAILED
+        if error:
+            h[DETAIL] = n
+            break
+        sequences[slot].mark = 1
+        n += 1
+    for i in range(n):
+        sequences[slot_of(h, ids[i])].mark = 0
+    return error
+
+
+@jit
+def growth(h, ids, counts):  # type: ignore[no-untyped-def]
+    """Blocks that appending ``counts`` tokens takes, or the error; ids were checked."""
+    need = 0
+    for i in range(ids.shape[0]):
+        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        more = blocks_for(h, sequence.length + counts[i])
+        if more > h[COLUMNS] and h[COLUMNS] < h[DEVICE_BLOCKS]:
+            h[DETAIL] = i
+            return TOO_LONG
+        need += more - sequence.blocks
+    return need
+
+
+@jit
+def _append(h, slot, tokens, start, count):  # type: ignore[no-untyped-def]
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    done = 0
+    while done < count:
+        at = sequence.length % h[WIDTH]
+        if at == 0:
+            b = take_device(h)
+            change_word(blocks, b, 1, 0)
+            blocks[b].namespace, blocks[b].priority, blocks[b].ttl = sequence.namespace, sequence.priority, sequence.ttl
+            row[sequence.blocks] = b
+            sequence.blocks += 1
+        n = min(count - done, h[WIDTH] - at)
+        write_tokens(h, row[sequence.blocks - 1], at, tokens, extra_of(h)[0][:0], start + done, n)
+        sequence.length += n
+        done += n
+
+
+@jit
+def append(h, ids, counts, tokens, now):  # type: ignore[no-untyped-def]
+    """Grow each sequence by its count of ``tokens`` (int32, one after the other). Returns 0 or an error with nothing changed."""
+    error = check(h, ids, True)
+    if error:
+        return error
+    need, free = growth(h, ids, counts), free_blocks(lists_of(h), DEVICE)
+    if need < 0:
+        return need
+    if need > free:
+        h[DETAIL], h[DETAIL2] = need, free
+        return SHORT_OF_BLOCKS
+    begin(h, now)
+    if need:
+        expire(h, EXPIRIES_PER_CALL)
+    start = 0
+    for i in range(ids.shape[0]):
+        _append(h, slot_of(h, ids[i]), tokens, start, counts[i])
+        start += counts[i]
+    return 0
+
+
+@jit
+def _parent(h, slot, i):  # type: ignore[no-untyped-def]
+    """Key of the block before block ``i`` of a sequence; full committed blocks have keys."""
+    if i == 0:
+        return sequences_of(h)[slot].root0, sequences_of(h)[slot].root1
+    before = blocks_of(h)[table_of(h)[slot, i - 1]]
+    return before.key0, before.key1
+
+
+@jit
+def _publish(h, b):  # type: ignore[no-untyped-def]
+    """Make a full keyed block the device copy of its content; False if the content has one already."""
+    blocks = blocks_of(h)
+    extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
+    found = find(h, blocks[b].key0, blocks[b].key1, blocks[b].namespace, tokens_of(h)[b], extra, 0)
+    if found == NONE:
+        enter(h, b, PUBLISHED)
+        if h[CHILD_BUCKETS]:
+            supersede(h, b)
+        return True
+    if device_copy(h, found) != NONE:
+        return False
+    blocks[b].twin, blocks[found].twin = found, b
+    blocks[b].uses = max(1, blocks[found].uses)
+    blocks[b].stored_at = blocks[b].used_at = h[NOW] & 0xFFFFFFFF
+    blocks[b].flags |= PUBLISHED
+    emit(h, STORED, b)
+    if blocks[found].list != NONE:
+        to_redundant(h, found)
+    return True
+
+
+@jit
+def to_redundant(h, host):  # type: ignore[no-untyped-def]
+    """The content of a listed host block is on the device as well: it becomes one of the first victims."""
+    heap_remove(blocks_of(h), heap_of(h), host)
+    unlink(blocks_of(h), lists_of(h), host)
+    shelve(h, host, False)
+
+
+@jit
+def _publish_range(h, slot, first, last):  # type: ignore[no-untyped-def]
+    """Publish the keyed blocks [first, last) of a sequence, noting the first that must wait as a duplicate."""
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    for i in range(first, last):
+        b = row[i]
+        if blocks[b].flags & PUBLISHED:
+            continue
+        if not blocks[b].flags & KEYED:
+            parent0, parent1 = _parent(h, slot, i)
+            extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
+            blocks[b].key0, blocks[b].key1 = block_key(tokens_of(h)[b], extra, h[SECRET0], h[SECRET1], parent0, parent1, h[GUARD])
+            blocks[b].parent0, blocks[b].parent1 = parent0, parent1
+            blocks[b].flags |= KEYED
+        if not _publish(h, b) and (sequence.duplicates == NONE or i < sequence.duplicates):
+            sequence.duplicates = i
+
+
+@jit
+def _retry_duplicates(h, slot):  # type: ignore[no-untyped-def]
+    """Publish what others held the key of when it was committed, if a device copy has gone since."""
+    sequence = sequences_of(h)[slot]
+    first = sequence.duplicates
+    if first != NONE and sequence.removals != h[REMOVALS]:
+        sequence.duplicates = NONE
+        _publish_range(h, slot, first, sequence.committed // h[WIDTH])
+        sequence.removals = h[REMOVALS]
+
+
+@jit
+def commit(h, ids, counts, now):  # type: ignore[no-untyped-def]
+    """Publish the first ``counts`` tokens of each sequence (NONE = all). Returns 0 or an error with nothing changed."""
+    error = check(h, ids, True)
+    if error:
+        return error
+    for i in range(ids.shape[0]):
+        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        if counts[i] != NONE and (counts[i] > sequence.length or counts[i] < sequence.committed):
+            h[DETAIL], h[DETAIL2] = i, sequence.committed
+            return BAD_COUNT
+    begin(h, now)
+    for i in range(ids.shape[0]):
+        slot = slot_of(h, ids[i])
+        sequence = sequences_of(h)[slot]
+        _retry_duplicates(h, slot)
+        first = sequence.committed // h[WIDTH]
+        sequence.committed = counts[i] if counts[i] != NONE else sequence.length
+        if sequence.duplicates == NONE:
+            sequence.removals = h[REMOVALS]
+        _publish_range(h, slot, first, sequence.committed // h[WIDTH])
+    return 0
+
+
+@jit
+def _shared(h, b):  # type: ignore[no-untyped-def]
+    return blocks_of(h)[b].word != 1
+
+
+@jit
+def _copies(h, slot, length):  # type: ignore[no-untyped-def]
+    """Whether a rewind to ``length`` ends inside a block that others read."""
+    if length % h[WIDTH] == 0:
+        return 0
+    b = table_of(h)[slot, length // h[WIDTH]]
+    return 1 if blocks_of(h)[b].flags & KEYED and _shared(h, b) else 0
+
+
+@jit
+def _private_copy(h, b, count):  # type: ignore[no-untyped-def]
+    """A fresh block with the first ``count`` tokens of ``b``, which other holders keep."""
+    blocks = blocks_of(h)
+    fresh = take_device(h)
+    change_word(blocks, fresh, 1, 0)
+    copy_tokens(h, b, fresh, count)
+    blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = blocks[b].namespace, blocks[b].priority, blocks[b].ttl
+    emit_move(h, b, fresh, count)
+    change_word(blocks, b, -1, 0)
+    return fresh
+
+
+@jit
+def _shorten(h, slot, length):  # type: ignore[no-untyped-def]
+    """Give the last block of a rewound sequence back to it alone: a block that has a key is never written."""
+    blocks, row = blocks_of(h), table_of(h)[slot]
+    i, keep = length // h[WIDTH], length % h[WIDTH]
+    b = row[i]
+    if blocks[b].flags & KEYED and _shared(h, b):
+        row[i] = _private_copy(h, b, keep)
+        return 1
+    if blocks[b].flags & PUBLISHED:
+        forget(h, b, h[NOW] + blocks[b].ttl)
+    blocks[b].flags &= ~KEYED
+    blocks[b].filled, blocks[b].uses = keep, 0
+    return 0
+
+
+@jit
+def rewind(h, ids, counts, now):  # type: ignore[no-untyped-def]
+    """Drop the last ``counts`` tokens of each sequence. Returns blocks copied, or an error with nothing changed."""
+    error = check(h, ids, True)
+    if error:
+        return error
+    need, free = 0, free_blocks(lists_of(h), DEVICE)
+    for i in range(ids.shape[0]):
+        slot = slot_of(h, ids[i])
+        length = sequences_of(h)[slot].length
+        if counts[i] < 0 or counts[i] > length:
+            h[DETAIL], h[DETAIL2] = i, length
+            return BAD_COUNT
+        need += _copies(h, slot, length - counts[i])
+    if need > free:
+        h[DETAIL], h[DETAIL2] = need, free
+        return SHORT_OF_BLOCKS
+    begin(h, now)
+    if need:
+        expire(h, EXPIRIES_PER_CALL)
+    copied = 0
+    for i in range(ids.shape[0]):
+        if counts[i] > 0:
+            copied += _rewind(h, slot_of(h, ids[i]), counts[i])
+    counters_of(h)[C_COPIED] += copied
+    return copied
+
+
+@jit
+def _rewind(h, slot, count):  # type: ignore[no-untyped-def]
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    length = sequence.length - count
+    keep = blocks_for(h, length)
+    for i in range(sequence.blocks - 1, keep - 1, -1):
+        if change_word(blocks, row[i], -1, 0) == 0:
+            shelve(h, row[i], True)
+        row[i] = NONE
+    copied = _shorten(h, slot, length) if length % h[WIDTH] else 0
+    full = length // h[WIDTH]
+    sequence.length, sequence.blocks = length, keep
+    sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
+    if sequence.duplicates >= full:
+        sequence.duplicates = NONE
+    return copied
+
+
+@jit
+def _store_tail(h, slot, i, b):  # type: ignore[no-untyped-def]
+    """Enter the committed part of an unfull block as a child, unless a sibling holds all of it already."""
+    blocks, sequence = blocks_of(h), sequences_of(h)[slot]
+    blocks[b].flags &= ~KEYED
+    blocks[b].filled = sequence.committed % h[WIDTH]
+    blocks[b].parent0, blocks[b].parent1 = _parent(h, slot, i)
+    if rival_child(h, b, True) == NONE:
+        enter(h, b, TAIL)
+        supersede(h, b)
+
+
+@jit
+def _release(h, slot, store):  # type: ignore[no-untyped-def]
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    full = sequence.committed // h[WIDTH]
+    if store and not sequence.failed:
+        _retry_duplicates(h, slot)
+    for i in range(sequence.blocks - 1, -1, -1):
+        b = row[i]
+        row[i] = NONE
+        if change_word(blocks, b, -1, 0) != 0:
+            continue
+        if not store and i >= sequence.reused and blocks[b].flags & PUBLISHED:
+            forget(h, b, h[NOW] + blocks[b].ttl)
+        elif store and i == full and sequence.committed % h[WIDTH] and h[CHILD_BUCKETS] and not sequence.failed:
+            _store_tail(h, slot, i, b)
+        shelve(h, b, False)
+    sequence.live, sequence.length, sequence.blocks = 0, 0, 0
+    sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
+    rows_of(h)[h[FREE_ROWS]] = slot
+    h[FREE_ROWS] += 1
+
+
+@jit
+def release(h, ids, store, now):  # type: ignore[no-untyped-def]
+    """Give sequences back, each tail first so that leaves age first. Returns 0 or an error with nothing changed."""
+    error = check(h, ids, False)
+    if error:
+        return error
+    begin(h, now)
+    for i in range(ids.shape[0]):
+        _release(h, slot_of(h, ids[i]), store)
+    return 0

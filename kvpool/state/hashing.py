@@ -1,0 +1,143 @@
+"""Keys of content: a keyed chain hash over (parent key, tokens, extra ids) of a block, and the digests that start each chain.
+
+The function is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012), a pseudo-random function: without the secret
+nobody can find two prompts whose keys agree. The namespace (salt, adapter) enters through the root, the "parent key" of first blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+from numba import carray
+
+from kvpool.jit import jit
+from kvpool.state.atomics import as_pointer
+
+U = np.uint64
+V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)
+
+# The guards: rules that tests take out one by one, to show that their proofs fail without them. All are on in a pool.
+GUARDS = {"parent_in_key": 1, "namespace_in_key": 2, "namespace_at_hit": 4, "tokens_at_hit": 8}
+PARENT_IN_KEY = 1
+NAMESPACE_AT_HIT = 4
+TOKENS_AT_HIT = 8
+
+
+@jit
+def _round(v0, v1, v2, v3):  # type: ignore[no-untyped-def]
+    v0 += v1
+    v2 += v3
+    v1 = ((v1 << U(13)) | (v1 >> U(51))) ^ v0
+    v3 = ((v3 << U(16)) | (v3 >> U(48))) ^ v2
+    v0 = (v0 << U(32)) | (v0 >> U(32))
+    v2 += v1
+    v0 += v3
+    v1 = ((v1 << U(17)) | (v1 >> U(47))) ^ v2
+    v3 = ((v3 << U(21)) | (v3 >> U(43))) ^ v0
+    v2 = (v2 << U(32)) | (v2 >> U(32))
+    return v0, v1, v2, v3
+
+
+@jit
+def _absorb(v0, v1, v2, v3, word):  # type: ignore[no-untyped-def]
+    v3 ^= word
+    v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    return v0 ^ word, v1, v2, v3
+
+
+@jit
+def _four_rounds(v0, v1, v2, v3):  # type: ignore[no-untyped-def]
+    for _ in range(4):
+        v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    return v0, v1, v2, v3
+
+
+@jit
+def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):  # type: ignore[no-untyped-def]
+    """Key of one full block.
+
+    ``tokens`` int32[T]; ``extra`` int64[T], or int64[0] where no token has an extra id; all other arguments and the two results are
+    int64 that stand for 64 bits. A block of which all extra ids are zero has the key of one without any.
+    """
+    v0, v1 = V0 ^ U(secret0), V1 ^ U(secret1) ^ U(0xEE)
+    v2, v3 = V2 ^ U(secret0), V3 ^ U(secret1)
+    if guards & PARENT_IN_KEY:
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent0))
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent1))
+    n = tokens.shape[0]
+    for i in range(n >> 1):
+        word = U(np.uint32(tokens[2 * i])) | (U(np.uint32(tokens[2 * i + 1])) << U(32))
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, word)
+    tail = U(16 + 4 * n) << U(56)
+    if n & 1:
+        tail |= U(np.uint32(tokens[n - 1]))
+    some = False
+    for i in range(extra.shape[0]):
+        some |= extra[i] != 0
+    if some:
+        for i in range(extra.shape[0]):
+            v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, tail)
+    v0, v1, v2, v3 = _four_rounds(v0, v1, v2 ^ U(0xEE), v3)
+    low = v0 ^ v1 ^ v2 ^ v3
+    v0, v1, v2, v3 = _four_rounds(v0, v1 ^ U(0xDD), v2, v3)
+    return np.int64(low), np.int64(v0 ^ v1 ^ v2 ^ v3)
+
+
+@jit
+def chain_keys(job):  # type: ignore[no-untyped-def]
+    """Keys of all full blocks of one prompt; reads no state.
+
+    ``job`` int64[10]: addresses of tokens (int32), of extra ids (int64, 0 = none) and of the result (int64[blocks, 2]); number of
+    full blocks; tokens per block; secret (2 words); root (2 words); guards.
+    """
+    blocks, width = job[3], job[4]
+    tokens = carray(as_pointer(job[0]), (blocks * width,), np.int32)
+    extra = carray(as_pointer(job[1]), (blocks * width if job[1] else 0,), np.int64)
+    out = carray(as_pointer(job[2]), (blocks, 2), np.int64)
+    parent0, parent1 = job[7], job[8]
+    for i in range(blocks):
+        own = extra[i * width : (i + 1) * width] if job[1] else extra
+        parent0, parent1 = block_key(tokens[i * width : (i + 1) * width], own, job[5], job[6], parent0, parent1, job[9])
+        out[i, 0], out[i, 1] = parent0, parent1
+
+
+def _field(value: bytes | str | int | None) -> bytes:
+    """One namespace field so that no two different values, of one type or of two, encode alike."""
+    if value is None:
+        return b"n"
+    kind, data = b"b", value
+    if isinstance(value, str):
+        kind, data = b"s", value.encode()
+    elif isinstance(value, int):
+        kind, data = b"i", str(value).encode()
+    assert isinstance(data, bytes)
+    return kind + len(data).to_bytes(8, "little") + data
+
+
+def block_secret(secret: bytes) -> tuple[int, int]:
+    """The SipHash key derived from the pool's secret, as two signed 64-bit integers."""
+    digest = hashlib.blake2b(key=secret, digest_size=16, person=b"kvpool.blocks").digest()
+    words = np.frombuffer(digest, np.int64)
+    return int(words[0]), int(words[1])
+
+
+@functools.lru_cache(maxsize=4096)
+def namespace_root(secret: bytes, salt: bytes | str | None, adapter_id: int | str | None, in_key: bool = True) -> tuple[int, int, int]:
+    """(namespace, root0, root1): the tag that blocks of this namespace carry, and the key that their chains start from.
+
+    Signed 64-bit integers from a keyed BLAKE2b. ``in_key=False`` is the guard "namespace_in_key" taken out.
+    """
+    fields = _field(salt) + _field(adapter_id)
+    tag = hashlib.blake2b(fields, key=secret, digest_size=8, person=b"kvpool.tag").digest()
+    root = hashlib.blake2b(fields if in_key else b"", key=secret, digest_size=16, person=b"kvpool.root").digest()
+    words = np.frombuffer(tag + root, np.int64)
+    return int(words[0]), int(words[1]), int(words[2])
+
+
+def fingerprint(secret: bytes) -> str:
+    """A public name of the secret, by which two pools see that their keys agree."""
+    return hashlib.blake2b(key=secret, digest_size=16, person=b"kvpool.public").hexdigest()

@@ -1,0 +1,245 @@
+"""Everything between requests: pins, prefetch, offload on demand, expiry, blocks that a failed device lost, reset."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.admission import EXPIRIES_PER_CALL, hold, let_go, onboard, release_sources
+from kvpool.state.blocks import (
+    BLOCKS,
+    C_LOST,
+    C_OFFLOADED,
+    CHILD_BUCKETS,
+    DETAIL,
+    DEVICE,
+    DEVICE_BLOCKS,
+    EMPTY,
+    GENERATION,
+    HOST,
+    INDEXED,
+    LISTS_PER_TIER,
+    LOST,
+    NONE,
+    NOW,
+    PUBLISHED,
+    REMOVALS,
+    SEQUENCES,
+    WIDTH,
+    blocks_of,
+    change_word,
+    children_of,
+    counters_of,
+    heap_of,
+    index_of,
+    lists_of,
+    sequences_of,
+    table_of,
+)
+from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
+from kvpool.state.prefix import device_copy, find_key, host_copy
+from kvpool.state.requests import R_LENGTH, walk
+from kvpool.state.ring import STORED, emit, emit_cleared
+from kvpool.state.tiers import begin, copy_content, emit_move, expire, shelve, take_host, unpublish
+
+ANY_TIER = -1
+
+
+@jit
+def _pin(h, b):  # type: ignore[no-untyped-def]
+    blocks = blocks_of(h)
+    if change_word(blocks, b, 0, 1) == 1 << 32:
+        heap_remove(blocks, heap_of(h), b)
+        unlink(blocks, lists_of(h), b)
+
+
+@jit
+def pin_keys(h, keys, tier, out):  # type: ignore[no-untyped-def]
+    """Pin the block of each key (int64[n, 2]), ids into ``out`` int64[n]: on ``tier``, or with ANY_TIER the host copy where there is one.
+
+    Returns 0, or -1 with nothing changed and the place of the first missing key in DETAIL.
+    """
+    for i in range(keys.shape[0]):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        if b != NONE:
+            device, host = device_copy(h, b), host_copy(h, b)
+            b = device if tier == DEVICE or (tier == ANY_TIER and host == NONE) else host
+        if b == NONE:
+            h[DETAIL] = i
+            return -1
+        out[i] = b
+    for i in range(keys.shape[0]):
+        _pin(h, out[i])
+    return 0
+
+
+@jit
+def pin_blocks(h, ids):  # type: ignore[no-untyped-def]
+    """Pin blocks by id; each must be held or cached. Returns 0, or -1 with nothing changed and the offender's place in DETAIL."""
+    blocks = blocks_of(h)
+    for i in range(ids.shape[0]):
+        b = ids[i]
+        if b < 0 or b >= h[BLOCKS] or blocks[b].flags & LOST or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
+            h[DETAIL] = i
+            return -1
+    for i in range(ids.shape[0]):
+        _pin(h, ids[i])
+    return 0
+
+
+@jit
+def unpin(h, ids, now):  # type: ignore[no-untyped-def]
+    """Drop one pin of each block; what nobody holds then goes back into the list that its content says."""
+    begin(h, now)
+    for i in range(ids.shape[0]):
+        if change_word(blocks_of(h), ids[i], 0, -1) == 0:
+            shelve(h, ids[i], False)
+
+
+@jit
+def prefetch(h, request, ids, now):  # type: ignore[no-untyped-def]
+    """Onboard the cached full blocks of a prompt that are on the host only, as far as device blocks can be had; holds nothing after.
+
+    ``ids`` int32[full blocks] is scratch. Returns blocks onboarded.
+    """
+    matched = walk(h, request, request[R_LENGTH] // h[WIDTH], ids)
+    begin(h, now)
+    for i in range(matched):
+        b = device_copy(h, ids[i])
+        if b != NONE:
+            ids[i] = b
+        hold(h, ids[i])
+        heap_remove(blocks_of(h), heap_of(h), ids[i])
+    expire(h, EXPIRIES_PER_CALL)
+    done = 0
+    for i in range(matched):
+        if ids[i] >= h[DEVICE_BLOCKS]:
+            if free_blocks(lists_of(h), DEVICE) == 0:
+                matched = _drop_rest(h, ids, i, matched)
+                break
+            ids[i] = onboard(h, ids[i])
+            done += 1
+    release_sources(h, 0)
+    for i in range(matched - 1, -1, -1):
+        let_go(h, ids[i])
+    return done
+
+
+@jit
+def _drop_rest(h, ids, first, last):  # type: ignore[no-untyped-def]
+    """Let go of ``ids[first:last]``, tail first; returns ``first``."""
+    for i in range(last - 1, first - 1, -1):
+        let_go(h, ids[i])
+    return first
+
+
+@jit
+def offload(h, keys, now):  # type: ignore[no-untyped-def]
+    """Copy device blocks by key (int64[n, 2]) to the host, as far as it has room, and keep them; returns blocks copied.
+
+    The copies are held until the call ends, so that they do not push each other out.
+    """
+    blocks = blocks_of(h)
+    begin(h, now)
+    done = 0
+    first = np.int64(NONE)
+    for i in range(keys.shape[0]):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        if b == NONE or device_copy(h, b) == NONE or host_copy(h, b) != NONE:
+            continue
+        g = take_host(h, np.int64(blocks[b].priority))
+        if g == NONE:
+            break
+        copy_content(h, b, g)
+        blocks[b].twin, blocks[g].twin = g, b
+        change_word(blocks, g, 1, 0)
+        emit_move(h, b, g, h[WIDTH])
+        emit(h, STORED, g)
+        blocks[g].next = NONE
+        blocks[g].prev = first
+        first = g
+        done += 1
+    counters_of(h)[C_OFFLOADED] += done
+    _let_go_chain(h, first)
+    return done
+
+
+@jit
+def _let_go_chain(h, last):  # type: ignore[no-untyped-def]
+    """Let go of held blocks strung together by ``prev``, first to last."""
+    blocks = blocks_of(h)
+    while last != NONE and blocks[last].prev != NONE:
+        blocks[blocks[last].prev].next = last
+        last = blocks[last].prev
+    while last != NONE:
+        after = blocks[last].next
+        let_go(h, last)
+        last = after
+
+
+@jit
+def refresh(h, now):  # type: ignore[no-untyped-def]
+    begin(h, now)
+    return expire(h, h[BLOCKS])
+
+
+@jit
+def lose(h, targets, now):  # type: ignore[no-untyped-def]
+    """Blocks whose bytes never came: ``targets`` int64[n, 2] of block and the ticket that should have written it.
+
+    Content that a later decision has put there is left alone. Returns how many blocks lost theirs.
+    """
+    blocks, lists = blocks_of(h), lists_of(h)
+    begin(h, now)
+    lost = 0
+    for i in range(targets.shape[0]):
+        b = targets[i, 0]
+        if blocks[b].ticket != targets[i, 1] or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
+            continue
+        unpublish(h, b, h[NOW] + blocks[b].ttl)
+        lost += 1
+        if blocks[b].list != NONE:
+            heap_remove(blocks, heap_of(h), b)
+            unlink(blocks, lists, b)
+            shelve(h, b, False)
+        else:
+            blocks[b].flags = LOST
+    counters_of(h)[C_LOST] += lost
+    _fail_sequences(h)
+    return lost
+
+
+@jit
+def _fail_sequences(h):  # type: ignore[no-untyped-def]
+    for slot in range(h[SEQUENCES]):
+        sequence = sequences_of(h)[slot]
+        if sequence.live:
+            for i in range(sequence.blocks):
+                if blocks_of(h)[table_of(h)[slot, i]].flags & LOST:
+                    sequence.failed = 1
+
+
+@jit
+def reset(h, now):  # type: ignore[no-untyped-def]
+    """Drop all content. No sequence lives; pinned blocks become keyless and keep their bytes until the last unpin."""
+    begin(h, now)
+    blocks, lists, index, children, heap = blocks_of(h), lists_of(h), index_of(h), children_of(h), heap_of(h)
+    for i in range(index.shape[0]):
+        index[i] = NONE
+    for i in range(h[CHILD_BUCKETS]):
+        children[i] = NONE
+    while heap[0] > 0:
+        heap_remove(blocks, heap, heap[heap[0]])
+    for b in range(h[BLOCKS]):
+        if blocks[b].flags & PUBLISHED and b < h[DEVICE_BLOCKS]:
+            h[REMOVALS] += 1
+        blocks[b].flags &= LOST
+        blocks[b].twin = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
+        if blocks[b].list != NONE:
+            unlink(blocks, lists, b)
+    for b in range(h[BLOCKS]):
+        if blocks[b].word == 0:
+            push_back(blocks, lists, b, (DEVICE if b < h[DEVICE_BLOCKS] else HOST) * LISTS_PER_TIER + EMPTY)
+            blocks[b].filled = 0
+    h[GENERATION] += 1
+    emit_cleared(h)

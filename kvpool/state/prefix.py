@@ -1,0 +1,205 @@
+"""The index key -> blocks, and the children of a key for partial matches: both are bucket heads with links inside the blocks.
+
+A cached content has one representative in each, marked LINKED: its device or its host copy; ``twin`` leads to the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.blocks import (
+    BUCKETS,
+    CHILD_BUCKETS,
+    DEVICE_BLOCKS,
+    EXTRA,
+    GUARD,
+    LINKED,
+    NONE,
+    TAIL,
+    WIDTH,
+    blocks_of,
+    children_of,
+    extra_of,
+    index_of,
+    tokens_of,
+)
+from kvpool.state.hashing import NAMESPACE_AT_HIT, TOKENS_AT_HIT
+
+CANDIDATES = 16  # children that a lookup compares at most, most recent first
+
+
+@jit
+def _bucket(key, count):  # type: ignore[no-untyped-def]
+    """Multiply-shift range reduction of the upper half of a uniform 64-bit key (Lemire, 2019)."""
+    return (np.int64(np.uint64(key) >> np.uint64(32)) * count) >> 32
+
+
+@jit
+def _child_bucket(parent, first_token, count):  # type: ignore[no-untyped-def]
+    return _bucket(np.uint64(parent) + np.uint64(np.uint32(first_token)) * np.uint64(0x9E3779B97F4A7C15), count)
+
+
+@jit
+def same_tokens(h, b, tokens, extra, start, count):  # type: ignore[no-untyped-def]
+    """How many of the first ``count`` tokens of block ``b`` equal ``tokens[start:]``, extra ids included, in one run from the first."""
+    own = tokens_of(h)
+    n = 0
+    while n < count and own[b, n] == tokens[start + n]:
+        n += 1
+    has = blocks_of(h)[b].flags & EXTRA
+    if has or extra.shape[0] > 0:
+        m = 0
+        while m < n:
+            mine = extra_of(h)[b, m] if has else 0
+            asked = extra[start + m] if extra.shape[0] > 0 else 0
+            if mine != asked:
+                break
+            m += 1
+        n = m
+    return n
+
+
+@jit
+def find_key(h, key0, key1):  # type: ignore[no-untyped-def]
+    """The representative of a key, or NONE."""
+    blocks = blocks_of(h)
+    b = index_of(h)[_bucket(key0, h[BUCKETS])]
+    while b != NONE and (blocks[b].key0 != key0 or blocks[b].key1 != key1):
+        b = blocks[b].chain
+    return b
+
+
+@jit
+def find(h, key0, key1, namespace, tokens, extra, start):  # type: ignore[no-untyped-def]
+    """The representative of a key whose namespace, tokens and extra ids are those asked for, or NONE: a hash alone is never a hit."""
+    b = find_key(h, key0, key1)
+    if b == NONE:
+        return NONE
+    if (h[GUARD] & NAMESPACE_AT_HIT) and blocks_of(h)[b].namespace != namespace:
+        return NONE
+    if (h[GUARD] & TOKENS_AT_HIT) and same_tokens(h, b, tokens, extra, start, h[WIDTH]) != h[WIDTH]:
+        return NONE
+    return b
+
+
+@jit
+def device_copy(h, b):  # type: ignore[no-untyped-def]
+    return b if b < h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
+
+
+@jit
+def host_copy(h, b):  # type: ignore[no-untyped-def]
+    return b if b >= h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
+
+
+@jit
+def _add_child(h, b):  # type: ignore[no-untyped-def]
+    blocks, heads = blocks_of(h), children_of(h)
+    at = _child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])
+    first = heads[at]
+    blocks[b].child_prev, blocks[b].child_next = NONE, first
+    if first != NONE:
+        blocks[first].child_prev = b
+    heads[at] = b
+
+
+@jit
+def _remove_child(h, b, successor):  # type: ignore[no-untyped-def]
+    """Take ``b`` out of its bucket, or put ``successor`` in its place."""
+    blocks = blocks_of(h)
+    before, after = blocks[b].child_prev, blocks[b].child_next
+    into_before = after if successor == NONE else successor
+    if before == NONE:
+        children_of(h)[_child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])] = into_before
+    else:
+        blocks[before].child_next = into_before
+    if after != NONE:
+        blocks[after].child_prev = before if successor == NONE else successor
+    if successor != NONE:
+        blocks[successor].child_prev, blocks[successor].child_next = before, after
+    blocks[b].child_prev = blocks[b].child_next = NONE
+
+
+@jit
+def link(h, b):  # type: ignore[no-untyped-def]
+    """Enter a block into the index (unless it is an unfull tail) and among the children of its parent."""
+    blocks = blocks_of(h)
+    if not blocks[b].flags & TAIL:
+        heads = index_of(h)
+        at = _bucket(blocks[b].key0, h[BUCKETS])
+        blocks[b].chain = heads[at]
+        heads[at] = b
+    if h[CHILD_BUCKETS]:
+        _add_child(h, b)
+    blocks[b].flags |= LINKED
+
+
+@jit
+def unlink_content(h, b, successor):  # type: ignore[no-untyped-def]
+    """Take the representative ``b`` out, or put its other copy ``successor`` in its place."""
+    blocks = blocks_of(h)
+    if not blocks[b].flags & TAIL:
+        heads = index_of(h)
+        at = _bucket(blocks[b].key0, h[BUCKETS])
+        after = blocks[b].chain
+        if successor != NONE:
+            blocks[successor].chain = after
+            after = successor
+        if heads[at] == b:
+            heads[at] = after
+        else:
+            i = heads[at]
+            while blocks[i].chain != b:
+                i = blocks[i].chain
+            blocks[i].chain = after
+        blocks[b].chain = NONE
+    if h[CHILD_BUCKETS]:
+        _remove_child(h, b, successor)
+    blocks[b].flags &= ~LINKED
+    if successor != NONE:
+        blocks[successor].flags |= LINKED
+
+
+@jit
+def _is_child(h, b, parent0, parent1, namespace):  # type: ignore[no-untyped-def]
+    blocks = blocks_of(h)
+    if blocks[b].parent0 != parent0 or blocks[b].parent1 != parent1:
+        return False
+    return not (h[GUARD] & NAMESPACE_AT_HIT) or blocks[b].namespace == namespace
+
+
+@jit
+def best_child(h, parent0, parent1, namespace, tokens, extra, start, limit):  # type: ignore[no-untyped-def]
+    """(block, n): the child that begins with most of ``tokens[start : start + limit]``, most recent first, and how many; n may be 0."""
+    best, most = NONE, 0
+    b = children_of(h)[_child_bucket(parent0, tokens[start], h[CHILD_BUCKETS])]
+    seen = 0
+    while b != NONE and seen < CANDIDATES:
+        if _is_child(h, b, parent0, parent1, namespace):
+            n = same_tokens(h, b, tokens, extra, start, min(limit, np.int64(blocks_of(h)[b].filled)))
+            if n > most:
+                best, most = b, n
+        b = blocks_of(h)[b].child_next
+        seen += 1
+    return best, most
+
+
+@jit
+def rival_child(h, b, longer):  # type: ignore[no-untyped-def]
+    """A sibling of ``b``: with ``longer`` one that begins with all of its tokens and has more, else a tail that ``b`` begins with."""
+    blocks = blocks_of(h)
+    tokens = tokens_of(h)[b]
+    extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
+    i = children_of(h)[_child_bucket(blocks[b].parent0, tokens[0], h[CHILD_BUCKETS])]
+    seen = 0
+    while i != NONE and seen < CANDIDATES:
+        if i != b and _is_child(h, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace):
+            mine, other = np.int64(blocks[b].filled), np.int64(blocks[i].filled)
+            if longer and other > mine and same_tokens(h, i, tokens, extra, 0, mine) == mine:
+                return i
+            if not longer and blocks[i].flags & TAIL and other <= mine and same_tokens(h, i, tokens, extra, 0, other) == other:
+                return i
+        i = blocks[i].child_next
+        seen += 1
+    return NONE

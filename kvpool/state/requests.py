@@ -1,0 +1,104 @@
+"""A request as jitted code sees it, and what of it is cached: matching, which changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from kvpool.jit import jit
+from kvpool.state.atomics import as_pointer
+from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, NONE, WIDTH, blocks_of
+from kvpool.state.prefix import best_child, device_copy, find
+
+# One request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention ranges
+# (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of what it decodes.
+(
+    R_TOKENS, R_LENGTH, R_KEYS, R_EXTRA, R_NAMESPACE, R_ROOT0, R_ROOT1, R_RANGES, R_RANGE_COUNT, R_PRIORITY, R_TTL, REQUEST,
+) = range(12)  # fmt: skip
+# What the call says of each request. The last ones are the call's own notes between its phases.
+(
+    O_ID, O_CACHED, O_DEVICE_TOKENS, O_HOST_TOKENS, O_PARTIAL, O_MISSED, O_MATCHED, O_ONBOARDS, O_SOURCE, O_TAKES, OUTCOME,
+) = range(11)  # fmt: skip
+
+
+@jit
+def request_tokens(request):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(request[R_TOKENS]), (request[R_LENGTH],), np.int32)
+
+
+@jit
+def request_keys(h, request):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(request[R_KEYS]), (request[R_LENGTH] // h[WIDTH], 2), np.int64)
+
+
+@jit
+def request_extra(request):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(request[R_EXTRA]), (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
+
+
+@jit
+def blocks_for(h, tokens):  # type: ignore[no-untyped-def]
+    return (tokens + h[WIDTH] - 1) // h[WIDTH]
+
+
+@jit
+def parent_of(h, request, i):  # type: ignore[no-untyped-def]
+    """Key of the block before block ``i`` of a prompt."""
+    if i == 0:
+        return request[R_ROOT0], request[R_ROOT1]
+    keys = request_keys(h, request)
+    return keys[i - 1, 0], keys[i - 1, 1]
+
+
+@jit
+def walk(h, request, limit, ids):  # type: ignore[no-untyped-def]
+    """Representatives of the leading full blocks that are cached, at most ``limit``, into ``ids``; returns how many. Changes nothing."""
+    tokens, keys, extra = request_tokens(request), request_keys(h, request), request_extra(request)
+    i = 0
+    while i < limit:
+        b = find(h, keys[i, 0], keys[i, 1], request[R_NAMESPACE], tokens, extra, i * h[WIDTH])
+        if b == NONE:
+            break
+        ids[i] = b
+        i += 1
+    return i
+
+
+@jit
+def partial_match(h, request, matched):  # type: ignore[no-untyped-def]
+    """(block, tokens) of the best partial match behind ``matched`` full blocks; prefers the device copy. Changes nothing."""
+    start = matched * h[WIDTH]
+    limit = min(h[WIDTH], request[R_LENGTH] - 1 - start)
+    if h[CHILD_BUCKETS] == 0 or limit <= 0:
+        return NONE, 0
+    parent0, parent1 = parent_of(h, request, matched)
+    b, n = best_child(h, parent0, parent1, request[R_NAMESPACE], request_tokens(request), request_extra(request), start, limit)
+    if b != NONE and device_copy(h, b) != NONE:
+        b = device_copy(h, b)
+    return b, n
+
+
+@jit
+def retention_at(request, position):  # type: ignore[no-untyped-def]
+    """(given, priority, ttl) of the retention range that holds a token position."""
+    ranges = carray(as_pointer(request[R_RANGES]), (request[R_RANGE_COUNT], 4), np.int64)
+    for i in range(ranges.shape[0]):
+        if ranges[i, 0] <= position < ranges[i, 1]:
+            return True, ranges[i, 2], ranges[i, 3]
+    return False, np.int64(DEFAULT_PRIORITY), np.int64(NONE)
+
+
+@jit
+def match(h, request, ids, out):  # type: ignore[no-untyped-def]
+    """What ``admit`` would reuse now, into ``out`` int64[6]: device, host, partial tokens; blocks; full blocks in use. Changes nothing."""
+    blocks = blocks_of(h)
+    matched = walk(h, request, (request[R_LENGTH] - 1) // h[WIDTH], ids)
+    device = in_use = 0
+    for i in range(matched):
+        b = device_copy(h, ids[i])
+        if b != NONE:
+            device += 1
+            in_use += 1 if blocks[b].word != 0 else 0
+    source, n = partial_match(h, request, matched)
+    out[0], out[1], out[2] = device * h[WIDTH], (matched - device) * h[WIDTH], n
+    out[3], out[4], out[5] = blocks_for(h, request[R_LENGTH]), in_use, source

@@ -1,0 +1,70 @@
+"""The ring of KV events: what was stored, removed, updated or cleared, numbered in the order of the decisions."""
+
+from __future__ import annotations
+
+from kvpool.jit import jit
+from kvpool.state.blocks import (
+    C_DROPPED,
+    CALL_EVENT,
+    DEVICE,
+    DEVICE_BLOCKS,
+    EVENT_NEXT,
+    EVENT_READ,
+    EVENTS,
+    HOST,
+    WIDTH,
+    blocks_of,
+    counters_of,
+    event_tokens_of,
+    events_of,
+    tokens_of,
+)
+
+STORED, REMOVED, UPDATED, CLEARED = 1, 2, 3, 4
+
+
+@jit
+def _slot(h):  # type: ignore[no-untyped-def]
+    """Number the next event and return its place; a full ring loses its oldest event, which is counted."""
+    if h[EVENT_NEXT] - h[EVENT_READ] == h[EVENTS]:
+        h[EVENT_READ] += 1
+        counters_of(h)[C_DROPPED] += 1
+    h[EVENT_NEXT] += 1
+    return (h[EVENT_NEXT] - 1) % h[EVENTS]
+
+
+@jit
+def emit(h, kind, b):  # type: ignore[no-untyped-def]
+    """Record an event about block ``b`` as it is now. Costs one comparison where nobody asked for events."""
+    if h[EVENTS] == 0:
+        return
+    blocks, events = blocks_of(h), events_of(h)
+    before = (h[EVENT_NEXT] - 1) % h[EVENTS]
+    first = h[EVENT_NEXT] == max(h[CALL_EVENT], h[EVENT_READ])
+    i = _slot(h)
+    tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
+    joins = (
+        kind == STORED
+        and not first
+        and events[before].kind == STORED
+        and events[before].tier == tier
+        and events[before].priority == blocks[b].priority
+        and events[before].key0 == blocks[b].parent0
+        and events[before].key1 == blocks[b].parent1
+    )
+    events[i].kind, events[i].tier, events[i].priority, events[i].group = kind, tier, blocks[b].priority, 1 if joins else 0
+    events[i].key0, events[i].key1 = blocks[b].key0, blocks[b].key1
+    events[i].parent0, events[i].parent1 = blocks[b].parent0, blocks[b].parent1
+    events[i].namespace = blocks[b].namespace
+    events[i].tokens = h[WIDTH]
+    if kind == STORED:
+        event_tokens_of(h)[i, :] = tokens_of(h)[b, :]
+
+
+@jit
+def emit_cleared(h):  # type: ignore[no-untyped-def]
+    if h[EVENTS] == 0:
+        return
+    i = _slot(h)
+    events_of(h)[i].kind = CLEARED
+    events_of(h)[i].group = 0

@@ -1,0 +1,306 @@
+"""Taking blocks and giving them back: victims, eviction, offload or forget, the host copy's life. Yields moves, moves no bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.blocks import (
+    BINS,
+    C_EXPIRED,
+    C_FORGOTTEN_DEVICE,
+    C_FORGOTTEN_HOST,
+    C_OFFLOADED,
+    C_REDUNDANT,
+    C_SAVED,
+    CALL_EVENT,
+    DEFAULT_PRIORITY,
+    DEVICE,
+    DEVICE_BLOCKS,
+    EMPTY,
+    EVENT_NEXT,
+    EXTRA,
+    HOST,
+    IDLE,
+    INDEXED,
+    KEYED,
+    LIFETIME,
+    LINKED,
+    LISTS_PER_TIER,
+    MOVES,
+    MOVES_CAPACITY,
+    NONE,
+    NOW,
+    OFFLOAD_PRIORITY,
+    OFFLOAD_REUSE,
+    PUBLISHED,
+    REDUNDANT,
+    REMOVALS,
+    TAIL,
+    TICKET,
+    WIDTH,
+    blocks_of,
+    counters_of,
+    extra_of,
+    heap_of,
+    histograms_of,
+    lists_of,
+    moves_of,
+    tokens_of,
+)
+from kvpool.state.lru import heap_push, heap_remove, lowest, push_back, push_front, unlink
+from kvpool.state.prefix import link, rival_child, unlink_content
+from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
+
+
+@jit
+def begin(h, now):  # type: ignore[no-untyped-def]
+    """Start of the part of a call that changes the pool."""
+    h[NOW] = now
+    h[CALL_EVENT] = h[EVENT_NEXT]
+
+
+@jit
+def emit_move(h, source, target, tokens):  # type: ignore[no-untyped-def]
+    """Append a move to the call's batch; the target's content then waits for the batch's ticket."""
+    n = h[MOVES]
+    if n >= h[MOVES_CAPACITY]:
+        raise RuntimeError("more moves than were reserved")
+    moves, blocks = moves_of(h), blocks_of(h)
+    moves[n, 0], moves[n, 1], moves[n, 2], moves[n, 3] = source, target, tokens, blocks[source].ticket
+    h[MOVES] = n + 1
+    blocks[target].ticket = h[TICKET]
+
+
+@jit
+def record(h, which, since):  # type: ignore[no-untyped-def]
+    """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
+    span = np.int64(np.uint32(h[NOW])) - np.int64(since)
+    if span < 0:
+        span += 1 << 32
+    i = 0
+    while span > 0 and i < BINS - 1:
+        span >>= 1
+        i += 1
+    histograms_of(h)[which, i] += 1
+
+
+@jit
+def copy_tokens(h, source, target, count):  # type: ignore[no-untyped-def]
+    """The token ids of a block, not its bytes, that is what moves are for."""
+    blocks, tokens = blocks_of(h), tokens_of(h)
+    for i in range(count):
+        tokens[target, i] = tokens[source, i]
+    blocks[target].filled = count
+    if blocks[source].flags & EXTRA:
+        extra = extra_of(h)
+        for i in range(count):
+            extra[target, i] = extra[source, i]
+        blocks[target].flags |= EXTRA
+
+
+@jit
+def copy_content(h, source, target):  # type: ignore[no-untyped-def]
+    """Give ``target`` the identity of the published ``source``: key, tokens, priority, uses and times."""
+    blocks = blocks_of(h)
+    s, t = blocks[source], blocks[target]
+    t.key0, t.key1, t.parent0, t.parent1, t.namespace = s.key0, s.key1, s.parent0, s.parent1, s.namespace
+    t.priority, t.ttl, t.uses, t.stored_at, t.used_at = s.priority, s.ttl, s.uses, s.stored_at, s.used_at
+    t.flags = KEYED | PUBLISHED
+    copy_tokens(h, source, target, h[WIDTH])
+
+
+@jit
+def start_clock(h, b, deadline):  # type: ignore[no-untyped-def]
+    """Enter a listed block that has a ttl into the expiries; a block of default priority has nothing to fall back to."""
+    blocks = blocks_of(h)
+    if blocks[b].ttl != NONE and blocks[b].priority != DEFAULT_PRIORITY:
+        heap_push(blocks, heap_of(h), b, deadline)
+
+
+@jit
+def shelve(h, b, front):  # type: ignore[no-untyped-def]
+    """Put a block that nobody holds any more into the list that its content says."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
+    blocks[b].used_at = np.uint32(h[NOW])
+    if not blocks[b].flags & INDEXED:
+        which = EMPTY
+        blocks[b].flags = 0
+        blocks[b].filled = 0
+    elif tier == HOST and blocks[b].twin != NONE:
+        which = REDUNDANT
+    else:
+        which = np.int64(blocks[b].priority)
+        start_clock(h, b, h[NOW] + blocks[b].ttl)
+    if front:
+        push_front(blocks, lists, b, tier * LISTS_PER_TIER + which)
+    else:
+        push_back(blocks, lists, b, tier * LISTS_PER_TIER + which)
+
+
+@jit
+def settle_host(h, b, priority, ttl, deadline):  # type: ignore[no-untyped-def]
+    """A host copy has become the only one: it takes the device block's retention and, unless held, leaves the redundant list."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    blocks[b].priority, blocks[b].ttl = priority, ttl
+    if blocks[b].list != NONE:
+        unlink(blocks, lists, b)
+        push_back(blocks, lists, b, HOST * LISTS_PER_TIER + priority)
+        start_clock(h, b, deadline)
+
+
+@jit
+def unpublish(h, b, deadline):  # type: ignore[no-untyped-def]
+    """Take the content of block ``b`` out of the cache on this tier; its other copy stays. Returns whether there is one.
+
+    The block keeps its key (a caller that changes its bytes clears KEYED) and its place in a list, if it is in one.
+    """
+    blocks = blocks_of(h)
+    twin = blocks[b].twin
+    if blocks[b].flags & LINKED:
+        unlink_content(h, b, twin)
+    if blocks[b].flags & PUBLISHED:
+        emit(h, REMOVED, b)
+        if b < h[DEVICE_BLOCKS]:
+            h[REMOVALS] += 1
+    blocks[b].flags &= ~INDEXED
+    if twin == NONE:
+        return False
+    blocks[twin].twin = NONE
+    blocks[b].twin = NONE
+    if twin >= h[DEVICE_BLOCKS]:
+        settle_host(h, twin, np.int64(blocks[b].priority), blocks[b].ttl, deadline)
+    return True
+
+
+@jit
+def forget(h, b, deadline):  # type: ignore[no-untyped-def]
+    """``unpublish`` that counts content of which no copy is left."""
+    if not unpublish(h, b, deadline):
+        counters_of(h)[C_FORGOTTEN_DEVICE if b < h[DEVICE_BLOCKS] else C_FORGOTTEN_HOST] += 1
+
+
+@jit
+def take_host(h, priority):  # type: ignore[no-untyped-def]
+    """An empty host block, made by evicting a redundant copy or content of no higher priority if need be; NONE if there is none."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    base = HOST * LISTS_PER_TIER
+    b = lists[base + EMPTY, 0]
+    if b != NONE:
+        unlink(blocks, lists, b)
+    elif lists[base + REDUNDANT, 0] != NONE:
+        b = lists[base + REDUNDANT, 0]
+        unlink(blocks, lists, b)
+        unpublish(h, b, 0)
+        counters_of(h)[C_REDUNDANT] += 1
+    else:
+        b = lowest(lists, HOST)
+        if b == NONE or blocks[b].priority > priority:
+            return NONE
+        unlink(blocks, lists, b)
+        heap_remove(blocks, heap_of(h), b)
+        forget(h, b, 0)
+    blocks[b].flags = 0
+    return b
+
+
+@jit
+def _offload(h, b, timed):  # type: ignore[no-untyped-def]
+    """Move the content of an evicted device block to the host tier if the rules allow it."""
+    blocks = blocks_of(h)
+    if h[DEVICE_BLOCKS] == blocks.shape[0] or blocks[b].priority < h[OFFLOAD_PRIORITY] or blocks[b].uses < h[OFFLOAD_REUSE]:
+        return False
+    g = take_host(h, np.int64(blocks[b].priority))
+    if g == NONE:
+        return False
+    copy_content(h, b, g)
+    emit_move(h, b, g, h[WIDTH])
+    unlink_content(h, b, g)
+    emit(h, STORED, g)
+    emit(h, REMOVED, b)
+    h[REMOVALS] += 1
+    push_back(blocks, lists_of(h), g, HOST * LISTS_PER_TIER + blocks[g].priority)
+    if timed:
+        start_clock(h, g, blocks[b].deadline)
+    counters_of(h)[C_OFFLOADED] += 1
+    return True
+
+
+@jit
+def _evict(h, b):  # type: ignore[no-untyped-def]
+    """Empty a device victim that has left its list: its content stays on the host, goes there, or is forgotten."""
+    blocks = blocks_of(h)
+    record(h, LIFETIME, blocks[b].stored_at)
+    record(h, IDLE, blocks[b].used_at)
+    timed = blocks[b].heap != NONE
+    heap_remove(blocks, heap_of(h), b)
+    if blocks[b].twin != NONE:
+        counters_of(h)[C_SAVED] += 1
+        unpublish(h, b, blocks[b].deadline if timed else h[NOW] + blocks[b].ttl)
+    elif blocks[b].flags & TAIL or not _offload(h, b, timed):
+        forget(h, b, 0)
+
+
+@jit
+def take_device(h):  # type: ignore[no-untyped-def]
+    """An empty device block out of its list, made by evicting if need be. The caller has counted that there is one."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    b = lists[EMPTY, 0]
+    if b == NONE:
+        b = lowest(lists, DEVICE)
+        if b == NONE:
+            raise RuntimeError("a block was taken that was not counted")
+        unlink(blocks, lists, b)
+        _evict(h, b)
+    else:
+        unlink(blocks, lists, b)
+    blocks[b].flags, blocks[b].filled, blocks[b].uses, blocks[b].ticket = 0, 0, 0, NONE
+    return b
+
+
+@jit
+def expire(h, limit):  # type: ignore[no-untyped-def]
+    """Drop blocks whose time is over to the back of the default priority, at most ``limit``; returns how many."""
+    blocks, lists, heap = blocks_of(h), lists_of(h), heap_of(h)
+    n = 0
+    while n < limit and heap[0] > 0 and blocks[heap[1]].deadline <= h[NOW]:
+        b = heap[1]
+        tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
+        heap_remove(blocks, heap, b)
+        unlink(blocks, lists, b)
+        blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
+        push_back(blocks, lists, b, tier * LISTS_PER_TIER + DEFAULT_PRIORITY)
+        if blocks[b].flags & PUBLISHED:
+            emit(h, UPDATED, b)
+        n += 1
+    counters_of(h)[C_EXPIRED] += n
+    return n
+
+
+@jit
+def supersede(h, b):  # type: ignore[no-untyped-def]
+    """Forget stored tails that begin a new child ``b``, which serves every partial match that they could."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    while True:
+        tail = rival_child(h, b, False)
+        if tail == NONE:
+            return
+        heap_remove(blocks, heap_of(h), tail)
+        forget(h, tail, 0)
+        if blocks[tail].list != NONE:
+            unlink(blocks, lists, tail)
+            shelve(h, tail, False)
+
+
+@jit
+def enter(h, b, flag):  # type: ignore[no-untyped-def]
+    """Make the full (PUBLISHED) or unfull (TAIL) content of ``b`` findable; nobody else may represent its key."""
+    blocks = blocks_of(h)
+    if blocks[b].uses == 0:
+        blocks[b].uses = 1
+    blocks[b].stored_at = blocks[b].used_at = np.uint32(h[NOW])
+    blocks[b].flags |= flag
+    link(h, b)
+    if flag == PUBLISHED:
+        emit(h, STORED, b)

@@ -1,0 +1,244 @@
+"""Every invariant of the state as one named check. Reads the arrays; the caller holds the state lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import IntegrityError
+from kvpool.jit import jit
+from kvpool.state.blocks import (
+    DEFAULT_PRIORITY,
+    DEVICE_BLOCKS,
+    EMPTY,
+    EXTRA,
+    FREE_ROWS,
+    GUARD,
+    INDEXED,
+    KEYED,
+    LINKED,
+    LISTS_PER_TIER,
+    LOST,
+    LOWEST,
+    MOVES,
+    NONE,
+    PUBLISHED,
+    REDUNDANT,
+    SECRET0,
+    SECRET1,
+    TAIL,
+    State,
+    blocks_of,
+    children_of,
+    extra_of,
+    index_of,
+    lists_of,
+    tokens_of,
+)
+from kvpool.state.hashing import block_key
+from kvpool.state.prefix import _bucket, _child_bucket
+
+IntArray = npt.NDArray[np.integer]
+
+
+@jit
+def _walk_lists(h, seen):  # type: ignore[no-untyped-def]
+    """Count in ``seen`` how often each block is listed; returns a block whose links or list disagree, else NONE."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    for which in range(LOWEST):
+        b, before, count = lists[which, 0], NONE, 0
+        while b != NONE:
+            if b < 0 or b >= blocks.shape[0]:
+                return max(before, 0)
+            if blocks[b].prev != before or blocks[b].list != which or count > blocks.shape[0]:
+                return b
+            seen[b] += 1
+            count += 1
+            before, b = b, blocks[b].next
+        if lists[which, 1] != before or lists[which, 2] != count:
+            return max(before, 0)
+    return NONE
+
+
+@jit
+def _walk_index(h, seen):  # type: ignore[no-untyped-def]
+    """Count in ``seen`` how often the index reaches each block; returns one in the wrong bucket or one of two with one key, else NONE."""
+    blocks, heads = blocks_of(h), index_of(h)
+    for at in range(heads.shape[0]):
+        b = heads[at]
+        while b != NONE:
+            seen[b] += 1
+            if seen[b] > 1 or _bucket(blocks[b].key0, heads.shape[0]) != at:
+                return b
+            other = blocks[b].chain
+            while other != NONE and other != b:
+                if blocks[other].key0 == blocks[b].key0 and blocks[other].key1 == blocks[b].key1:
+                    return b
+                other = blocks[other].chain
+            b = blocks[b].chain
+    return NONE
+
+
+@jit
+def _walk_children(h, seen):  # type: ignore[no-untyped-def]
+    blocks, heads = blocks_of(h), children_of(h)
+    for at in range(heads.shape[0]):
+        b, before = heads[at], NONE
+        while b != NONE:
+            seen[b] += 1
+            if seen[b] > 1 or blocks[b].child_prev != before:
+                return b
+            if _child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], heads.shape[0]) != at:
+                return b
+            before, b = b, blocks[b].child_next
+    return NONE
+
+
+@jit
+def _wrong_key(h):  # type: ignore[no-untyped-def]
+    """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
+    blocks, tokens, extra = blocks_of(h), tokens_of(h), extra_of(h)
+    for b in range(blocks.shape[0]):
+        if blocks[b].flags & PUBLISHED:
+            own = extra[b] if blocks[b].flags & EXTRA else extra[0][:0]
+            key = block_key(tokens[b], own, h[SECRET0], h[SECRET1], blocks[b].parent0, blocks[b].parent1, h[GUARD])
+            if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
+                return b
+    return NONE
+
+
+Finding = tuple[str, str]
+
+
+def _first(name: str, wrong: npt.NDArray[np.bool_], text: str) -> Iterator[Finding]:
+    """A finding that names the first block for which ``wrong`` holds."""
+    if wrong.any():
+        yield name, text.format(int(np.flatnonzero(wrong)[0]))
+
+
+def _lists(state: State) -> Iterator[Finding]:
+    blocks, device = state.blocks, int(state.header[DEVICE_BLOCKS])
+    seen = np.zeros(len(blocks), np.int32)
+    bad = _walk_lists(state.header, seen)
+    if bad != NONE:
+        yield "list links", f"links, list or length disagree at block {bad}"
+        return
+    held = blocks["word"] != 0
+    yield from _first("listed or held", (seen == 1) == held, "block {} is held and listed, or neither")
+    yield from _first("listed or held", (blocks["list"] == NONE) != held, "block {} says that it is in a list and is held, or neither")
+    for tier, part in (("device", slice(0, device)), ("host", slice(device, None))):
+        if seen[part].sum() + held[part].sum() != len(blocks[part]):
+            yield "capacity", f"{tier}: listed + held is not the capacity"
+    place = blocks["list"] % LISTS_PER_TIER
+    is_host = np.arange(len(blocks)) >= device
+    yield from _first("tier of list", ~held & (blocks["list"] // LISTS_PER_TIER != is_host), "block {} is in a list of the other tier")
+    indexed, redundant = (blocks["flags"] & INDEXED) != 0, is_host & (blocks["twin"] != NONE)
+    expected = np.where(~indexed, EMPTY, np.where(redundant, REDUNDANT, blocks["priority"]))
+    yield from _first("list of content", ~held & (place != expected), "block {} is in a list that its content does not belong to")
+    for tier in (0, 1):
+        filled = np.flatnonzero(state.lists[tier * LISTS_PER_TIER : tier * LISTS_PER_TIER + EMPTY, 2])
+        if len(filled) and filled[0] < state.lists[LOWEST + tier, 0]:
+            yield "lowest priority", f"priority {filled[0]} of tier {tier} has blocks but would not be looked at"
+
+
+def _index(state: State) -> Iterator[Finding]:
+    blocks, device = state.blocks, int(state.header[DEVICE_BLOCKS])
+    flags, twin = blocks["flags"], blocks["twin"]
+    published, linked, tail = (flags & PUBLISHED) != 0, (flags & LINKED) != 0, (flags & TAIL) != 0
+    has = twin != NONE
+    yield from _first("copies", has & ~published, "block {} has a copy but is not published")
+    other = blocks[twin]
+    is_device = np.arange(len(blocks)) < device
+    mutual = (other["twin"] == np.arange(len(blocks))) & (is_device != is_device[twin])
+    same = (other["key0"] == blocks["key0"]) & (other["key1"] == blocks["key1"]) & (other["namespace"] == blocks["namespace"])
+    yield from _first("copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers")
+    yield from _first("copies", has & (state.tokens != state.tokens[twin]).any(axis=1), "block {} and its copy differ in tokens")
+    alone = published & ~has & ~linked
+    both = has & (linked == linked[twin])
+    yield from _first("representative", alone | both, "the content of block {} has none or two in the index")
+    yield from _first("representative", linked & ~published & ~tail, "block {} is linked but caches nothing")
+    yield from _first("published", published & (flags & KEYED == 0), "block {} is published without a key")
+    for name, walk, members in (
+        ("index", _walk_index, linked & published),
+        ("children", _walk_children, linked if len(state.children) else linked & False),
+    ):
+        seen = np.zeros(len(blocks), np.int32)
+        bad = walk(state.header, seen)
+        if bad != NONE:
+            yield name, f"links, bucket or key are wrong at block {bad}"
+        else:
+            yield from _first(name, (seen == 1) != members, "block {} can be reached but should not be, or the reverse")
+    bad = _wrong_key(state.header)
+    if bad != NONE:
+        yield "key", f"the key of block {bad} is not that of its tokens"
+    width = state.tokens.shape[1]
+    wrong = (published & (blocks["filled"] != width)) | (tail & ((blocks["filled"] < 1) | (blocks["filled"] >= width)))
+    yield from _first("filled", wrong, "block {} has the wrong number of tokens")
+
+
+def _sequences(state: State) -> Iterator[Finding]:
+    blocks, table, sequences = state.blocks, state.table, state.sequences
+    live, device = sequences["live"] != 0, int(state.header[DEVICE_BLOCKS])
+    length = np.where(live, sequences["blocks"], 0)
+    used = np.arange(table.shape[1]) < length[:, None]
+    yield from _first("table", ((table != NONE) != used).any(axis=1), "row {} has ids behind its end or holes")
+    ids = table[used]
+    if ids.size and (ids.min() < 0 or ids.max() >= device):
+        yield "table", "a live sequence names a block that is not on the device"
+        return
+    refs = np.bincount(ids, minlength=len(blocks))
+    yield from _first("references", refs != (blocks["word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it")
+    width = state.tokens.shape[1]
+    wrong = live & ((sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"]))
+    yield from _first("length", wrong, "sequence {}: length, committed and blocks disagree")
+    lost = (blocks["flags"][np.where(used, table, 0)] & LOST != 0) & used
+    yield from _first("lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block")
+    keyed = (blocks["flags"][np.where(used, table, 0)] & KEYED) != 0
+    full = (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None]) & used & (sequences["failed"] == 0)[:, None]
+    yield from _first("committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key")
+    free = state.rows[: int(state.header[FREE_ROWS])]
+    if sorted(free.tolist()) != np.flatnonzero(~live).tolist():
+        yield "rows", "the free rows are not those without a sequence"
+
+
+def _expiries(state: State) -> Iterator[Finding]:
+    blocks, heap = state.blocks, state.heap
+    size = int(heap[0])
+    members = heap[1 : size + 1]
+    inside = np.zeros(len(blocks), bool)
+    if not 0 <= size <= len(blocks) or (members < 0).any() or (members >= len(blocks)).any():
+        yield "expiries", "the heap is out of bounds"
+        return
+    inside[members] = True
+    yield from _first("expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and does not say so, or the reverse")
+    if (blocks["heap"][members] != np.arange(1, size + 1)).any():
+        yield "expiries", "a place in the heap is wrong"
+    place = np.arange(2, size + 1)
+    if (blocks["deadline"][heap[place]] < blocks["deadline"][heap[place >> 1]]).any():
+        yield "expiries", "the heap is out of order"
+    timed = (blocks["list"] != NONE) & (blocks["list"] % LISTS_PER_TIER < EMPTY) & (blocks["ttl"] != NONE)
+    yield from _first("expiries", inside != (timed & (blocks["priority"] != DEFAULT_PRIORITY)), "block {} should have a deadline, or not")
+
+
+def _pins(state: State, leased: IntArray) -> Iterator[Finding]:
+    pins = np.bincount(leased, minlength=len(state.blocks))
+    yield from _first("pins", pins != (state.blocks["word"] >> 32), "block {}: pins are not those of the live leases")
+
+
+def _moves(state: State) -> Iterator[Finding]:
+    if state.header[MOVES] != 0:
+        yield "moves", f"{state.header[MOVES]} decided moves were not handed to transfer"
+
+
+def findings(state: State, leased: IntArray) -> list[Finding]:
+    """All broken invariants as (check, detail); ``leased`` are the blocks of live leases, one entry per pin."""
+    checks = (_lists(state), _index(state), _sequences(state), _expiries(state), _pins(state, leased), _moves(state))
+    return [finding for check in checks for finding in check]
+
+
+def verify(state: State, leased: IntArray) -> None:
+    """Raise IntegrityError for the first invariant that does not hold."""
+    for check, detail in findings(state, leased):
+        raise IntegrityError(check, detail)

@@ -1,0 +1,29 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from engine import Engine
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    """Opens pools of T tokens per block, P device and S host blocks, each with a fake engine; all are verified and closed at the end."""
+    from engine import open_engine
+
+    opened: list[Engine] = []
+
+    def build(T: int = 4, P: int = 8, S: int = 0, **options: Any) -> Engine:
+        opened.append(open_engine(T, P, S, **options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
+        engine.check_all()
+        engine.cache.verify()
+        engine.cache.close()

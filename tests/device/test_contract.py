@@ -1,0 +1,368 @@
+"""What every device promises, against the plain NumPy reference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.device import CpuDevice, get_device, reference
+from kvpool.device.base import ALIGNMENT, NULL_STREAM, Device, Stream
+from kvpool.errors import DeviceError, PoolClosed
+from kvpool.layout import BlockLayout
+from kvpool.memory import MemoryPools
+from tests.device.faults import FaultyDevice
+
+DEVICE_BLOCKS, HOST_BLOCKS = 6, 5
+BLOCKS = DEVICE_BLOCKS + HOST_BLOCKS
+TYPES = ["uint8", "bfloat16", "float32", "int64"]
+# layers, kv_heads, head_dim, tokens_per_block: runs of a few lines, of one line, longer than what is fetched ahead with
+# a rest that is no chunk, and of odd sizes.
+SHAPES = [(2, 2, 16, 8), (3, 1, 8, 8), (1, 3, 448, 4), (2, 3, 5, 3)]
+
+
+@pytest.fixture(params=["cpu", "cpu around the caches"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    if request.param == "cpu around the caches":
+        # Large pools are copied in another way; here, all of them.
+        monkeypatch.setattr("kvpool.device.block_copy._CACHED_BYTES_MAX", 0)
+    made = get_device("cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def layout() -> BlockLayout:
+    return BlockLayout(2, 2, 16, 4)
+
+
+def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPools:
+    """Pools full of random bytes."""
+    pools = MemoryPools(device, layout, DEVICE_BLOCKS, HOST_BLOCKS)
+    random = np.random.default_rng(seed)
+    for tier in (pools.device_bytes, pools.host_bytes):
+        tier[:] = random.integers(0, 256, tier.size, dtype=np.uint8)
+    return pools
+
+
+def as_moves(*rows: tuple[int, int, int]) -> np.ndarray:
+    return np.array([(*row, 0) for row in rows], dtype=np.int64).reshape(-1, 4)
+
+
+def random_moves(layout: BlockLayout, random: np.random.Generator, count: int) -> np.ndarray:
+    source = random.integers(0, BLOCKS, count)
+    target = (source + random.integers(1, BLOCKS, count)) % BLOCKS
+    whole = random.random(count) < 0.5
+    tokens = np.where(whole, layout.tokens_per_block, random.integers(1, layout.tokens_per_block + 1, count))
+    return np.stack([source, target, tokens, np.arange(count)], axis=1).astype(np.int64)
+
+
+def assert_same_as_reference(pools: MemoryPools, moves: np.ndarray) -> None:
+    expected = [pools.device_pool.copy(), pools.host_pool.copy()]
+    reference.copy_blocks(pools.layout, expected[0], expected[1], moves)
+    pools.device.copy_blocks(moves)
+    pools.device.synchronize()
+    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected[0].view(np.uint8))
+    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+def test_copies_are_those_of_the_reference(
+    device: Device, shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
+) -> None:
+    layout = BlockLayout(*shape, dtype=dtype, planes=planes, order=order, tokens=tokens)
+    pools = make_pools(device, layout)
+    for seed in range(3):
+        assert_same_as_reference(pools, random_moves(layout, np.random.default_rng(seed), 20))
+
+
+@pytest.mark.parametrize("tokens", ["NHD", "HND"])
+def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_leaves_the_rest(device: Device, tokens: str) -> None:
+    layout = BlockLayout(2, 3, 4, 5, dtype="uint8", tokens=tokens)
+    pools = MemoryPools(device, layout, 2, 1)
+    source = pools.device_pool[:, :, 0] if tokens == "NHD" else pools.device_pool[:, :, 0].swapaxes(2, 3)
+    target = pools.host_pool[0] if tokens == "NHD" else pools.host_pool[0].swapaxes(2, 3)
+    source[...] = np.arange(source.size, dtype=np.uint8).reshape(source.shape)
+    target[...] = 255
+    device.copy_blocks(as_moves((0, 2, 2)))
+    device.synchronize()
+    np.testing.assert_array_equal(target[:, :, :2], source[:, :, :2])
+    assert (target[:, :, 2:] == 255).all()
+    assert (pools.device_pool[:, :, 1] == 0).all()
+
+
+def test_a_move_sees_what_the_moves_before_it_wrote(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    first = pools.device_pool[:, :, 0].copy()
+    device.copy_blocks(as_moves((0, 7, 4), (7, 2, 4), (2, 3, 4), (3, 10, 4)))
+    device.synchronize()
+    for block in (7, 2, 3, 10):
+        np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, block), first)
+
+
+def test_of_two_moves_into_one_target_the_later_one_stays(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    early, late = pools.device_pool[:, :, 0].copy(), pools.device_pool[:, :, 1].copy()
+    device.copy_blocks(as_moves((0, 8, 4), (1, 8, 3)))
+    device.synchronize()
+    target = pools.host_pool[8 - DEVICE_BLOCKS]
+    np.testing.assert_array_equal(target[:, :, :3], late[:, :, :3])
+    np.testing.assert_array_equal(target[:, :, 3:], early[:, :, 3:])
+
+
+def test_blocks_can_change_places(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    a, b = pools.device_pool[:, :, 0].copy(), pools.host_pool[0].copy()
+    device.copy_blocks(as_moves((0, 1, 4), (6, 0, 4), (1, 6, 4)))
+    device.synchronize()
+    np.testing.assert_array_equal(pools.device_pool[:, :, 0], b)
+    np.testing.assert_array_equal(pools.host_pool[0], a)
+
+
+def test_an_empty_batch_copies_nothing(device: Device, layout: BlockLayout) -> None:
+    assert_same_as_reference(make_pools(device, layout), as_moves())
+
+
+def test_moves_may_be_read_only_or_strided(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    moves = random_moves(layout, np.random.default_rng(1), 10)
+    moves.flags.writeable = False
+    assert_same_as_reference(pools, moves)
+    assert_same_as_reference(pools, moves[::2])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [(-1, 0, 4), (BLOCKS, 0, 4), (0, -1, 4), (0, BLOCKS, 4), (2**40, 0, 4), (0, 1, 0), (0, 1, -1), (0, 1, 5), (0, 1, 2**62), (3, 3, 4)],
+)
+def test_a_bad_move_is_named_and_nothing_is_copied(device: Device, layout: BlockLayout, row: tuple[int, int, int]) -> None:
+    pools = make_pools(device, layout)
+    before = pools.device_bytes.copy(), pools.host_bytes.copy()
+    with pytest.raises(ValueError, match=r"moves\[1\]: source=.* target=.* tokens="):
+        device.copy_blocks(as_moves((0, 7, 4), row, (1, 8, 4)))
+    device.synchronize()
+    np.testing.assert_array_equal(pools.device_bytes, before[0])
+    np.testing.assert_array_equal(pools.host_bytes, before[1])
+
+
+@pytest.mark.parametrize(
+    ("moves", "error"),
+    [
+        (None, TypeError),
+        ([[0, 1, 4, 0]], TypeError),
+        (np.zeros((1, 4), np.int32), TypeError),
+        (np.zeros((1, 4)), TypeError),
+        (np.zeros(4, np.int64), ValueError),
+        (np.zeros((1, 3), np.int64), ValueError),
+    ],
+)
+def test_moves_of_another_type_or_shape_are_refused(device: Device, layout: BlockLayout, moves: Any, error: type[Exception]) -> None:
+    make_pools(device, layout)
+    with pytest.raises(error, match="moves"):
+        device.copy_blocks(moves)
+
+
+def test_two_pools_are_copied_at_once_by_two_threads(layout: BlockLayout) -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            device = get_device("cpu")
+            pools = make_pools(device, layout, seed)
+            random = np.random.default_rng(seed)
+            for _ in range(20):
+                assert_same_as_reference(pools, random_moves(layout, random, 50))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# Memory
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 1 << 20])
+def test_memory_is_zeroed_and_aligned(device: Device, tier: str, nbytes: int) -> None:
+    array = device.allocate(nbytes, tier)
+    assert array.dtype == np.uint8 and array.shape == (nbytes,)
+    assert not array.any()
+    assert nbytes == 0 or array.ctypes.data % ALIGNMENT == 0
+    device.free(array)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 2**63])
+def test_a_size_that_cannot_be_is_refused(device: Device, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="nbytes"):
+        device.allocate(nbytes, "host")
+
+
+def test_memory_that_is_not_there_raises_memory_error(device: Device) -> None:
+    with pytest.raises(MemoryError):
+        device.allocate(2**62, "host")
+
+
+@pytest.mark.parametrize("tier", ["gpu", None, 0])
+def test_a_tier_that_is_none_is_named(device: Device, tier: Any) -> None:
+    with pytest.raises(ValueError, match="tier="):
+        device.allocate(1, tier)
+    with pytest.raises(ValueError, match="tier="):
+        device.available_bytes(tier)
+
+
+def test_a_device_serves_one_pool_at_a_time(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    with pytest.raises(ValueError, match="of its own"):
+        MemoryPools(device, layout, 1, 0)
+    assert_same_as_reference(pools, as_moves((0, 1, 4)))
+    pools.close()
+    assert_same_as_reference(make_pools(device, layout), as_moves((0, 1, 4)))
+
+
+def test_nothing_is_copied_before_bind_or_after_free(device: Device, layout: BlockLayout) -> None:
+    with pytest.raises(ValueError, match="not bound"):
+        device.copy_blocks(as_moves((0, 1, 4)))
+    make_pools(device, layout).close()
+    with pytest.raises(ValueError, match="not bound"):
+        device.copy_blocks(as_moves((0, 1, 4)))
+
+
+def test_bind_refuses_pools_of_another_size_or_type(device: Device, layout: BlockLayout) -> None:
+    right, wrong = np.zeros(layout.block_bytes, np.uint8), np.zeros(layout.block_bytes + 1, np.uint8)
+    read_only = right.copy()
+    read_only.flags.writeable = False
+    for bad in (wrong, right.view(np.int8), right.reshape(2, -1), np.zeros(2 * right.size, np.uint8)[::2], read_only, None):
+        with pytest.raises(ValueError, match="device_pool"):
+            device.bind(layout, bad, right, 1, 1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="host_pool"):
+            device.bind(layout, right, bad, 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="device_blocks"):
+        device.bind(layout, right, right, True, 1)
+    with pytest.raises(ValueError, match="host_blocks"):
+        device.bind(layout, right, right, 1, -1)
+    device.bind(layout, right, right.copy(), 1, 1)
+
+
+def test_a_closed_device_says_so_and_closes_again(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    view = pools.device_bytes
+    expected = view.copy()
+    device.close()
+    device.close()
+    for call in (lambda: device.copy_blocks(as_moves()), device.synchronize, lambda: device.allocate(1, "host")):
+        with pytest.raises(PoolClosed):
+            call()
+    np.testing.assert_array_equal(view, expected)
+
+
+# Streams
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        None,
+        0,
+        7,
+        np.int64(7),
+        2**64 - 1,
+        NULL_STREAM,
+        Stream(5),
+        SimpleNamespace(__cuda_stream__=lambda: (0, 7)),
+        SimpleNamespace(__cuda_stream__=(0, 7)),
+        SimpleNamespace(cuda_stream=7),
+        SimpleNamespace(ptr=7),
+    ],
+)
+def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(device: Device, layout: BlockLayout, stream: Any) -> None:
+    make_pools(device, layout)
+    found = device.as_stream(stream)
+    assert isinstance(found, Stream)
+    assert device.as_stream(found) == found
+    device.copy_blocks(as_moves((0, 1, 4)), found)
+
+
+@pytest.mark.parametrize(
+    ("stream", "error"),
+    [
+        (True, TypeError),
+        (np.True_, TypeError),
+        (1.0, TypeError),
+        ("0", TypeError),
+        (object(), TypeError),
+        (SimpleNamespace(ptr=None), TypeError),
+        (SimpleNamespace(cuda_stream=True), TypeError),
+        (SimpleNamespace(__cuda_stream__=7), TypeError),
+        (SimpleNamespace(__cuda_stream__=lambda: (0, 1, 2)), TypeError),
+        (-1, ValueError),
+        (2**64, ValueError),
+        (SimpleNamespace(ptr=-1), ValueError),
+    ],
+)
+def test_what_is_no_stream_is_refused_by_name(device: Device, stream: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="stream="):
+        device.as_stream(stream)
+
+
+# Choosing a device
+
+
+def test_get_device_knows_names_and_devices() -> None:
+    assert isinstance(get_device("cpu"), CpuDevice)
+    assert isinstance(get_device("auto"), CpuDevice)
+    device = CpuDevice()
+    assert get_device(device) is device
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"), [("gpu", ValueError), ("", ValueError), (None, TypeError), (CpuDevice, TypeError), (0, TypeError)]
+)
+def test_get_device_names_what_it_does_not_know(spec: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="device="):
+        get_device(spec)
+
+
+# The fault injector that other tests rely on
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("completed", [0, 1, 2])
+def test_faulty_device_has_copied_exactly_what_it_says(layout: BlockLayout, completed: int, sticky: bool) -> None:
+    device = FaultyDevice(CpuDevice(), fail_at={(1, completed)}, sticky=sticky)
+    pools = make_pools(device, layout)
+    rows = as_moves((0, 7, 4), (1, 8, 4), (2, 9, 4))
+    device.copy_blocks(as_moves((3, 4, 4)))
+    expected = pools.device_pool.copy(), pools.host_pool.copy()
+    reference.copy_blocks(layout, *expected, rows[:completed])
+    with pytest.raises(DeviceError) as caught:
+        device.copy_blocks(rows)
+    assert (caught.value.completed, caught.value.sticky) == (completed, sticky)
+    np.testing.assert_array_equal(pools.device_pool, expected[0])
+    np.testing.assert_array_equal(pools.host_pool, expected[1])
+    if sticky:
+        with pytest.raises(DeviceError):
+            device.copy_blocks(rows)
+        np.testing.assert_array_equal(pools.host_pool, expected[1])
+    else:
+        assert_same_as_reference(pools, rows)
+
+
+def test_faulty_device_takes_a_predicate(layout: BlockLayout) -> None:
+    device = FaultyDevice(CpuDevice(), fail_at=lambda call, index, move: move[1] == 9)
+    make_pools(device, layout)
+    with pytest.raises(DeviceError) as caught:
+        device.copy_blocks(as_moves((0, 7, 4), (1, 9, 4)))
+    assert caught.value.completed == 1
+    assert (device.calls, device.failures) == (1, 1)

@@ -1,0 +1,276 @@
+"""A tiny fake engine: writes KV bytes that name their content through the block table, and checks every byte that is reused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import BlockLayout, KVCacheManager
+from kvpool.state import debug
+
+Item = tuple[int, int]
+"""One token: (token id, extra id), 0 where it has no extra id."""
+Bytes = npt.NDArray[np.uint8]
+
+
+class Clock:
+    """Milliseconds that tests set."""
+
+    def __init__(self, now: int = 0) -> None:
+        self.now = now
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def small_layout(tokens_per_block: int, **options: Any) -> BlockLayout:
+    """Two layers, two planes, two heads: every coordinate can be wrong."""
+    shape: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 3, "dtype": "uint16"}
+    return BlockLayout(tokens_per_block=tokens_per_block, **(shape | options))
+
+
+class TokenBytes:
+    """The bytes of a token: a function of its namespace and all tokens from position 0 to it, per layer and plane."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self._known: dict[bytes, Bytes] = {}
+
+    def of(self, namespace: object, items: Iterable[Item]) -> list[Bytes]:
+        """One uint8[layers, planes, kv_heads, head bytes] per token."""
+        digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
+        found = []
+        for item in items:
+            digest = hashlib.blake2b(repr(item).encode(), key=digest, digest_size=16).digest()
+            if digest not in self._known:
+                self._known[digest] = self._expand(digest)
+            found.append(self._known[digest])
+        return found
+
+    def _expand(self, digest: bytes) -> Bytes:
+        layout = self.layout
+        size = layout.kv_heads * layout.head_dim * layout.itemsize
+        token = np.empty((layout.layers, layout.planes, size), np.uint8)
+        for layer in range(layout.layers):
+            for plane in range(layout.planes):
+                data = hashlib.shake_128(digest + bytes((layer, plane))).digest(size)
+                token[layer, plane] = np.frombuffer(data, np.uint8)
+        return token.reshape(layout.layers, layout.planes, layout.kv_heads, -1)
+
+
+@dataclass
+class Request:
+    """What the engine knows of a running request."""
+
+    id: int
+    namespace: object
+    items: list[Item]
+    cached: int
+    bytes: list[Bytes] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Engine:
+    """Runs requests through a pool as an engine would; every reuse is compared byte by byte.
+
+    Each verb ends with ``cache.verify()`` and a comparison of all bytes of the sequences that it touched.
+    """
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self.cache = cache
+        self.T = cache.tokens_per_block
+        self.expected = TokenBytes(cache.layout)
+        self.live: dict[int, Request] = {}
+        self.clock = Clock()
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def free(self, tier: str = "device") -> int:
+        return int(getattr(self.cache.stats(), tier).free)
+
+    def order(self, tier: str = "device") -> list[int]:
+        """Blocks that nobody holds, the next victim first."""
+        return debug.lists(self.cache._state)[tier]
+
+    def cached(self, tier: str = "device") -> dict[bytes, int]:
+        """Keys of full blocks that the tier has, with their block ids."""
+        return debug.cached(self.cache._state)[tier]
+
+    def keys(self, tokens: Sequence[int], **names: Any) -> list[bytes]:
+        """Keys of the full blocks of a prompt."""
+        return [key.tobytes() for key in self.prompt(tokens, **names).keys]
+
+    def priorities(self, sequence: Request) -> list[int]:
+        return [int(self.cache._state.blocks["priority"][b]) for b in self.table(sequence)]
+
+    def reusable(self, tokens: Sequence[int], **names: Any) -> int:
+        """Tokens that an admission would reuse now."""
+        return int(self.cache.match_prefix(self.prompt(tokens, **names)).tokens)
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def block(self, block_id: int) -> Bytes:
+        """Writable bytes of a block of either tier, uint8[layers, planes, T, kv_heads, head bytes]."""
+        cache, layout = self.cache, self.cache.layout
+        if block_id >= cache.device_blocks:
+            view = cache.host_pool[block_id - cache.device_blocks]
+        elif layout.order == "layer_first":
+            view = cache.device_pool[:, :, block_id]
+        else:
+            view = cache.device_pool[block_id]
+        if layout.tokens == "HND":
+            view = view.swapaxes(2, 3)
+        return view.view(np.uint8)
+
+    def write(self, sequence: Request, start: int) -> None:
+        """Write the bytes of all tokens from `start` on."""
+        table = self.table(sequence)
+        for i in range(start, len(sequence)):
+            self.block(table[i // self.T])[:, :, i % self.T] = sequence.bytes[i]
+
+    def check(self, sequence: Request, count: int | None = None) -> None:
+        """Compare the first `count` tokens (None: all) with what was written under their content."""
+        table = self.table(sequence)
+        for i in range(len(sequence) if count is None else count):
+            self.check_token(table[i // self.T], i % self.T, sequence.bytes[i], f"token {i} of {sequence}")
+
+    def check_token(self, block_id: int, slot: int, expected: Bytes, what: str) -> None:
+        same = np.array_equal(self.block(block_id)[:, :, slot], expected)
+        assert same, f"block {block_id}, slot {slot} does not hold the bytes of {what}"
+
+    def check_content(self, block_id: int, namespace: object, items: Sequence[Item], first: int) -> None:
+        """Compare a cached block with tokens `first`.. of a prefix."""
+        for i, expected in enumerate(self.expected.of(namespace, items)):
+            if i >= first:
+                self.check_token(block_id, i - first, expected, f"token {i} of {namespace}, {items}")
+
+    def table(self, sequence: Request) -> list[int]:
+        row = self.cache.block_table(sequence.id).dense()[0]
+        return [int(b) for b in row if b >= 0]
+
+    # -- verbs ---------------------------------------------------------------------------------
+
+    def prompt(self, tokens: Sequence[int], **names: Any) -> Any:
+        return self.cache.block_keys(list(tokens), **names)
+
+    def add(self, tokens: Sequence[int], **options: Any) -> Request:
+        """Admit one prompt; salt, adapter_id and extra_ids name its namespace, the rest goes to the pool."""
+        names = {name: options.pop(name) for name in ("salt", "adapter_id", "extra_ids") if name in options}
+        new = self.cache.add_sequence(self.prompt(tokens, **names), **options)
+        return self.admitted(new, tokens, **names)
+
+    def add_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
+        admission = self.cache.add_sequence_batch([self.prompt(tokens) for tokens in prompts], **options)
+        assert len(admission.ids) == admission.admitted
+        new = [self.admitted(int(i), p) for i, p in zip(admission.ids, prompts, strict=False)]
+        assert [s.cached for s in new] == admission.cached_tokens.tolist()
+        return new
+
+    def admitted(
+        self, new: int, tokens: Sequence[int], *, salt: object = None, adapter_id: object = None,
+        extra_ids: Sequence[int] | None = None,
+    ) -> Request:  # fmt: skip
+        """Check what an admission reused, then compute the rest of the prompt."""
+        items = list(zip(map(int, tokens), map(int, extra_ids or [0] * len(tokens)), strict=True))
+        namespace = (salt, adapter_id)
+        sequence = Request(new, namespace, items, self.cache.cached_tokens(new), self.expected.of(namespace, items))
+        self.check(sequence, sequence.cached)
+        self.write(sequence, sequence.cached)
+        self.live[new] = sequence
+        return self._done(sequence)
+
+    def append(self, sequence: Request, tokens: Sequence[int]) -> Request:
+        self.cache.append_tokens(sequence.id, list(tokens))
+        return self.appended(sequence, tokens)
+
+    def appended(self, sequence: Request, tokens: Sequence[int]) -> Request:
+        start = len(sequence)
+        sequence.items += [(int(token), 0) for token in tokens]
+        sequence.bytes = self.expected.of(sequence.namespace, sequence.items)
+        self.write(sequence, start)
+        return self._done(sequence)
+
+    def commit(self, sequence: Request, count: int | None = None) -> Request:
+        self.cache.commit(sequence.id, None if count is None else [count])
+        return self._done(sequence)
+
+    def rewind(self, sequence: Request, count: int) -> Request:
+        self.cache.rewind(sequence.id, [count])
+        return self.rewound(sequence, count)
+
+    def rewound(self, sequence: Request, count: int) -> Request:
+        del sequence.items[len(sequence) - count :]
+        del sequence.bytes[len(sequence) :]
+        return self._done(sequence)
+
+    def release(self, *sequences: Request, store: bool = True) -> None:
+        for sequence in sequences:
+            self.check(self.live.pop(sequence.id))
+        self.cache.release([s.id for s in sequences], store=store)
+        self.cache.verify()
+
+    def finish(self, sequence: Request, committed: int | None = None) -> None:
+        """Commit all but the last token, whose KV an engine does not have yet (or `committed`), and release."""
+        self.commit(sequence, max(len(sequence) - 1, sequence.cached) if committed is None else committed)
+        self.release(sequence)
+
+    def seed(self, tokens: Sequence[int], committed: int | None = None, **options: Any) -> int:
+        """Add, commit, release with storing; how many tokens were cached."""
+        sequence = self.add(tokens, **options)
+        self.finish(sequence, committed)
+        return sequence.cached
+
+    def check_all(self) -> None:
+        for sequence in self.live.values():
+            self.check(sequence)
+
+    def _done(self, sequence: Request) -> Request:
+        self.check(sequence)
+        self.cache.verify()
+        return sequence
+
+
+def open_engine(T: int, P: int, S: int, *, layout: dict[str, Any] | None = None, **options: Any) -> Engine:
+    """An engine on a pool of its own; ``engine.clock`` is the pool's clock."""
+    clock = Clock()
+    cache = KVCacheManager(
+        small_layout(T, **(layout or {})), device_blocks=P, host_blocks=S, device="cpu", clock=clock, **options
+    )
+    engine = Engine(cache)
+    engine.clock = clock
+    return engine
+
+
+@dataclass
+class EventReplay:
+    """The set of cached keys per tier, rebuilt from events alone."""
+
+    cached: dict[str, set[bytes]] = field(default_factory=lambda: {"device": set(), "host": set()})
+    last: int | None = None
+
+    def feed(self, events: Iterable[Any]) -> None:
+        for event in events:
+            assert self.last is None or event.number == self.last, "a gap"
+            self.last = event.next
+            if event.kind == "cleared":
+                for keys in self.cached.values():
+                    keys.clear()
+            elif event.kind in ("stored", "removed"):
+                self._change(event)
+
+    def _change(self, event: Any) -> None:
+        known = self.cached[event.tier]
+        keys = {key.tobytes() for key in np.asarray(event.keys)}
+        if event.kind == "stored":
+            assert not keys & known, "stored twice"
+            known |= keys
+        else:
+            assert keys <= known, "removed what was not there"
+            known -= keys

@@ -1,0 +1,255 @@
+"""The model of the pool's state: what every public verb returns and leaves behind.
+
+Content is named by its namespace and all tokens of its prefix, so that the model has no hash.
+Block ids are the pool's: device blocks 0..P-1, host blocks P..P+S-1; both tiers start with their
+empty list in id order. A call that raises restores a copy of everything taken before it.
+
+Readings of the rules where they leave room:
+
+- An extra id of 0 says "none": tokens without extra ids match the same tokens with zeros.
+- A host block that several requests of a batch hit counts as a host hit for each of them.
+- A partial source costs a block only while nothing but partial matches of this batch hold it.
+- A partial copy does not count as a use of its source.
+- Every admission and prefetch applies expiries; append and rewind do when they take a block.
+- Blocks whose ttl ends at the same moment expire in order of block id.
+- Blocks taken by `append_tokens` are decode blocks, also after a rewind into the prompt.
+- A private copy made by `rewind` inherits priority and ttl of the block it copies.
+- `rewind` fails if fewer blocks are listed before it than it must copy; what it gives back, and
+  sharing that ends within the call, do not count.
+- A tail that is still pinned when its sequence is released is not stored.
+- "Forgotten" counts every content that the call leaves without a copy, whatever the reason.
+- `release(store=True)` publishes what waits for it front to back, then lets go tail first.
+- `prefetch` stops at the first block that neither tier has; `offload` looks at each key by itself,
+  and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .admission import EXPIRIES_PER_CALL, Admission, Seq
+from .tiers import Block, BlockNotFound, Content, Lease, LeaseExpired, PoolBusy, Prompt, Tier
+
+
+class Model(Admission):
+    """All public verbs, one block and one list operation at a time."""
+
+    # -- growth --------------------------------------------------------------------------------
+
+    def append_tokens(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Append `tokens[i]` to sequence `ids[i]`."""
+        live = self._live(ids)
+        ends = [len(seq.items) + len(new) for seq, new in zip(live, tokens, strict=True)]
+        need = sum(self._ceil(end) - len(s.blocks) for s, end in zip(live, ends, strict=True))
+        self.need_device(need, self.free("device"))
+        if need:
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        for seq, new in zip(live, tokens, strict=True):
+            for token in new:
+                if len(seq.items) % self.T == 0:
+                    seq.blocks.append(self.take_device(*seq.decode))
+                seq.items.append((token, 0))
+
+    def commit(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        live = self._live(ids)
+        ends = [len(seq.items) for seq in live] if counts is None else counts
+        for seq, end in zip(live, ends, strict=True):
+            if not seq.committed <= end <= len(seq.items):
+                raise ValueError(f"counts: {end}")
+        for seq, end in zip(live, ends, strict=True):
+            seq.committed = end
+            for i in range(end // self.T):
+                if seq.blocks[i].content is None:
+                    seq.blocks[i].content = self._content(seq, i)
+            self._publish_waiting(seq)
+
+    def _content(self, seq: Seq, i: int) -> Content:
+        return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
+
+    def _publish_waiting(self, seq: Seq) -> None:
+        for block in seq.blocks:
+            if block.content is not None and not block.indexed:
+                self.publish(block)
+
+    def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
+        live = self._live(ids)
+        for seq, count in zip(live, counts, strict=True):
+            if not 0 <= count <= len(seq.items):
+                raise ValueError(f"counts: {count}")
+        lengths = [len(seq.items) - count for seq, count in zip(live, counts, strict=True)]
+        need = sum(self._is_shared(s, length) for s, length in zip(live, lengths, strict=True))
+        self.need_device(need, self.free("device"))
+        if need:
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        for seq, length in zip(live, lengths, strict=True):
+            self._rewind_one(seq, length)
+
+    def _is_shared(self, seq: Seq, length: int) -> bool:
+        """Whether a rewind to this length ends inside a keyed block that others hold too."""
+        if length % self.T == 0:
+            return False
+        block = seq.blocks[length // self.T]
+        return block.content is not None and block.refs + block.pins > 1
+
+    def _rewind_one(self, seq: Seq, length: int) -> None:
+        while len(seq.blocks) > self._ceil(length):
+            self.drop_ref(seq.blocks.pop(), front=True)
+        if self._is_shared(seq, length):
+            last = seq.blocks.pop()
+            seq.blocks.append(self.take_device(last.priority, last.ttl))
+            self.drop_ref(last)
+            self.counts["copied_blocks"] += 1
+        elif length % self.T and seq.blocks[-1].content is not None:
+            if seq.blocks[-1].indexed:
+                self.forget_device(seq.blocks[-1])
+            seq.blocks[-1].content = None
+        del seq.items[length:]
+        seq.committed = min(seq.committed, length)
+        seq.reused = min(seq.reused, length // self.T)
+
+    def release(self, ids: Sequence[int], *, store: bool = True) -> None:
+        for i, seq in zip(ids, self._live(ids), strict=True):
+            if store:
+                self._publish_waiting(seq)
+            for index in range(len(seq.blocks) - 1, -1, -1):
+                self._release_block(seq, index, store)
+            del self.sequences[i]
+
+    def _release_block(self, seq: Seq, index: int, store: bool) -> None:
+        block = seq.blocks[index]
+        start = index * self.T
+        tail = tuple(seq.items[start : min(seq.committed, start + self.T)])
+        block.refs -= 1
+        if block.held:
+            return
+        if store and self.partial_reuse and block.content is None and tail:
+            self.store_tail(block, (seq.namespace, tuple(seq.items[:start])), tail)
+        elif not store and index >= seq.reused and block.indexed:
+            self.forget_device(block)
+        self.shelve(block)
+
+    # -- tiers ---------------------------------------------------------------------------------
+
+    def prefetch(self, prompt: Prompt) -> int:
+        rows = self.cached_rows(prompt)
+        held = [row.device or row.host for row in rows]
+        for block in held:
+            self._hold(block)
+        self.expire(self.clock(), EXPIRIES_PER_CALL)
+        onboarded: list[Block] = []
+        for place, row in enumerate(rows):
+            if row.device is None and self.free("device"):
+                self._onboard(row)
+                assert row.device is not None and row.host is not None
+                row.device.refs, row.device.hold = 0, 1
+                onboarded.append(row.host)
+                held[place] = row.device
+        for source in onboarded:
+            self._let_go(source)
+        for block in reversed(held):
+            if block is not None:
+                self._let_go(block)
+        return len(onboarded)
+
+    def offload(self, prompt: Prompt) -> int:
+        copies = []
+        for content in self.contents(prompt):
+            row = self.rows.get(content)
+            if row is not None and row.device is not None and row.host is None:
+                if not self.host_has_room(row.device.priority):
+                    break
+                copies.append(self.copy_to_host(row.device))
+                copies[-1].hold += 1
+        for block in copies:
+            self._let_go(block)
+        return len(copies)
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, contents: Sequence[Content], *, owner: str = "", tier: str | None = None) -> int:
+        """Pin the host copy of each content, or its device block (`tier` asks for one); lease id."""
+        blocks = []
+        for content in contents:
+            row = self.rows.get(content)
+            found = None if row is None else self._choose(row.device, row.host, tier)
+            if found is None:
+                raise BlockNotFound(content)
+            blocks.append(found)
+        return self._lease(blocks, owner)
+
+    @staticmethod
+    def _choose(device: Block | None, host: Block | None, tier: str | None) -> Block | None:
+        if tier is None:
+            return host or device
+        return host if tier == "host" else device
+
+    def find_and_pin_host(self, content: Content, *, owner: str = "") -> int | None:
+        row = self.rows.get(content)
+        return None if row is None or row.host is None else self._lease([row.host], owner)
+
+    def pin_blocks(self, ids: Sequence[int], *, owner: str = "") -> int:
+        """Pin blocks by id, where somebody holds them or they are cached."""
+        known = self.device.blocks | self.host.blocks
+        for i in ids:
+            if i not in known or not (known[i].held or known[i].indexed or known[i].tail):
+                raise BlockNotFound(i)
+        return self._lease([known[i] for i in ids], owner)
+
+    def _lease(self, blocks: list[Block], owner: str) -> int:
+        for block in blocks:
+            block.pins += 1
+            self.tier(block).unlist(block)
+        lease = self.next_lease
+        self.next_lease += 1
+        self.leases[lease] = Lease(blocks, owner)
+        return lease
+
+    def close_lease(self, lease: int) -> None:
+        if lease not in self.leases:
+            raise LeaseExpired(lease)
+        for block in self.leases.pop(lease).blocks:
+            block.pins -= 1
+            self.shelve(block)
+
+    def revoke(self, owner: str) -> int:
+        mine = [lease for lease, held in self.leases.items() if held.owner == owner]
+        for lease in mine:
+            self.close_lease(lease)
+        return len(mine)
+
+    # -- the whole pool ------------------------------------------------------------------------
+
+    def refresh(self, now_ms: int | None = None) -> int:
+        return self.expire(self.clock() if now_ms is None else now_ms)
+
+    def reset(self, force: bool = False) -> None:
+        """Drop all content; pinned blocks are empty once the last pin is gone."""
+        if self.sequences and not force:
+            raise PoolBusy(len(self.sequences))
+        self.sequences.clear()
+        self.rows.clear()
+        self.children.clear()
+        for tier in (self.device, self.host):
+            tier.clear_lists()
+            for block in tier.blocks.values():
+                block.refs = 0
+                block.blank()
+                self.shelve(block)
+
+    def check(self) -> None:
+        """The model's own invariants."""
+        for tier in (self.device, self.host):
+            tier.check()
+            self._check_holds(tier)
+        for row in self.rows.values():
+            assert row.device is not None or row.host is not None, row
+            assert all(b.indexed for b in (row.device, row.host) if b is not None), row
+        for bucket in self.children.values():
+            assert all(child.content in self.rows for child in bucket if child.block is None)
+
+    def _check_holds(self, tier: Tier) -> None:
+        named = [b.id for seq in self.sequences.values() for b in seq.blocks]
+        pinned = [b.id for lease in self.leases.values() for b in lease.blocks]
+        for block in tier.blocks.values():
+            assert block.refs == named.count(block.id), block
+            assert block.pins == pinned.count(block.id), block

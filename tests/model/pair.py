@@ -1,0 +1,232 @@
+"""The pool and its model side by side: one verb is done to both, then everything visible is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import note
+
+from engine import Clock, Engine, EventReplay, Request, small_layout
+from kvpool import KVCacheManager
+from kvpool.state import debug
+
+from .model import Model
+from .tiers import Content, Prompt
+
+COUNTERS = (
+    "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
+    "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
+    "offloads_saved", "copied_blocks",
+)  # fmt: skip
+
+
+class Failed:
+    """What a call raised, compared by the name of its type: the model has exceptions of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.name = error, type(error).__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Failed) and other.name == self.name
+
+    def __repr__(self) -> str:
+        return f"raised {self.error!r}"
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return Failed(error)
+
+
+class Pair:
+    """Sequences and leases are named by the model's ids; block ids are the same on both sides."""
+
+    def __init__(self, *, tokens_per_block: int, layout: dict[str, Any], **options: Any) -> None:
+        self.clock = Clock()
+        self.model = Model(tokens_per_block=tokens_per_block, clock=self.clock, **options)
+        self.cache = KVCacheManager(
+            small_layout(tokens_per_block, **layout),
+            device="cpu",
+            max_sequence_tokens=64,
+            event_capacity=4096,
+            clock=self.clock,
+            **options,
+        )
+        self.engine = Engine(self.cache)
+        self.requests: dict[int, Request] = {}
+        self.leases: dict[int, Any] = {}
+        self.released: list[tuple[int, int]] = []
+        self.events = EventReplay()
+        self.keys: dict[Content, bytes] = {}
+        self.check()
+
+    def both(self, real: Callable[[], Any], model: Callable[[], Any], *, compare: bool = True) -> Any:
+        """Do one thing to both sides; returns the model's outcome, None where both raised the same."""
+        expected, got = outcome(model), outcome(real)
+        note(f"# model: {expected!r}\n# pool: {got!r}")
+        if isinstance(expected, Failed) or isinstance(got, Failed):
+            if got != expected:
+                self._raise_unexpected(got)
+                raise AssertionError(f"the pool: {got}, the model: {expected}")
+            return None
+        assert not compare or got == expected, f"the pool: {got}, the model: {expected}"
+        return expected
+
+    @staticmethod
+    def _raise_unexpected(got: Any) -> None:
+        if isinstance(got, Failed) and got.name not in ("OutOfBlocks", "OutOfSequences"):
+            raise got.error
+
+    def real_ids(self, ids: Sequence[int]) -> list[int]:
+        return [self.requests[i].id for i in ids]
+
+    def keyed(self, prompt: Prompt) -> Any:
+        extra = None if prompt.extra_ids is None else np.asarray(prompt.extra_ids, np.int64)
+        return self.cache.block_keys(list(prompt.tokens), salt=prompt.salt, adapter_id=prompt.adapter_id, extra_ids=extra)
+
+    def key_of(self, content: Content) -> bytes:
+        """The pool's key of a content, 16 bytes."""
+        if content not in self.keys:
+            (salt, adapter), items = content
+            tokens, extra = zip(*items, strict=True)
+            prompt = Prompt(tokens, salt, adapter, extra if any(extra) else None)
+            self.keys[content] = self.keyed(prompt).keys[-1].tobytes()
+        return self.keys[content]
+
+    # -- verbs that leave something behind in this file's books -----------------------------------
+
+    def add(self, prompts: Sequence[Prompt], **options: Any) -> None:
+        note(f"add({prompts}, {options})")
+        admissions: list[Any] = []
+        keyed = [self.keyed(prompt) for prompt in prompts]
+        promised = [self.model.match_prefix(prompt) for prompt in prompts]
+        admitted = self.both(
+            lambda: admissions.append(self.cache.add_sequence_batch(keyed, **options)),
+            lambda: self.model.add_sequence_batch(prompts, **options),
+            compare=False,
+        )
+        if admitted is None:
+            return
+        (got,) = admissions
+        assert got.admitted == len(admitted) == len(got.ids)
+        for i, (ours, prompt, match) in enumerate(zip(admitted, prompts, promised, strict=False)):
+            told = (got.device_tokens[i], got.host_tokens[i], got.partial_tokens[i], got.missed_blocks[i])
+            expected = (ours.match.device_tokens, ours.match.host_tokens, ours.match.partial_tokens, ours.missed_blocks)
+            assert told == expected, f"request {i} was told {told}, the model says {expected}"
+            assert got.cached_tokens[i] == ours.match.tokens
+            assert expected[:2] == (match.device_tokens, match.host_tokens), "full blocks that were promised"
+            request = self.engine.admitted(
+                int(got.ids[i]), prompt.tokens, salt=prompt.salt, adapter_id=prompt.adapter_id, extra_ids=prompt.extra_ids
+            )
+            self.requests[ours.id] = request
+
+    def append(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        note(f"append({ids}, {tokens})")
+        flat = [token for new in tokens for token in new]
+        done = self.both(
+            lambda: self.cache.append_tokens(self.real_ids(ids), flat, [len(new) for new in tokens]),
+            lambda: self.model.append_tokens(ids, tokens) or True,
+            compare=False,
+        )
+        if done:
+            for i, new in zip(ids, tokens, strict=True):
+                self.engine.appended(self.requests[i], new)
+
+    def commit(self, ids: Sequence[int], counts: Sequence[int] | None) -> None:
+        note(f"commit({ids}, {counts})")
+        real = self.real_ids(ids)
+        self.both(lambda: self.cache.commit(real, counts), lambda: self.model.commit(ids, counts))
+
+    def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
+        note(f"rewind({ids}, {counts})")
+        done = self.both(
+            lambda: self.cache.rewind(self.real_ids(ids), counts),
+            lambda: self.model.rewind(ids, counts) or True,
+            compare=False,
+        )
+        if done:
+            for i, count in zip(ids, counts, strict=True):
+                self.engine.rewound(self.requests[i], count)
+
+    def release(self, ids: Sequence[int], store: bool) -> None:
+        note(f"release({ids}, store={store})")
+        real = self.real_ids(ids)
+        self.both(lambda: self.cache.release(real, store=store), lambda: self.model.release(ids, store=store))
+        for i in ids:
+            self.drop(i)
+
+    def reset(self, force: bool) -> None:
+        self.both(lambda: self.cache.reset(force), lambda: self.model.reset(force))
+        for i in [i for i in self.requests if i not in self.model.sequences]:
+            self.drop(i)
+
+    def drop(self, sequence: int) -> None:
+        request = self.requests.pop(sequence)
+        del self.engine.live[request.id]
+        self.released.append((sequence, request.id))
+
+    def lease(self, real: Callable[[], Any], model: Callable[[], int | None]) -> None:
+        leases: list[Any] = []
+        new = self.both(lambda: leases.append(real()), model, compare=False)
+        if new is not None:
+            self.leases[new] = leases[0]
+            assert leases[0].blocks.tolist() == [b.id for b in self.model.leases[new].blocks]
+        else:
+            assert leases in ([], [None])
+
+    # -- comparison ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.model.check()
+        self.cache.verify()
+        self._check_tiers()
+        self._check_sequences()
+        self._check_bytes()
+        self.events.feed(self.cache.events())
+        for tier, cached in debug.cached(self.cache._state).items():
+            assert self.events.cached[tier] == set(cached), f"{tier}: events do not rebuild the cached keys"
+
+    def _check_tiers(self) -> None:
+        lists, cached, stats = debug.lists(self.cache._state), debug.cached(self.cache._state), self.cache.stats()
+        for name in ("device", "host"):
+            tier, told = getattr(self.model, name), getattr(stats, name)
+            assert lists[name] == self.model.order(name), f"{name}: eviction order"
+            expected = {self.key_of(content): block for content, block in self.model.cached(name).items()}
+            assert cached[name] == expected, f"{name}: cached keys"
+            listed = tier.victims()
+            free, empty = len(listed), len(tier.empty)
+            pinned = sum(block.pins > 0 for block in tier.blocks.values())
+            counts = (tier.capacity, free, tier.capacity - free, free - empty, pinned, empty, len(tier.redundant))
+            got = (told.capacity, told.free, told.used, told.evictable, told.pinned, told.empty, told.redundant)
+            assert got == counts, f"{name}: capacity, free, used, evictable, pinned, empty, redundant"
+            blocks = self.cache._state.blocks
+            for block in listed[empty + len(tier.redundant) :]:
+                assert blocks["priority"][block.id] == block.priority, f"priority of {block}"
+        got = {counter: getattr(stats, counter) for counter in COUNTERS}
+        assert got == {counter: self.model.counts[counter] for counter in COUNTERS}
+
+    def _check_sequences(self) -> None:
+        ids = sorted(self.model.sequences)
+        assert ids == sorted(self.requests)
+        for i in ids:
+            seq, request = self.model.sequences[i], self.requests[i]
+            assert self.engine.table(request) == [block.id for block in seq.blocks]
+            told = [int(getattr(self.cache, name)(request.id)) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
+            assert told == [len(seq.items), seq.committed, seq.cached]
+            assert request.items == seq.items
+        assert sorted(lease.id for lease in self.cache.leases) == sorted(self.leases[i].id for i in self.model.leases)
+
+    def _check_bytes(self) -> None:
+        self.engine.check_all()
+        for name in ("device", "host"):
+            tier = getattr(self.model, name)
+            for (namespace, items), block in self.model.cached(name).items():
+                self.engine.check_content(block, namespace, items, len(items) - self.model.T)
+            for block in tier.blocks.values():
+                if block.tail:
+                    namespace, items = block.parent
+                    self.engine.check_content(block.id, namespace, items + block.tail, len(items))

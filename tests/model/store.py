@@ -1,0 +1,294 @@
+"""What the model remembers about content: index rows, children, shelving, eviction, expiry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .tiers import DEFAULT_PRIORITY, Block, Content, Item, OutOfBlocks, Prompt, Tier
+
+CANDIDATES = 16
+"""Children that a lookup compares, most recent first."""
+
+
+@dataclass
+class Row:
+    """Where the content of one full block is."""
+
+    device: Block | None = None
+    host: Block | None = None
+
+
+@dataclass
+class Child:
+    """A candidate for partial matches: an indexed full block (`content`) or a stored tail (`block`)."""
+
+    items: tuple[Item, ...]
+    content: Content | None = None
+    block: Block | None = None
+
+
+@dataclass
+class Walk:
+    """What is cached of a prompt: full blocks from its start, then at most one partial source."""
+
+    rows: list[Row]
+    source: Block | None
+    partial: int
+
+
+class Store:
+    """Both tiers and the index over them; no sequences, no leases."""
+
+    def __init__(
+        self,
+        tokens_per_block: int,
+        device_blocks: int,
+        host_blocks: int,
+        partial_reuse: bool,
+        offload_min_priority: int,
+        offload_min_reuse: int,
+        clock: Callable[[], int],
+    ) -> None:
+        self.T = tokens_per_block
+        self.device = Tier("device", 0, device_blocks)
+        self.host = Tier("host", device_blocks, host_blocks)
+        self.partial_reuse = partial_reuse
+        self.offload_min_priority = offload_min_priority
+        self.offload_min_reuse = offload_min_reuse
+        self.clock = clock
+        self.rows: dict[Content, Row] = {}
+        self.children: dict[tuple[Content, int], list[Child]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def tier(self, block: Block) -> Tier:
+        return self.device if block.tier == "device" else self.host
+
+    def block(self, block_id: int) -> Block:
+        return (self.device.blocks | self.host.blocks)[block_id]
+
+    def contents(self, prompt: Prompt, count: int | None = None) -> list[Content]:
+        """Names of the first `count` full blocks of the prompt (None: of all)."""
+        count = len(prompt.tokens) // self.T if count is None else count
+        return [(prompt.namespace, prompt.items[: (i + 1) * self.T]) for i in range(count)]
+
+    # -- lists ---------------------------------------------------------------------------------
+
+    def shelve(self, block: Block, *, front: bool = False, deadline: int | None = None) -> None:
+        """Put a block that nobody holds into the list that its content calls for."""
+        if block.held:
+            return
+        tier = self.tier(block)
+        tier.unlist(block)
+        row = self.rows.get(block.content) if block.indexed and block.content else None
+        if block.tier == "host" and row is not None and row.device is not None:
+            target = tier.redundant
+        elif row is not None or block.tail:
+            target = tier.by_priority[block.priority]
+            if block.priority != DEFAULT_PRIORITY and block.ttl is not None:
+                block.deadline = self.clock() + block.ttl if deadline is None else deadline
+        else:
+            block.blank()
+            target = tier.empty
+        target.insert(0 if front else len(target), block)
+
+    def drop_ref(self, block: Block, *, front: bool = False) -> None:
+        block.refs -= 1
+        self.shelve(block, front=front)
+
+    def expire(self, now: int, limit: int | None = None) -> int:
+        """Move blocks whose time is over to the back of the default list; how many they were."""
+        listed = self.device.victims() + self.host.victims()
+        due = [b for b in listed if b.deadline is not None and b.deadline <= now]
+        due.sort(key=lambda b: (b.deadline, b.id))
+        for block in due[:limit]:
+            self.tier(block).unlist(block)
+            block.priority, block.ttl = DEFAULT_PRIORITY, None
+            self.shelve(block)
+        return len(due[:limit])
+
+    # -- victims -------------------------------------------------------------------------------
+
+    def take_device(self, priority: int, ttl: int | None) -> Block:
+        """The next device victim, its content offloaded or forgotten, held once by a sequence."""
+        block = self.device.victims()[0]
+        deadline = block.deadline
+        self.device.unlist(block)
+        if block.indexed or block.tail:
+            self._evict(block, deadline)
+        block.blank()
+        block.refs, block.priority, block.ttl = 1, priority, ttl
+        return block
+
+    def _evict(self, block: Block, deadline: int | None) -> None:
+        if block.tail:
+            self.forget_tail(block)
+            return
+        assert block.content is not None
+        row = self.rows[block.content]
+        if row.host is not None:
+            self.counts["offloads_saved"] += 1
+            self.forget_device(block, deadline)
+        elif (
+            block.priority >= self.offload_min_priority
+            and block.uses >= self.offload_min_reuse
+            and self.host_has_room(block.priority)
+        ):
+            self.copy_to_host(block)
+            self.forget_device(block, deadline)
+        else:
+            self.forget_device(block)
+
+    def host_has_room(self, priority: int) -> bool:
+        """Whether the host tier has an empty, a redundant or a no more important block to give."""
+        if self.host.empty or self.host.redundant:
+            return True
+        victims = self.host.victims()
+        return bool(victims) and victims[0].priority <= priority
+
+    def copy_to_host(self, block: Block) -> Block:
+        """Copy an indexed device block to the next host victim; the copy is not listed yet."""
+        target = self.host.victims()[0]
+        self.host.unlist(target)
+        if target.indexed:
+            assert target.content is not None
+            row = self.rows[target.content]
+            self.counts["forgotten_host_blocks"] += row.device is None
+            row.host = None
+            self._drop_row_if_empty(target.content)
+        target.blank()
+        assert block.content is not None
+        self.rows[block.content].host = target
+        target.content, target.indexed = block.content, True
+        target.priority, target.ttl, target.uses = block.priority, block.ttl, block.uses
+        self.counts["offloaded_blocks"] += 1
+        return target
+
+    # -- index ---------------------------------------------------------------------------------
+
+    def publish(self, block: Block) -> None:
+        """Make a keyed device block findable, unless another device block holds its content."""
+        assert block.content is not None
+        namespace, items = block.content
+        row = self.rows.get(block.content)
+        if row is None:
+            row = self.rows[block.content] = Row()
+            parent, own = (namespace, items[: -self.T]), items[-self.T :]
+            self._supersede_tails(parent, own)
+            self._bucket(parent, own).append(Child(own, content=block.content))
+        if row.device is None:
+            row.device, block.indexed, block.uses = block, True, 1
+            if row.host is not None:
+                block.uses = max(1, row.host.uses)
+                self.shelve(row.host)
+
+    def forget_device(self, block: Block, deadline: int | None = None) -> None:
+        """Erase the device id of a published block's row; a host copy stands in for it."""
+        assert block.content is not None
+        row = self.rows[block.content]
+        assert row.device is block
+        row.device, block.indexed = None, False
+        if row.host is not None:
+            row.host.priority, row.host.ttl = block.priority, block.ttl
+            row.host.uses = block.uses
+            self.shelve(row.host, deadline=deadline)
+        self.counts["forgotten_device_blocks"] += row.host is None
+        self._drop_row_if_empty(block.content)
+
+    def store_tail(self, block: Block, parent: Content, items: tuple[Item, ...]) -> None:
+        """Index an unfull tail for partial matches, unless an indexed child starts with it."""
+        recent = self._bucket(parent, items)[-CANDIDATES:]
+        if any(len(c.items) > len(items) and c.items[: len(items)] == items for c in recent):
+            return
+        self._supersede_tails(parent, items)
+        block.content, block.parent, block.tail = None, parent, items
+        self._bucket(parent, items).append(Child(items, block=block))
+
+    def forget_tail(self, block: Block) -> None:
+        assert block.parent is not None
+        bucket = self._bucket(block.parent, block.tail)
+        bucket[:] = [child for child in bucket if child.block is not block]
+        self.counts["forgotten_device_blocks"] += 1
+        block.parent, block.tail = None, ()
+
+    def _supersede_tails(self, parent: Content, items: tuple[Item, ...]) -> None:
+        for child in self._bucket(parent, items)[-CANDIDATES:][::-1]:
+            if child.block is not None and items[: len(child.items)] == child.items:
+                self.forget_tail(child.block)
+                self.shelve(child.block)
+
+    def _drop_row_if_empty(self, content: Content) -> None:
+        row = self.rows[content]
+        if row.device is None and row.host is None:
+            del self.rows[content]
+            namespace, items = content
+            bucket = self._bucket((namespace, items[: -self.T]), items[-self.T :])
+            bucket[:] = [child for child in bucket if child.content != content]
+
+    def _bucket(self, parent: Content, items: tuple[Item, ...]) -> list[Child]:
+        """Children of `parent` that start with the same token, oldest first."""
+        return self.children.setdefault((parent, items[0][0]), [])
+
+    # -- matching ------------------------------------------------------------------------------
+
+    def walk(self, prompt: Prompt) -> Walk:
+        """What an admission of this prompt would reuse now; the last token is never matched."""
+        usable = max(len(prompt.tokens) - 1, 0)
+        rows = self.cached_rows(prompt, usable // self.T)
+        done = len(rows) * self.T
+        source, partial = None, 0
+        wanted = prompt.items[done:usable]
+        if self.partial_reuse and wanted:
+            parent = (prompt.namespace, prompt.items[:done])
+            for child in self._bucket(parent, wanted)[-CANDIDATES:][::-1]:
+                common = _common(child.items, wanted)
+                if common > partial:
+                    partial, source = common, self._where(child)
+        return Walk(rows, source, partial)
+
+    def cached_rows(self, prompt: Prompt, count: int | None = None) -> list[Row]:
+        """Rows of the prompt's first full blocks, up to the first one that neither tier has."""
+        found = []
+        for content in self.contents(prompt, count):
+            if content not in self.rows:
+                break
+            found.append(self.rows[content])
+        return found
+
+    def _where(self, child: Child) -> Block:
+        if child.block is not None:
+            return child.block
+        assert child.content is not None
+        row = self.rows[child.content]
+        block = row.device or row.host
+        assert block is not None
+        return block
+
+    # -- what tests look at --------------------------------------------------------------------
+
+    def order(self, tier: str) -> list[int]:
+        """Ids of the tier's listed blocks, the next victim first."""
+        return [block.id for block in getattr(self, tier).victims()]
+
+    def free(self, tier: str) -> int:
+        return len(self.order(tier))
+
+    def cached(self, tier: str) -> dict[Content, int]:
+        """Content of full blocks that the tier has, with the id that has it."""
+        found = {content: getattr(row, tier) for content, row in self.rows.items()}
+        return {content: block.id for content, block in found.items() if block is not None}
+
+    def need_device(self, needed: int, free: int) -> None:
+        if needed > free:
+            raise OutOfBlocks(f"{needed} device blocks needed, {free} free")
+
+
+def _common(one: tuple[Item, ...], other: tuple[Item, ...]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

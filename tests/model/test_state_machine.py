@@ -1,0 +1,300 @@
+"""Random sequences of every public verb, done to the pool and to its model; both agree on everything visible after each step.
+
+Hypothesis chooses and shrinks the sequence of verbs and the pool; the arguments come from a seeded generator per step, whose
+seed is printed, since uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are
+tried, ``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls and a ``reproduce_failure`` line; with
+``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from .model import Model
+from .pair import Pair
+from .tiers import Prompt
+
+VOCABULARY = 2
+OWNERS = ("reader", "other")
+NAMESPACES = (*[(None, None)] * 9, ("A", None), (b"B", None), (None, 1), ("A", "lora"))
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"order": "block_first"},
+    {"tokens": "HND", "dtype": "uint8"},
+    {"planes": 1, "dtype": "float32", "order": "block_first", "tokens": "HND"},
+)
+RANDOM = st.randoms(use_true_random=True)
+
+Ranges = list[tuple[int, "int | None", int, "int | None"]]
+
+
+def pool_options(random: Random) -> dict[str, Any]:
+    return {
+        "tokens_per_block": random.choice((1, 2, 3, 4, 4)),
+        "device_blocks": random.randint(4, 10),
+        "host_blocks": random.choice((0, 1, 2, 3, 4, 5, 6)),
+        "max_sequences": random.randint(2, 6),
+        "partial_reuse": random.random() < 0.8,
+        "offload_min_priority": random.choice((30, 30, 30, 0, 36)),
+        "offload_min_reuse": random.choice((1, 1, 2)),
+        "layout": random.choice(LAYOUTS),
+    }
+
+
+def some_ranges(random: Random, length: int) -> Ranges | None:
+    """Retention ranges of one prompt, in any order; now and then overlapping ones, which must be refused."""
+    if random.random() < 0.6:
+        return None
+    cuts = sorted(random.sample(range(length + 3), random.randint(1, min(4, length + 3))))
+    found: Ranges = []
+    for start, end in zip(cuts[::2], [*cuts[1::2], None], strict=False):
+        found.append((start, end, random.choice((0, 10, 29, 30, 35, 50, 80, 100)), random.choice((None, None, 1, 3, 10))))
+    if random.random() < 0.03:
+        found.append((found[0][0], found[0][0] + 1, 50, None))
+    random.shuffle(found)
+    return found
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences are named by the model's ids, leases too."""
+
+    @initialize(random=RANDOM)
+    def create(self, random: Random) -> None:
+        options = pool_options(random)
+        note(f"pool: {options}")
+        self.pair = Pair(**options)
+        self.T: int = options["tokens_per_block"]
+        self.documents = [[random.randrange(VOCABULARY) for _ in range(5 * self.T + 1)] for _ in range(3)]
+
+    @property
+    def model(self) -> Model:
+        return self.pair.model
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.cache.close()
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.check()
+
+    # -- drawing -------------------------------------------------------------------------------
+
+    def new_tokens(self, random: Random, longest: int) -> list[int]:
+        return [random.randrange(VOCABULARY) for _ in range(random.randint(0, longest))]
+
+    def prompt(self, random: Random) -> Prompt:
+        """The beginning of a known document, often with an end of its own."""
+        document = random.choice(self.documents)
+        tokens = document[: random.randint(1, len(document))]
+        if random.random() < 0.4:
+            tokens = tokens + self.new_tokens(random, self.T)
+        if random.random() < 0.1:
+            self.documents[random.randrange(3)] = tokens
+        salt, adapter = random.choice(NAMESPACES)
+        extra = None
+        if random.random() < 0.1:
+            head = random.randint(0, len(tokens))
+            extra = tuple(random.randint(0, 2) if i < head else 0 for i in range(len(tokens)))
+        return Prompt(tuple(tokens), salt, adapter, extra)
+
+    def live(self) -> bool:
+        return bool(self.model.sequences)
+
+    def some(self, random: Random) -> list[int]:
+        """Live sequences, at least one, in any order."""
+        live = sorted(self.model.sequences)
+        return random.sample(live, random.randint(1, min(3, len(live))))
+
+    def content(self, random: Random) -> Any:
+        """Mostly cached content; the first block of some prompt else."""
+        known = [*self.model.rows]
+        if known and random.random() < 0.9:
+            return random.choice(known)
+        tokens = tuple(random.randrange(VOCABULARY) for _ in range(self.T))
+        return self.model.contents(Prompt(tokens))[0]
+
+    def key(self, content: Any) -> Any:
+        return np.frombuffer(self.pair.key_of(content), np.uint64)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @rule(random=RANDOM)
+    def add(self, random: Random) -> None:
+        prompts = [self.prompt(random) for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4, 0)))]
+        retention = [some_ranges(random, len(prompt.tokens)) for prompt in prompts]
+        self.pair.add(
+            prompts,
+            retention=random.choice((None, retention)),
+            decode_priority=random.choice((35, 35, 10, 60)),
+            decode_ttl_ms=random.choice((None, None, 5)),
+            allow_partial_batch=random.random() < 0.5,
+        )
+
+    @rule(random=RANDOM)
+    def serve(self, random: Random) -> None:
+        """A whole life: what fills the cache."""
+        before = set(self.model.sequences)
+        prompt = self.prompt(random)
+        self.pair.add([prompt], retention=[some_ranges(random, len(prompt.tokens))])
+        for i in sorted(set(self.model.sequences) - before):
+            self.pair.check()
+            self.pair.append([i], [self.new_tokens(random, self.T)])
+            self.pair.check()
+            self.finish([i], store=True)
+
+    @precondition(live)
+    @rule(random=RANDOM)
+    def append(self, random: Random) -> None:
+        ids = [i for i in self.some(random) if len(self.model.sequences[i].items) <= 8 * self.T]
+        if ids:
+            self.pair.append(ids, [self.new_tokens(random, 2 * self.T) for _ in ids])
+
+    @precondition(live)
+    @rule(random=RANDOM)
+    def commit(self, random: Random) -> None:
+        ids = self.some(random)
+        counts = None
+        if random.random() < 0.5:
+            live = [self.model.sequences[i] for i in ids]
+            low = -1 if random.random() < 0.05 else 0
+            counts = [random.randint(max(0, s.committed + low), len(s.items)) for s in live]
+        self.pair.commit(ids, counts)
+
+    @precondition(live)
+    @rule(random=RANDOM)
+    def rewind(self, random: Random) -> None:
+        ids = self.some(random)
+        counts = [random.randint(0, min(len(self.model.sequences[i].items), 2 * self.T + 1)) for i in ids]
+        self.pair.rewind(ids, counts)
+
+    def finish(self, ids: list[int], *, store: bool) -> None:
+        """Commit all but the last token and release."""
+        live = [self.model.sequences[i] for i in ids]
+        self.pair.commit(ids, [max(len(s.items) - 1, s.committed) for s in live])
+        self.pair.check()
+        self.pair.release(ids, store)
+
+    @precondition(live)
+    @rule(random=RANDOM)
+    def release(self, random: Random) -> None:
+        ids, store = self.some(random), random.random() < 0.75
+        if random.random() < 0.7:
+            self.finish(ids, store=store)
+        else:
+            self.pair.release(ids, store)
+
+    @precondition(live)
+    @rule(random=RANDOM, verb=st.sampled_from(("append_tokens", "commit", "rewind", "release", "evictable_if_released")))
+    def misuse(self, random: Random, verb: str) -> None:
+        """A stale, foreign or repeated id at the end of a batch: an error, and nothing has changed."""
+        ids = self.some(random)
+        real = self.pair.real_ids(ids)
+        ours, foreign = random.choice([*self.pair.released, (-1, 77 << 32), (ids[0], real[0])])
+        bad, wrong = [*ids, ours], [*real, foreign]
+        each: dict[str, tuple[list[Any], list[Any]]] = {
+            "append_tokens": ([[0] * len(bad), [1] * len(bad)], [[[0]] * len(bad)]),
+            "rewind": ([[0] * len(bad)], [[0] * len(bad)]),
+        }
+        args, model_args = each.get(verb, ([], []))
+        failed = self.pair.both(lambda: getattr(self.pair.cache, verb)(wrong, *args), lambda: getattr(self.model, verb)(bad, *model_args))
+        assert failed is None
+
+    # -- looking and moving --------------------------------------------------------------------
+
+    @rule(random=RANDOM)
+    def look(self, random: Random) -> None:
+        cache, prompt, new = self.pair.cache, self.prompt(random), random.randint(0, 2 * self.T)
+        keyed = self.pair.keyed(prompt)
+
+        def told(match: Any) -> tuple[int, int, int, int]:
+            return match.device_tokens, match.host_tokens, match.partial_tokens, match.tokens
+
+        self.pair.both(lambda: told(cache.match_prefix(keyed)), lambda: told(self.model.match_prefix(prompt)))
+        self.pair.both(lambda: cache.blocks_needed(keyed, new_tokens=new), lambda: self.model.blocks_needed(prompt, new_tokens=new))
+        if self.live():
+            ids = self.some(random)
+            real = self.pair.real_ids(ids)
+            self.pair.both(
+                lambda: cache.blocks_needed(sequences=real, new_tokens=new),
+                lambda: self.model.blocks_needed(sequences=ids, new_tokens=new),
+            )
+            self.pair.both(lambda: cache.evictable_if_released(real), lambda: self.model.evictable_if_released(ids))
+
+    @rule(random=RANDOM, verb=st.sampled_from(("prefetch", "offload")))
+    def move(self, random: Random, verb: str) -> None:
+        prompt = self.prompt(random)
+        keyed = self.pair.keyed(prompt)
+        note(f"{verb}({prompt})")
+        self.pair.both(lambda: getattr(self.pair.cache, verb)(keyed), lambda: getattr(self.model, verb)(prompt))
+
+    @rule(step=st.sampled_from((1, 2, 5, 20)), refresh=st.booleans())
+    def pass_time(self, step: int, refresh: bool) -> None:
+        self.pair.clock.now += step
+        if refresh:
+            self.pair.both(self.pair.cache.refresh, self.model.refresh)
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    @rule(random=RANDOM, tier=st.sampled_from((None, "device", "host")), owner=st.sampled_from(OWNERS))
+    def pin(self, random: Random, tier: str | None, owner: str) -> None:
+        cache, model = self.pair.cache, self.model
+        contents = [self.content(random) for _ in range(random.randint(1, 2))]
+        keys = np.stack([self.key(content) for content in contents])
+        if tier == "host" and random.random() < 0.5:
+            self.pair.lease(
+                lambda: cache.find_and_pin_host(keys[0], owner=owner), lambda: model.find_and_pin_host(contents[0], owner=owner)
+            )
+        else:
+            self.pair.lease(lambda: cache.pin(keys, owner=owner, tier=tier), lambda: model.pin(contents, owner=owner, tier=tier))
+
+    @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
+    def pin_blocks(self, random: Random, owner: str) -> None:
+        total = self.model.device.capacity + self.model.host.capacity
+        ids = [random.randrange(total) for _ in range(random.randint(1, 2))]
+        if self.live() and random.random() < 0.6:
+            ids = [block.id for block in self.model.sequences[self.some(random)[0]].blocks]
+        if ids:
+            self.pair.lease(lambda: self.pair.cache.pin_blocks(ids, owner=owner), lambda: self.model.pin_blocks(ids, owner=owner))
+
+    @precondition(lambda self: bool(self.pair.leases))
+    @rule(random=RANDOM)
+    def close_lease(self, random: Random) -> None:
+        """Mostly one that is open; closed and revoked ones too."""
+        leases = sorted(self.model.leases) if self.model.leases and random.random() < 0.8 else sorted(self.pair.leases)
+        lease = random.choice(leases)
+        self.pair.both(self.pair.leases[lease].close, lambda: self.model.close_lease(lease))
+
+    @precondition(lambda self: bool(self.model.leases))
+    @rule(owner=st.sampled_from(OWNERS))
+    def revoke(self, owner: str) -> None:
+        self.pair.both(lambda: self.pair.cache.revoke(owner), lambda: self.model.revoke(owner))
+
+    # -- the whole pool ------------------------------------------------------------------------
+
+    @rule(random=RANDOM)
+    def reset(self, random: Random) -> None:
+        """Rarely, so that there is something to lose."""
+        if random.random() < 0.2:
+            self.pair.reset(force=random.random() < 0.5)
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "60")),
+    stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if os.environ.get("KVPOOL_MODEL_SHRINK") else [])],
+    suppress_health_check=list(HealthCheck),
+)
+TestThePoolDoesWhatItsModelDoes: Any = PoolMachine.TestCase

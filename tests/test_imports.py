@@ -1,0 +1,133 @@
+"""Imports run one way, GPU packages stay behind one door, and nothing grows past a screen."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import jit
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kvpool"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorted((ROOT / folder).rglob("*.py")) if "env" not in path.parts]
+
+# Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
+# line of their own.
+LAYERS = [
+    ["errors", "layout", "jit"],
+    ["state"],
+    ["device.base", "kernels"],
+    ["device"],
+    ["memory"],
+    ["transfer", "block_table"],
+    ["retention", "sequence", "events", "stats"],
+    ["manager"],
+    [""],
+    ["replay"],
+    ["__main__"],
+]
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+GPU_PACKAGES = {"cuda", "cupy", "jax", "tensorflow", "torch"}
+GPU_MODULE = "device.cuda"
+
+
+def name_of(path: Path) -> str:
+    """Dotted name below the package: ``state.lru``; the package itself is the empty name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in MODULES}
+
+
+def rank_of(name: str) -> int:
+    """The layer of a module; fails for one that has been given none."""
+    candidate = name
+    while candidate not in RANKS and "." in candidate:
+        candidate = candidate.rpartition(".")[0]
+    assert candidate in RANKS, f"kvpool.{name} has no line in LAYERS"
+    return RANKS[candidate]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import of a file, wherever in the file; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def own_imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name (below the package) of every module of the package that a file imports."""
+    for line, imported in imports_of(path):
+        package, _, name = imported.partition(".")
+        if package == "kvpool":
+            name = name if name in FILES else name.rpartition(".")[0]
+            assert name in FILES, f"{path}:{line}: there is no {imported}"
+            yield line, name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_run_one_way(path: Path) -> None:
+    own = rank_of(name_of(path))
+    wrong = [f"line {line}: kvpool.{name}" for line, name in own_imports_of(path) if rank_of(name) > own]
+    assert not wrong, f"{path} imports from a later layer: {wrong}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_cached_code_of_a_module_is_stamped_with_all_that_it_imports(path: Path) -> None:
+    imported: set[Path] = set()
+    pending = [path]
+    while pending:
+        file = pending.pop()
+        if file not in imported:
+            imported.add(file)
+            pending.extend(FILES[name] for _, name in own_imports_of(file))
+    stamped = jit._visible(f"kvpool.{name_of(path)}".rstrip("."), jit._SOURCES)
+    assert {file.relative_to(PACKAGE).as_posix() for file in imported} <= stamped
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_gpu_packages_are_imported_by_one_module_only(path: Path) -> None:
+    if name_of(path) != GPU_MODULE:
+        wrong = [f"line {line}: {name}" for line, name in imports_of(path) if name.partition(".")[0] in GPU_PACKAGES]
+        assert not wrong, f"{path} imports {wrong}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_opens_with_its_purpose_and_fits(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"
+    assert len(text.splitlines()) <= 400, f"{path} has more than 400 lines"
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [node.name for node in functions if node.end_lineno is not None and node.end_lineno - node.lineno >= 70]
+    assert not long, f"{path}: more than 70 lines in {long}"
+
+
+def test_package_imports_without_gpu_packages_and_without_jit() -> None:
+    script = f"import sys; sys.modules.update(dict.fromkeys({sorted(GPU_PACKAGES)})); import kvpool"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_cuda_sources_hide_no_nvidia_package(tmp_path: Path) -> None:
+    folder = ROOT / "cuda"
+    assert not list(folder.rglob("*.py"))
+    assert not {"bindings", "core", "pathfinder"} & {entry.name for entry in folder.iterdir()}
+    for name in ("bindings", "core", "pathfinder"):
+        (tmp_path / "cuda" / name).mkdir(parents=True)
+        (tmp_path / "cuda" / name / "__init__.py").write_text("", encoding="utf-8")
+    # With -c the working directory comes first on the path, as it does for `python -m` from the root.
+    script = "import cuda, cuda.bindings, cuda.core, cuda.pathfinder; assert cuda.__file__ is None"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=True)

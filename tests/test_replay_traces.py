@@ -1,0 +1,187 @@
+"""Traces are read in three formats, and a broken line is named with what is wrong with it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.replay.traces import Trace, TraceError, read_trace
+
+MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+QWEN = {
+    "chat_id": 159,
+    "parent_chat_id": -1,
+    "timestamp": 61.114,
+    "input_length": 33,
+    "output_length": 7,
+    "type": "text",
+    "turn": 1,
+    "hash_ids": [4, 5, 6],
+}
+NATIVE = {"tokens": [1, 2, 3], "output_tokens": [4, 5], "salt": "a", "adapter_id": 3, "timestamp": 1}
+
+
+def write(folder: Path, *rows: Any) -> str:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(folder: Path, *rows: Any, **options: Any) -> Trace:
+    return read_trace(write(folder, *rows), **options)
+
+
+def test_mooncake_columns_stand_for_512_tokens_an_id(tmp_path: Path) -> None:
+    trace = read(tmp_path, MOONCAKE, {**MOONCAKE, "hash_ids": [0, 2]})
+    assert trace.format == "mooncake" and [r.index for r in trace.requests] == [0, 1]
+    first, second = (request.prompt() for request in trace.requests)
+    assert len(first) == 600
+    assert (first[:512] == second[:512]).all() and (first[512:] != second[512:]).any()
+
+
+def test_qwen_columns_stand_for_16_tokens_an_id(tmp_path: Path) -> None:
+    trace = read(tmp_path, QWEN)
+    (request,) = trace.requests
+    assert trace.format == "qwen" and request.tokens_per_id == 16
+    assert len(request.prompt()) == 33 and request.output_length == 7
+
+
+def test_native_lines_hold_the_tokens_themselves(tmp_path: Path) -> None:
+    trace = read(tmp_path, NATIVE, {"tokens": [9], "output_length": 2}, {"tokens": [9], "adapter_id": "b"})
+    first, second, third = trace.requests
+    assert trace.format == "native"
+    assert first.prompt().tolist() == [1, 2, 3] and first.output().tolist() == [4, 5]
+    assert (first.salt, first.adapter_id) == ("a", 3)
+    assert len(second.output()) == 2 and (second.salt, second.adapter_id) == (None, None)
+    assert third.output_length == 0 and third.adapter_id == "b"
+
+
+def test_gzip_is_recognised_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode() + b"\n"))
+    assert len(read_trace(str(path)).requests) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dash_is_standard_input(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.dumps(MOONCAKE).encode() + b"\n"
+    raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if packed else data))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
+    trace = read_trace("-")
+    assert trace.name == "<stdin>" and len(trace.requests) == 1
+    assert not raw.closed
+
+
+def test_empty_lines_are_no_requests_but_count_as_lines(tmp_path: Path) -> None:
+    trace = read(tmp_path, MOONCAKE, "\n", MOONCAKE)
+    assert [(r.index, r.line) for r in trace.requests] == [(0, 1), (1, 3)]
+
+
+def test_what_follows_the_limit_is_not_read(tmp_path: Path) -> None:
+    assert len(read(tmp_path, MOONCAKE, MOONCAKE, "rubbish", limit=2).requests) == 2
+
+
+def test_a_forced_format_overrides_the_columns(tmp_path: Path) -> None:
+    row = {**MOONCAKE, "input_length": 32}
+    assert read(tmp_path, row, format="qwen").requests[0].tokens_per_id == 16
+    with pytest.raises(TraceError, match="line 1: unknown column 'hash_ids'"):
+        read(tmp_path, {**MOONCAKE, "tokens": [1]}, format="native")
+
+
+def without(row: dict[str, Any], column: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != column}
+
+
+BROKEN = [
+    ("{not json\n", r"not JSON: .* at column 2"),
+    ("[1, 2]\n", "a JSON object is expected, found a list"),
+    ("[" * 100_000 + "\n", "not JSON"),
+    *((without(MOONCAKE, column), f"column '{column}' is missing") for column in MOONCAKE),
+    ({**MOONCAKE, "input_length": "6"}, "'input_length' must be an integer, found the string \"6\""),
+    ({**MOONCAKE, "input_length": 6.0}, "'input_length' must be an integer, found the number 6.0"),
+    ({**MOONCAKE, "input_length": True}, "'input_length' must be an integer, found the boolean true"),
+    ({**MOONCAKE, "input_length": None}, "'input_length' must be an integer, found null"),
+    ({**MOONCAKE, "input_length": 0}, "'input_length' must be within 1..2147483647, found 0"),
+    ({**MOONCAKE, "input_length": 2**31}, "'input_length' must be within"),
+    ({**MOONCAKE, "input_length": 1025}, "2 ids of 512 tokens cover 1024 tokens, input_length is 1025"),
+    ({**MOONCAKE, "output_length": -1}, "'output_length' must be within 0..1048576, found -1"),
+    ({**MOONCAKE, "hash_ids": 3}, "'hash_ids' must be a list of integers, found the integer 3"),
+    ({**MOONCAKE, "hash_ids": [0, False]}, "'hash_ids' must hold integers, found the boolean false at position 1"),
+    ({**MOONCAKE, "hash_ids": [0, 1.5]}, "'hash_ids' must hold integers, found the number 1.5 at position 1"),
+    ({**MOONCAKE, "hash_ids": [0, -1]}, r"'hash_ids' must hold 0..\d+, found -1 at position 1"),
+    ({**MOONCAKE, "hash_ids": [2**55, 0]}, "found 36028797018963968 at position 0"),
+    ({**MOONCAKE, "timestamp": "now"}, "'timestamp' must be a number"),
+    ({**MOONCAKE, "timestamp": False}, "'timestamp' must be a number"),
+    ({**MOONCAKE, "timestamp": -1}, "'timestamp' must be finite and not negative, found -1"),
+    ({**MOONCAKE, "timestamp": float("nan")}, "'timestamp' must be finite"),
+    (NATIVE, "column 'timestamp'|column 'input_length' is missing"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BROKEN, ids=[reason[:50] for _, reason in BROKEN])
+def test_a_broken_line_is_named_with_its_fault(row: Any, reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE, row)
+    with pytest.raises(TraceError, match=reason) as caught:
+        read_trace(path)
+    assert caught.value.line == 2 and str(caught.value).startswith(f"{path}, line 2: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**NATIVE, "tokens": []}, "'tokens' is empty"),
+        ({**NATIVE, "tokens": [1, 2**31]}, "found 2147483648 at position 1"),
+        ({**NATIVE, "tokens": [-1]}, "found -1 at position 0"),
+        ({**NATIVE, "output_length": 3}, "output_length is 3, but there are 2 output_tokens"),
+        ({**NATIVE, "salt": 5}, "'salt' must be a string"),
+        ({**NATIVE, "adapter_id": 1.5}, "'adapter_id' must be an integer"),
+        ({**NATIVE, "adapter_id": True}, "'adapter_id' must be an integer"),
+        ({**NATIVE, "slat": "a"}, "unknown column 'slat'; the native format has tokens, "),
+    ],
+)
+def test_a_broken_native_line_is_named_with_its_fault(row: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=f"line 2: .*{reason}"):
+        read(tmp_path, NATIVE, row)
+
+
+def test_a_first_line_without_known_columns_has_no_format(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 1: has neither a column 'tokens' nor 'hash_ids'"):
+        read(tmp_path, {"prompt": "hello"})
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_a_file_without_requests_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="holds no request"):
+        read_trace(str(path))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(TraceError, match="cannot be read") as caught:
+            read_trace(str(path))
+        assert caught.value.path == str(path)
+    torn = tmp_path / "torn.gz"
+    packed = gzip.compress("".join(json.dumps({**MOONCAKE, "timestamp": n}) + "\n" for n in range(20_000)).encode())
+    torn.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceError, match=r"line \d+: cannot be read") as caught:
+        read_trace(str(torn))
+    assert caught.value.line > 1
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"tokens": [1], "salt": "\xe9"}\n')
+    with pytest.raises(TraceError, match="line 1: not UTF-8"):
+        read_trace(str(latin))
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="format 'vllm' is not one of auto, mooncake, qwen, native"):
+        read_trace("-", format="vllm")
+    with pytest.raises(ValueError, match="limit 0 is not at least 1"):
+        read_trace("-", limit=0)
