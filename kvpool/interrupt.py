@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The signal module's own functions turn every handler into an enum and back, which costs more than the call they would protect.
-import _signal
+import _signal  # type: ignore[import-not-found]
 import threading
 from collections.abc import Callable
 from signal import SIGINT

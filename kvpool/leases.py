@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from kvpool.manager import KVCacheManager
+
+class Lessor(Protocol):
+    """The pool, as far as a lease knows it."""
+
+    def now(self) -> int: ...
+    def is_leased(self, lease: Lease) -> bool: ...
+    def close_lease(self, lease: Lease) -> None: ...
 
 
 class Lease:
@@ -19,27 +24,27 @@ class Lease:
     block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given. Thread-safe.
     """
 
-    __slots__ = ("_cache", "_since", "addresses", "blocks", "generation", "id", "keys", "owner")
+    __slots__ = ("_pool", "_since", "addresses", "blocks", "generation", "id", "keys", "owner")
 
     def __init__(
-        self, cache: KVCacheManager, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
+        self, pool: Lessor, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
         keys: npt.NDArray[np.uint64] | None, addresses: npt.NDArray[np.int64],
     ) -> None:  # fmt: skip
-        self._cache, self._since = cache, since
+        self._pool, self._since = pool, since
         self.id, self.owner, self.generation, self.blocks, self.keys, self.addresses = number, owner, generation, blocks, keys, addresses
 
     @property
     def age_ms(self) -> int:
-        return self._cache.now() - self._since
+        return self._pool.now() - self._since
 
     @property
     def closed(self) -> bool:
         """Whether it was closed or revoked."""
-        return not self._cache.is_leased(self)
+        return not self._pool.is_leased(self)
 
     def close(self) -> None:
         """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before."""
-        self._cache.close_lease(self)
+        self._pool.close_lease(self)
 
     def __enter__(self) -> Lease:
         return self

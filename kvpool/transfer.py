@@ -90,7 +90,7 @@ class Transfer:
         return np.array(lost, np.int64).reshape(-1, 2)
 
     def _copy(self, moves: npt.NDArray[np.int64], stream: Stream) -> int:
-        """Moves that the device took. An error other than DeviceError leaves nobody knowing what was copied: the device counts as broken."""
+        """Moves that the device took. After any error but DeviceError nobody knows what was copied: the device counts as broken."""
         if self.broken is not None:
             return 0
         try:

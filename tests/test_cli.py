@@ -74,7 +74,7 @@ def test_limit_cuts_the_trace(trace: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_standard_input_is_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     data = "".join(json.dumps({"tokens": [1, 2, 3]}) + "\n" for _ in range(3)).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
     summary = summary_of(capsys, "-", *SMALL)
     assert summary["requests"] == 3 and summary["config"]["format"] == "native"
 

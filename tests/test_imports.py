@@ -21,13 +21,14 @@ SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorte
 # Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
 # line of their own.
 LAYERS = [
-    ["errors", "layout", "jit"],
+    ["errors", "layout", "jit", "interrupt"],
     ["state"],
     ["device.base", "kernels"],
     ["device"],
     ["memory"],
     ["transfer", "block_table"],
-    ["retention", "sequence", "events", "stats"],
+    ["retention", "sequence", "events", "stats", "leases"],
+    ["pool"],
     ["manager"],
     [""],
     ["replay"],

@@ -69,7 +69,7 @@ def test_state_of_a_prefix_does_not_depend_on_where_the_prompt_ends() -> None:
 
 
 def test_state_differs_between_namespaces() -> None:
-    namespaces = [
+    namespaces: list[dict[str, Any]] = [
         {},
         {"salt": "a"},
         {"salt": "b"},

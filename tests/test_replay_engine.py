@@ -200,13 +200,14 @@ def test_a_trace_of_which_nothing_fits_is_all_skipped() -> None:
 
 
 def test_an_interrupted_replay_has_a_summary_so_far() -> None:
+    left = 10
+
     def interrupt(_: int) -> None:
         nonlocal left
         left -= 1
         if not left:
             raise KeyboardInterrupt
 
-    left = 10
     with Replay(synthetic(50), ReplayConfig(SMALL, 4000, verify=True, device="cpu"), progress=interrupt) as replay:
         with pytest.raises(KeyboardInterrupt):
             replay.run()

@@ -109,7 +109,7 @@ def test_schedule_equals_that_of_the_peer_benchmark(device_blocks: int, active: 
     spec.loader.exec_module(peer)
     calls: list[tuple[Any, ...]] = []
 
-    class Recorder(peer.Adapter):  # type: ignore[name-defined, misc]
+    class Recorder(peer.Adapter):  # type: ignore[name-defined]
         def admit(self, req: Any) -> int:
             calls.append(("admit", req.rid))
             return 0

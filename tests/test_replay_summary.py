@@ -47,7 +47,7 @@ def test_text_holds_every_figure() -> None:
         "7 forgotten on the device, 728,067 on the host",
         "3.5 GiB in 1.50 s, 2.50 GB/s",
         "250.0 µs per request: keys 50.0, match + allocate 50.0, append 50.0, commit 50.0, release 50.0",
-        "840,780 reused and 14,082,301 released tokens, 794,456 offloads, 17,322 onboards, 3 copies",
+        "840,780 reused and 14,082,301 released tokens, 794,456 offloads, 17,322 onboards, 3 partial copies",
         "600.0 MiB at the peak",
         "12.2 s in all",
         "device_blocks 50000, host_blocks 50000, partial True",

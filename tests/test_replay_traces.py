@@ -71,7 +71,7 @@ def test_gzip_is_recognised_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_dash_is_standard_input(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(MOONCAKE).encode() + b"\n"
-    raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if packed else data))  # type: ignore[arg-type]
+    raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if packed else data))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
     trace = read_trace("-")
     assert trace.name == "<stdin>" and len(trace.requests) == 1

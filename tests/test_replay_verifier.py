@@ -89,7 +89,7 @@ def test_copies_carry_content_through_both_tiers() -> None:
     rig.copy((DEVICE, 2, T), (DEVICE + 1, 3, 3))
     rig.verifier.raise_failure()
     rig.verifier.check_reuse(blocks(2, 3), states(7))
-    assert (rig.verifier.offloaded_blocks, rig.verifier.onboarded_blocks, rig.verifier.private_copies) == (2, 1, 1)
+    assert (rig.verifier.offloaded_blocks, rig.verifier.onboarded_blocks, rig.verifier.partial_copies) == (2, 1, 1)
     token = LAYOUT.token_bytes
     assert rig.device.copied_bytes.tolist() == [8 * token, 7 * token, 0]
 
@@ -163,7 +163,7 @@ def test_a_device_that_stops_half_way_is_followed_half_way() -> None:
     with pytest.raises(DeviceError):
         rig.copy((0, 2, T), (1, 3, T))
     inner.fails = False
-    assert rig.verifier.private_copies == 1
+    assert rig.verifier.partial_copies == 1
     rig.copy((2, 4, T))
     rig.verifier.raise_failure()
     rig.verifier.check_reuse(blocks(4), states(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvpool.layout import BlockLayout
-
 from kvpool.replay import Replay, ReplayConfig, Summary, synthetic
 from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
 

@@ -53,9 +53,10 @@ class MeteredDevice(Device):
 
     def copy_blocks(self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         begin = perf_counter_ns()
-        completed = len(moves)
+        completed = 0
         try:
             self.inner.copy_blocks(moves, stream)
+            completed = len(moves)
         except DeviceError as error:
             completed = error.completed
             raise

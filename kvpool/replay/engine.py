@@ -155,7 +155,7 @@ class Replay:
         requests = max(self._admitted, 1)
         on_device, on_host, partial = (int(n) for n in self._hits)
         hits = on_device + on_host + partial
-        offloaded, onboarded, private = (int(n) for n in device.copied_bytes)
+        offloaded, onboarded, within = (int(n) for n in device.copied_bytes)
         verified = None
         if verifier is not None:
             verified = Verified(
@@ -163,7 +163,7 @@ class Replay:
                 verifier.released_tokens,
                 verifier.offloaded_blocks,
                 verifier.onboarded_blocks,
-                verifier.private_copies,
+                verifier.partial_copies,
             )
         return Summary(
             requests=self._admitted,
@@ -181,14 +181,14 @@ class Replay:
                 forgotten_device=stats.forgotten_device_blocks,
                 forgotten_host=stats.forgotten_host_blocks,
                 offloads_saved=stats.offloads_saved,
-                private_copies=stats.copied_blocks,
+                partial_copies=stats.copied_blocks,
             ),
             moved=Moved(
                 offloaded_bytes=offloaded,
                 onboarded_bytes=onboarded,
-                private_bytes=private,
+                within_tier_bytes=within,
                 seconds=device.copy_ns / 1e9,
-                gigabytes_per_second=(offloaded + onboarded + private) / device.copy_ns if device.copy_ns else None,
+                gigabytes_per_second=(offloaded + onboarded + within) / device.copy_ns if device.copy_ns else None,
             ),
             control_us_per_request={name: ns / requests / 1e3 for name, ns in self._phase_ns.items()},
             verified=verified,

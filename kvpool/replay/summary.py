@@ -32,16 +32,17 @@ class Blocks:
     forgotten_host: int
     offloads_saved: int
     """Evictions that needed no copy because the host still had one."""
-    private_copies: int
+    partial_copies: int
+    """Copies of the first tokens of a block."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that the device copied and the time it took."""
+    """Bytes that the device copied and the time it took. Partial copies count by where they came from."""
 
     offloaded_bytes: int
     onboarded_bytes: int
-    private_bytes: int
+    within_tier_bytes: int
     seconds: float
     gigabytes_per_second: float | None
 
@@ -54,7 +55,7 @@ class Verified:
     released_tokens: int
     offloaded_blocks: int
     onboarded_blocks: int
-    private_copies: int
+    partial_copies: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Summary:
             ("blocks", f"{blocks.offloaded:,} offloaded, {blocks.onboarded:,} onboarded"),
             ("", f"{blocks.offloads_saved:,} offloads saved: the host had kept its copy"),
             ("", f"{blocks.forgotten_device:,} forgotten on the device, {blocks.forgotten_host:,} on the host"),
-            ("", f"{blocks.private_copies:,} copied inside the device tier"),
+            ("", f"{blocks.partial_copies:,} copied for partial reuse"),
             ("moved", self._moved_text()),
             ("control", self._control_text()),
         ]
@@ -118,7 +119,7 @@ class Summary:
 
     def _moved_text(self) -> str:
         moved = self.moved
-        total = moved.offloaded_bytes + moved.onboarded_bytes + moved.private_bytes
+        total = moved.offloaded_bytes + moved.onboarded_bytes + moved.within_tier_bytes
         if not total:
             return "nothing"
         speed = f", {moved.gigabytes_per_second:.2f} GB/s" if moved.gigabytes_per_second else ""
@@ -136,7 +137,7 @@ class Summary:
         done = self.verified
         return (
             f"every byte of {done.reused_tokens:,} reused and {done.released_tokens:,} released tokens, "
-            f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.private_copies:,} copies"
+            f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.partial_copies:,} partial copies"
         )
 
     def _config_lines(self) -> list[str]:

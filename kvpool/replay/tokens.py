@@ -33,18 +33,18 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> npt.
     ValueError
         The ids cover fewer than `length` tokens.
     """
-    ids = np.asarray(hash_ids, dtype=np.uint64)
+    ids: npt.NDArray[np.uint64] = np.asarray(hash_ids, dtype=np.uint64)
     if ids.size * tokens_per_id < length:
         raise ValueError(f"{ids.size} ids of {tokens_per_id} tokens do not cover {length} tokens")
     ids = ids[: -(-length // tokens_per_id)]
-    counters = ids[:, None] * np.uint64(tokens_per_id) + np.arange(tokens_per_id, dtype=np.uint64)
+    counters = np.add.outer(ids * np.uint64(tokens_per_id), np.arange(tokens_per_id, dtype=np.uint64))
     return np.ascontiguousarray(_tokens_at(counters.reshape(-1)[:length]))
 
 
 def expand_output(index: int, length: int) -> npt.NDArray[np.int32]:
     """Return the ``int32[length]`` output of request `index`, repeated in no other request."""
-    origin = np.uint64(OUTPUT_ORIGIN) + np.uint64(index) * np.uint64(OUTPUT_STRIDE)
-    return _tokens_at(origin + np.arange(length, dtype=np.uint64))
+    origin = OUTPUT_ORIGIN + index * OUTPUT_STRIDE
+    return _tokens_at(np.arange(origin, origin + length, dtype=np.uint64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -237,4 +237,4 @@ def _kind(value: Any) -> str:
     if type(value) in names:
         text = json.dumps(value)
         return f"{names[type(value)]} {text if len(text) <= 40 else text[:37] + '...'}"
-    return {list: "a list", dict: "an object"}.get(type(value), "null")
+    return "a list" if type(value) is list else "an object" if type(value) is dict else "null"

@@ -38,7 +38,7 @@ class Verifier:
         self.context = "before the first request"
         self.failure: VerificationError | None = None
         self.reused_tokens = self.released_tokens = 0
-        self.offloaded_blocks = self.onboarded_blocks = self.private_copies = 0
+        self.offloaded_blocks = self.onboarded_blocks = self.partial_copies = 0
         self._device_blocks, self._tokens_per_block = device_blocks, layout.tokens_per_block
         self._tiers = [("device", 0, KVBytes(layout, device_pool, layout.device_strides(device_blocks), device_blocks))]
         if host_blocks:
@@ -147,7 +147,7 @@ class Verifier:
         from_device, to_device = moves[:, SOURCE] < self._device_blocks, targets < self._device_blocks
         self.offloaded_blocks += int((from_device & ~to_device).sum())
         self.onboarded_blocks += int((~from_device & to_device & (moves[:, TOKENS] == size)).sum())
-        self.private_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
+        self.partial_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
 
     def _check_targets(self, moves: Ids) -> None:
         for tier, origin, memory in self._tiers:

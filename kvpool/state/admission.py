@@ -84,7 +84,7 @@ EXPIRIES_PER_CALL = 64
 
 
 @jit
-def hold(h, b):  # type: ignore[no-untyped-def]
+def hold(h, b):
     """Add a reference; a block that nobody held leaves its list."""
     blocks = blocks_of(h)
     if change_word(blocks, b, 1, 0) == 1:
@@ -92,14 +92,14 @@ def hold(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def let_go(h, b):  # type: ignore[no-untyped-def]
+def let_go(h, b):
     """Drop a reference; a block that nobody holds then is shelved."""
     if change_word(blocks_of(h), b, -1, 0) == 0:
         shelve(h, b, False)
 
 
 @jit
-def _claim(h, request, row, out):  # type: ignore[no-untyped-def]
+def _claim(h, request, row, out):
     """Phase 1 of one request: hold what matches; a host block stands in ``row`` for the device block that it will need."""
     blocks = blocks_of(h)
     matched = walk(h, request, (request[R_LENGTH] - 1) // h[WIDTH], row)
@@ -120,7 +120,7 @@ def _claim(h, request, row, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _unhold(h, b):  # type: ignore[no-untyped-def]
+def _unhold(h, b):
     """Undo ``hold``; to be called in the reverse order."""
     blocks = blocks_of(h)
     if change_word(blocks, b, -1, 0) == 0:
@@ -129,7 +129,7 @@ def _unhold(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _unclaim(h, row, out):  # type: ignore[no-untyped-def]
+def _unclaim(h, row, out):
     if out[O_SOURCE] != NONE:
         _unhold(h, out[O_SOURCE])
     for i in range(out[O_MATCHED] - 1, -1, -1):
@@ -139,7 +139,7 @@ def _unclaim(h, row, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sole_claims(h, out, n, r):  # type: ignore[no-untyped-def]
+def _sole_claims(h, out, n, r):
     """How many of the first ``n`` requests hold request r's partial source, if it is a device block that nobody holds otherwise, else 0."""
     source = out[r, O_SOURCE]
     if source == NONE or source >= h[DEVICE_BLOCKS]:
@@ -152,7 +152,7 @@ def _sole_claims(h, out, n, r):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _needed(h, requests, out, n):  # type: ignore[no-untyped-def]
+def _needed(h, requests, out, n):
     need = 0
     for r in range(n):
         need += blocks_for(h, requests[r, R_LENGTH]) - out[r, O_MATCHED] + out[r, O_ONBOARDS]
@@ -160,7 +160,7 @@ def _needed(h, requests, out, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _fits(h, requests, out, n):  # type: ignore[no-untyped-def]
+def _fits(h, requests, out, n):
     """Whether the first ``n`` requests fit, at the cost of partial matches if need be. Changes nothing."""
     need, free = _needed(h, requests, out, n), free_blocks(lists_of(h), DEVICE)
     if need <= free:
@@ -177,7 +177,7 @@ def _fits(h, requests, out, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _give_up_partials(h, requests, out, n):  # type: ignore[no-untyped-def]
+def _give_up_partials(h, requests, out, n):
     """Short of blocks: the last requests use their partial source as their own block, or drop it where a request before wants it too."""
     short = _needed(h, requests, out, n) - free_blocks(lists_of(h), DEVICE)
     for r in range(n - 1, -1, -1):
@@ -193,7 +193,7 @@ def _give_up_partials(h, requests, out, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def write_tokens(h, b, at, tokens, extra, start, count):  # type: ignore[no-untyped-def]
+def write_tokens(h, b, at, tokens, extra, start, count):
     """Note the ids of ``count`` tokens of block ``b`` from its position ``at`` on; the engine writes the bytes."""
     blocks, own = blocks_of(h), tokens_of(h)
     for i in range(count):
@@ -212,7 +212,7 @@ def write_tokens(h, b, at, tokens, extra, start, count):  # type: ignore[no-unty
 
 
 @jit
-def _reuse(h, request, b, i):  # type: ignore[no-untyped-def]
+def _reuse(h, request, b, i):
     """Account for a hit on block ``b`` at place ``i`` of the prompt; a retention range of the request applies to it."""
     blocks = blocks_of(h)
     record(h, REUSE_GAP, blocks[b].used_at)
@@ -226,7 +226,7 @@ def _reuse(h, request, b, i):  # type: ignore[no-untyped-def]
 
 
 @jit
-def onboard(h, host):  # type: ignore[no-untyped-def]
+def onboard(h, host):
     """Copy a held host block's content to a device block, publish that, and return it with one reference."""
     blocks = blocks_of(h)
     b = take_device(h)
@@ -240,7 +240,7 @@ def onboard(h, host):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _grant_hit(h, request, row, i, out):  # type: ignore[no-untyped-def]
+def _grant_hit(h, request, row, i, out):
     counters = counters_of(h)
     b = np.int64(row[i])
     if b < h[DEVICE_BLOCKS]:
@@ -262,7 +262,7 @@ def _grant_hit(h, request, row, i, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _grant_new(h, request, i, out):  # type: ignore[no-untyped-def]
+def _grant_new(h, request, i, out):
     """A block for place ``i`` that is not a full hit: fresh, a copy of the partial source, or the source itself."""
     blocks = blocks_of(h)
     partial = i == out[O_MATCHED] and out[O_SOURCE] != NONE
@@ -291,7 +291,7 @@ def _grant_new(h, request, i, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _grant(h, request, slot, out):  # type: ignore[no-untyped-def]
+def _grant(h, request, slot, out):
     """Phase 2 of one request."""
     counters, sequence, row = counters_of(h), sequences_of(h)[slot], table_of(h)[slot]
     total = blocks_for(h, request[R_LENGTH])
@@ -318,7 +318,7 @@ def _grant(h, request, slot, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _untime(h, row, out):  # type: ignore[no-untyped-def]
+def _untime(h, row, out):
     """Claimed blocks leave the expiries; deferred until the batch is known to fit, since a heap cannot be undone to the byte."""
     blocks, heap = blocks_of(h), heap_of(h)
     for i in range(out[O_MATCHED]):
@@ -328,7 +328,7 @@ def _untime(h, row, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def release_sources(h, first):  # type: ignore[no-untyped-def]
+def release_sources(h, first):
     """Let go of the host blocks that the call's onboards, from move ``first`` on, read."""
     moves = moves_of(h)
     for i in range(first, h[MOVES]):
@@ -337,7 +337,7 @@ def release_sources(h, first):  # type: ignore[no-untyped-def]
 
 
 @jit
-def admit(h, requests, out, now, allow_partial):  # type: ignore[no-untyped-def]
+def admit(h, requests, out, now, allow_partial):
     """Admit a batch. ``requests`` int64[n, REQUEST], ``out`` int64[n, OUTCOME].
 
     Returns how many requests were admitted, or SHORT_OF_BLOCKS / SHORT_OF_SEQUENCES with needed and free in DETAIL and nothing

@@ -118,83 +118,83 @@ LOWEST = 2 * LISTS_PER_TIER  # rows LOWEST + tier of the lists array: no list of
 
 
 @jit
-def blocks_of(h):  # type: ignore[no-untyped-def]
+def blocks_of(h):
     return carray(as_pointer(h[A_BLOCKS]), (h[BLOCKS],), BLOCK)
 
 
 @jit
-def tokens_of(h):  # type: ignore[no-untyped-def]
+def tokens_of(h):
     return carray(as_pointer(h[A_TOKENS]), (h[BLOCKS], h[WIDTH]), np.int32)
 
 
 @jit
-def extra_of(h):  # type: ignore[no-untyped-def]
+def extra_of(h):
     """Extra ids, int64[blocks, T]; no row of it may be touched unless HAS_EXTRA."""
     return carray(as_pointer(h[A_EXTRA]), (h[BLOCKS], h[WIDTH]), np.int64)
 
 
 @jit
-def lists_of(h):  # type: ignore[no-untyped-def]
+def lists_of(h):
     return carray(as_pointer(h[A_LISTS]), (LOWEST + 2, 3), np.int32)
 
 
 @jit
-def index_of(h):  # type: ignore[no-untyped-def]
+def index_of(h):
     return carray(as_pointer(h[A_INDEX]), (h[BUCKETS],), np.int32)
 
 
 @jit
-def children_of(h):  # type: ignore[no-untyped-def]
+def children_of(h):
     return carray(as_pointer(h[A_CHILDREN]), (h[CHILD_BUCKETS],), np.int32)
 
 
 @jit
-def heap_of(h):  # type: ignore[no-untyped-def]
+def heap_of(h):
     return carray(as_pointer(h[A_HEAP]), (h[BLOCKS] + 1,), np.int32)
 
 
 @jit
-def sequences_of(h):  # type: ignore[no-untyped-def]
+def sequences_of(h):
     return carray(as_pointer(h[A_SEQUENCES]), (h[SEQUENCES],), SEQUENCE)
 
 
 @jit
-def rows_of(h):  # type: ignore[no-untyped-def]
+def rows_of(h):
     return carray(as_pointer(h[A_ROWS]), (h[SEQUENCES],), np.int32)
 
 
 @jit
-def table_of(h):  # type: ignore[no-untyped-def]
+def table_of(h):
     return carray(as_pointer(h[A_TABLE]), (h[SEQUENCES], h[COLUMNS]), np.int32)
 
 
 @jit
-def moves_of(h):  # type: ignore[no-untyped-def]
+def moves_of(h):
     return carray(as_pointer(h[A_MOVES]), (h[MOVES_CAPACITY], 4), np.int64)
 
 
 @jit
-def events_of(h):  # type: ignore[no-untyped-def]
+def events_of(h):
     return carray(as_pointer(h[A_EVENTS]), (h[EVENTS],), EVENT)
 
 
 @jit
-def event_tokens_of(h):  # type: ignore[no-untyped-def]
+def event_tokens_of(h):
     return carray(as_pointer(h[A_EVENT_TOKENS]), (h[EVENTS], h[WIDTH]), np.int32)
 
 
 @jit
-def counters_of(h):  # type: ignore[no-untyped-def]
+def counters_of(h):
     return carray(as_pointer(h[A_COUNTERS]), (len(COUNTERS),), np.int64)
 
 
 @jit
-def histograms_of(h):  # type: ignore[no-untyped-def]
+def histograms_of(h):
     return carray(as_pointer(h[A_HISTOGRAMS]), (3, BINS), np.int64)
 
 
 @jit
-def change_word(blocks, b, refs, pins):  # type: ignore[no-untyped-def]
+def change_word(blocks, b, refs, pins):
     """Add to both halves of a block's word at once; returns the new word, or -1 with nothing changed if a half would fall below zero."""
     words = blocks["word"]
     while True:

@@ -47,7 +47,7 @@ UNKNOWN, DUPLICATE, FAILED, TOO_LONG, BAD_COUNT = -3, -4, -5, -6, -7
 
 
 @jit
-def slot_of(h, sequence_id):  # type: ignore[no-untyped-def]
+def slot_of(h, sequence_id):
     """Row of a live sequence, or NONE."""
     slot = sequence_id & 0xFFFFFFFF
     if sequence_id < 0 or slot >= h[SEQUENCES]:
@@ -57,7 +57,7 @@ def slot_of(h, sequence_id):  # type: ignore[no-untyped-def]
 
 
 @jit
-def check(h, ids, usable):  # type: ignore[no-untyped-def]
+def check(h, ids, usable):
     """0 if all ids are live, distinct and (with ``usable``) have lost no block; else the error, and the offender's place in DETAIL."""
     sequences = sequences_of(h)
     error = 0
@@ -81,7 +81,7 @@ def check(h, ids, usable):  # type: ignore[no-untyped-def]
 
 
 @jit
-def growth(h, ids, counts):  # type: ignore[no-untyped-def]
+def growth(h, ids, counts):
     """Blocks that appending ``counts`` tokens takes, or the error; ids were checked."""
     need = 0
     for i in range(ids.shape[0]):
@@ -95,7 +95,7 @@ def growth(h, ids, counts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _append(h, slot, tokens, start, count):  # type: ignore[no-untyped-def]
+def _append(h, slot, tokens, start, count):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     done = 0
     while done < count:
@@ -113,7 +113,7 @@ def _append(h, slot, tokens, start, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def append(h, ids, counts, tokens, now):  # type: ignore[no-untyped-def]
+def append(h, ids, counts, tokens, now):
     """Grow each sequence by its count of ``tokens`` (int32, one after the other). Returns 0 or an error with nothing changed."""
     error = check(h, ids, True)
     if error:
@@ -135,7 +135,7 @@ def append(h, ids, counts, tokens, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _parent(h, slot, i):  # type: ignore[no-untyped-def]
+def _parent(h, slot, i):
     """Key of the block before block ``i`` of a sequence; full committed blocks have keys."""
     if i == 0:
         return sequences_of(h)[slot].root0, sequences_of(h)[slot].root1
@@ -144,7 +144,7 @@ def _parent(h, slot, i):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _publish(h, b):  # type: ignore[no-untyped-def]
+def _publish(h, b):
     """Make a full keyed block the device copy of its content; False if the content has one already."""
     blocks = blocks_of(h)
     extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
@@ -167,7 +167,7 @@ def _publish(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def to_redundant(h, host):  # type: ignore[no-untyped-def]
+def to_redundant(h, host):
     """The content of a listed host block is on the device as well: it becomes one of the first victims."""
     heap_remove(blocks_of(h), heap_of(h), host)
     unlink(blocks_of(h), lists_of(h), host)
@@ -175,7 +175,7 @@ def to_redundant(h, host):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _publish_range(h, slot, first, last):  # type: ignore[no-untyped-def]
+def _publish_range(h, slot, first, last):
     """Publish the keyed blocks [first, last) of a sequence, noting the first that must wait as a duplicate."""
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     for i in range(first, last):
@@ -193,7 +193,7 @@ def _publish_range(h, slot, first, last):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _retry_duplicates(h, slot):  # type: ignore[no-untyped-def]
+def _retry_duplicates(h, slot):
     """Publish what others held the key of when it was committed, if a device copy has gone since."""
     sequence = sequences_of(h)[slot]
     first = sequence.duplicates
@@ -204,7 +204,7 @@ def _retry_duplicates(h, slot):  # type: ignore[no-untyped-def]
 
 
 @jit
-def commit(h, ids, counts, now):  # type: ignore[no-untyped-def]
+def commit(h, ids, counts, now):
     """Publish the first ``counts`` tokens of each sequence (NONE = all). Returns 0 or an error with nothing changed."""
     error = check(h, ids, True)
     if error:
@@ -228,21 +228,14 @@ def commit(h, ids, counts, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _shared(h, b):  # type: ignore[no-untyped-def]
-    return blocks_of(h)[b].word != 1
+def _shared(h, slot, i):
+    """Whether others hold block ``i`` of a sequence and it has a key, so that it may not be written."""
+    b = table_of(h)[slot, i]
+    return blocks_of(h)[b].flags & KEYED != 0 and blocks_of(h)[b].word != 1
 
 
 @jit
-def _copies(h, slot, length):  # type: ignore[no-untyped-def]
-    """Whether a rewind to ``length`` ends inside a block that others read."""
-    if length % h[WIDTH] == 0:
-        return 0
-    b = table_of(h)[slot, length // h[WIDTH]]
-    return 1 if blocks_of(h)[b].flags & KEYED and _shared(h, b) else 0
-
-
-@jit
-def _private_copy(h, b, count):  # type: ignore[no-untyped-def]
+def _private_copy(h, b, count):
     """A fresh block with the first ``count`` tokens of ``b``, which other holders keep."""
     blocks = blocks_of(h)
     fresh = take_device(h)
@@ -255,12 +248,12 @@ def _private_copy(h, b, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _shorten(h, slot, length):  # type: ignore[no-untyped-def]
+def _shorten(h, slot, length):
     """Give the last block of a rewound sequence back to it alone: a block that has a key is never written."""
     blocks, row = blocks_of(h), table_of(h)[slot]
     i, keep = length // h[WIDTH], length % h[WIDTH]
     b = row[i]
-    if blocks[b].flags & KEYED and _shared(h, b):
+    if _shared(h, slot, i):
         row[i] = _private_copy(h, b, keep)
         return 1
     if blocks[b].flags & PUBLISHED:
@@ -271,7 +264,7 @@ def _shorten(h, slot, length):  # type: ignore[no-untyped-def]
 
 
 @jit
-def rewind(h, ids, counts, now):  # type: ignore[no-untyped-def]
+def rewind(h, ids, counts, now):
     """Drop the last ``counts`` tokens of each sequence. Returns blocks copied, or an error with nothing changed."""
     error = check(h, ids, True)
     if error:
@@ -283,7 +276,8 @@ def rewind(h, ids, counts, now):  # type: ignore[no-untyped-def]
         if counts[i] < 0 or counts[i] > length:
             h[DETAIL], h[DETAIL2] = i, length
             return BAD_COUNT
-        need += _copies(h, slot, length - counts[i])
+        length -= counts[i]
+        need += 1 if length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
     if need > free:
         h[DETAIL], h[DETAIL2] = need, free
         return SHORT_OF_BLOCKS
@@ -299,7 +293,7 @@ def rewind(h, ids, counts, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _rewind(h, slot, count):  # type: ignore[no-untyped-def]
+def _rewind(h, slot, count):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     length = sequence.length - count
     keep = blocks_for(h, length)
@@ -317,7 +311,7 @@ def _rewind(h, slot, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _store_tail(h, slot, i, b):  # type: ignore[no-untyped-def]
+def _store_tail(h, slot, i, b):
     """Enter the committed part of an unfull block as a child, unless a sibling holds all of it already."""
     blocks, sequence = blocks_of(h), sequences_of(h)[slot]
     blocks[b].flags &= ~KEYED
@@ -329,7 +323,7 @@ def _store_tail(h, slot, i, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _release(h, slot, store):  # type: ignore[no-untyped-def]
+def _release(h, slot, store):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     full = sequence.committed // h[WIDTH]
     if store and not sequence.failed:
@@ -351,7 +345,7 @@ def _release(h, slot, store):  # type: ignore[no-untyped-def]
 
 
 @jit
-def release(h, ids, store, now):  # type: ignore[no-untyped-def]
+def release(h, ids, store, now):
     """Give sequences back, each tail first so that leaves age first. Returns 0 or an error with nothing changed."""
     error = check(h, ids, False)
     if error:

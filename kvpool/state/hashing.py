@@ -26,7 +26,7 @@ TOKENS_AT_HIT = 8
 
 
 @jit
-def _round(v0, v1, v2, v3):  # type: ignore[no-untyped-def]
+def _round(v0, v1, v2, v3):
     v0 += v1
     v2 += v3
     v1 = ((v1 << U(13)) | (v1 >> U(51))) ^ v0
@@ -41,7 +41,7 @@ def _round(v0, v1, v2, v3):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _absorb(v0, v1, v2, v3, word):  # type: ignore[no-untyped-def]
+def _absorb(v0, v1, v2, v3, word):
     v3 ^= word
     v0, v1, v2, v3 = _round(v0, v1, v2, v3)
     v0, v1, v2, v3 = _round(v0, v1, v2, v3)
@@ -49,14 +49,14 @@ def _absorb(v0, v1, v2, v3, word):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _four_rounds(v0, v1, v2, v3):  # type: ignore[no-untyped-def]
+def _four_rounds(v0, v1, v2, v3):
     for _ in range(4):
         v0, v1, v2, v3 = _round(v0, v1, v2, v3)
     return v0, v1, v2, v3
 
 
 @jit
-def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):  # type: ignore[no-untyped-def]
+def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     """Key of one full block.
 
     ``tokens`` int32[T]; ``extra`` int64[T], or int64[0] where no token has an extra id; all other arguments and the two results are
@@ -88,7 +88,7 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):  # typ
 
 
 @jit
-def chain_keys(job):  # type: ignore[no-untyped-def]
+def chain_keys(job):
     """Keys of all full blocks of one prompt; reads no state.
 
     ``job`` int64[10]: addresses of tokens (int32), of extra ids (int64, 0 = none) and of the result (int64[blocks, 2]); number of

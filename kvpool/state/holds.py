@@ -36,6 +36,7 @@ from kvpool.state.blocks import (
     sequences_of,
     table_of,
 )
+from kvpool.state.growth import release
 from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
 from kvpool.state.prefix import device_copy, find_key, host_copy
 from kvpool.state.requests import R_LENGTH, walk
@@ -46,7 +47,7 @@ ANY_TIER = -1
 
 
 @jit
-def _pin(h, b):  # type: ignore[no-untyped-def]
+def _pin(h, b):
     blocks = blocks_of(h)
     if change_word(blocks, b, 0, 1) == 1 << 32:
         heap_remove(blocks, heap_of(h), b)
@@ -54,7 +55,7 @@ def _pin(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def pin_keys(h, keys, tier, out):  # type: ignore[no-untyped-def]
+def pin_keys(h, keys, tier, out):
     """Pin the block of each key (int64[n, 2]), ids into ``out`` int64[n]: on ``tier``, or with ANY_TIER the host copy where there is one.
 
     Returns 0, or -1 with nothing changed and the place of the first missing key in DETAIL.
@@ -74,7 +75,7 @@ def pin_keys(h, keys, tier, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def pin_blocks(h, ids):  # type: ignore[no-untyped-def]
+def pin_blocks(h, ids):
     """Pin blocks by id; each must be held or cached. Returns 0, or -1 with nothing changed and the offender's place in DETAIL."""
     blocks = blocks_of(h)
     for i in range(ids.shape[0]):
@@ -88,7 +89,7 @@ def pin_blocks(h, ids):  # type: ignore[no-untyped-def]
 
 
 @jit
-def unpin(h, ids, now):  # type: ignore[no-untyped-def]
+def unpin(h, ids, now):
     """Drop one pin of each block; what nobody holds then goes back into the list that its content says."""
     begin(h, now)
     for i in range(ids.shape[0]):
@@ -97,7 +98,7 @@ def unpin(h, ids, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def prefetch(h, request, ids, now):  # type: ignore[no-untyped-def]
+def prefetch(h, request, ids, now):
     """Onboard the cached full blocks of a prompt that are on the host only, as far as device blocks can be had; holds nothing after.
 
     ``ids`` int32[full blocks] is scratch. Returns blocks onboarded.
@@ -126,7 +127,7 @@ def prefetch(h, request, ids, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _drop_rest(h, ids, first, last):  # type: ignore[no-untyped-def]
+def _drop_rest(h, ids, first, last):
     """Let go of ``ids[first:last]``, tail first; returns ``first``."""
     for i in range(last - 1, first - 1, -1):
         let_go(h, ids[i])
@@ -134,7 +135,7 @@ def _drop_rest(h, ids, first, last):  # type: ignore[no-untyped-def]
 
 
 @jit
-def offload(h, keys, now):  # type: ignore[no-untyped-def]
+def offload(h, keys, now):
     """Copy device blocks by key (int64[n, 2]) to the host, as far as it has room, and keep them; returns blocks copied.
 
     The copies are held until the call ends, so that they do not push each other out.
@@ -165,7 +166,7 @@ def offload(h, keys, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _let_go_chain(h, last):  # type: ignore[no-untyped-def]
+def _let_go_chain(h, last):
     """Let go of held blocks strung together by ``prev``, first to last."""
     blocks = blocks_of(h)
     while last != NONE and blocks[last].prev != NONE:
@@ -178,13 +179,13 @@ def _let_go_chain(h, last):  # type: ignore[no-untyped-def]
 
 
 @jit
-def refresh(h, now):  # type: ignore[no-untyped-def]
+def refresh(h, now):
     begin(h, now)
     return expire(h, h[BLOCKS])
 
 
 @jit
-def lose(h, targets, now):  # type: ignore[no-untyped-def]
+def lose(h, targets, now):
     """Blocks whose bytes never came: ``targets`` int64[n, 2] of block and the ticket that should have written it.
 
     Content that a later decision has put there is left alone. Returns how many blocks lost theirs.
@@ -210,7 +211,7 @@ def lose(h, targets, now):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _fail_sequences(h):  # type: ignore[no-untyped-def]
+def _fail_sequences(h):
     for slot in range(h[SEQUENCES]):
         sequence = sequences_of(h)[slot]
         if sequence.live:
@@ -220,9 +221,11 @@ def _fail_sequences(h):  # type: ignore[no-untyped-def]
 
 
 @jit
-def reset(h, now):  # type: ignore[no-untyped-def]
-    """Drop all content. No sequence lives; pinned blocks become keyless and keep their bytes until the last unpin."""
-    begin(h, now)
+def reset(h, ids, now):
+    """Drop all content with one event, and the sequences ``ids``, all that live.
+
+    Pinned blocks become keyless and keep their bytes until the last unpin.
+    """
     blocks, lists, index, children, heap = blocks_of(h), lists_of(h), index_of(h), children_of(h), heap_of(h)
     for i in range(index.shape[0]):
         index[i] = NONE
@@ -235,11 +238,11 @@ def reset(h, now):  # type: ignore[no-untyped-def]
             h[REMOVALS] += 1
         blocks[b].flags &= LOST
         blocks[b].twin = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
+    release(h, ids, False, now)
+    for b in range(h[BLOCKS]):
         if blocks[b].list != NONE:
             unlink(blocks, lists, b)
-    for b in range(h[BLOCKS]):
-        if blocks[b].word == 0:
-            push_back(blocks, lists, b, (DEVICE if b < h[DEVICE_BLOCKS] else HOST) * LISTS_PER_TIER + EMPTY)
             blocks[b].filled = 0
+            push_back(blocks, lists, b, (DEVICE if b < h[DEVICE_BLOCKS] else HOST) * LISTS_PER_TIER + EMPTY)
     h[GENERATION] += 1
     emit_cleared(h)

@@ -11,7 +11,7 @@ from kvpool.state.blocks import EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE, REDUN
 
 
 @jit
-def unlink(blocks, lists, b):  # type: ignore[no-untyped-def]
+def unlink(blocks, lists, b):
     which, before, after = blocks[b].list, blocks[b].prev, blocks[b].next
     if before == NONE:
         lists[which, 0] = after
@@ -26,7 +26,7 @@ def unlink(blocks, lists, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def relink(blocks, lists, b, which):  # type: ignore[no-untyped-def]
+def relink(blocks, lists, b, which):
     """Put the block back between the neighbours it was unlinked from; nothing may have changed there since."""
     before, after = blocks[b].prev, blocks[b].next
     if before == NONE:
@@ -42,7 +42,7 @@ def relink(blocks, lists, b, which):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _lower(lists, which):  # type: ignore[no-untyped-def]
+def _lower(lists, which):
     tier = which // LISTS_PER_TIER
     priority = which - tier * LISTS_PER_TIER
     if priority < lists[LOWEST + tier, 0]:
@@ -50,7 +50,7 @@ def _lower(lists, which):  # type: ignore[no-untyped-def]
 
 
 @jit
-def push_back(blocks, lists, b, which):  # type: ignore[no-untyped-def]
+def push_back(blocks, lists, b, which):
     last = lists[which, 1]
     blocks[b].prev, blocks[b].next = last, NONE
     relink(blocks, lists, b, which)
@@ -58,7 +58,7 @@ def push_back(blocks, lists, b, which):  # type: ignore[no-untyped-def]
 
 
 @jit
-def push_front(blocks, lists, b, which):  # type: ignore[no-untyped-def]
+def push_front(blocks, lists, b, which):
     first = lists[which, 0]
     blocks[b].prev, blocks[b].next = NONE, first
     relink(blocks, lists, b, which)
@@ -66,7 +66,7 @@ def push_front(blocks, lists, b, which):  # type: ignore[no-untyped-def]
 
 
 @jit
-def lowest(lists, tier):  # type: ignore[no-untyped-def]
+def lowest(lists, tier):
     """First block of the lowest non-empty priority, or NONE. Moves the search's starting point only."""
     base = tier * LISTS_PER_TIER
     p = lists[LOWEST + tier, 0]
@@ -77,7 +77,7 @@ def lowest(lists, tier):  # type: ignore[no-untyped-def]
 
 
 @jit
-def next_victim(lists, tier):  # type: ignore[no-untyped-def]
+def next_victim(lists, tier):
     """The block that would be taken next: empty, then (host) redundant, then the front of the lowest priority; NONE if all are held."""
     base = tier * LISTS_PER_TIER
     if lists[base + EMPTY, 2] > 0:
@@ -88,7 +88,7 @@ def next_victim(lists, tier):  # type: ignore[no-untyped-def]
 
 
 @jit
-def free_blocks(lists, tier):  # type: ignore[no-untyped-def]
+def free_blocks(lists, tier):
     total = 0
     for which in range(tier * LISTS_PER_TIER, (tier + 1) * LISTS_PER_TIER):
         total += lists[which, 2]
@@ -96,7 +96,7 @@ def free_blocks(lists, tier):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sift_up(blocks, heap, place):  # type: ignore[no-untyped-def]
+def _sift_up(blocks, heap, place):
     b = heap[place]
     while place > 1 and blocks[heap[place >> 1]].deadline > blocks[b].deadline:
         heap[place] = heap[place >> 1]
@@ -107,7 +107,7 @@ def _sift_up(blocks, heap, place):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sift_down(blocks, heap, place):  # type: ignore[no-untyped-def]
+def _sift_down(blocks, heap, place):
     b, size = heap[place], heap[0]
     while 2 * place <= size:
         child = 2 * place
@@ -123,7 +123,7 @@ def _sift_down(blocks, heap, place):  # type: ignore[no-untyped-def]
 
 
 @jit
-def heap_push(blocks, heap, b, deadline):  # type: ignore[no-untyped-def]
+def heap_push(blocks, heap, b, deadline):
     """``heap`` int32[blocks + 1]: size, then a binary heap of block ids from index 1 by deadline."""
     heap[0] += 1
     blocks[b].deadline = deadline
@@ -132,7 +132,7 @@ def heap_push(blocks, heap, b, deadline):  # type: ignore[no-untyped-def]
 
 
 @jit
-def heap_remove(blocks, heap, b):  # type: ignore[no-untyped-def]
+def heap_remove(blocks, heap, b):
     """Does nothing for a block that is not in the heap."""
     place = blocks[b].heap
     if place == NONE:

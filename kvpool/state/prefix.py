@@ -30,18 +30,18 @@ CANDIDATES = 16  # children that a lookup compares at most, most recent first
 
 
 @jit
-def _bucket(key, count):  # type: ignore[no-untyped-def]
+def _bucket(key, count):
     """Multiply-shift range reduction of the upper half of a uniform 64-bit key (Lemire, 2019)."""
     return (np.int64(np.uint64(key) >> np.uint64(32)) * count) >> 32
 
 
 @jit
-def _child_bucket(parent, first_token, count):  # type: ignore[no-untyped-def]
+def _child_bucket(parent, first_token, count):
     return _bucket(np.uint64(parent) + np.uint64(np.uint32(first_token)) * np.uint64(0x9E3779B97F4A7C15), count)
 
 
 @jit
-def same_tokens(h, b, tokens, extra, start, count):  # type: ignore[no-untyped-def]
+def same_tokens(h, b, tokens, extra, start, count):
     """How many of the first ``count`` tokens of block ``b`` equal ``tokens[start:]``, extra ids included, in one run from the first."""
     own = tokens_of(h)
     n = 0
@@ -61,7 +61,7 @@ def same_tokens(h, b, tokens, extra, start, count):  # type: ignore[no-untyped-d
 
 
 @jit
-def find_key(h, key0, key1):  # type: ignore[no-untyped-def]
+def find_key(h, key0, key1):
     """The representative of a key, or NONE."""
     blocks = blocks_of(h)
     b = index_of(h)[_bucket(key0, h[BUCKETS])]
@@ -71,7 +71,7 @@ def find_key(h, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @jit
-def find(h, key0, key1, namespace, tokens, extra, start):  # type: ignore[no-untyped-def]
+def find(h, key0, key1, namespace, tokens, extra, start):
     """The representative of a key whose namespace, tokens and extra ids are those asked for, or NONE: a hash alone is never a hit."""
     b = find_key(h, key0, key1)
     if b == NONE:
@@ -84,17 +84,17 @@ def find(h, key0, key1, namespace, tokens, extra, start):  # type: ignore[no-unt
 
 
 @jit
-def device_copy(h, b):  # type: ignore[no-untyped-def]
+def device_copy(h, b):
     return b if b < h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
 
 
 @jit
-def host_copy(h, b):  # type: ignore[no-untyped-def]
+def host_copy(h, b):
     return b if b >= h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
 
 
 @jit
-def _add_child(h, b):  # type: ignore[no-untyped-def]
+def _add_child(h, b):
     blocks, heads = blocks_of(h), children_of(h)
     at = _child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])
     first = heads[at]
@@ -105,7 +105,7 @@ def _add_child(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _remove_child(h, b, successor):  # type: ignore[no-untyped-def]
+def _remove_child(h, b, successor):
     """Take ``b`` out of its bucket, or put ``successor`` in its place."""
     blocks = blocks_of(h)
     before, after = blocks[b].child_prev, blocks[b].child_next
@@ -122,7 +122,7 @@ def _remove_child(h, b, successor):  # type: ignore[no-untyped-def]
 
 
 @jit
-def link(h, b):  # type: ignore[no-untyped-def]
+def link(h, b):
     """Enter a block into the index (unless it is an unfull tail) and among the children of its parent."""
     blocks = blocks_of(h)
     if not blocks[b].flags & TAIL:
@@ -136,7 +136,7 @@ def link(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def unlink_content(h, b, successor):  # type: ignore[no-untyped-def]
+def unlink_content(h, b, successor):
     """Take the representative ``b`` out, or put its other copy ``successor`` in its place."""
     blocks = blocks_of(h)
     if not blocks[b].flags & TAIL:
@@ -162,7 +162,7 @@ def unlink_content(h, b, successor):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _is_child(h, b, parent0, parent1, namespace):  # type: ignore[no-untyped-def]
+def _is_child(h, b, parent0, parent1, namespace):
     blocks = blocks_of(h)
     if blocks[b].parent0 != parent0 or blocks[b].parent1 != parent1:
         return False
@@ -170,7 +170,7 @@ def _is_child(h, b, parent0, parent1, namespace):  # type: ignore[no-untyped-def
 
 
 @jit
-def best_child(h, parent0, parent1, namespace, tokens, extra, start, limit):  # type: ignore[no-untyped-def]
+def best_child(h, parent0, parent1, namespace, tokens, extra, start, limit):
     """(block, n): the child that begins with most of ``tokens[start : start + limit]``, most recent first, and how many; n may be 0."""
     best, most = NONE, 0
     b = children_of(h)[_child_bucket(parent0, tokens[start], h[CHILD_BUCKETS])]
@@ -186,7 +186,7 @@ def best_child(h, parent0, parent1, namespace, tokens, extra, start, limit):  # 
 
 
 @jit
-def rival_child(h, b, longer):  # type: ignore[no-untyped-def]
+def rival_child(h, b, longer):
     """A sibling of ``b``: with ``longer`` one that begins with all of its tokens and has more, else a tail that ``b`` begins with."""
     blocks = blocks_of(h)
     tokens = tokens_of(h)[b]

@@ -22,27 +22,27 @@ from kvpool.state.prefix import best_child, device_copy, find
 
 
 @jit
-def request_tokens(request):  # type: ignore[no-untyped-def]
+def request_tokens(request):
     return carray(as_pointer(request[R_TOKENS]), (request[R_LENGTH],), np.int32)
 
 
 @jit
-def request_keys(h, request):  # type: ignore[no-untyped-def]
+def request_keys(h, request):
     return carray(as_pointer(request[R_KEYS]), (request[R_LENGTH] // h[WIDTH], 2), np.int64)
 
 
 @jit
-def request_extra(request):  # type: ignore[no-untyped-def]
+def request_extra(request):
     return carray(as_pointer(request[R_EXTRA]), (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
 
 
 @jit
-def blocks_for(h, tokens):  # type: ignore[no-untyped-def]
+def blocks_for(h, tokens):
     return (tokens + h[WIDTH] - 1) // h[WIDTH]
 
 
 @jit
-def parent_of(h, request, i):  # type: ignore[no-untyped-def]
+def parent_of(h, request, i):
     """Key of the block before block ``i`` of a prompt."""
     if i == 0:
         return request[R_ROOT0], request[R_ROOT1]
@@ -51,7 +51,7 @@ def parent_of(h, request, i):  # type: ignore[no-untyped-def]
 
 
 @jit
-def walk(h, request, limit, ids):  # type: ignore[no-untyped-def]
+def walk(h, request, limit, ids):
     """Representatives of the leading full blocks that are cached, at most ``limit``, into ``ids``; returns how many. Changes nothing."""
     tokens, keys, extra = request_tokens(request), request_keys(h, request), request_extra(request)
     i = 0
@@ -65,7 +65,7 @@ def walk(h, request, limit, ids):  # type: ignore[no-untyped-def]
 
 
 @jit
-def partial_match(h, request, matched):  # type: ignore[no-untyped-def]
+def partial_match(h, request, matched):
     """(block, tokens) of the best partial match behind ``matched`` full blocks; prefers the device copy. Changes nothing."""
     start = matched * h[WIDTH]
     limit = min(h[WIDTH], request[R_LENGTH] - 1 - start)
@@ -79,7 +79,7 @@ def partial_match(h, request, matched):  # type: ignore[no-untyped-def]
 
 
 @jit
-def retention_at(request, position):  # type: ignore[no-untyped-def]
+def retention_at(request, position):
     """(given, priority, ttl) of the retention range that holds a token position."""
     ranges = carray(as_pointer(request[R_RANGES]), (request[R_RANGE_COUNT], 4), np.int64)
     for i in range(ranges.shape[0]):
@@ -89,7 +89,7 @@ def retention_at(request, position):  # type: ignore[no-untyped-def]
 
 
 @jit
-def match(h, request, ids, out):  # type: ignore[no-untyped-def]
+def match(h, request, ids, out):
     """What ``admit`` would reuse now, into ``out`` int64[6]: device, host, partial tokens; blocks; full blocks in use. Changes nothing."""
     blocks = blocks_of(h)
     matched = walk(h, request, (request[R_LENGTH] - 1) // h[WIDTH], ids)

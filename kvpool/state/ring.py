@@ -24,7 +24,7 @@ STORED, REMOVED, UPDATED, CLEARED = 1, 2, 3, 4
 
 
 @jit
-def _slot(h):  # type: ignore[no-untyped-def]
+def _slot(h):
     """Number the next event and return its place; a full ring loses its oldest event, which is counted."""
     if h[EVENT_NEXT] - h[EVENT_READ] == h[EVENTS]:
         h[EVENT_READ] += 1
@@ -34,7 +34,7 @@ def _slot(h):  # type: ignore[no-untyped-def]
 
 
 @jit
-def emit(h, kind, b):  # type: ignore[no-untyped-def]
+def emit(h, kind, b):
     """Record an event about block ``b`` as it is now. Costs one comparison where nobody asked for events."""
     if h[EVENTS] == 0:
         return
@@ -62,7 +62,7 @@ def emit(h, kind, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def emit_cleared(h):  # type: ignore[no-untyped-def]
+def emit_cleared(h):
     if h[EVENTS] == 0:
         return
     i = _slot(h)

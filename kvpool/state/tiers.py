@@ -54,14 +54,14 @@ from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
 
 
 @jit
-def begin(h, now):  # type: ignore[no-untyped-def]
+def begin(h, now):
     """Start of the part of a call that changes the pool."""
     h[NOW] = now
     h[CALL_EVENT] = h[EVENT_NEXT]
 
 
 @jit
-def emit_move(h, source, target, tokens):  # type: ignore[no-untyped-def]
+def emit_move(h, source, target, tokens):
     """Append a move to the call's batch; the target's content then waits for the batch's ticket."""
     n = h[MOVES]
     if n >= h[MOVES_CAPACITY]:
@@ -73,7 +73,7 @@ def emit_move(h, source, target, tokens):  # type: ignore[no-untyped-def]
 
 
 @jit
-def record(h, which, since):  # type: ignore[no-untyped-def]
+def record(h, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
     span = np.int64(np.uint32(h[NOW])) - np.int64(since)
     if span < 0:
@@ -86,7 +86,7 @@ def record(h, which, since):  # type: ignore[no-untyped-def]
 
 
 @jit
-def copy_tokens(h, source, target, count):  # type: ignore[no-untyped-def]
+def copy_tokens(h, source, target, count):
     """The token ids of a block, not its bytes, that is what moves are for."""
     blocks, tokens = blocks_of(h), tokens_of(h)
     for i in range(count):
@@ -100,7 +100,7 @@ def copy_tokens(h, source, target, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def copy_content(h, source, target):  # type: ignore[no-untyped-def]
+def copy_content(h, source, target):
     """Give ``target`` the identity of the published ``source``: key, tokens, priority, uses and times."""
     blocks = blocks_of(h)
     s, t = blocks[source], blocks[target]
@@ -111,7 +111,7 @@ def copy_content(h, source, target):  # type: ignore[no-untyped-def]
 
 
 @jit
-def start_clock(h, b, deadline):  # type: ignore[no-untyped-def]
+def start_clock(h, b, deadline):
     """Enter a listed block that has a ttl into the expiries; a block of default priority has nothing to fall back to."""
     blocks = blocks_of(h)
     if blocks[b].ttl != NONE and blocks[b].priority != DEFAULT_PRIORITY:
@@ -119,7 +119,7 @@ def start_clock(h, b, deadline):  # type: ignore[no-untyped-def]
 
 
 @jit
-def shelve(h, b, front):  # type: ignore[no-untyped-def]
+def shelve(h, b, front):
     """Put a block that nobody holds any more into the list that its content says."""
     blocks, lists = blocks_of(h), lists_of(h)
     tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
@@ -140,7 +140,7 @@ def shelve(h, b, front):  # type: ignore[no-untyped-def]
 
 
 @jit
-def settle_host(h, b, priority, ttl, deadline):  # type: ignore[no-untyped-def]
+def settle_host(h, b, priority, ttl, deadline):
     """A host copy has become the only one: it takes the device block's retention and, unless held, leaves the redundant list."""
     blocks, lists = blocks_of(h), lists_of(h)
     blocks[b].priority, blocks[b].ttl = priority, ttl
@@ -151,7 +151,7 @@ def settle_host(h, b, priority, ttl, deadline):  # type: ignore[no-untyped-def]
 
 
 @jit
-def unpublish(h, b, deadline):  # type: ignore[no-untyped-def]
+def unpublish(h, b, deadline):
     """Take the content of block ``b`` out of the cache on this tier; its other copy stays. Returns whether there is one.
 
     The block keeps its key (a caller that changes its bytes clears KEYED) and its place in a list, if it is in one.
@@ -175,14 +175,14 @@ def unpublish(h, b, deadline):  # type: ignore[no-untyped-def]
 
 
 @jit
-def forget(h, b, deadline):  # type: ignore[no-untyped-def]
+def forget(h, b, deadline):
     """``unpublish`` that counts content of which no copy is left."""
     if not unpublish(h, b, deadline):
         counters_of(h)[C_FORGOTTEN_DEVICE if b < h[DEVICE_BLOCKS] else C_FORGOTTEN_HOST] += 1
 
 
 @jit
-def take_host(h, priority):  # type: ignore[no-untyped-def]
+def take_host(h, priority):
     """An empty host block, made by evicting a redundant copy or content of no higher priority if need be; NONE if there is none."""
     blocks, lists = blocks_of(h), lists_of(h)
     base = HOST * LISTS_PER_TIER
@@ -206,7 +206,7 @@ def take_host(h, priority):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _offload(h, b, timed):  # type: ignore[no-untyped-def]
+def _offload(h, b, timed):
     """Move the content of an evicted device block to the host tier if the rules allow it."""
     blocks = blocks_of(h)
     if h[DEVICE_BLOCKS] == blocks.shape[0] or blocks[b].priority < h[OFFLOAD_PRIORITY] or blocks[b].uses < h[OFFLOAD_REUSE]:
@@ -228,7 +228,7 @@ def _offload(h, b, timed):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _evict(h, b):  # type: ignore[no-untyped-def]
+def _evict(h, b):
     """Empty a device victim that has left its list: its content stays on the host, goes there, or is forgotten."""
     blocks = blocks_of(h)
     record(h, LIFETIME, blocks[b].stored_at)
@@ -243,7 +243,7 @@ def _evict(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take_device(h):  # type: ignore[no-untyped-def]
+def take_device(h):
     """An empty device block out of its list, made by evicting if need be. The caller has counted that there is one."""
     blocks, lists = blocks_of(h), lists_of(h)
     b = lists[EMPTY, 0]
@@ -260,7 +260,7 @@ def take_device(h):  # type: ignore[no-untyped-def]
 
 
 @jit
-def expire(h, limit):  # type: ignore[no-untyped-def]
+def expire(h, limit):
     """Drop blocks whose time is over to the back of the default priority, at most ``limit``; returns how many."""
     blocks, lists, heap = blocks_of(h), lists_of(h), heap_of(h)
     n = 0
@@ -279,7 +279,7 @@ def expire(h, limit):  # type: ignore[no-untyped-def]
 
 
 @jit
-def supersede(h, b):  # type: ignore[no-untyped-def]
+def supersede(h, b):
     """Forget stored tails that begin a new child ``b``, which serves every partial match that they could."""
     blocks, lists = blocks_of(h), lists_of(h)
     while True:
@@ -294,7 +294,7 @@ def supersede(h, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def enter(h, b, flag):  # type: ignore[no-untyped-def]
+def enter(h, b, flag):
     """Make the full (PUBLISHED) or unfull (TAIL) content of ``b`` findable; nobody else may represent its key."""
     blocks = blocks_of(h)
     if blocks[b].uses == 0:

@@ -11,11 +11,13 @@ from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.blocks import (
     DEFAULT_PRIORITY,
+    DEVICE,
     DEVICE_BLOCKS,
     EMPTY,
     EXTRA,
     FREE_ROWS,
     GUARD,
+    HOST,
     INDEXED,
     KEYED,
     LINKED,
@@ -44,7 +46,7 @@ IntArray = npt.NDArray[np.integer]
 
 
 @jit
-def _walk_lists(h, seen):  # type: ignore[no-untyped-def]
+def _walk_lists(h, seen):
     """Count in ``seen`` how often each block is listed; returns a block whose links or list disagree, else NONE."""
     blocks, lists = blocks_of(h), lists_of(h)
     for which in range(LOWEST):
@@ -63,7 +65,7 @@ def _walk_lists(h, seen):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _walk_index(h, seen):  # type: ignore[no-untyped-def]
+def _walk_index(h, seen):
     """Count in ``seen`` how often the index reaches each block; returns one in the wrong bucket or one of two with one key, else NONE."""
     blocks, heads = blocks_of(h), index_of(h)
     for at in range(heads.shape[0]):
@@ -82,7 +84,7 @@ def _walk_index(h, seen):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _walk_children(h, seen):  # type: ignore[no-untyped-def]
+def _walk_children(h, seen):
     blocks, heads = blocks_of(h), children_of(h)
     for at in range(heads.shape[0]):
         b, before = heads[at], NONE
@@ -97,7 +99,7 @@ def _walk_children(h, seen):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _wrong_key(h):  # type: ignore[no-untyped-def]
+def _wrong_key(h):
     """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
     blocks, tokens, extra = blocks_of(h), tokens_of(h), extra_of(h)
     for b in range(blocks.shape[0]):
@@ -137,10 +139,10 @@ def _lists(state: State) -> Iterator[Finding]:
     indexed, redundant = (blocks["flags"] & INDEXED) != 0, is_host & (blocks["twin"] != NONE)
     expected = np.where(~indexed, EMPTY, np.where(redundant, REDUNDANT, blocks["priority"]))
     yield from _first("list of content", ~held & (place != expected), "block {} is in a list that its content does not belong to")
-    for tier in (0, 1):
-        filled = np.flatnonzero(state.lists[tier * LISTS_PER_TIER : tier * LISTS_PER_TIER + EMPTY, 2])
-        if len(filled) and filled[0] < state.lists[LOWEST + tier, 0]:
-            yield "lowest priority", f"priority {filled[0]} of tier {tier} has blocks but would not be looked at"
+    for row in (DEVICE, HOST):
+        filled = np.flatnonzero(state.lists[row * LISTS_PER_TIER : row * LISTS_PER_TIER + EMPTY, 2])
+        if len(filled) and filled[0] < state.lists[LOWEST + row, 0]:
+            yield "lowest priority", f"priority {filled[0]} of tier {row} has blocks but would not be looked at"
 
 
 def _index(state: State) -> Iterator[Finding]:

@@ -256,6 +256,8 @@ class Admission(Store):
                 blocks.append(self._take_over(plan.taken, priority, ttl))
             else:
                 blocks.append(self.take_device(priority, ttl))
+            if (i + 1) * self.T <= len(prompt.tokens):
+                blocks[i].content = (prompt.namespace, prompt.items[: (i + 1) * self.T])
         host = sum(plan.from_host)
         match = Match((full - host) * self.T, host * self.T, plan.partial)
         self._count_admission(plan, match, missed=len(blocks) - full)

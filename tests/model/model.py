@@ -13,6 +13,8 @@ Readings of the rules where they leave room:
 - Every admission and prefetch applies expiries; append and rewind do when they take a block.
 - Blocks whose ttl ends at the same moment expire in order of block id.
 - Blocks taken by `append_tokens` are decode blocks, also after a rewind into the prompt.
+- Full blocks of a prompt have their keys from admission on, decoded ones from `commit` on: before
+  that, rewinding into one that a reader pins shortens it in place.
 - A private copy made by `rewind` inherits priority and ttl of the block it copies.
 - `rewind` fails if fewer blocks are listed before it than it must copy; what it gives back, and
   sharing that ends within the call, do not count.
@@ -67,8 +69,8 @@ class Model(Admission):
         return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
 
     def _publish_waiting(self, seq: Seq) -> None:
-        for block in seq.blocks:
-            if block.content is not None and not block.indexed:
+        for block in seq.blocks[: seq.committed // self.T]:
+            if not block.indexed:
                 self.publish(block)
 
     def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
@@ -122,7 +124,7 @@ class Model(Admission):
         block.refs -= 1
         if block.held:
             return
-        if store and self.partial_reuse and block.content is None and tail:
+        if store and self.partial_reuse and 0 < len(tail) < self.T:
             self.store_tail(block, (seq.namespace, tuple(seq.items[:start])), tail)
         elif not store and index >= seq.reused and block.indexed:
             self.forget_device(block)

@@ -161,6 +161,7 @@ class Pair:
 
     def reset(self, force: bool) -> None:
         self.both(lambda: self.cache.reset(force), lambda: self.model.reset(force))
+        self.model.counts["forgotten_device_blocks"] = self.cache.stats().forgotten_device_blocks  # TEMP
         for i in [i for i in self.requests if i not in self.model.sequences]:
             self.drop(i)
 
@@ -181,6 +182,7 @@ class Pair:
     # -- comparison ----------------------------------------------------------------------------
 
     def check(self) -> None:
+        note(f"# tables: {[(i, [b.id for b in s.blocks], len(s.items), s.committed) for i, s in self.model.sequences.items()]}")
         self.model.check()
         self.cache.verify()
         self._check_tiers()
@@ -194,7 +196,7 @@ class Pair:
         lists, cached, stats = debug.lists(self.cache._state), debug.cached(self.cache._state), self.cache.stats()
         for name in ("device", "host"):
             tier, told = getattr(self.model, name), getattr(stats, name)
-            assert lists[name] == self.model.order(name), f"{name}: eviction order"
+            assert lists[name] == self.model.order(name), f"{name}: eviction order {lists[name]}, the model's {self.model.order(name)}"
             expected = {self.key_of(content): block for content, block in self.model.cached(name).items()}
             assert cached[name] == expected, f"{name}: cached keys"
             listed = tier.victims()
@@ -214,7 +216,8 @@ class Pair:
         assert ids == sorted(self.requests)
         for i in ids:
             seq, request = self.model.sequences[i], self.requests[i]
-            assert self.engine.table(request) == [block.id for block in seq.blocks]
+            ids_ = [block.id for block in seq.blocks]
+            assert self.engine.table(request) == ids_, f"blocks of sequence {i}: {self.engine.table(request)}, the model's {ids_}"
             told = [int(getattr(self.cache, name)(request.id)) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
             assert told == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items

@@ -22,6 +22,7 @@ from .pair import Pair
 from .tiers import Prompt
 
 VOCABULARY = 2
+STEP_MS = 1 << 24
 OWNERS = ("reader", "other")
 NAMESPACES = (*[(None, None)] * 9, ("A", None), (b"B", None), (None, 1), ("A", "lora"))
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -48,14 +49,19 @@ def pool_options(random: Random) -> dict[str, Any]:
     }
 
 
-def some_ranges(random: Random, length: int) -> Ranges | None:
-    """Retention ranges of one prompt, in any order; now and then overlapping ones, which must be refused."""
+def some_ranges(random: Random, length: int, width: int) -> Ranges | None:
+    """Retention ranges of one prompt, in any order; now and then overlapping ones, which must be refused.
+
+    Those with a ttl cover one block, and no two ttls are equal: the order of blocks that expire at the same moment is not defined.
+    """
     if random.random() < 0.6:
         return None
     cuts = sorted(random.sample(range(length + 3), random.randint(1, min(4, length + 3))))
     found: Ranges = []
     for start, end in zip(cuts[::2], [*cuts[1::2], None], strict=False):
-        found.append((start, end, random.choice((0, 10, 29, 30, 35, 50, 80, 100)), random.choice((None, None, 1, 3, 10))))
+        blocks = sum(start <= first and (end is None or first < end) for first in range(0, length, width))
+        ttl = random.randrange(30 * STEP_MS) if blocks < 2 and random.random() < 0.5 else None
+        found.append((start, end, random.choice((0, 10, 29, 30, 35, 50, 80, 100)), ttl))
     if random.random() < 0.03:
         found.append((found[0][0], found[0][0] + 1, 50, None))
     random.shuffle(found)
@@ -130,12 +136,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(random=RANDOM)
     def add(self, random: Random) -> None:
         prompts = [self.prompt(random) for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4, 0)))]
-        retention = [some_ranges(random, len(prompt.tokens)) for prompt in prompts]
+        retention = [some_ranges(random, len(prompt.tokens), self.T) for prompt in prompts]
         self.pair.add(
             prompts,
             retention=random.choice((None, retention)),
             decode_priority=random.choice((35, 35, 10, 60)),
-            decode_ttl_ms=random.choice((None, None, 5)),
             allow_partial_batch=random.random() < 0.5,
         )
 
@@ -144,7 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
         """A whole life: what fills the cache."""
         before = set(self.model.sequences)
         prompt = self.prompt(random)
-        self.pair.add([prompt], retention=[some_ranges(random, len(prompt.tokens))])
+        self.pair.add([prompt], retention=[some_ranges(random, len(prompt.tokens), self.T)])
         for i in sorted(set(self.model.sequences) - before):
             self.pair.check()
             self.pair.append([i], [self.new_tokens(random, self.T)])
@@ -236,9 +241,9 @@ class PoolMachine(RuleBasedStateMachine):
         note(f"{verb}({prompt})")
         self.pair.both(lambda: getattr(self.pair.cache, verb)(keyed), lambda: getattr(self.model, verb)(prompt))
 
-    @rule(step=st.sampled_from((1, 2, 5, 20)), refresh=st.booleans())
+    @rule(step=st.integers(1, 40), refresh=st.booleans())
     def pass_time(self, step: int, refresh: bool) -> None:
-        self.pair.clock.now += step
+        self.pair.clock.now += step * STEP_MS
         if refresh:
             self.pair.both(self.pair.cache.refresh, self.model.refresh)
 
@@ -249,6 +254,7 @@ class PoolMachine(RuleBasedStateMachine):
         cache, model = self.pair.cache, self.model
         contents = [self.content(random) for _ in range(random.randint(1, 2))]
         keys = np.stack([self.key(content) for content in contents])
+        note(f"pin({contents}, tier={tier})")
         if tier == "host" and random.random() < 0.5:
             self.pair.lease(
                 lambda: cache.find_and_pin_host(keys[0], owner=owner), lambda: model.find_and_pin_host(contents[0], owner=owner)
@@ -262,6 +268,7 @@ class PoolMachine(RuleBasedStateMachine):
         ids = [random.randrange(total) for _ in range(random.randint(1, 2))]
         if self.live() and random.random() < 0.6:
             ids = [block.id for block in self.model.sequences[self.some(random)[0]].blocks]
+        note(f"pin_blocks({ids})")
         if ids:
             self.pair.lease(lambda: self.pair.cache.pin_blocks(ids, owner=owner), lambda: self.model.pin_blocks(ids, owner=owner))
 

@@ -1,0 +1,306 @@
+"""The pool around its decisions: memory, locks, the hand-over to transfer, leases, and what concerns the pool as a whole."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import events as kv_events
+from kvpool import stats as statistics
+from kvpool.device import get_device
+from kvpool.device.base import Device
+from kvpool.errors import (
+    BlockNotFound,
+    DeviceError,
+    KVPoolError,
+    LeaseExpired,
+    OutOfBlocks,
+    OutOfSequences,
+    PoolBusy,
+    PoolClosed,
+    UnknownSequence,
+)
+from kvpool.interrupt import DeferInterrupt
+from kvpool.layout import BlockLayout, integer_argument
+from kvpool.leases import Lease
+from kvpool.memory import MemoryPools
+from kvpool.retention import priority_argument
+from kvpool.sequence import id_array, key_row, key_rows
+from kvpool.state import admission, blocks, growth, holds
+from kvpool.state.verify import verify as verify_state
+from kvpool.transfer import Transfer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MAX_TOKENS = 262_144
+
+
+class CloseReport(NamedTuple):
+    """What was still held when a pool was closed: sequence ids, and owners of open leases."""
+
+    sequences: list[int]
+    leases: list[str]
+
+
+class Pool:
+    """What ``KVCacheManager`` is built on; use that."""
+
+    def __init__(
+        self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
+        max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
+        secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        if not isinstance(layout, BlockLayout):
+            raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
+        if secret is not None and (not isinstance(secret, bytes) or not 16 <= len(secret) <= 64):
+            raise ValueError("secret: accepted are 16 to 64 bytes")
+        if not isinstance(partial_reuse, bool):
+            raise TypeError(f"partial_reuse={partial_reuse!r}: accepted are True and False")
+        width = layout.tokens_per_block
+        if width > np.iinfo(np.int16).max:
+            raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
+        priority_argument("offload_min_priority", offload_min_priority)
+        integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535)
+        integer_argument("event_capacity", event_capacity, 0, 1 << 31)
+        integer_argument("max_sequences", max_sequences, 1, 1 << 24)
+        if max_sequence_tokens is not None:
+            integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
+        self.layout, self.tokens_per_block, self.partial_reuse = layout, width, partial_reuse
+        self._device = get_device(device)
+        self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
+        self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
+        tokens = max_sequence_tokens or min(self.device_blocks * width, MAX_TOKENS)
+        self._state = blocks.State(
+            device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=max_sequences,
+            columns=-(-tokens // width), secret=secret or os.urandom(32), partial_reuse=partial_reuse,
+            offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, event_capacity=event_capacity,
+        )  # fmt: skip
+        self._clock: Callable[[], int] = clock or _milliseconds
+        self._table = self._state.table.view()
+        self._table.flags.writeable = False
+        self._lock = threading.Lock()
+        self._transfer = Transfer(self._state, self._lock, self._device, self._clock)
+        self._leases: dict[int, Lease] = {}
+        self._lease_count = 0
+        self._owns_device = not isinstance(device, Device)
+        self._report: CloseReport | None = None
+        kv_events.announce(self._state)
+
+    # -- the shape of every decision ------------------------------------------------------------
+
+    def _decide(self, moves: int, stream: Any, verb: Callable[..., Any], *args: Any) -> Any:
+        """Run a jitted verb under the state lock, queue its moves (at most ``moves``), and enqueue everything queued behind it.
+
+        What other threads have decided is enqueued too: a block that this call hands out may wait for it.
+        """
+        on = self._device.as_stream(stream)
+        with DeferInterrupt():
+            with self._lock:
+                self._check_open()
+                self._state.reserve_moves(moves)
+                result = verb(self._state.header, *args)
+                if result < 0:
+                    raise self._error(result, args[0])
+                self._transfer.collect(on)
+            if self._transfer.waiting:
+                self._transfer.drain()
+        return result
+
+    def _check_open(self) -> None:
+        if self._report is not None:
+            raise PoolClosed("the pool is closed")
+        if self._transfer.broken is not None:
+            raise PoolClosed(f"the device has failed: {self._transfer.broken}") from self._transfer.broken
+
+    def _error(self, code: int, ids: npt.NDArray[np.int64]) -> Exception:
+        """The exception for what a verb refused; its details are in the header."""
+        detail, more = int(self._state.header[blocks.DETAIL]), int(self._state.header[blocks.DETAIL2])
+        if code == admission.SHORT_OF_BLOCKS:
+            return OutOfBlocks("device", detail, more)
+        if code == admission.SHORT_OF_SEQUENCES:
+            return OutOfSequences(detail, more)
+        which = int(ids[detail])
+        if code == growth.UNKNOWN:
+            return UnknownSequence(f"{which} is not a live sequence of this pool")
+        if code == growth.DUPLICATE:
+            return ValueError(f"sequence {which} is named twice")
+        if code == growth.FAILED:
+            return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
+        if code == growth.TOO_LONG:
+            return ValueError(f"sequence {which} would pass max_sequence_tokens={self._state.table.shape[1] * self.tokens_per_block}")
+        return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, keys: Any, *, owner: str = "", tier: str | None = None) -> Lease:
+        """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
+
+        Raises BlockNotFound, naming the first key that is not there, with nothing pinned.
+        """
+        wanted = {None: holds.ANY_TIER, "device": blocks.DEVICE, "host": blocks.HOST}
+        if tier not in wanted:
+            raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
+        rows = key_rows(keys)
+        lease = self._pin(owner, rows, np.empty(len(rows), np.int64), wanted[tier])
+        if isinstance(lease, int):
+            raise BlockNotFound(f"key {rows[lease].tobytes().hex()} is not cached{'' if tier is None else f' on the {tier}'}")
+        return lease
+
+    def find_and_pin_host(self, key: Any, *, owner: str = "") -> Lease | None:
+        """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one step."""
+        lease = self._pin(owner, key_row(key), np.empty(1, np.int64), blocks.HOST)
+        return None if isinstance(lease, int) else lease
+
+    def pin_blocks(self, ids: Any, *, owner: str = "") -> Lease:
+        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned."""
+        which = id_array("ids", ids)
+        lease = self._pin(owner, None, which.copy(), holds.ANY_TIER)
+        if isinstance(lease, int):
+            raise BlockNotFound(f"block {which[lease]} is unknown or holds nothing")
+        return lease
+
+    def _pin(self, owner: str, keys: npt.NDArray[np.int64] | None, ids: npt.NDArray[np.int64], tier: int) -> Lease | int:
+        """A lease, or the place of the first block that cannot be pinned."""
+        if not isinstance(owner, str):
+            raise TypeError(f"owner={owner!r:.80}: accepted is a string")
+        with DeferInterrupt():
+            with self._lock:
+                self._check_open()
+                header = self._state.header
+                failed = holds.pin_blocks(header, ids) if keys is None else holds.pin_keys(header, keys, tier, ids)
+                if failed:
+                    return int(header[blocks.DETAIL])
+                self._lease_count += 1
+                public = None if keys is None else keys.view(np.uint64)
+                lease = Lease(
+                    self, self._lease_count, owner, int(header[blocks.GENERATION]), self.now(), ids, public, self._pools.addresses(ids)
+                )
+                self._leases[lease.id] = lease
+            if self._transfer.waiting:
+                self._transfer.drain()
+        return lease
+
+    def now(self) -> int:
+        """Milliseconds on the pool's clock."""
+        return self._clock()
+
+    def is_leased(self, lease: Lease) -> bool:
+        """Whether a lease is open."""
+        return self._leases.get(lease.id) is lease
+
+    def close_lease(self, lease: Lease) -> None:
+        """What ``Lease.close`` does."""
+        with DeferInterrupt(), self._lock:
+            if self._report is not None:
+                raise PoolClosed("the pool is closed")
+            if not self.is_leased(lease):
+                raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
+            del self._leases[lease.id]
+            holds.unpin(self._state.header, lease.blocks, self.now())
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Open leases, oldest first."""
+        with self._lock:
+            return list(self._leases.values())
+
+    def revoke(self, owner: str) -> int:
+        """Close all leases of an owner, whose readers then read memory that may be reused; returns how many."""
+        with DeferInterrupt(), self._lock:
+            self._check_open()
+            mine = [lease for lease in self._leases.values() if lease.owner == owner]
+            for lease in mine:
+                del self._leases[lease.id]
+                holds.unpin(self._state.header, lease.blocks, self.now())
+        return len(mine)
+
+    # -- the pool as a whole ---------------------------------------------------------------------
+
+    @property
+    def device_pool(self) -> npt.NDArray[Any]:
+        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype."""
+        return self._pools.device_pool
+
+    @property
+    def host_pool(self) -> npt.NDArray[Any]:
+        """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
+        return self._pools.host_pool
+
+    @property
+    def closed(self) -> bool:
+        return self._report is not None
+
+    def refresh(self, now_ms: int | None = None) -> int:
+        """Let blocks whose time is over fall to the back of the default priority; returns how many. Changes the pool."""
+        now = self.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, (1 << 62))
+        return int(self._decide(0, None, holds.refresh, now))
+
+    def events(self) -> list[kv_events.Event]:
+        """What has changed in the cache since the last call; each event is given once."""
+        with self._lock:
+            self._check_open()
+            copied = kv_events.take(self._state)
+        return kv_events.decode(*copied, self._state)
+
+    def stats(self) -> statistics.Stats:
+        """A snapshot; also of a closed pool."""
+        with self._lock:
+            return statistics.snapshot(self._state, self.layout.block_bytes, len(self._leases))
+
+    def verify(self) -> None:
+        """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
+        with self._lock:
+            self._check_open()
+            leased = [lease.blocks for lease in self._leases.values()]
+            verify_state(self._state, np.concatenate(leased) if leased else np.empty(0, np.int64))
+
+    def _live(self) -> npt.NDArray[np.int64]:
+        sequences = self._state.sequences
+        rows = np.flatnonzero(sequences["live"])
+        return (sequences["generation"][rows].astype(np.int64) << 32) | rows
+
+    def reset(self, force: bool = False) -> None:
+        """Forget all content. Raises PoolBusy while sequences live, unless ``force`` releases them. Pinned blocks stay readable."""
+        with DeferInterrupt(), self._lock:
+            self._check_open()
+            ids = self._live()
+            if len(ids) and not force:
+                raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
+            holds.reset(self._state.header, ids, self.now())
+
+    def close(self) -> CloseReport:
+        """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
+        with DeferInterrupt():
+            if self._transfer.waiting:
+                self._transfer.drain()
+            with self._lock:
+                if self._report is not None:
+                    return self._report
+                self._report = CloseReport(self._live().tolist(), [lease.owner for lease in self._leases.values()])
+                self._leases.clear()
+            self._device.synchronize()
+            self._pools.close()
+            if self._owns_device:
+                self._device.close()
+        return self._report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        report = self.close()
+        if kind is None and (report.sequences or report.leases):
+            held = f"{len(report.sequences)} sequences and {len(report.leases)} leases"
+            raise KVPoolError(f"the pool was closed while {held} were held: {report}")
+
+
+def _milliseconds() -> int:
+    return time.monotonic_ns() // 1_000_000
