@@ -45,13 +45,16 @@ def jit(**options: Any) -> Callable[[F], F]: ...
 def jit(function: Any = None, /, **options: Any) -> Any:
     """Compile a function of this package with ``numba.njit(nogil=True, **options)`` and cache it on disk.
 
+    Reference counting is off (``_nrt=False``), since counts are atomic and cost more than most of these functions: a jitted
+    function can neither create nor return an array, and whoever owns the memory keeps it alive during the call.
+
     The cache follows the sources, closure cells, options and argument types. It does not follow globals that are
     set at run time or modules imported by a computed name, so constants belong in the source or in a closure.
     Functions defined outside this package are compiled in each process. Thread-safe where Numba is.
     """
     if function is None:
         return functools.partial(jit, **options)
-    dispatcher = numba.njit(**{"nogil": True, **options})(function)
+    dispatcher = numba.njit(**{"nogil": True, "_nrt": False, **options})(function)
     # Under NUMBA_DISABLE_JIT the result is the plain function. Numba's private names are checked, so that a release
     # that moves them costs the cache and nothing else.
     if hasattr(dispatcher, "_cache") and hasattr(compiler.CompileResult, "_rebuild"):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -68,13 +70,37 @@ def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desi
 
 
 @intrinsic
-def as_pointer(typingctx: Any, address: Any) -> Any:
-    """The integer ``address`` as a void pointer, for ``numba.carray``. Whoever passes it keeps the memory alive."""
-    if not isinstance(address, types.Integer):
+def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
+    """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``; the caller keeps it alive.
+
+    What ``numba.carray`` does, without the reference count that it gives its result.
+    """
+    if not isinstance(address, types.Integer) or not isinstance(shape, types.UniTuple):
+        return None
+    array_type = types.Array(dtype.dtype, shape.count, "C")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(array_type)(context, builder)
+        dims = [context.cast(builder, dim, shape.dtype, types.intp) for dim in cgutils.unpack_tuple(builder, args[1], shape.count)]
+        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+        strides = [itemsize]
+        for dim in reversed(dims[1:]):
+            strides.insert(0, builder.mul(strides[0], dim))
+        data = builder.inttoptr(context.cast(builder, args[0], signature.args[0], types.intp), array.data.type)
+        populate_array(array, data=data, shape=dims, strides=strides, itemsize=itemsize, meminfo=None)
+        return array._getvalue()
+
+    return array_type(address, shape, dtype), codegen
+
+
+@intrinsic
+def bit_length(typingctx: Any, value: Any) -> Any:
+    """Bits of a non-negative int64 up to its highest one."""
+    if not isinstance(value, types.Integer):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = context.cast(builder, args[0], signature.args[0], types.intp)
-        return builder.inttoptr(value, cgutils.voidptr_t)
+        word = context.cast(builder, args[0], signature.args[0], types.int64)
+        return builder.sub(ir.IntType(64)(64), builder.ctlz(word, ir.IntType(1)(0)))
 
-    return types.voidptr(address), codegen
+    return types.int64(value), codegen

@@ -7,10 +7,9 @@ passing a dozen arrays from Python would cost more than most verbs. ``State`` ow
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
 from kvpool.jit import jit
-from kvpool.state.atomics import as_pointer, compare_exchange, load
+from kvpool.state.atomics import array_at, compare_exchange, load
 from kvpool.state.hashing import GUARDS, block_secret, fingerprint
 
 NONE = -1
@@ -117,80 +116,80 @@ EMPTY, REDUNDANT = 101, 102
 LOWEST = 2 * LISTS_PER_TIER  # rows LOWEST + tier of the lists array: no list of that tier below this priority has a block
 
 
-@jit
+@jit(inline="always")
 def blocks_of(h):
-    return carray(as_pointer(h[A_BLOCKS]), (h[BLOCKS],), BLOCK)
+    return array_at(h[A_BLOCKS], (h[BLOCKS],), BLOCK)
 
 
-@jit
+@jit(inline="always")
 def tokens_of(h):
-    return carray(as_pointer(h[A_TOKENS]), (h[BLOCKS], h[WIDTH]), np.int32)
+    return array_at(h[A_TOKENS], (h[BLOCKS], h[WIDTH]), np.int32)
 
 
-@jit
+@jit(inline="always")
 def extra_of(h):
     """Extra ids, int64[blocks, T]; no row of it may be touched unless HAS_EXTRA."""
-    return carray(as_pointer(h[A_EXTRA]), (h[BLOCKS], h[WIDTH]), np.int64)
+    return array_at(h[A_EXTRA], (h[BLOCKS], h[WIDTH]), np.int64)
 
 
-@jit
+@jit(inline="always")
 def lists_of(h):
-    return carray(as_pointer(h[A_LISTS]), (LOWEST + 2, 3), np.int32)
+    return array_at(h[A_LISTS], (LOWEST + 2, 3), np.int32)
 
 
-@jit
+@jit(inline="always")
 def index_of(h):
-    return carray(as_pointer(h[A_INDEX]), (h[BUCKETS],), np.int32)
+    return array_at(h[A_INDEX], (h[BUCKETS],), np.int32)
 
 
-@jit
+@jit(inline="always")
 def children_of(h):
-    return carray(as_pointer(h[A_CHILDREN]), (h[CHILD_BUCKETS],), np.int32)
+    return array_at(h[A_CHILDREN], (h[CHILD_BUCKETS],), np.int32)
 
 
-@jit
+@jit(inline="always")
 def heap_of(h):
-    return carray(as_pointer(h[A_HEAP]), (h[BLOCKS] + 1,), np.int32)
+    return array_at(h[A_HEAP], (h[BLOCKS] + 1,), np.int32)
 
 
-@jit
+@jit(inline="always")
 def sequences_of(h):
-    return carray(as_pointer(h[A_SEQUENCES]), (h[SEQUENCES],), SEQUENCE)
+    return array_at(h[A_SEQUENCES], (h[SEQUENCES],), SEQUENCE)
 
 
-@jit
+@jit(inline="always")
 def rows_of(h):
-    return carray(as_pointer(h[A_ROWS]), (h[SEQUENCES],), np.int32)
+    return array_at(h[A_ROWS], (h[SEQUENCES],), np.int32)
 
 
-@jit
+@jit(inline="always")
 def table_of(h):
-    return carray(as_pointer(h[A_TABLE]), (h[SEQUENCES], h[COLUMNS]), np.int32)
+    return array_at(h[A_TABLE], (h[SEQUENCES], h[COLUMNS]), np.int32)
 
 
-@jit
+@jit(inline="always")
 def moves_of(h):
-    return carray(as_pointer(h[A_MOVES]), (h[MOVES_CAPACITY], 4), np.int64)
+    return array_at(h[A_MOVES], (h[MOVES_CAPACITY], 4), np.int64)
 
 
-@jit
+@jit(inline="always")
 def events_of(h):
-    return carray(as_pointer(h[A_EVENTS]), (h[EVENTS],), EVENT)
+    return array_at(h[A_EVENTS], (h[EVENTS],), EVENT)
 
 
-@jit
+@jit(inline="always")
 def event_tokens_of(h):
-    return carray(as_pointer(h[A_EVENT_TOKENS]), (h[EVENTS], h[WIDTH]), np.int32)
+    return array_at(h[A_EVENT_TOKENS], (h[EVENTS], h[WIDTH]), np.int32)
 
 
-@jit
+@jit(inline="always")
 def counters_of(h):
-    return carray(as_pointer(h[A_COUNTERS]), (len(COUNTERS),), np.int64)
+    return array_at(h[A_COUNTERS], (len(COUNTERS),), np.int64)
 
 
-@jit
+@jit(inline="always")
 def histograms_of(h):
-    return carray(as_pointer(h[A_HISTOGRAMS]), (3, BINS), np.int64)
+    return array_at(h[A_HISTOGRAMS], (3, BINS), np.int64)
 
 
 @jit

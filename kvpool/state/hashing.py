@@ -10,10 +10,9 @@ import functools
 import hashlib
 
 import numpy as np
-from numba import carray
 
 from kvpool.jit import jit
-from kvpool.state.atomics import as_pointer
+from kvpool.state.atomics import array_at
 
 U = np.uint64
 V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)
@@ -95,9 +94,9 @@ def chain_keys(job):
     full blocks; tokens per block; secret (2 words); root (2 words); guards.
     """
     blocks, width = job[3], job[4]
-    tokens = carray(as_pointer(job[0]), (blocks * width,), np.int32)
-    extra = carray(as_pointer(job[1]), (blocks * width if job[1] else 0,), np.int64)
-    out = carray(as_pointer(job[2]), (blocks, 2), np.int64)
+    tokens = array_at(job[0], (blocks * width,), np.int32)
+    extra = array_at(job[1], (blocks * width if job[1] else 0,), np.int64)
+    out = array_at(job[2], (blocks, 2), np.int64)
     parent0, parent1 = job[7], job[8]
     for i in range(blocks):
         own = extra[i * width : (i + 1) * width] if job[1] else extra

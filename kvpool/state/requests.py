@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
 from kvpool.jit import jit
-from kvpool.state.atomics import as_pointer
+from kvpool.state.atomics import array_at
 from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, NONE, WIDTH, blocks_of
 from kvpool.state.prefix import best_child, device_copy, find
 
@@ -21,19 +20,19 @@ from kvpool.state.prefix import best_child, device_copy, find
 ) = range(11)  # fmt: skip
 
 
-@jit
+@jit(inline="always")
 def request_tokens(request):
-    return carray(as_pointer(request[R_TOKENS]), (request[R_LENGTH],), np.int32)
+    return array_at(request[R_TOKENS], (request[R_LENGTH],), np.int32)
 
 
-@jit
+@jit(inline="always")
 def request_keys(h, request):
-    return carray(as_pointer(request[R_KEYS]), (request[R_LENGTH] // h[WIDTH], 2), np.int64)
+    return array_at(request[R_KEYS], (request[R_LENGTH] // h[WIDTH], 2), np.int64)
 
 
-@jit
+@jit(inline="always")
 def request_extra(request):
-    return carray(as_pointer(request[R_EXTRA]), (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
+    return array_at(request[R_EXTRA], (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
 
 
 @jit
@@ -81,7 +80,7 @@ def partial_match(h, request, matched):
 @jit
 def retention_at(request, position):
     """(given, priority, ttl) of the retention range that holds a token position."""
-    ranges = carray(as_pointer(request[R_RANGES]), (request[R_RANGE_COUNT], 4), np.int64)
+    ranges = array_at(request[R_RANGES], (request[R_RANGE_COUNT], 4), np.int64)
     for i in range(ranges.shape[0]):
         if ranges[i, 0] <= position < ranges[i, 1]:
             return True, ranges[i, 2], ranges[i, 3]

@@ -58,7 +58,9 @@ def emit(h, kind, b):
     events[i].namespace = blocks[b].namespace
     events[i].tokens = h[WIDTH]
     if kind == STORED:
-        event_tokens_of(h)[i, :] = tokens_of(h)[b, :]
+        copied, tokens = event_tokens_of(h), tokens_of(h)
+        for t in range(h[WIDTH]):
+            copied[i, t] = tokens[b, t]
 
 
 @jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.state.atomics import bit_length
 from kvpool.state.blocks import (
-    BINS,
     C_EXPIRED,
     C_FORGOTTEN_DEVICE,
     C_FORGOTTEN_HOST,
@@ -78,11 +78,7 @@ def record(h, which, since):
     span = np.int64(np.uint32(h[NOW])) - np.int64(since)
     if span < 0:
         span += 1 << 32
-    i = 0
-    while span > 0 and i < BINS - 1:
-        span >>= 1
-        i += 1
-    histograms_of(h)[which, i] += 1
+    histograms_of(h)[which, bit_length(span)] += 1
 
 
 @jit
