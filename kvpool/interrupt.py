@@ -18,7 +18,7 @@ class DeferInterrupt:
     def __enter__(self) -> None:
         self._handler: Callable[[int, FrameType | None], object] | None = None
         self._arrived: FrameType | bool = False
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
             handler = _signal.getsignal(SIGINT)
             if callable(handler):
                 _signal.signal(SIGINT, self._note)

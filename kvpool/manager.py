@@ -67,30 +67,23 @@ class KVCacheManager(Pool):
         extra = extra_array(extra_ids, len(found))
         namespace_argument("salt", salt, (bytes, str))
         adapter = int(adapter_id) if isinstance(adapter_id, np.integer) else namespace_argument("adapter_id", adapter_id, (int, str))
-        header, width = self._state.header, self.tokens_per_block
-        in_key = bool(header[blocks.GUARD] & hashing.GUARDS["namespace_in_key"])
-        root = hashing.namespace_root(self._state.secret, salt, adapter, in_key)
+        state, width = self._state, self.tokens_per_block
+        root = hashing.namespace_root(state.secret, salt, adapter, state.namespace_in_key)
         keys = np.empty((len(found) // width, 2), np.uint64)
-        result = BlockKeys(found, keys, salt, adapter, extra, root, (self._state.fingerprint, width))
-        request = result.request[0]
-        job = np.array(
-            [request[requests.R_TOKENS], request[requests.R_EXTRA], request[requests.R_KEYS], len(keys), width,
-             header[blocks.SECRET0], header[blocks.SECRET1], root[1], root[2], header[blocks.GUARD]], np.int64,
-        )  # fmt: skip
-        hashing.chain_keys(job)
+        result = BlockKeys(found, keys, salt, adapter, extra, root, self._origin)
+        requests.hash_request(state.header, result.request[0])
         return result
 
     def _prompt(self, prompt: Prompt) -> BlockKeys:
         if not isinstance(prompt, BlockKeys):
             return self.block_keys(prompt)
-        if prompt.origin != (self._state.fingerprint, self.tokens_per_block):
+        if prompt.origin is not self._origin and prompt.origin != self._origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
         return prompt
 
-    def _enable_extra(self, prompts: Sequence[BlockKeys]) -> None:
-        if any(prompt.extra_ids is not None for prompt in prompts):
-            with self._lock:
-                self._state.enable_extra()
+    def _enable_extra(self) -> None:
+        with self._lock:
+            self._state.enable_extra()
 
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
@@ -132,9 +125,9 @@ class KVCacheManager(Pool):
         decode_ttl_ms: int | None = None, stream: Any = None,
     ) -> int:  # fmt: skip
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
-        batch = self.add_sequence_batch([prompt], retention=[retention], decode_priority=decode_priority, decode_ttl_ms=decode_ttl_ms,
-                                        stream=stream)  # fmt: skip
-        return int(batch.ids[0])
+        own = None if retention is None else retention_rows(retention)
+        out = self._admit([self._prompt(prompt)], [own], decode_priority, decode_ttl_ms, stream, False)
+        return int(out[0, requests.O_ID])
 
     def add_sequence_batch(
         self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
@@ -151,21 +144,30 @@ class KVCacheManager(Pool):
         ranges = [None] * len(keys) if retention is None else [None if r is None else retention_rows(r) for r in retention]
         if len(ranges) != len(keys):
             raise ValueError(f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts")
-        priority, ttl = priority_argument("decode_priority", decode_priority), ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, bool(allow_partial_batch))
+        return Admission(out[:, requests.O_ID].copy(), *out[:, requests.O_CACHED : requests.O_MISSED + 1].T.astype(np.int32))
+
+    def _admit(
+        self, keys: list[BlockKeys], ranges: Sequence[npt.NDArray[np.int64] | None], decode_priority: int, decode_ttl_ms: int | None,
+        stream: Any, allow_partial: bool,
+    ) -> npt.NDArray[np.int64]:  # fmt: skip
+        """The outcome rows (see ``state.requests``) of the requests that were admitted."""
         rows = np.concatenate([key.request for key in keys]) if keys else np.zeros((0, requests.REQUEST), np.int64)
-        rows[:, requests.R_PRIORITY], rows[:, requests.R_TTL] = priority, ttl
-        for row, own in zip(rows, ranges, strict=True):
+        rows[:, requests.R_PRIORITY] = priority_argument("decode_priority", decode_priority)
+        rows[:, requests.R_TTL] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        moves = longest = 0
+        for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
+            blocks_held = -(-len(key.tokens) // self.tokens_per_block)
+            moves, longest = moves + 2 * blocks_held, max(longest, blocks_held)
             if own is not None:
-                row[requests.R_RANGES], row[requests.R_RANGE_COUNT] = address(own), len(own)
-        columns, longest = self._state.table.shape[1], max((len(key) for key in keys), default=0)
-        if columns < min(-(-longest // self.tokens_per_block), self.device_blocks):
-            raise ValueError(f"a prompt of {longest} tokens passes max_sequence_tokens={columns * self.tokens_per_block}")
-        self._enable_extra(keys)
+                rows[i, requests.R_RANGES], rows[i, requests.R_RANGE_COUNT] = address(own), len(own)
+            if key.extra_ids is not None:
+                self._enable_extra()
+        if self._columns < min(longest, self.device_blocks):
+            raise ValueError(f"a prompt of {longest} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
         out = np.zeros((len(keys), requests.OUTCOME), np.int64)
-        moves = 2 * sum(len(key) // self.tokens_per_block + 1 for key in keys)
-        n = self._decide(moves, stream, admission.admit, rows, out, self.now(), allow_partial_batch)
-        ids = out[:n, requests.O_ID].copy()
-        return Admission(ids, *out[:n, requests.O_CACHED : requests.O_MISSED + 1].T.astype(np.int32))
+        n = self._decide(moves, stream, admission.admit, rows, out, self.now(), allow_partial)
+        return out[:n]
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``; with one id, all of them. Changes the pool.

@@ -84,6 +84,8 @@ class Pool:
             offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, event_capacity=event_capacity,
         )  # fmt: skip
         self._clock: Callable[[], int] = clock or _milliseconds
+        self._columns = self._state.table.shape[1]
+        self._origin = (self._state.fingerprint, width)
         self._table = self._state.table.view()
         self._table.flags.writeable = False
         self._lock = threading.Lock()
@@ -135,7 +137,7 @@ class Pool:
         if code == growth.FAILED:
             return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
         if code == growth.TOO_LONG:
-            return ValueError(f"sequence {which} would pass max_sequence_tokens={self._state.table.shape[1] * self.tokens_per_block}")
+            return ValueError(f"sequence {which} would pass max_sequence_tokens={self._columns * self.tokens_per_block}")
         return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")
 
     # -- pins ------------------------------------------------------------------------------------

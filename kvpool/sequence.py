@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.layout import integer_argument
-from kvpool.state.requests import R_EXTRA, R_KEYS, R_LENGTH, R_NAMESPACE, R_ROOT0, R_ROOT1, R_TOKENS, REQUEST
 
 INT32 = np.iinfo(np.int32)
 
@@ -30,10 +29,8 @@ class BlockKeys:
     ) -> None:  # fmt: skip
         self.tokens, self.keys, self.salt, self.adapter_id, self.extra_ids = tokens, keys, salt, adapter_id, extra_ids
         self.namespace, self.origin = root[0], origin
-        self.request = request = np.zeros((1, REQUEST), np.int64)
-        request[0, R_TOKENS], request[0, R_LENGTH], request[0, R_KEYS] = address(tokens), len(tokens), address(keys)
-        request[0, R_EXTRA] = 0 if extra_ids is None else address(extra_ids)
-        request[0, R_NAMESPACE], request[0, R_ROOT0], request[0, R_ROOT1] = root
+        place = 0 if extra_ids is None else address(extra_ids)
+        self.request = np.array([[address(tokens), len(tokens), address(keys), place, *root, 0, 0, 0, 0]], np.int64)
 
     def __len__(self) -> int:
         return len(self.tokens)

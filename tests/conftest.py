@@ -24,6 +24,8 @@ def make() -> Iterator[Callable[..., Engine]]:
 
     yield build
     for engine in opened:
+        if engine.cache.closed:
+            continue
         engine.check_all()
         engine.cache.verify()
         engine.cache.close()

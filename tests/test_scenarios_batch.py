@@ -176,6 +176,18 @@ def test_reset_is_one_event(make: Make) -> None:
     assert kinds(engine.cache.events()) == ["cleared"]
 
 
+def test_a_forced_reset_is_one_event_too(make: Make) -> None:
+    engine = make(event_capacity=16)
+    engine.commit(engine.add(range(9)))
+    engine.cache.events()
+    engine.live.clear()
+    before = engine.cache.stats().forgotten_device_blocks
+    engine.cache.reset(force=True)
+    assert kinds(engine.cache.events()) == ["cleared"]
+    assert engine.cache.stats().forgotten_device_blocks == before, "nothing was evicted"
+    assert engine.order() == list(range(8))
+
+
 def test_events_rebuild_the_cached_keys(make: Make) -> None:
     engine = make(P=6, S=3, event_capacity=256)
     replay = EventReplay()

@@ -148,6 +148,15 @@ def test_decoded_blocks_have_a_priority_of_their_own(make: Make) -> None:
     assert engine.priorities(sequence) == [80, 20, 20]
 
 
+def test_decoded_blocks_have_a_ttl_of_their_own(make: Make) -> None:
+    engine = make(P=3)
+    sequence = engine.add(range(4), decode_priority=80, decode_ttl_ms=7)
+    engine.append(sequence, range(4, 8))
+    engine.clock.now = 10
+    engine.finish(sequence, committed=8)
+    assert engine.cache.refresh(16) == 0 and engine.cache.refresh(17) == 1
+
+
 @pytest.mark.parametrize("ranges", [[(0, None), (4, 8)], [(4, 4)], [(5, 4)], [(0, 5), (4, 8)], [(-1, 4)]])
 def test_ranges_that_make_no_sense_are_refused(make: Make, ranges: list[tuple[int, int | None]]) -> None:
     engine = make()

@@ -59,6 +59,19 @@ def test_content_that_nobody_reused_may_be_forgotten(make: Make) -> None:
     assert list(engine.cached("host")) == [key]
 
 
+def test_uses_are_those_of_the_content_not_of_one_copy(make: Make) -> None:
+    engine = make(P=3, S=1, offload_min_reuse=2)
+    key = seed_block(engine, 0)
+    assert engine.cache.offload(list(range(4))) == 1
+    engine.release(engine.add([0, 1, 2, 3, 5]))
+    engine.release(*engine.add_batch([[90], [91], [92]]))
+    assert engine.cache.prefetch(list(range(4))) == 1
+    seed_block(engine, 10)
+    assert engine.cache.offload(list(range(10, 14))) == 1, "the host copy is given up"
+    engine.add_batch([[90], [91], [92]])
+    assert list(engine.cached("host")) == [key], "used twice, so worth a copy"
+
+
 def test_two_evictions_into_one_host_block_leave_the_second_whole(make: Make) -> None:
     engine = make(P=2, S=1)
     seed_block(engine, 0)
@@ -272,6 +285,16 @@ def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     lease.close()
     engine.cache.verify()
     assert engine.free("host") == 2 and engine.cached("host") == stored
+
+
+def test_close_reports_what_was_still_held(make: Make) -> None:
+    engine = make(P=4)
+    seed_block(engine, 0)
+    engine.cache.pin(engine.prompt(range(4)).keys, owner="reader")
+    sequence = engine.add([7])
+    engine.live.clear()
+    report = engine.cache.close()
+    assert (report.sequences, report.leases) == ([sequence.id], ["reader"])
 
 
 def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:

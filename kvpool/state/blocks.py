@@ -219,6 +219,7 @@ class State:
         count = device_blocks + host_blocks
         self.secret = secret
         self.fingerprint = fingerprint(secret)
+        self.namespace_in_key = True
         self.blocks = np.zeros(count, BLOCK)
         self.tokens = np.zeros((count, width), np.int32)
         self.extra = np.zeros((1, 1), np.int64)
@@ -291,3 +292,4 @@ class State:
     def disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
         self.header[GUARD] &= ~GUARDS[name]
+        self.namespace_in_key = bool(self.header[GUARD] & GUARDS["namespace_in_key"])

@@ -12,7 +12,6 @@ import hashlib
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at
 
 U = np.uint64
 V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)
@@ -84,24 +83,6 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     low = v0 ^ v1 ^ v2 ^ v3
     v0, v1, v2, v3 = _four_rounds(v0, v1 ^ U(0xDD), v2, v3)
     return np.int64(low), np.int64(v0 ^ v1 ^ v2 ^ v3)
-
-
-@jit
-def chain_keys(job):
-    """Keys of all full blocks of one prompt; reads no state.
-
-    ``job`` int64[10]: addresses of tokens (int32), of extra ids (int64, 0 = none) and of the result (int64[blocks, 2]); number of
-    full blocks; tokens per block; secret (2 words); root (2 words); guards.
-    """
-    blocks, width = job[3], job[4]
-    tokens = array_at(job[0], (blocks * width,), np.int32)
-    extra = array_at(job[1], (blocks * width if job[1] else 0,), np.int64)
-    out = array_at(job[2], (blocks, 2), np.int64)
-    parent0, parent1 = job[7], job[8]
-    for i in range(blocks):
-        own = extra[i * width : (i + 1) * width] if job[1] else extra
-        parent0, parent1 = block_key(tokens[i * width : (i + 1) * width], own, job[5], job[6], parent0, parent1, job[9])
-        out[i, 0], out[i, 1] = parent0, parent1
 
 
 def _field(value: bytes | str | int | None) -> bytes:

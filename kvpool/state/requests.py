@@ -6,7 +6,8 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.atomics import array_at
-from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, NONE, WIDTH, blocks_of
+from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, GUARD, NONE, SECRET0, SECRET1, WIDTH, blocks_of
+from kvpool.state.hashing import block_key
 from kvpool.state.prefix import best_child, device_copy, find
 
 # One request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention ranges
@@ -47,6 +48,17 @@ def parent_of(h, request, i):
         return request[R_ROOT0], request[R_ROOT1]
     keys = request_keys(h, request)
     return keys[i - 1, 0], keys[i - 1, 1]
+
+
+@jit
+def hash_request(h, request):
+    """Write the keys of a request's full blocks where it says. Of the state it reads what never changes, so that it needs no lock."""
+    tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h[WIDTH]
+    parent0, parent1 = request[R_ROOT0], request[R_ROOT1]
+    for i in range(keys.shape[0]):
+        own = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
+        parent0, parent1 = block_key(tokens[i * width : (i + 1) * width], own, h[SECRET0], h[SECRET1], parent0, parent1, h[GUARD])
+        keys[i, 0], keys[i, 1] = parent0, parent1
 
 
 @jit

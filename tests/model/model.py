@@ -19,7 +19,8 @@ Readings of the rules where they leave room:
 - `rewind` fails if fewer blocks are listed before it than it must copy; what it gives back, and
   sharing that ends within the call, do not count.
 - A tail that is still pinned when its sequence is released is not stored.
-- "Forgotten" counts every content that the call leaves without a copy, whatever the reason.
+- "Forgotten" counts every content that a call leaves without a copy, whatever the reason, but not
+  what a reset drops.
 - `release(store=True)` publishes what waits for it front to back, then lets go tail first.
 - `prefetch` stops at the first block that neither tier has; `offload` looks at each key by itself,
   and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.

@@ -18,7 +18,7 @@ from .tiers import Content, Prompt
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
     "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
-    "offloads_saved", "copied_blocks",
+    "offloads_saved", "copied_blocks", "redundant_dropped", "expired_blocks",
 )  # fmt: skip
 
 
@@ -161,7 +161,6 @@ class Pair:
 
     def reset(self, force: bool) -> None:
         self.both(lambda: self.cache.reset(force), lambda: self.model.reset(force))
-        self.model.counts["forgotten_device_blocks"] = self.cache.stats().forgotten_device_blocks  # TEMP
         for i in [i for i in self.requests if i not in self.model.sequences]:
             self.drop(i)
 
@@ -182,7 +181,8 @@ class Pair:
     # -- comparison ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        note(f"# tables: {[(i, [b.id for b in s.blocks], len(s.items), s.committed) for i, s in self.model.sequences.items()]}")
+        tables = [(i, [b.id for b in s.blocks], len(s.items), s.committed) for i, s in self.model.sequences.items()]
+        note(f"# (sequence, blocks, tokens, committed): {tables}")
         self.model.check()
         self.cache.verify()
         self._check_tiers()
@@ -208,6 +208,7 @@ class Pair:
             blocks = self.cache._state.blocks
             for block in listed[empty + len(tier.redundant) :]:
                 assert blocks["priority"][block.id] == block.priority, f"priority of {block}"
+        assert (stats.sequences, stats.leases) == (len(self.model.sequences), len(self.model.leases))
         got = {counter: getattr(stats, counter) for counter in COUNTERS}
         assert got == {counter: self.model.counts[counter] for counter in COUNTERS}
 

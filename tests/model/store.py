@@ -106,6 +106,7 @@ class Store:
             self.tier(block).unlist(block)
             block.priority, block.ttl = DEFAULT_PRIORITY, None
             self.shelve(block)
+        self.counts["expired_blocks"] += len(due[:limit])
         return len(due[:limit])
 
     # -- victims -------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Store:
         if target.indexed:
             assert target.content is not None
             row = self.rows[target.content]
-            self.counts["forgotten_host_blocks"] += row.device is None
+            self.counts["forgotten_host_blocks" if row.device is None else "redundant_dropped"] += 1
             row.host = None
             self._drop_row_if_empty(target.content)
         target.blank()

@@ -295,7 +295,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "200")),
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),
     deadline=None,
     derandomize=False,
