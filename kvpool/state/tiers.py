@@ -136,13 +136,14 @@ def shelve(h, b, front):
 
 
 @jit
-def settle_host(h, b, priority, ttl, deadline):
-    """A host copy has become the only one: it takes the device block's retention and, unless held, leaves the redundant list."""
+def settle_host(h, b, device, deadline):
+    """A host copy has become the only one: it takes the device block's retention and uses and, unless held, leaves the redundant list."""
     blocks, lists = blocks_of(h), lists_of(h)
-    blocks[b].priority, blocks[b].ttl = priority, ttl
+    blocks[b].priority, blocks[b].ttl = blocks[device].priority, blocks[device].ttl
+    blocks[b].uses, blocks[b].used_at = blocks[device].uses, blocks[device].used_at
     if blocks[b].list != NONE:
         unlink(blocks, lists, b)
-        push_back(blocks, lists, b, HOST * LISTS_PER_TIER + priority)
+        push_back(blocks, lists, b, HOST * LISTS_PER_TIER + np.int64(blocks[b].priority))
         start_clock(h, b, deadline)
 
 
@@ -166,7 +167,7 @@ def unpublish(h, b, deadline):
     blocks[twin].twin = NONE
     blocks[b].twin = NONE
     if twin >= h[DEVICE_BLOCKS]:
-        settle_host(h, twin, np.int64(blocks[b].priority), blocks[b].ttl, deadline)
+        settle_host(h, twin, b, deadline)
     return True
 
 
