@@ -54,4 +54,4 @@ class Lease:
             self.close()
 
     def __repr__(self) -> str:
-        return f"Lease(id={self.id}, owner={self.owner!r}, blocks={self.blocks.tolist()}, age_ms={self.age_ms}, closed={self.closed})"
+        return f"Lease(id={self.id}, owner={self.owner!r}, blocks={len(self.blocks)}, age_ms={self.age_ms}, closed={self.closed})"
