@@ -46,7 +46,7 @@ class KVCacheManager(Pool):
     offload_min_priority, offload_min_reuse : content below either is forgotten, not offloaded, when evicted.
     secret : 16 to 64 bytes that key the hash of content; random by default. Pools with one secret agree on keys.
     event_capacity : events kept until ``events`` is called; 0 (default) records none.
-    clock : () -> int, monotonic milliseconds.
+    clock : () -> int, monotonic milliseconds from 0 to 2**42.
 
     All methods are thread-safe. A call that raises has changed nothing. Calls that take a ``stream`` order the engine's accesses on it
     and the pool's copies; the default is the device's null stream.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_TOKENS = 262_144
+MAX_MS = 1 << 42
 
 
 class CloseReport(NamedTuple):
@@ -242,7 +243,7 @@ class Pool:
 
     def refresh(self, now_ms: int | None = None) -> int:
         """Let blocks whose time is over fall to the back of the default priority; returns how many. Changes the pool."""
-        now = self.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, (1 << 62))
+        now = self.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
         return int(self._decide(0, None, holds.refresh, now))
 
     def events(self) -> list[kv_events.Event]:

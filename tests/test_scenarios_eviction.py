@@ -99,6 +99,13 @@ def test_equal_expiry_times_both_expire(make: Make) -> None:
     assert engine.cache.refresh(3) == 2
 
 
+def test_blocks_that_expire_together_keep_their_order(make: Make) -> None:
+    engine = make(P=9)
+    engine.seed(range(36), committed=36, retention=[(0, None, 80, 3)])
+    before = engine.order()
+    assert engine.cache.refresh(3) == 9 and engine.order() == before, "leaves first, as they were released"
+
+
 def test_a_ttl_on_the_default_priority_never_expires(make: Make) -> None:
     engine = make(P=2)
     engine.seed(range(4), committed=4, retention=[(0, None, 35, 3)])

@@ -268,7 +268,7 @@ def _grant_new(h, request, i, out):
     partial = i == out[O_MATCHED] and out[O_SOURCE] != NONE
     if partial and out[O_TAKES]:
         b = out[O_SOURCE]
-        forget(h, b, h[NOW] + blocks[b].ttl)
+        forget(h, b, NONE)
         blocks[b].flags, blocks[b].uses = 0, 0
         out[O_SOURCE] = NONE
     else:

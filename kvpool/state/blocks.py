@@ -15,6 +15,7 @@ from kvpool.state.hashing import GUARDS, block_secret, fingerprint
 NONE = -1
 DEVICE, HOST = 0, 1
 DEFAULT_PRIORITY = 35
+TIE_BITS = 20
 
 # One block. Ids [0, device_blocks) are device blocks, the rest host blocks. A content (a key) that is cached is represented in
 # the index and among the children of its parent by one block, its device or its host copy; `twin` links it to the other copy.
@@ -36,7 +37,7 @@ BLOCK = np.dtype(
         ("ticket", "i8"),  # of the move that wrote it last, NONE = no move did since it was taken
         ("parent0", "i8"),
         ("parent1", "i8"),
-        ("deadline", "i8"),  # ms; meaningful while `heap` is set
+        ("deadline", "i8"),  # ms << TIE_BITS, and the order of arrival below; meaningful while `heap` is set
         ("child_prev", "i4"),
         ("child_next", "i4"),
         ("ttl", "i4"),  # ms from release, NONE = for ever
@@ -96,8 +97,8 @@ EVENT = np.dtype(
     A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_EVENTS,
     A_EVENT_TOKENS, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS, CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS,
     MOVES, MOVES_CAPACITY, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT,
-    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, DETAIL, DETAIL2, HEADER,
-) = range(42)  # fmt: skip
+    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
+) = range(43)  # fmt: skip
 
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",

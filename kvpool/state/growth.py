@@ -257,7 +257,7 @@ def _shorten(h, slot, length):
         row[i] = _private_copy(h, b, keep)
         return 1
     if blocks[b].flags & PUBLISHED:
-        forget(h, b, h[NOW] + blocks[b].ttl)
+        forget(h, b, NONE)
     blocks[b].flags &= ~KEYED
     blocks[b].filled, blocks[b].uses = keep, 0
     return 0
@@ -334,7 +334,7 @@ def _release(h, slot, store):
         if change_word(blocks, b, -1, 0) != 0:
             continue
         if not store and i >= sequence.reused and blocks[b].flags & PUBLISHED:
-            forget(h, b, h[NOW] + blocks[b].ttl)
+            forget(h, b, NONE)
         elif store and i == full and sequence.committed % h[WIDTH] and h[CHILD_BUCKETS] and not sequence.failed:
             _store_tail(h, slot, i, b)
         shelve(h, b, False)

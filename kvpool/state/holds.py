@@ -21,7 +21,6 @@ from kvpool.state.blocks import (
     LISTS_PER_TIER,
     LOST,
     NONE,
-    NOW,
     PUBLISHED,
     REMOVALS,
     SEQUENCES,
@@ -197,7 +196,7 @@ def lose(h, targets, now):
         b = targets[i, 0]
         if blocks[b].ticket != targets[i, 1] or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
             continue
-        unpublish(h, b, h[NOW] + blocks[b].ttl)
+        unpublish(h, b, NONE)
         lost += 1
         if blocks[b].list != NONE:
             heap_remove(blocks, heap_of(h), b)

@@ -36,8 +36,10 @@ from kvpool.state.blocks import (
     PUBLISHED,
     REDUNDANT,
     REMOVALS,
+    SHELVED,
     TAIL,
     TICKET,
+    TIE_BITS,
     WIDTH,
     blocks_of,
     counters_of,
@@ -108,10 +110,17 @@ def copy_content(h, source, target):
 
 @jit
 def start_clock(h, b, deadline):
-    """Enter a listed block that has a ttl into the expiries; a block of default priority has nothing to fall back to."""
+    """Enter a listed block that has a ttl into the expiries, from now on or with the ``deadline`` that it already has.
+
+    A block of default priority has nothing to fall back to. Blocks that are due together expire in the order in which they came.
+    """
     blocks = blocks_of(h)
-    if blocks[b].ttl != NONE and blocks[b].priority != DEFAULT_PRIORITY:
-        heap_push(blocks, heap_of(h), b, deadline)
+    if blocks[b].ttl == NONE or blocks[b].priority == DEFAULT_PRIORITY:
+        return
+    if deadline == NONE:
+        h[SHELVED] += 1
+        deadline = ((h[NOW] + blocks[b].ttl) << TIE_BITS) | (h[SHELVED] & ((1 << TIE_BITS) - 1))
+    heap_push(blocks, heap_of(h), b, deadline)
 
 
 @jit
@@ -128,7 +137,7 @@ def shelve(h, b, front):
         which = REDUNDANT
     else:
         which = np.int64(blocks[b].priority)
-        start_clock(h, b, h[NOW] + blocks[b].ttl)
+        start_clock(h, b, NONE)
     if front:
         push_front(blocks, lists, b, tier * LISTS_PER_TIER + which)
     else:
@@ -139,12 +148,15 @@ def shelve(h, b, front):
 def settle_host(h, b, device, deadline):
     """A host copy has become the only one: it takes the device block's retention and uses and, unless held, leaves the redundant list."""
     blocks, lists = blocks_of(h), lists_of(h)
+    changed = blocks[b].priority != blocks[device].priority
     blocks[b].priority, blocks[b].ttl = blocks[device].priority, blocks[device].ttl
     blocks[b].uses, blocks[b].used_at = blocks[device].uses, blocks[device].used_at
     if blocks[b].list != NONE:
         unlink(blocks, lists, b)
         push_back(blocks, lists, b, HOST * LISTS_PER_TIER + np.int64(blocks[b].priority))
         start_clock(h, b, deadline)
+    if changed:
+        emit(h, UPDATED, b)
 
 
 @jit
@@ -189,7 +201,7 @@ def take_host(h, priority):
     elif lists[base + REDUNDANT, 0] != NONE:
         b = lists[base + REDUNDANT, 0]
         unlink(blocks, lists, b)
-        unpublish(h, b, 0)
+        unpublish(h, b, NONE)
         counters_of(h)[C_REDUNDANT] += 1
     else:
         b = lowest(lists, HOST)
@@ -197,7 +209,7 @@ def take_host(h, priority):
             return NONE
         unlink(blocks, lists, b)
         heap_remove(blocks, heap_of(h), b)
-        forget(h, b, 0)
+        forget(h, b, NONE)
     blocks[b].flags = 0
     return b
 
@@ -234,9 +246,9 @@ def _evict(h, b):
     heap_remove(blocks, heap_of(h), b)
     if blocks[b].twin != NONE:
         counters_of(h)[C_SAVED] += 1
-        unpublish(h, b, blocks[b].deadline if timed else h[NOW] + blocks[b].ttl)
+        unpublish(h, b, blocks[b].deadline if timed else NONE)
     elif blocks[b].flags & TAIL or not _offload(h, b, timed):
-        forget(h, b, 0)
+        forget(h, b, NONE)
 
 
 @jit
@@ -261,7 +273,7 @@ def expire(h, limit):
     """Drop blocks whose time is over to the back of the default priority, at most ``limit``; returns how many."""
     blocks, lists, heap = blocks_of(h), lists_of(h), heap_of(h)
     n = 0
-    while n < limit and heap[0] > 0 and blocks[heap[1]].deadline <= h[NOW]:
+    while n < limit and heap[0] > 0 and blocks[heap[1]].deadline >> TIE_BITS <= h[NOW]:
         b = heap[1]
         tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
         heap_remove(blocks, heap, b)
@@ -284,7 +296,7 @@ def supersede(h, b):
         if tail == NONE:
             return
         heap_remove(blocks, heap_of(h), tail)
-        forget(h, tail, 0)
+        forget(h, tail, NONE)
         if blocks[tail].list != NONE:
             unlink(blocks, lists, tail)
             shelve(h, tail, False)
