@@ -28,10 +28,11 @@ class Lease:
 
     def __init__(
         self, pool: Lessor, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
-        keys: npt.NDArray[np.uint64] | None, addresses: npt.NDArray[np.int64],
+        keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64],
     ) -> None:  # fmt: skip
         self._pool, self._since = pool, since
-        self.id, self.owner, self.generation, self.blocks, self.keys, self.addresses = number, owner, generation, blocks, keys, addresses
+        self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
+        self.blocks, self.keys = blocks.copy(), None if keys is None else keys.view(np.uint64).copy()
 
     @property
     def age_ms(self) -> int:

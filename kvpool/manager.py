@@ -16,13 +16,14 @@ from kvpool.sequence import (
     Admission,
     BlockKeys,
     Match,
+    adapter_argument,
     address,
     count_array,
     extra_array,
     id_array,
     is_integer,
     key_rows,
-    namespace_argument,
+    salt_argument,
     token_array,
 )
 from kvpool.state import admission, blocks, growth, hashing, holds, requests
@@ -59,14 +60,17 @@ class KVCacheManager(Pool):
     ) -> BlockKeys:
         """Hash a prompt once, before any lock; every call that takes a prompt takes the result.
 
-        ``tokens``: n token ids in any integer buffer (int32 is not copied) or list. ``salt`` and ``adapter_id`` name the namespace:
+        ``tokens``: n token ids in any integer buffer or list. ``salt`` and ``adapter_id`` name the namespace:
         equal tokens in different ones never match. ``extra_ids`` int64[n] tell tokens apart whose ids do not, such as image
         placeholders. Raises TypeError / ValueError. Reads no state; thread-safe.
         """
+        # A private copy: what was hashed is what is compared and stored, whatever becomes of the caller's buffer.
         found = token_array("tokens", tokens)
+        return self._hash(found.copy() if found is tokens else found, salt, adapter_id, extra_ids)
+
+    def _hash(self, found: npt.NDArray[np.int32], salt: Any = None, adapter_id: Any = None, extra_ids: Any = None) -> BlockKeys:
         extra = extra_array(extra_ids, len(found))
-        namespace_argument("salt", salt, (bytes, str))
-        adapter = int(adapter_id) if isinstance(adapter_id, np.integer) else namespace_argument("adapter_id", adapter_id, (int, str))
+        salt, adapter = salt_argument(salt), adapter_argument(adapter_id)
         state, width = self._state, self.tokens_per_block
         root = hashing.namespace_root(state.secret, salt, adapter, state.namespace_in_key)
         keys = np.empty((len(found) // width, 2), np.uint64)
@@ -76,7 +80,7 @@ class KVCacheManager(Pool):
 
     def _prompt(self, prompt: Prompt) -> BlockKeys:
         if not isinstance(prompt, BlockKeys):
-            return self.block_keys(prompt)
+            return self._hash(token_array("prompt", prompt))
         if prompt.origin is not self._origin and prompt.origin != self._origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
         return prompt
@@ -140,11 +144,13 @@ class KVCacheManager(Pool):
         or nothing, unless ``allow_partial_batch``: then the head of the batch that fits. ``retention`` has one list of ranges, or
         None, per prompt. Raises OutOfBlocks, OutOfSequences, ValueError, TypeError. ``stream``: the engine's, which will use the blocks.
         """
+        if not isinstance(allow_partial_batch, bool):
+            raise TypeError(f"allow_partial_batch={allow_partial_batch!r:.80}: accepted are True and False")
         keys = [self._prompt(prompt) for prompt in prompts]
         ranges = [None] * len(keys) if retention is None else [None if r is None else retention_rows(r) for r in retention]
         if len(ranges) != len(keys):
             raise ValueError(f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts")
-        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, bool(allow_partial_batch))
+        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, allow_partial_batch)
         return Admission(out[:, requests.O_ID].copy(), *out[:, requests.O_CACHED : requests.O_MISSED + 1].T.astype(np.int32))
 
     def _admit(
@@ -211,29 +217,32 @@ class KVCacheManager(Pool):
 
     def evictable_if_released(self, ids: Ids) -> int:
         """Device blocks that would become free if these sequences were released together. Does not change the pool."""
-        named = self._table_of(ids)
-        found, times = np.unique(named.table[named.rows][named.table[named.rows] != blocks.NONE], return_counts=True)
-        with self._lock:
-            return int(np.count_nonzero(self._state.blocks["word"][found] == times))
-
-    def _table_of(self, ids: Ids) -> BlockTable:
         which = id_array("ids", ids)
         with self._lock:
-            self._check_open()
-            error = growth.check(self._state.header, which, True)
-            if error:
-                raise self._error(error, which)
-            rows = which & 0xFFFFFFFF
-            return BlockTable(self._table, rows, self._state.sequences["length"][rows].astype(np.int64))
+            named = self._table[self._rows(which)]
+            found, times = np.unique(named[named != blocks.NONE], return_counts=True)
+            return int(np.count_nonzero(self._state.blocks["word"][found] == times))
+
+    def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of live sequences. The state lock is held by the caller."""
+        self._check_open()
+        error = growth.check(self._state.header, which, True)
+        if error:
+            raise self._error(error, which)
+        return which & 0xFFFFFFFF
 
     def block_table(self, ids: Ids, stream: Any = None) -> BlockTable:
         """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError."""
         self._device.as_stream(stream)
-        return self._table_of(ids)
+        which = id_array("ids", ids)
+        with self._lock:
+            rows = self._rows(which)
+            return BlockTable(self._table, rows, self._state.sequences["length"][rows].astype(np.int64))
 
     def _field(self, name: str, ids: Ids) -> Any:
-        rows = self._table_of(ids).rows
-        found = self._state.sequences[name][rows]
+        which = id_array("ids", ids)
+        with self._lock:
+            found = self._state.sequences[name][self._rows(which)]
         return int(found[0]) if is_integer(ids) else found
 
     def cached_tokens(self, ids: Ids) -> Any:

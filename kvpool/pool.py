@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from kvpool.device.base import Device
 from kvpool.errors import (
     BlockNotFound,
     DeviceError,
+    InsufficientMemory,
     KVPoolError,
     LeaseExpired,
     OutOfBlocks,
@@ -45,10 +47,10 @@ MAX_MS = 1 << 42
 
 
 class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and owners of open leases."""
+    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases."""
 
     sequences: list[int]
-    leases: list[str]
+    leases: list[tuple[str, int]]
 
 
 class Pool:
@@ -78,24 +80,42 @@ class Pool:
         self._device = get_device(device)
         self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
         self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
-        tokens = max_sequence_tokens or min(self.device_blocks * width, MAX_TOKENS)
-        self._state = blocks.State(
-            device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=max_sequences,
-            columns=-(-tokens // width), secret=secret or os.urandom(32), partial_reuse=partial_reuse,
-            offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, event_capacity=event_capacity,
-        )  # fmt: skip
+        self._owns_device = not isinstance(device, Device)
+        try:
+            self._build_state(max_sequences, max_sequence_tokens, secret, event_capacity, offload_min_priority, offload_min_reuse)
+        except BaseException:
+            self._pools.close()
+            raise
+        self._columns = self._state.table.shape[1]
+        self._origin = (self._state.fingerprint, width)
+        self._table = self._state.table.view()
+        self._table.flags.writeable = False
         self._clock: Callable[[], int] = clock or _milliseconds
         self._columns = self._state.table.shape[1]
         self._origin = (self._state.fingerprint, width)
         self._table = self._state.table.view()
         self._table.flags.writeable = False
-        self._lock = threading.Lock()
+        # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
+        self._lock = threading.RLock()
         self._transfer = Transfer(self._state, self._lock, self._device, self._clock)
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, tuple[Lease, npt.NDArray[np.int64]]] = {}
         self._lease_count = 0
-        self._owns_device = not isinstance(device, Device)
         self._report: CloseReport | None = None
         kv_events.announce(self._state)
+
+    def _build_state(
+        self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int
+    ) -> None:
+        columns = -(-(tokens or min(self.device_blocks * self.tokens_per_block, MAX_TOKENS)) // self.tokens_per_block)
+        try:
+            self._state = blocks.State(
+                device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=self.tokens_per_block, sequences=sequences,
+                columns=columns, secret=secret or os.urandom(32), partial_reuse=self.partial_reuse,
+                offload_min_priority=min_priority, offload_min_reuse=min_reuse, event_capacity=events,
+            )  # fmt: skip
+        except MemoryError:
+            table = 4 * sequences * columns
+            raise InsufficientMemory("state, with its block table,", table, self._device.available_bytes("host") or 0) from None
 
     # -- the shape of every decision ------------------------------------------------------------
 
@@ -108,6 +128,8 @@ class Pool:
         with DeferInterrupt():
             with self._lock:
                 self._check_open()
+                # A signal handler or destructor that calls the pool from inside a decision finds its moves here, and keeps them in order.
+                self._transfer.collect(on)
                 self._state.reserve_moves(moves)
                 result = verb(self._state.header, *args)
                 if result < 0:
@@ -174,55 +196,73 @@ class Pool:
         """A lease, or the place of the first block that cannot be pinned."""
         if not isinstance(owner, str):
             raise TypeError(f"owner={owner!r:.80}: accepted is a string")
+        now, header = self.now(), self._state.header
         with DeferInterrupt():
             with self._lock:
                 self._check_open()
-                header = self._state.header
                 failed = holds.pin_blocks(header, ids) if keys is None else holds.pin_keys(header, keys, tier, ids)
                 if failed:
                     return int(header[blocks.DETAIL])
+                try:
+                    generation, places = int(header[blocks.GENERATION]), self._pools.addresses(ids)
+                    lease = Lease(self, self._lease_count + 1, owner, generation, now, ids, keys, places)
+                    self._leases[lease.id] = lease, ids
+                except BaseException:
+                    holds.unpin(header, ids, now)
+                    raise
                 self._lease_count += 1
-                public = None if keys is None else keys.view(np.uint64)
-                lease = Lease(
-                    self, self._lease_count, owner, int(header[blocks.GENERATION]), self.now(), ids, public, self._pools.addresses(ids)
-                )
-                self._leases[lease.id] = lease
             if self._transfer.waiting:
                 self._transfer.drain()
+                lost = self._drop_lost(lease, ids, now)
+                if lost is not None:
+                    return lost
         return lease
 
+    def _drop_lost(self, lease: Lease, ids: npt.NDArray[np.int64], now: int) -> int | None:
+        """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
+        with self._lock:
+            lost = np.flatnonzero(self._state.blocks["flags"][ids] & blocks.LOST)
+            if len(lost) == 0:
+                return None
+            if self._leases.pop(lease.id, None) is not None:
+                holds.unpin(self._state.header, ids, now)
+            return int(lost[0])
+
     def now(self) -> int:
-        """Milliseconds on the pool's clock."""
-        return self._clock()
+        """Milliseconds on the pool's clock. Raises TypeError if that gives no integer."""
+        return operator.index(self._clock())
 
     def is_leased(self, lease: Lease) -> bool:
         """Whether a lease is open."""
-        return self._leases.get(lease.id) is lease
+        entry = self._leases.get(lease.id)
+        return entry is not None and entry[0] is lease
 
     def close_lease(self, lease: Lease) -> None:
         """What ``Lease.close`` does."""
+        now = self.now()
         with DeferInterrupt(), self._lock:
             if self._report is not None:
                 raise PoolClosed("the pool is closed")
             if not self.is_leased(lease):
                 raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
+            holds.unpin(self._state.header, self._leases[lease.id][1], now)
             del self._leases[lease.id]
-            holds.unpin(self._state.header, lease.blocks, self.now())
 
     @property
     def leases(self) -> list[Lease]:
         """Open leases, oldest first."""
         with self._lock:
-            return list(self._leases.values())
+            return [lease for lease, _ in list(self._leases.values())]
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner, whose readers then read memory that may be reused; returns how many."""
+        now = self.now()
         with DeferInterrupt(), self._lock:
             self._check_open()
-            mine = [lease for lease in self._leases.values() if lease.owner == owner]
-            for lease in mine:
-                del self._leases[lease.id]
-                holds.unpin(self._state.header, lease.blocks, self.now())
+            mine = [number for number, (lease, _) in list(self._leases.items()) if lease.owner == owner]
+            for number in mine:
+                holds.unpin(self._state.header, self._leases[number][1], now)
+                del self._leases[number]
         return len(mine)
 
     # -- the pool as a whole ---------------------------------------------------------------------
@@ -262,7 +302,7 @@ class Pool:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
         with self._lock:
             self._check_open()
-            leased = [lease.blocks for lease in self._leases.values()]
+            leased = [ids for _, ids in list(self._leases.values())]
             verify_state(self._state, np.concatenate(leased) if leased else np.empty(0, np.int64))
 
     def _live(self) -> npt.NDArray[np.int64]:
@@ -282,17 +322,23 @@ class Pool:
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
         with DeferInterrupt():
-            if self._transfer.waiting:
-                self._transfer.drain()
             with self._lock:
                 if self._report is not None:
                     return self._report
-                self._report = CloseReport(self._live().tolist(), [lease.owner for lease in self._leases.values()])
+                owners = [(lease.owner, lease.age_ms) for lease, _ in list(self._leases.values())]
+                self._report = CloseReport(self._live().tolist(), owners)
                 self._leases.clear()
-            self._device.synchronize()
-            self._pools.close()
-            if self._owns_device:
-                self._device.close()
+            # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
+            self._transfer.drain()
+            try:
+                self._device.synchronize()
+            except DeviceError:
+                if self._transfer.broken is None:
+                    raise
+            finally:
+                self._pools.close()
+                if self._owns_device:
+                    self._device.close()
         return self._report
 
     def __enter__(self) -> Self:

@@ -17,23 +17,37 @@ INT32 = np.iinfo(np.int32)
 class BlockKeys:
     """A prompt with the keys of its full blocks, ready for every call that takes a prompt. Made by ``KVCacheManager.block_keys``.
 
-    ``tokens`` int32[n], not a copy where an int32 buffer was given: do not write to it while this object is in use. ``keys``
-    uint64[n // tokens_per_block, 2]. ``namespace`` is the digest of salt and adapter that blocks carry. ``extra_ids`` int64[n] or None.
+    ``tokens`` int32[n], ``keys`` uint64[n // tokens_per_block, 2], ``extra_ids`` int64[n] or None, all read-only; ``namespace`` is the
+    digest of salt and adapter that blocks carry. Can be copied and pickled, for pools with the same secret.
     """
 
-    __slots__ = ("adapter_id", "extra_ids", "keys", "namespace", "origin", "request", "salt", "tokens")
+    __slots__ = ("_owned", "_root", "adapter_id", "extra_ids", "keys", "namespace", "origin", "request", "salt", "tokens")
 
     def __init__(
         self, tokens: npt.NDArray[np.int32], keys: npt.NDArray[np.uint64], salt: bytes | str | None, adapter_id: int | str | None,
         extra_ids: npt.NDArray[np.int64] | None, root: tuple[int, int, int], origin: tuple[str, int],
     ) -> None:  # fmt: skip
-        self.tokens, self.keys, self.salt, self.adapter_id, self.extra_ids = tokens, keys, salt, adapter_id, extra_ids
-        self.namespace, self.origin = root[0], origin
+        # What the request points to lives as long as this object, whatever becomes of its attributes.
+        self._owned, self._root = (tokens, keys, extra_ids), root
+        self.tokens, self.keys = _read_only(tokens), _read_only(keys)
+        self.extra_ids = None if extra_ids is None else _read_only(extra_ids)
+        self.salt, self.adapter_id, self.namespace, self.origin = salt, adapter_id, root[0], origin
         place = 0 if extra_ids is None else address(extra_ids)
         self.request = np.array([[address(tokens), len(tokens), address(keys), place, *root, 0, 0, 0, 0]], np.int64)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tokens, keys, extra = self._owned
+        owned = (tokens.copy(), keys.copy(), self.salt, self.adapter_id, None if extra is None else extra.copy())
+        return BlockKeys, (*owned, self._root, self.origin)
+
+
+def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = values.view()
+    view.flags.writeable = False
+    return view
 
 
 class Match(NamedTuple):
@@ -94,6 +108,12 @@ def _integers(name: str, values: Any) -> npt.NDArray[Any]:
     return found
 
 
+def _plain(values: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
+    """Contiguous, aligned and writable: jitted code is compiled for nothing else. A copy only where needed."""
+    found = np.ascontiguousarray(values, dtype)
+    return found if found.flags.carray else found.copy()
+
+
 def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[np.int32]:
     """Token ids as int32[n], contiguous; the caller's own buffer if it is that already.
 
@@ -106,7 +126,7 @@ def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[n
         low, high = int(found.min()), int(found.max())
         if low < INT32.min or high > INT32.max:
             raise ValueError(f"{name}: {low if low < INT32.min else high} is not in the int32 range of token ids")
-    return np.ascontiguousarray(found, np.int32)
+    return _plain(found, np.int32)
 
 
 def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
@@ -114,7 +134,7 @@ def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
     found = _integers(name, values)
     if found.dtype == np.uint64 and len(found) and int(found.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
-    return np.ascontiguousarray(found, np.int64)
+    return _plain(found, np.int64)
 
 
 def is_integer(value: Any) -> bool:
@@ -133,15 +153,32 @@ def count_array(name: str, counts: Any, ids: npt.NDArray[np.int64]) -> npt.NDArr
     found = id_array(name, counts)
     if len(found) != len(ids):
         raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(ids)} ids")
-    if len(found) and int(found.min()) < 0:
-        raise ValueError(f"{name}: {int(found.min())} is negative")
+    if len(found) and (int(found.min()) < 0 or int(found.max()) > INT32.max):
+        wrong = int(found.min()) if found.min() < 0 else int(found.max())
+        raise ValueError(f"{name}: {wrong} is out of range: accepted are 0 to {INT32.max}")
     return found
 
 
-def namespace_argument(name: str, value: Any, types: tuple[type, ...]) -> Any:
-    if value is None or (isinstance(value, types) and not isinstance(value, bool)):
-        return value
-    raise TypeError(f"{name}={value!r:.80}: accepted are None, {' and '.join(t.__name__ for t in types)}")
+def salt_argument(salt: Any) -> bytes | str | None:
+    """As an exact builtin: a subclass could compare or print as another value."""
+    if salt is None:
+        return None
+    if isinstance(salt, bytes):
+        return bytes(memoryview(salt))
+    if isinstance(salt, str):
+        return str.__str__(salt)
+    raise TypeError(f"salt={salt!r:.80}: accepted are None, bytes and str")
+
+
+def adapter_argument(adapter_id: Any) -> int | str | None:
+    """As an exact builtin, like ``salt_argument``."""
+    if adapter_id is None:
+        return None
+    if isinstance(adapter_id, str):
+        return str.__str__(adapter_id)
+    if is_integer(adapter_id):
+        return int.__index__(int(adapter_id) if isinstance(adapter_id, np.integer) else adapter_id)
+    raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
 
 
 def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
@@ -157,11 +194,11 @@ def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
 def key_rows(keys: Any) -> npt.NDArray[np.int64]:
     """Keys as int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
-        return keys.keys.view(np.int64)
+        return keys._owned[1].view(np.int64)
     if isinstance(keys, np.ndarray):
-        if keys.dtype not in (np.uint64, np.int64) or keys.ndim != 2 or keys.shape[1] != 2:
+        if keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
             raise ValueError(f"keys has shape {keys.shape} and dtype {keys.dtype}: accepted is uint64[n, 2]")
-        return np.ascontiguousarray(keys).view(np.int64)
+        return _plain(keys, np.uint64).view(np.int64)
     if not isinstance(keys, Sequence) or isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.80}: accepted are BlockKeys, uint64[n, 2] and sequences of single keys")
     return np.concatenate([key_row(key) for key in keys]) if len(keys) else np.empty((0, 2), np.int64)
@@ -172,8 +209,8 @@ def key_row(key: Any) -> npt.NDArray[np.int64]:
     if isinstance(key, (bytes, bytearray, memoryview)):
         if len(key) != 16:
             raise ValueError(f"key has {len(key)} bytes: accepted are 16")
-        return np.frombuffer(key, np.int64).reshape(1, 2)
+        return np.frombuffer(key, np.int64).copy().reshape(1, 2)
     found = np.asarray(key)
-    if found.dtype not in (np.uint64, np.int64) or found.shape != (2,):
+    if found.dtype != np.uint64 or found.shape != (2,):
         raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]")
-    return np.ascontiguousarray(found).view(np.int64).reshape(1, 2)
+    return _plain(found, np.uint64).view(np.int64).reshape(1, 2)

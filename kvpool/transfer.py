@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ class Batch(NamedTuple):
 class Transfer:
     """The queue of decided batches. ``broken`` is the device error that will not go away, or None."""
 
-    def __init__(self, state: State, state_lock: threading.Lock, device: Device, clock: Callable[[], int]) -> None:
+    def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device, clock: Callable[[], int]) -> None:
         self._state, self._state_lock, self._device, self._clock = state, state_lock, device, clock
         self._lock = threading.Lock()
         self._queue: deque[Batch] = deque()
@@ -99,7 +100,9 @@ class Transfer:
             if error.sticky:
                 self.broken = error
             return error.completed
-        except Exception as error:
+        except BaseException as error:
             self.broken = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
+            if not isinstance(error, Exception):
+                raise
             return 0
         return len(moves)

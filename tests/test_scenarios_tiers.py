@@ -294,7 +294,7 @@ def test_close_reports_what_was_still_held(make: Make) -> None:
     sequence = engine.add([7])
     engine.live.clear()
     report = engine.cache.close()
-    assert (report.sequences, report.leases) == ([sequence.id], ["reader"])
+    assert (report.sequences, report.leases) == ([sequence.id], [("reader", 0)])
 
 
 def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:

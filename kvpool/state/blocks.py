@@ -6,6 +6,8 @@ passing a dozen arrays from Python would cost more than most verbs. ``State`` ow
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from kvpool.jit import jit
@@ -15,6 +17,7 @@ from kvpool.state.hashing import GUARDS, block_secret, fingerprint
 NONE = -1
 DEVICE, HOST = 0, 1
 DEFAULT_PRIORITY = 35
+REFS = 0xFFFFFFFF
 TIE_BITS = 20
 
 # One block. Ids [0, device_blocks) are device blocks, the rest host blocks. A content (a key) that is cached is represented in
@@ -199,12 +202,15 @@ def change_word(blocks, b, refs, pins):
     words = blocks["word"]
     while True:
         old = load(words, b)
-        new_refs, new_pins = (old & 0xFFFFFFFF) + refs, (old >> 32) + pins
+        new_refs, new_pins = (old & REFS) + refs, (old >> 32) + pins
         if new_refs < 0 or new_pins < 0:
             return np.int64(-1)
         new = (new_pins << 32) | new_refs
         if compare_exchange(words, b, old, new):
             return new
+
+
+_POOLS = itertools.count(1)
 
 
 class State:
@@ -260,6 +266,8 @@ class State:
             blocks[name] = NONE
         blocks["priority"] = DEFAULT_PRIORITY
         self.sequences["duplicates"] = NONE
+        # Ids of one pool mean nothing to another: generations start elsewhere in each.
+        self.sequences["generation"] = (next(_POOLS) * 0x9E3779B1) & 0x7FFFFFFF
         lists[:, 2] = 0
         lists[LOWEST:, 0] = EMPTY
         for tier, low, high in ((DEVICE, 0, device_blocks), (HOST, device_blocks, count)):

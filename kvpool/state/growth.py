@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvpool.jit import jit
 from kvpool.state.admission import EXPIRIES_PER_CALL, SHORT_OF_BLOCKS, write_tokens
 from kvpool.state.blocks import (
@@ -19,6 +21,7 @@ from kvpool.state.blocks import (
     NONE,
     NOW,
     PUBLISHED,
+    REFS,
     REMOVALS,
     SECRET0,
     SECRET1,
@@ -38,7 +41,7 @@ from kvpool.state.blocks import (
 )
 from kvpool.state.hashing import block_key
 from kvpool.state.lru import free_blocks, heap_remove, unlink
-from kvpool.state.prefix import device_copy, find, rival_child
+from kvpool.state.prefix import device_copy, find, find_key, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.tiers import begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
@@ -150,6 +153,8 @@ def _publish(h, b):
     extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
     found = find(h, blocks[b].key0, blocks[b].key1, blocks[b].namespace, tokens_of(h)[b], extra, 0)
     if found == NONE:
+        if find_key(h, blocks[b].key0, blocks[b].key1) != NONE:
+            return False  # other content has this key
         enter(h, b, PUBLISHED)
         if h[CHILD_BUCKETS]:
             supersede(h, b)
@@ -264,6 +269,15 @@ def _shorten(h, slot, length):
 
 
 @jit
+def _returned(h, slot, keep):
+    """Blocks that nobody would hold if a sequence kept its first ``keep``."""
+    count = 0
+    for i in range(keep, sequences_of(h)[slot].blocks):
+        count += 1 if blocks_of(h)[table_of(h)[slot, i]].word == 1 else 0
+    return count
+
+
+@jit
 def rewind(h, ids, counts, now):
     """Drop the last ``counts`` tokens of each sequence. Returns blocks copied, or an error with nothing changed."""
     error = check(h, ids, True)
@@ -273,14 +287,15 @@ def rewind(h, ids, counts, now):
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         length = sequences_of(h)[slot].length
-        if counts[i] < 0 or counts[i] > length:
+        if counts[i] > length:
             h[DETAIL], h[DETAIL2] = i, length
             return BAD_COUNT
         length -= counts[i]
+        free += _returned(h, slot, blocks_for(h, length))
         need += 1 if length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
-    if need > free:
-        h[DETAIL], h[DETAIL2] = need, free
-        return SHORT_OF_BLOCKS
+        if need > free:
+            h[DETAIL], h[DETAIL2] = need, free
+            return SHORT_OF_BLOCKS
     begin(h, now)
     if need:
         expire(h, EXPIRIES_PER_CALL)
@@ -323,6 +338,20 @@ def _store_tail(h, slot, i, b):
 
 
 @jit
+def _forget_everywhere(h, b):
+    """Forget the content of a device block and of its host copy."""
+    blocks = blocks_of(h)
+    host = np.int64(blocks[b].twin)
+    forget(h, b, NONE)
+    if host != NONE:
+        forget(h, host, NONE)
+        if blocks[host].list != NONE:
+            heap_remove(blocks, heap_of(h), host)
+            unlink(blocks, lists_of(h), host)
+            shelve(h, host, False)
+
+
+@jit
 def _release(h, slot, store):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     full = sequence.committed // h[WIDTH]
@@ -331,11 +360,12 @@ def _release(h, slot, store):
     for i in range(sequence.blocks - 1, -1, -1):
         b = row[i]
         row[i] = NONE
-        if change_word(blocks, b, -1, 0) != 0:
+        word = change_word(blocks, b, -1, 0)
+        if not store and i >= sequence.reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
+            _forget_everywhere(h, b)
+        if word != 0:
             continue
-        if not store and i >= sequence.reused and blocks[b].flags & PUBLISHED:
-            forget(h, b, NONE)
-        elif store and i == full and sequence.committed % h[WIDTH] and h[CHILD_BUCKETS] and not sequence.failed:
+        if store and i == full and sequence.committed % h[WIDTH] and h[CHILD_BUCKETS] and not sequence.failed:
             _store_tail(h, slot, i, b)
         shelve(h, b, False)
     sequence.live, sequence.length, sequence.blocks = 0, 0, 0

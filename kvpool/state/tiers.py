@@ -77,9 +77,9 @@ def emit_move(h, source, target, tokens):
 @jit
 def record(h, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
-    span = np.int64(np.uint32(h[NOW])) - np.int64(since)
-    if span < 0:
-        span += 1 << 32
+    span = (h[NOW] - np.int64(since)) & 0xFFFFFFFF
+    if span >> 31:  # another thread read the clock before this one and came after it
+        span = np.int64(0)
     histograms_of(h)[which, bit_length(span)] += 1
 
 

@@ -16,9 +16,10 @@ Readings of the rules where they leave room:
 - Full blocks of a prompt have their keys from admission on, decoded ones from `commit` on: before
   that, rewinding into one that a reader pins shortens it in place.
 - A private copy made by `rewind` inherits priority and ttl of the block it copies.
-- `rewind` fails if fewer blocks are listed before it than it must copy; what it gives back, and
-  sharing that ends within the call, do not count.
+- `rewind` goes through the sequences in order and fails if one must copy more than is listed and
+  given back until then; sharing that ends within the call does not count.
 - A tail that is still pinned when its sequence is released is not stored.
+- `release(store=False)` forgets what a sequence computed on both tiers, also under a pin.
 - "Forgotten" counts every content that a call leaves without a copy, whatever the reason, but not
   what a reset drops.
 - `release(store=True)` publishes what waits for it front to back, then lets go tail first.
@@ -80,8 +81,11 @@ class Model(Admission):
             if not 0 <= count <= len(seq.items):
                 raise ValueError(f"counts: {count}")
         lengths = [len(seq.items) - count for seq, count in zip(live, counts, strict=True)]
-        need = sum(self._is_shared(s, length) for s, length in zip(live, lengths, strict=True))
-        self.need_device(need, self.free("device"))
+        need, free = 0, self.free("device")
+        for seq, length in zip(live, lengths, strict=True):
+            free += sum(block.refs == 1 and block.pins == 0 for block in seq.blocks[self._ceil(length) :])
+            need += self._is_shared(seq, length)
+            self.need_device(need, free)
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
         for seq, length in zip(live, lengths, strict=True):
@@ -123,12 +127,12 @@ class Model(Admission):
         start = index * self.T
         tail = tuple(seq.items[start : min(seq.committed, start + self.T)])
         block.refs -= 1
+        if not store and index >= seq.reused and block.refs == 0 and block.indexed:
+            self.forget_everywhere(block)
         if block.held:
             return
         if store and self.partial_reuse and 0 < len(tail) < self.T:
             self.store_tail(block, (seq.namespace, tuple(seq.items[:start])), tail)
-        elif not store and index >= seq.reused and block.indexed:
-            self.forget_device(block)
         self.shelve(block)
 
     # -- tiers ---------------------------------------------------------------------------------

@@ -197,6 +197,18 @@ class Store:
         self.counts["forgotten_device_blocks"] += row.host is None
         self._drop_row_if_empty(block.content)
 
+    def forget_everywhere(self, block: Block) -> None:
+        """Erase the row of a published device block, its host copy included."""
+        assert block.content is not None
+        row = self.rows[block.content]
+        host = row.host
+        self.forget_device(block)
+        if host is not None:
+            row.host, host.indexed = None, False
+            self.counts["forgotten_host_blocks"] += 1
+            self._drop_row_if_empty(block.content)
+            self.shelve(host)
+
     def store_tail(self, block: Block, parent: Content, items: tuple[Item, ...]) -> None:
         """Index an unfull tail for partial matches, unless an indexed child starts with it."""
         recent = self._bucket(parent, items)[-CANDIDATES:]

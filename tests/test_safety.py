@@ -1,0 +1,247 @@
+"""What callers do by accident or on purpose must not break memory, mix up prompts, or wedge the pool."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from kvpool.device.base import Device
+from kvpool.device.cpu import CpuDevice
+from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolClosed, UnknownSequence
+from kvpool.state import blocks, debug
+
+Make = Callable[..., Engine]
+SECRET = b"0123456789abcdef"
+
+
+class Interceptor(CpuDevice):
+    """Runs ``before`` once, ahead of the next copy."""
+
+    before: Callable[[], Any] | None = None
+
+    def copy_blocks(self, moves: Any, stream: Any = None) -> None:
+        hook, self.before = self.before, None
+        if hook is not None:
+            hook()
+        super().copy_blocks(moves, stream)
+
+
+def test_keys_survive_a_reused_token_buffer(make: Make) -> None:
+    engine = make()
+    buffer = np.arange(9, dtype=np.int32)
+    keys = engine.cache.block_keys(buffer)
+    buffer[:] = 99
+    assert keys.tokens.tolist() == list(range(9))
+    sequence = engine.cache.add_sequence(keys)
+    engine.cache.commit(sequence)
+    engine.cache.release(sequence)
+    assert engine.cache.match_prefix([99] * 9).tokens == 0
+    assert engine.cache.match_prefix(list(range(9))).tokens == 8
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda keys: pickle.loads(pickle.dumps(keys))])
+def test_copied_keys_own_what_they_point_to(make: Make, duplicate: Callable[[Any], Any]) -> None:
+    engine = make()
+    engine.seed(range(9), committed=8)
+    keys = engine.cache.block_keys(list(range(9)), extra_ids=None)
+    other = duplicate(keys)
+    del keys
+    gc.collect()
+    filler = [np.full(9, 7777, np.int32) for _ in range(1000)]
+    assert engine.cache.match_prefix(other).tokens == 8 and len(filler) == 1000
+    with pytest.raises(ValueError, match="read-only"):
+        other.tokens[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        other.keys[0, 0] = 1
+
+
+def test_keys_are_refused_by_a_pool_with_another_secret(make: Make) -> None:
+    keys = make().cache.block_keys([1, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="another secret"):
+        make().cache.add_sequence(keys)
+    one, other = make(secret=SECRET), make(secret=SECRET)
+    assert other.cache.add_sequence(one.cache.block_keys([1, 2, 3, 4, 5])) >= 0
+
+
+def test_subclasses_of_builtins_do_not_share_a_namespace(make: Make) -> None:
+    class Named(int):
+        def __str__(self) -> str:
+            return "adapter"
+
+        def __repr__(self) -> str:
+            return "adapter"
+
+    class Same(str):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 1
+
+    cache = make().cache
+    namespaces = [cache.block_keys([1], adapter_id=a).namespace for a in (Named(1), Named(2), 1, "1")]
+    assert namespaces[0] == namespaces[2] and len(set(namespaces)) == 3
+    assert cache.block_keys([1], salt=Same("a")).namespace != cache.block_keys([1], salt=Same("b")).namespace
+    assert cache.block_keys([1], salt="a").namespace != cache.block_keys([1], salt=b"a").namespace
+
+
+def test_counts_that_would_wrap_are_refused(make: Make) -> None:
+    engine = make(P=8)
+    ids = engine.cache.add_sequence_batch([[i] for i in range(4)]).ids
+    before = debug.dump(engine.cache._state)
+    with pytest.raises(ValueError, match="counts"):
+        engine.cache.append_tokens(ids, [], [2**62] * 4)
+    with pytest.raises(ValueError, match="new_tokens"):
+        engine.cache.blocks_needed(sequences=ids, new_tokens=2**63 - 1)
+    assert debug.dump(engine.cache._state) == before
+    engine.cache.release(ids)
+
+
+def test_what_a_lease_shows_is_not_what_it_unpins(make: Make) -> None:
+    engine = make(P=4, S=4)
+    for start in (0, 10):
+        engine.seed(range(start, start + 4), committed=4)
+        engine.cache.offload(list(range(start, start + 4)))
+    one = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]), tier="host")
+    other = engine.cache.pin(engine.cache.block_keys([10, 11, 12, 13]), tier="host")
+    one.blocks[:] = other.blocks
+    one.close()
+    engine.cache.verify()
+    one.blocks[:] = 10**12
+    with pytest.raises(LeaseExpired):
+        one.close()
+    other.close()
+
+
+def test_a_foreign_sequence_is_unknown(make: Make) -> None:
+    one, other = make().cache, make().cache
+    mine, theirs = one.add_sequence([1]), other.add_sequence([1])
+    with pytest.raises(UnknownSequence, match=str(theirs)):
+        one.release(theirs)
+    one.release(mine)
+    other.release(theirs)
+
+
+def test_a_pin_whose_copy_failed_is_no_pin(make: Make) -> None:
+    from kvpool.errors import DeviceError
+
+    device = Interceptor()
+    from engine import small_layout
+    from kvpool import KVCacheManager
+
+    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device) as cache:
+        keys = cache.block_keys([0, 1, 2, 3])
+        sequence = cache.add_sequence(keys)
+        cache.commit(sequence)
+        cache.release(sequence)
+        transfer = cache._transfer
+        drain = transfer.drain
+
+        def fail() -> None:
+            raise DeviceError("no")
+
+        def reader() -> None:
+            # Another thread's pin arrives between the decision to offload and its copy, which then fails.
+            transfer.drain = drain  # type: ignore[method-assign]
+            device.before = fail
+            assert cache.find_and_pin_host(keys.keys[0]) is None
+            drain()
+
+        transfer.drain = reader  # type: ignore[method-assign]
+        cache.release(cache.add_sequence([9]))
+        assert cache.stats().lost_blocks == 1 and not cache.leases
+        cache.verify()
+        with pytest.raises(BlockNotFound):
+            cache.pin(keys)
+    device.close()
+
+
+def test_a_clock_that_fails_leaves_nothing_pinned(make: Make) -> None:
+    engine = make(P=4)
+    engine.seed(range(4), committed=4)
+    keys = engine.cache.block_keys([0, 1, 2, 3])
+    lease = engine.cache.pin(keys)
+    engine.cache._clock = lambda: "now"  # type: ignore[assignment, return-value]
+    for call in (lambda: engine.cache.pin(keys), lease.close, lambda: engine.cache.revoke("")):
+        with pytest.raises(TypeError):
+            call()
+    engine.cache._clock = engine.clock
+    engine.cache.verify()
+    lease.close()
+
+
+def test_a_lease_closed_by_a_destructor_does_not_wait_for_its_own_thread(make: Make) -> None:
+    engine = make(P=4)
+    engine.seed(range(4), committed=4)
+    lease = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]))
+    with engine.cache._lock:
+        lease.close()
+    assert lease.closed
+
+
+def test_an_interrupted_copy_closes_the_pool_rather_than_running_twice(make: Make) -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    from engine import small_layout
+    from kvpool import KVCacheManager
+
+    device = Interceptor()
+    cache = KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device)
+    sequence = cache.add_sequence([0, 1, 2, 3])
+    cache.commit(sequence)
+    cache.release(sequence)
+    device.before = leave
+    with pytest.raises(SystemExit):
+        cache.add_sequence([9])
+    with pytest.raises(PoolClosed, match="SystemExit"):
+        cache.match_prefix([1])
+    assert cache.close().sequences and cache.closed
+    device.close()
+
+
+def test_a_pool_that_cannot_be_built_gives_its_device_back() -> None:
+    from kvpool import BlockLayout, KVCacheManager
+
+    device: Device = CpuDevice()
+    layout = BlockLayout(1, 1, 1, 1, dtype="uint8", planes=1)
+    with pytest.raises((InsufficientMemory, MemoryError)):
+        KVCacheManager(layout, device_blocks=1 << 20, device=device, max_sequences=1 << 24, max_sequence_tokens=1 << 30)
+    KVCacheManager(layout, device_blocks=4, device=device).close()
+    device.close()
+
+
+def test_release_without_storing_leaves_nothing_on_either_tier(make: Make) -> None:
+    engine = make(P=8, S=4)
+    sequence = engine.cache.add_sequence(list(range(9)))
+    engine.cache.commit(sequence)
+    keys = engine.cache.block_keys(list(range(9)))
+    assert engine.cache.offload(keys) == 2
+    lease = engine.cache.pin(keys, tier="device")
+    engine.cache.release(sequence, store=False)
+    assert engine.cache.match_prefix(keys).tokens == 0 and not engine.cached() and not engine.cached("host")
+    engine.cache.verify()
+    lease.close()
+    assert engine.free() == 8 and engine.free("host") == 4
+
+
+def test_a_rewind_may_use_what_it_gives_back(make: Make) -> None:
+    engine = make(P=4)
+    sequence = engine.cache.add_sequence(list(range(13)))
+    engine.cache.commit(sequence)
+    block = engine.cache.block_table(sequence).dense()[0, 1]
+    with engine.cache.pin_blocks(block):
+        assert engine.free() == 0
+        engine.cache.rewind(sequence, 7)
+        assert engine.cache.block_table(sequence).dense()[0, 1] != block
+        with pytest.raises(OutOfBlocks):
+            engine.cache.append_tokens(sequence, list(range(20)))
+    engine.cache.release(sequence)
+    assert blocks.NONE not in engine.order()
