@@ -23,6 +23,7 @@ from kvpool.sequence import (
     id_array,
     is_integer,
     key_rows,
+    private,
     salt_argument,
     token_array,
 )
@@ -64,9 +65,8 @@ class KVCacheManager(Pool):
         equal tokens in different ones never match. ``extra_ids`` int64[n] tell tokens apart whose ids do not, such as image
         placeholders. Raises TypeError / ValueError. Reads no state; thread-safe.
         """
-        # A private copy: what was hashed is what is compared and stored, whatever becomes of the caller's buffer.
-        found = token_array("tokens", tokens)
-        return self._hash(found.copy() if found is tokens else found, salt, adapter_id, extra_ids)
+        # What was hashed is what is compared and stored, whatever becomes of the caller's buffer.
+        return self._hash(private(token_array("tokens", tokens), tokens), salt, adapter_id, extra_ids)
 
     def _hash(self, found: npt.NDArray[np.int32], salt: Any = None, adapter_id: Any = None, extra_ids: Any = None) -> BlockKeys:
         extra = extra_array(extra_ids, len(found))

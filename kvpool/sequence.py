@@ -137,6 +137,11 @@ def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
     return _plain(found, np.int64)
 
 
+def private(values: npt.NDArray[Any], given: Any) -> npt.NDArray[Any]:
+    """The array if it is nobody else's memory, else a copy."""
+    return values if values.flags.owndata and values is not given else values.copy()
+
+
 def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
@@ -182,13 +187,13 @@ def adapter_argument(adapter_id: Any) -> int | str | None:
 
 
 def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
-    """Extra ids as int64[count], or None if there are none or all are zero."""
+    """Extra ids as a private int64[count], or None if there are none or all are zero."""
     if extra_ids is None:
         return None
     found = int64_array("extra_ids", extra_ids)
     if len(found) != count:
         raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
-    return found if found.any() else None
+    return private(found, extra_ids) if found.any() else None
 
 
 def key_rows(keys: Any) -> npt.NDArray[np.int64]:

@@ -33,10 +33,11 @@ class Interceptor(CpuDevice):
         super().copy_blocks(moves, stream)
 
 
-def test_keys_survive_a_reused_token_buffer(make: Make) -> None:
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: a[:], memoryview, lambda a: a.view(np.recarray)])
+def test_keys_survive_a_reused_token_buffer(make: Make, wrap: Callable[[Any], Any]) -> None:
     engine = make()
     buffer = np.arange(9, dtype=np.int32)
-    keys = engine.cache.block_keys(buffer)
+    keys = engine.cache.block_keys(wrap(buffer))
     buffer[:] = 99
     assert keys.tokens.tolist() == list(range(9))
     sequence = engine.cache.add_sequence(keys)
@@ -44,6 +45,25 @@ def test_keys_survive_a_reused_token_buffer(make: Make) -> None:
     engine.cache.release(sequence)
     assert engine.cache.match_prefix([99] * 9).tokens == 0
     assert engine.cache.match_prefix(list(range(9))).tokens == 8
+
+
+def test_keys_survive_reused_extra_ids(make: Make) -> None:
+    images = np.ones(9, np.int64)
+    keys = make().cache.block_keys(list(range(9)), extra_ids=images)
+    images[:] = 2
+    assert keys.extra_ids is not None and keys.extra_ids.tolist() == [1] * 9
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_key_that_collides_is_no_hit(make: Make, guarded: bool) -> None:
+    """With the comparison of tokens taken out, the prompt would get the other's KV."""
+    engine = make()
+    engine.seed(range(9), committed=8)
+    forged = engine.cache.block_keys(list(range(50, 59)))
+    forged._owned[1][:] = engine.cache.block_keys(list(range(9))).keys
+    if not guarded:
+        engine.cache._state.disable_guard("tokens_at_hit")
+    assert engine.cache.match_prefix(forged).tokens == (0 if guarded else 8)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda keys: pickle.loads(pickle.dumps(keys))])
