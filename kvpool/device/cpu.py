@@ -34,7 +34,7 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
-        self._plan_vector = np.zeros(0, dtype=np.int64)
+        self._plan_vector: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._pools: tuple[NDArray[np.uint8], ...] = ()
         self._closed = False
 
