@@ -66,19 +66,16 @@ def _walk_lists(h, seen):
 
 @jit
 def _walk_index(h, seen):
-    """Count in ``seen`` how often the index reaches each block; returns one in the wrong bucket or one of two with one key, else NONE."""
+    """Count in ``seen`` how often the index reaches each block; returns one reached twice, or in the wrong bucket, else NONE."""
     blocks, heads = blocks_of(h), index_of(h)
     for at in range(heads.shape[0]):
         b = heads[at]
         while b != NONE:
+            if b < 0 or b >= blocks.shape[0]:
+                return b
             seen[b] += 1
             if seen[b] > 1 or _bucket(blocks[b].key0, heads.shape[0]) != at:
                 return b
-            other = blocks[b].chain
-            while other != NONE and other != b:
-                if blocks[other].key0 == blocks[b].key0 and blocks[other].key1 == blocks[b].key1:
-                    return b
-                other = blocks[other].chain
             b = blocks[b].chain
     return NONE
 
@@ -89,6 +86,8 @@ def _walk_children(h, seen):
     for at in range(heads.shape[0]):
         b, before = heads[at], NONE
         while b != NONE:
+            if b < 0 or b >= blocks.shape[0]:
+                return b
             seen[b] += 1
             if seen[b] > 1 or blocks[b].child_prev != before:
                 return b
@@ -150,6 +149,10 @@ def _index(state: State) -> Iterator[Finding]:
     flags, twin = blocks["flags"], blocks["twin"]
     published, linked, tail = (flags & PUBLISHED) != 0, (flags & LINKED) != 0, (flags & TAIL) != 0
     has = twin != NONE
+    outside = has & ((twin < 0) | (twin >= len(blocks)))
+    if outside.any():
+        yield from _first("copies", outside, "the copy of block {} is no block")
+        return
     yield from _first("copies", has & ~published, "block {} has a copy but is not published")
     other = blocks[twin]
     is_device = np.arange(len(blocks)) < device
@@ -169,9 +172,13 @@ def _index(state: State) -> Iterator[Finding]:
         seen = np.zeros(len(blocks), np.int32)
         bad = walk(state.header, seen)
         if bad != NONE:
-            yield name, f"links, bucket or key are wrong at block {bad}"
+            yield name, f"links or bucket are wrong at block {bad}"
         else:
             yield from _first(name, (seen == 1) != members, "block {} can be reached but should not be, or the reverse")
+    members = np.flatnonzero(linked & published)
+    keys = np.stack([blocks["key0"][members], blocks["key1"][members]], axis=1)
+    if len(np.unique(keys, axis=0)) != len(keys):
+        yield "index", "two contents have one key"
     bad = _wrong_key(state.header)
     if bad != NONE:
         yield "key", f"the key of block {bad} is not that of its tokens"
