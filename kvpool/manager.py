@@ -18,11 +18,13 @@ from kvpool.sequence import (
     Match,
     adapter_argument,
     address,
+    bool_argument,
     count_array,
     extra_array,
     id_array,
     is_integer,
     key_rows,
+    list_argument,
     private,
     salt_argument,
     token_array,
@@ -144,13 +146,13 @@ class KVCacheManager(Pool):
         or nothing, unless ``allow_partial_batch``: then the head of the batch that fits. ``retention`` has one list of ranges, or
         None, per prompt. Raises OutOfBlocks, OutOfSequences, ValueError, TypeError. ``stream``: the engine's, which will use the blocks.
         """
-        if not isinstance(allow_partial_batch, bool):
-            raise TypeError(f"allow_partial_batch={allow_partial_batch!r:.80}: accepted are True and False")
-        keys = [self._prompt(prompt) for prompt in prompts]
-        ranges = [None] * len(keys) if retention is None else [None if r is None else retention_rows(r) for r in retention]
+        partial = bool_argument("allow_partial_batch", allow_partial_batch)
+        keys = [self._prompt(prompt) for prompt in list_argument("prompts", prompts)]
+        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
+        ranges = [None if one is None else retention_rows(one) for one in given]
         if len(ranges) != len(keys):
             raise ValueError(f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts")
-        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, allow_partial_batch)
+        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, partial)
         return Admission(out[:, requests.O_ID].copy(), *out[:, requests.O_CACHED : requests.O_MISSED + 1].T.astype(np.int32))
 
     def _admit(
@@ -213,7 +215,7 @@ class KVCacheManager(Pool):
 
         Changes the pool. Raises UnknownSequence, ValueError.
         """
-        self._decide(0, stream, growth.release, id_array("ids", ids), bool(store), self.now())
+        self._decide(0, stream, growth.release, id_array("ids", ids), bool_argument("store", store), self.now())
 
     def evictable_if_released(self, ids: Ids) -> int:
         """Device blocks that would become free if these sequences were released together. Does not change the pool."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import time
@@ -34,7 +33,7 @@ from kvpool.layout import BlockLayout, integer_argument
 from kvpool.leases import Lease
 from kvpool.memory import MemoryPools
 from kvpool.retention import priority_argument
-from kvpool.sequence import id_array, key_row, key_rows
+from kvpool.sequence import bool_argument, id_array, key_row, key_rows
 from kvpool.state import admission, blocks, growth, holds
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
@@ -65,24 +64,24 @@ class Pool:
             raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
         if secret is not None and (not isinstance(secret, bytes) or not 16 <= len(secret) <= 64):
             raise ValueError("secret: accepted are 16 to 64 bytes")
-        if not isinstance(partial_reuse, bool):
-            raise TypeError(f"partial_reuse={partial_reuse!r}: accepted are True and False")
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
         width = layout.tokens_per_block
         if width > np.iinfo(np.int16).max:
             raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
-        priority_argument("offload_min_priority", offload_min_priority)
-        integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535)
-        integer_argument("event_capacity", event_capacity, 0, 1 << 31)
-        integer_argument("max_sequences", max_sequences, 1, 1 << 24)
+        min_priority = priority_argument("offload_min_priority", offload_min_priority)
+        min_reuse = integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535)
+        events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
+        sequences = integer_argument("max_sequences", max_sequences, 1, 1 << 24)
         if max_sequence_tokens is not None:
-            integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
-        self.layout, self.tokens_per_block, self.partial_reuse = layout, width, partial_reuse
+            max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
+        self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
         self._device = get_device(device)
         self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
         self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
         self._owns_device = not isinstance(device, Device)
         try:
-            self._build_state(max_sequences, max_sequence_tokens, secret, event_capacity, offload_min_priority, offload_min_reuse)
+            self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
         except BaseException:
             self._pools.close()
             raise
@@ -106,16 +105,17 @@ class Pool:
     def _build_state(
         self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int
     ) -> None:
-        columns = -(-(tokens or min(self.device_blocks * self.tokens_per_block, MAX_TOKENS)) // self.tokens_per_block)
-        try:
-            self._state = blocks.State(
-                device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=self.tokens_per_block, sequences=sequences,
-                columns=columns, secret=secret or os.urandom(32), partial_reuse=self.partial_reuse,
-                offload_min_priority=min_priority, offload_min_reuse=min_reuse, event_capacity=events,
-            )  # fmt: skip
-        except MemoryError:
-            table = 4 * sequences * columns
-            raise InsufficientMemory("state, with its block table,", table, self._device.available_bytes("host") or 0) from None
+        width = self.tokens_per_block
+        columns = -(-(tokens or min(self.device_blocks * width, MAX_TOKENS)) // width)
+        needed = blocks.state_bytes(self.device_blocks + self.host_blocks, width, sequences, columns, events)
+        available = self._device.available_bytes("host")
+        if available is not None and needed > available:
+            raise InsufficientMemory("state: the host", needed, available)
+        self._state = blocks.State(
+            device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=sequences, columns=columns,
+            secret=secret or os.urandom(32), partial_reuse=self.partial_reuse, offload_min_priority=min_priority,
+            offload_min_reuse=min_reuse, event_capacity=events,
+        )  # fmt: skip
 
     # -- the shape of every decision ------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Pool:
         Raises BlockNotFound, naming the first key that is not there, with nothing pinned.
         """
         wanted = {None: holds.ANY_TIER, "device": blocks.DEVICE, "host": blocks.HOST}
-        if tier not in wanted:
+        if not (tier is None or isinstance(tier, str)) or tier not in wanted:
             raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
         rows = key_rows(keys)
         lease = self._pin(owner, rows, np.empty(len(rows), np.int64), wanted[tier])
@@ -229,8 +229,8 @@ class Pool:
             return int(lost[0])
 
     def now(self) -> int:
-        """Milliseconds on the pool's clock. Raises TypeError if that gives no integer."""
-        return operator.index(self._clock())
+        """Milliseconds on the pool's clock. Raises TypeError or ValueError if that gives anything else."""
+        return integer_argument("clock()", self._clock(), 0, MAX_MS)
 
     def is_leased(self, lease: Lease) -> bool:
         """Whether a lease is open."""
@@ -256,6 +256,8 @@ class Pool:
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner, whose readers then read memory that may be reused; returns how many."""
+        if not isinstance(owner, str):
+            raise TypeError(f"owner={owner!r:.80}: accepted is a string")
         now = self.now()
         with DeferInterrupt(), self._lock:
             self._check_open()
@@ -312,12 +314,13 @@ class Pool:
 
     def reset(self, force: bool = False) -> None:
         """Forget all content. Raises PoolBusy while sequences live, unless ``force`` releases them. Pinned blocks stay readable."""
+        force, now = bool_argument("force", force), self.now()
         with DeferInterrupt(), self._lock:
             self._check_open()
             ids = self._live()
             if len(ids) and not force:
                 raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-            holds.reset(self._state.header, ids, self.now())
+            holds.reset(self._state.header, ids, now)
 
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""

@@ -38,11 +38,13 @@ def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) ->
 
     Raises ValueError for a negative index, an empty range, an overlap, or an open end before the last range; TypeError for no range.
     """
+    if not isinstance(ranges, (list, tuple)):
+        raise TypeError(f"retention={ranges!r:.80}: accepted is a list of ranges")
     rows = []
     for i, given in enumerate(ranges):
         name = f"retention[{i}]"
         try:
-            one = RetentionRange(*given)  # type: ignore[arg-type]
+            one = RetentionRange(*given)
         except TypeError:
             raise TypeError(f"{name}={given!r}: accepted is (start, end, priority[, ttl_ms])") from None
         start = integer_argument(f"{name}.start", one.start, 0, OPEN_END - 1)

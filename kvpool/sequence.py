@@ -101,10 +101,10 @@ def _integers(name: str, values: Any) -> npt.NDArray[Any]:
         raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int")
     else:
         found = np.asarray(values)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name}={values!r:.80} has dtype {found.dtype}: accepted are integers")
     if found.ndim != 1:
         raise ValueError(f"{name} has shape {found.shape}: accepted is one dimension")
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {found.dtype}: accepted are integers")
     return found
 
 
@@ -131,10 +131,25 @@ def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[n
 
 def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
     """Integers as int64[n], contiguous."""
+    if isinstance(values, (list, tuple)) and any(isinstance(value, bool) for value in values):
+        raise TypeError(f"{name}={values!r:.80}: accepted are integers, no bools")
     found = _integers(name, values)
     if found.dtype == np.uint64 and len(found) and int(found.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
     return _plain(found, np.int64)
+
+
+def bool_argument(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r:.80}: accepted are True and False")
+    return bool(value)
+
+
+def list_argument(name: str, value: Any) -> Any:
+    """A list or tuple; TypeError for anything else."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r:.80}: accepted is a list")
+    return value
 
 
 def private(values: npt.NDArray[Any], given: Any) -> npt.NDArray[Any]:
@@ -212,10 +227,14 @@ def key_rows(keys: Any) -> npt.NDArray[np.int64]:
 def key_row(key: Any) -> npt.NDArray[np.int64]:
     """One key as int64[1, 2]: 16 bytes or uint64[2]."""
     if isinstance(key, (bytes, bytearray, memoryview)):
-        if len(key) != 16:
-            raise ValueError(f"key has {len(key)} bytes: accepted are 16")
-        return np.frombuffer(key, np.int64).copy().reshape(1, 2)
-    found = np.asarray(key)
+        data = bytes(key)
+        if len(data) != 16:
+            raise ValueError(f"key has {len(data)} bytes: accepted are 16")
+        return np.frombuffer(data, np.int64).copy().reshape(1, 2)
+    try:
+        found = np.asarray(key)
+    except ValueError:
+        raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]") from None
     if found.dtype != np.uint64 or found.shape != (2,):
         raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]")
     return _plain(found, np.uint64).view(np.int64).reshape(1, 2)

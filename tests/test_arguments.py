@@ -134,7 +134,7 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"retention": 5}, TypeError, "int"),
+        ({"retention": 5}, TypeError, "retention=5"),
         *(({"retention": [bad]}, TypeError, r"retention\[0\]=") for bad in (5, (0, None), (0, 1, 2, 3, 4), None)),
         *(({"retention": [bad]}, TypeError, rf"retention\[0\]\.{name}=") for name, bad in (
             ("start", (True, 5, 35)), ("start", (None, 5, 35)), ("start", ("0", 5, 35)), ("end", (0, 5.0, 35)), ("priority", (0, 5, None)),

@@ -213,6 +213,12 @@ def change_word(blocks, b, refs, pins):
 _POOLS = itertools.count(1)
 
 
+def state_bytes(count: int, width: int, sequences: int, columns: int, events: int) -> int:
+    """Bytes that a State of ``count`` blocks will take."""
+    per_block = BLOCK.itemsize + 12 + 4 * width
+    return count * per_block + sequences * (SEQUENCE.itemsize + 4 + 4 * columns) + events * (EVENT.itemsize + 4 * width)
+
+
 class State:
     """Owns every array of one pool and the header that points to them. Not thread-safe: the manager's state lock guards it.
 
