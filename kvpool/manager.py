@@ -67,6 +67,7 @@ class KVCacheManager(Pool):
         equal tokens in different ones never match. ``extra_ids`` int64[n] tell tokens apart whose ids do not, such as image
         placeholders. Raises TypeError / ValueError. Reads no state; thread-safe.
         """
+        self._check_open()
         # What was hashed is what is compared and stored, whatever becomes of the caller's buffer.
         return self._hash(private(token_array("tokens", tokens), tokens), salt, adapter_id, extra_ids)
 

@@ -217,7 +217,7 @@ def commit(h, ids, counts, now):
     for i in range(ids.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
         if counts[i] != NONE and (counts[i] > sequence.length or counts[i] < sequence.committed):
-            h[DETAIL], h[DETAIL2] = i, sequence.committed
+            h[DETAIL], h[DETAIL2] = i, sequence.length if counts[i] > sequence.length else sequence.committed
             return BAD_COUNT
     begin(h, now)
     for i in range(ids.shape[0]):

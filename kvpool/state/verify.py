@@ -26,6 +26,7 @@ from kvpool.state.blocks import (
     LOWEST,
     MOVES,
     NONE,
+    ONBOARDING,
     PUBLISHED,
     REDUNDANT,
     SECRET0,
@@ -236,6 +237,11 @@ def _pins(state: State, leased: IntArray) -> Iterator[Finding]:
     yield from _first("pins", pins != (state.blocks["word"] >> 32), "block {}: pins are not those of the live leases")
 
 
+def _scratch(state: State) -> Iterator[Finding]:
+    yield from _first("scratch", state.sequences["mark"] != 0, "sequence row {} is still marked by a call")
+    yield from _first("scratch", state.blocks["flags"] & ONBOARDING != 0, "block {} is still marked as the source of an onboard")
+
+
 def _moves(state: State) -> Iterator[Finding]:
     if state.header[MOVES] != 0:
         yield "moves", f"{state.header[MOVES]} decided moves were not handed to transfer"
@@ -243,7 +249,7 @@ def _moves(state: State) -> Iterator[Finding]:
 
 def findings(state: State, leased: IntArray) -> list[Finding]:
     """All broken invariants as (check, detail); ``leased`` are the blocks of live leases, one entry per pin."""
-    checks = (_lists(state), _index(state), _sequences(state), _expiries(state), _pins(state, leased), _moves(state))
+    checks = (_lists(state), _index(state), _sequences(state), _expiries(state), _pins(state, leased), _scratch(state), _moves(state))
     return [finding for check in checks for finding in check]
 
 
