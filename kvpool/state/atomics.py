@@ -1,6 +1,6 @@
-"""Atomic operations on array elements and views of raw addresses, as Numba intrinsics.
+"""Atomic operations on array elements, views of raw addresses and bit lengths, as Numba intrinsics.
 
-All of them are sequentially consistent and work in nogil functions that are cached on disk.
+The atomics are sequentially consistent. All work in nogil functions that are cached on disk.
 """
 
 from __future__ import annotations
@@ -36,21 +36,6 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
         return builder.load_atomic(pointer, "seq_cst", array.dtype.bitwidth // 8)
 
     return array.dtype(array, index), codegen
-
-
-@intrinsic
-def fetch_add(typingctx: Any, array: Any, index: Any, delta: Any) -> Any:
-    """``array[index] += delta``; returns what was there before."""
-    if not _valid(array, index) or not isinstance(delta, types.Integer):
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i = context.cast(builder, args[1], signature.args[1], types.intp)
-        pointer = _pointer(context, builder, signature.args[0], args[0], i)
-        value = context.cast(builder, args[2], signature.args[2], array.dtype)
-        return builder.atomic_rmw("add", pointer, value, "seq_cst")
-
-    return array.dtype(array, index, delta), codegen
 
 
 @intrinsic

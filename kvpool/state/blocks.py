@@ -85,7 +85,6 @@ EVENT = np.dtype(
         ("tier", "i2"),
         ("priority", "i2"),
         ("group", "i2"),  # 1 = continues the stored event before it
-        ("tokens", "i4"),
         ("key0", "i8"),
         ("key1", "i8"),
         ("parent0", "i8"),

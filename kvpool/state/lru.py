@@ -7,7 +7,7 @@ the block's own links as they were, so that a chain of unlinks is undone exactly
 from __future__ import annotations
 
 from kvpool.jit import jit
-from kvpool.state.blocks import EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE, REDUNDANT
+from kvpool.state.blocks import EMPTY, LISTS_PER_TIER, LOWEST, NONE
 
 
 @jit
@@ -74,17 +74,6 @@ def lowest(lists, tier):
         p += 1
     lists[LOWEST + tier, 0] = p
     return lists[base + p, 0] if p < EMPTY else NONE
-
-
-@jit
-def next_victim(lists, tier):
-    """The block that would be taken next: empty, then (host) redundant, then the front of the lowest priority; NONE if all are held."""
-    base = tier * LISTS_PER_TIER
-    if lists[base + EMPTY, 2] > 0:
-        return lists[base + EMPTY, 0]
-    if tier == HOST and lists[base + REDUNDANT, 2] > 0:
-        return lists[base + REDUNDANT, 0]
-    return lowest(lists, tier)
 
 
 @jit

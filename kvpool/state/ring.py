@@ -56,7 +56,6 @@ def emit(h, kind, b):
     events[i].key0, events[i].key1 = blocks[b].key0, blocks[b].key1
     events[i].parent0, events[i].parent1 = blocks[b].parent0, blocks[b].parent1
     events[i].namespace = blocks[b].namespace
-    events[i].tokens = h[WIDTH]
     if kind == STORED:
         copied, tokens = event_tokens_of(h), tokens_of(h)
         for t in range(h[WIDTH]):
