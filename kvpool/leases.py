@@ -21,22 +21,23 @@ class Lease:
     """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
 
     ``blocks`` int64[n] ids; ``keys`` uint64[n, 2] or None for a lease by block id; ``addresses`` int64[n] of the first byte of each
-    block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given. Thread-safe.
+    block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given,
+    ``since`` is when that was, in ms on the pool's clock. Thread-safe.
     """
 
-    __slots__ = ("_pool", "_since", "addresses", "blocks", "generation", "id", "keys", "owner")
+    __slots__ = ("_pool", "addresses", "blocks", "generation", "id", "keys", "owner", "since")
 
     def __init__(
         self, pool: Lessor, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
         keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64],
     ) -> None:  # fmt: skip
-        self._pool, self._since = pool, since
+        self._pool, self.since = pool, since
         self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
         self.blocks, self.keys = blocks.copy(), None if keys is None else keys.view(np.uint64).copy()
 
     @property
     def age_ms(self) -> int:
-        return self._pool.now() - self._since
+        return self._pool.now() - self.since
 
     @property
     def closed(self) -> bool:

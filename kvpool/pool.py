@@ -90,13 +90,9 @@ class Pool:
         self._table = self._state.table.view()
         self._table.flags.writeable = False
         self._clock: Callable[[], int] = clock or _milliseconds
-        self._columns = self._state.table.shape[1]
-        self._origin = (self._state.fingerprint, width)
-        self._table = self._state.table.view()
-        self._table.flags.writeable = False
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
-        self._transfer = Transfer(self._state, self._lock, self._device, self._clock)
+        self._transfer = Transfer(self._state, self._lock, self._device)
         self._leases: dict[int, tuple[Lease, npt.NDArray[np.int64]]] = {}
         self._lease_count = 0
         self._report: CloseReport | None = None
@@ -324,11 +320,12 @@ class Pool:
 
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
+        now = self.now() if self._leases else 0
         with DeferInterrupt():
             with self._lock:
                 if self._report is not None:
                     return self._report
-                owners = [(lease.owner, lease.age_ms) for lease, _ in list(self._leases.values())]
+                owners = [(lease.owner, now - lease.since) for lease, _ in list(self._leases.values())]
                 self._report = CloseReport(self._live().tolist(), owners)
                 self._leases.clear()
             # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.

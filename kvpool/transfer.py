@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ class Batch(NamedTuple):
 class Transfer:
     """The queue of decided batches. ``broken`` is the device error that will not go away, or None."""
 
-    def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device, clock: Callable[[], int]) -> None:
-        self._state, self._state_lock, self._device, self._clock = state, state_lock, device, clock
+    def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device) -> None:
+        self._state, self._state_lock, self._device = state, state_lock, device
         self._lock = threading.Lock()
         self._queue: deque[Batch] = deque()
         self._lost: dict[int, int] = {}
@@ -67,7 +66,7 @@ class Transfer:
         """The oldest batch is on its way, except for the moves to ``lost`` targets (block, ticket), which lose their content."""
         with self._state_lock:
             if len(lost):
-                holds.lose(self._state.header, lost, self._clock())
+                holds.lose(self._state.header, lost)
             self._enqueued = self._queue.popleft().ticket
             if not self._queue:
                 self._lost.clear()

@@ -197,6 +197,35 @@ def test_a_clock_that_fails_leaves_nothing_pinned(make: Make) -> None:
     lease.close()
 
 
+def test_a_failed_copy_is_accounted_for_without_the_callers_clock(make: Make) -> None:
+    from engine import small_layout
+    from kvpool import KVCacheManager
+    from kvpool.errors import DeviceError
+
+    gone: list[bool] = []
+
+    def clock() -> int:
+        assert not gone, "the clock was asked while a failure was accounted for"
+        return 0
+
+    def fail() -> None:
+        gone.append(True)
+        raise DeviceError("no")
+
+    device = Interceptor()
+    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device, clock=clock) as cache:
+        sequence = cache.add_sequence([0, 1, 2, 3])
+        cache.commit(sequence)
+        cache.release(sequence)
+        device.before = fail
+        sequence = cache.add_sequence([9])
+        assert gone and cache.stats().lost_blocks == 1 and not cache._transfer.waiting
+        cache.verify()
+        gone.clear()
+        cache.release(sequence)
+    device.close()
+
+
 def test_a_lease_closed_by_a_destructor_does_not_wait_for_its_own_thread(make: Make) -> None:
     engine = make(P=4)
     engine.seed(range(4), committed=4)

@@ -310,7 +310,7 @@ def _grant(h, request, slot, out):
     counters[C_PARTIAL] += 1 if out[O_PARTIAL] else 0
     counters[C_MISSED] += out[O_MISSED]
     sequence.live, sequence.failed, sequence.duplicates = 1, 0, NONE
-    sequence.length, sequence.prompt, sequence.blocks = request[R_LENGTH], request[R_LENGTH], total
+    sequence.length, sequence.blocks = request[R_LENGTH], total
     sequence.committed = sequence.cached = out[O_CACHED]
     sequence.reused = out[O_MATCHED]
     sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]

@@ -62,7 +62,6 @@ SEQUENCE = np.dtype(
         ("length", "i4"),  # tokens
         ("committed", "i4"),  # tokens whose KV the engine has written
         ("blocks", "i4"),
-        ("prompt", "i4"),
         ("cached", "i4"),  # reused tokens, partial ones included
         ("reused", "i4"),  # full blocks reused
         ("namespace", "i8"),
@@ -74,7 +73,6 @@ SEQUENCE = np.dtype(
         ("ttl", "i4"),
         ("failed", "i4"),  # a block of it was lost on the way
         ("mark", "i4"),  # scratch within one call
-        ("extra", "i4"),  # some token has an extra id
     ],
     align=True,
 )

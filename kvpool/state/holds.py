@@ -21,6 +21,7 @@ from kvpool.state.blocks import (
     LISTS_PER_TIER,
     LOST,
     NONE,
+    NOW,
     PUBLISHED,
     REMOVALS,
     SEQUENCES,
@@ -184,13 +185,13 @@ def refresh(h, now):
 
 
 @jit
-def lose(h, targets, now):
+def lose(h, targets):
     """Blocks whose bytes never came: ``targets`` int64[n, 2] of block and the ticket that should have written it.
 
     Content that a later decision has put there is left alone. Returns how many blocks lost theirs.
     """
     blocks, lists = blocks_of(h), lists_of(h)
-    begin(h, now)
+    begin(h, h[NOW])
     lost = 0
     for i in range(targets.shape[0]):
         b = targets[i, 0]
