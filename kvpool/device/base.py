@@ -31,21 +31,34 @@ NULL_STREAM = Stream(0)
 """The stream of a caller that names none."""
 
 
+class Event:
+    """A point on a stream: what ``record`` gave. It is *complete* once all work enqueued there before it is done."""
+
+    __slots__ = ("__weakref__",)
+
+
+NULL_EVENT = Event()
+"""Complete from the start, on every device."""
+
+
 class Device(ABC):
     """Memory for one pool, and the copies of its blocks.
 
     One device serves one pool: ``bind`` tells it where the two tiers lie and ``copy_blocks`` then works on block ids,
     ``[0, device_blocks)`` on the device and ``[device_blocks, device_blocks + host_blocks)`` on the host.
 
-    A copy has been *enqueued* when ``copy_blocks`` returns and is *done* when ``synchronize`` has returned; a device
-    that works behind its caller may lie in between, but never lets a later copy, or later work on the same stream,
-    see an earlier one half done.
+    Work is *enqueued* on a stream when a call returns and *done* at some time after it. Work on one stream is done in
+    the order in which it was enqueued; work on two streams is ordered by events and by nothing else. A *synchronous*
+    device does everything before the call returns, so that its streams and events mean nothing.
 
-    Thread-safety: ``copy_blocks`` is called by one thread at a time (whoever holds the transfer lock); everything
-    else may be called from any thread while no copy is being enqueued.
+    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``record``, ``wait``: whoever holds the transfer
+    lock); ``query`` and ``synchronize`` may be called by any thread at any time, everything else while no copy is being
+    enqueued.
     """
 
     name: str
+    synchronous: bool
+    """Whether everything is done when the call returns."""
     one_memory: bool
     """Whether both tiers are taken from the same memory, so that only their sum has to fit."""
 
@@ -88,10 +101,11 @@ class Device(ABC):
 
     @abstractmethod
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue a batch of block copies.
+        """Enqueue block copies on ``stream``.
 
-        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket), any tier to any tier. The meaning is
-        sequential: a row sees what the rows before it have written. ``tokens`` below the block's length copies the
+        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket), any tier to any tier. The rows do not
+        depend on each other: none writes a block that another one reads or writes, and they may be made in any order
+        and at the same time; the caller sees to it. ``tokens`` below the block's length copies the
         first ``tokens`` tokens of every layer, plane and head, and leaves the rest of the target as it is. The ticket is
         the caller's.
 
@@ -100,8 +114,24 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Return when everything enqueued is done."""
+    def create_stream(self, name: str) -> Stream:
+        """A stream of the pool's own, which no default stream waits for. ``name`` is for people."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """The point behind everything enqueued on ``stream`` so far. Raises DeviceError where the device fails."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Have work enqueued on ``stream`` from now on wait for ``event``; the caller does not. Raises DeviceError."""
+
+    @abstractmethod
+    def query(self, event: Event) -> bool:
+        """Whether ``event`` is complete. Does not wait. Raises DeviceError."""
+
+    @abstractmethod
+    def synchronize(self, event: Event | None = None) -> None:
+        """Return when ``event``, or (None) everything enqueued, is done. Raises DeviceError."""
 
     @abstractmethod
     def close(self) -> None:

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from kvpool.device.base import (
     ALIGNMENT,
+    NULL_EVENT,
     NULL_STREAM,
     SOURCE,
     TARGET,
     TOKENS,
     Device,
+    Event,
     Stream,
     moves_argument,
     stream_argument,
@@ -30,6 +32,7 @@ class CpuDevice(Device):
     """The device of machines without a GPU: nothing runs behind, every copy is done when the call returns."""
 
     name = "cpu"
+    synchronous = True
     one_memory = True
 
     def __init__(self) -> None:
@@ -92,7 +95,19 @@ class CpuDevice(Device):
         if bad >= 0:
             raise ValueError(_describe_bad_move(bad, moves[bad], plan))
 
-    def synchronize(self) -> None:
+    def create_stream(self, name: str) -> Stream:
+        return NULL_STREAM
+
+    def record(self, stream: Stream) -> Event:
+        return NULL_EVENT
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Nothing to wait for."""
+
+    def query(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event | None = None) -> None:
         self._check_open()
 
     def close(self) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Stream
+from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError
 from kvpool.layout import BlockLayout
 from kvpool.replay.verifier import Verifier
 
 
-class MeteredDevice(Device):
+class MeteredDevice(WrappedDevice):
     """Passes everything on to `inner`, and counts the bytes of copies and the time they take.
 
     `copy_ns` is spent in the inner device's copies, `away_ns` in everything that a copy call does, verification
@@ -22,23 +22,10 @@ class MeteredDevice(Device):
     """
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
-        self.name, self.one_memory = inner.name, inner.one_memory
+        super().__init__(inner)
         self.copy_ns = self.away_ns = 0
         self.copied_bytes = np.zeros(3, dtype=np.int64)
         self._device_blocks = self._token_bytes = 0
-
-    def allocate(self, nbytes: int, tier: str) -> npt.NDArray[np.uint8]:
-        return self.inner.allocate(nbytes, tier)
-
-    def free(self, array: npt.NDArray[np.uint8]) -> None:
-        self.inner.free(array)
-
-    def available_bytes(self, tier: str) -> int | None:
-        return self.inner.available_bytes(tier)
-
-    def as_stream(self, stream: Any) -> Stream:
-        return self.inner.as_stream(stream)
 
     def bind(
         self,
@@ -65,12 +52,6 @@ class MeteredDevice(Device):
             self._count(moves[:completed])
             self._done(moves[:completed])
             self.away_ns += perf_counter_ns() - begin
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _count(self, moves: npt.NDArray[np.int64]) -> None:
         from_device = moves[:, SOURCE] < self._device_blocks

@@ -1,0 +1,62 @@
+"""WrappedDevice: a device that passes everything on to another, for those that watch or disturb a few calls of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.base import NULL_STREAM, Device, Event, Stream
+from kvpool.layout import BlockLayout
+
+
+class WrappedDevice(Device):
+    """``inner`` under its own name; subclasses override what they change."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.name, self.synchronous, self.one_memory = inner.name, inner.synchronous, inner.one_memory
+
+    def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+        return self.inner.allocate(nbytes, tier)
+
+    def free(self, array: NDArray[np.uint8]) -> None:
+        self.inner.free(array)
+
+    def available_bytes(self, tier: str) -> int | None:
+        return self.inner.available_bytes(tier)
+
+    def as_stream(self, stream: Any) -> Stream:
+        return self.inner.as_stream(stream)
+
+    def bind(
+        self,
+        layout: BlockLayout,
+        device_pool: NDArray[np.uint8],
+        host_pool: NDArray[np.uint8],
+        device_blocks: int,
+        host_blocks: int,
+    ) -> None:
+        self.inner.bind(layout, device_pool, host_pool, device_blocks, host_blocks)
+
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        self.inner.copy_blocks(moves, stream)
+
+    def create_stream(self, name: str) -> Stream:
+        return self.inner.create_stream(name)
+
+    def record(self, stream: Stream) -> Event:
+        return self.inner.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.inner.wait(stream, event)
+
+    def query(self, event: Event) -> bool:
+        return self.inner.query(event)
+
+    def synchronize(self, event: Event | None = None) -> None:
+        self.inner.synchronize(event)
+
+    def close(self) -> None:
+        self.inner.close()
