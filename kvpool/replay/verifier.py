@@ -13,7 +13,6 @@ from kvpool.errors import KVPoolError
 from kvpool.layout import BlockLayout
 from kvpool.replay.content import Difference, Ids, KVBytes, States
 
-
 Enqueue = Callable[[Any, Callable[[], None], Ids, Ids], None]
 """Has a function called behind what is enqueued on a stream; it reads and writes the tokens in two arrays of rows (block, first, end)."""
 
