@@ -28,7 +28,7 @@ from kvpool.state import debug
 _EVENTS = 1 << 18
 _PRUNE_EVERY, _VERIFY_EVERY, _STALL = 64, 50, 1_000
 """Requests between two: clearings of the table of contents, calls of ``verify``, looks whether the run still gets on."""
-_BURST, _HELD_TURNS = 8, 60
+_BURST, _HELD_TURNS = 32, 20
 """Pins that one turn of the reader opens, and turns that a long pin lasts."""
 _SWITCH_SECONDS = 1e-4
 
@@ -164,7 +164,7 @@ class Reader:
         self._cache, self._contents = replay.cache, contents
         self._random, self._hold = Random(config.seed), config.hold
         self._state, self._block_bytes = replay.cache._state, config.replay.layout.block_bytes
-        self._most = max(1, config.replay.host_blocks // 4)
+        self._most = max(1, config.replay.host_blocks // 3)
         self._open: list[_Open] = []
         self._known: deque[int] = deque([config.replay.device_blocks], maxlen=256)
         self._turn = self._pinned = 0
@@ -225,7 +225,7 @@ class Reader:
         self._check(lease, expected)
         if not self._hold:
             lease.close()
-        long = self._random.random() < 0.05
+        long = self._random.random() < 0.03
         self._open.append(_Open(lease, expected, self._turn + (_HELD_TURNS if long else 0)))
 
     def _keys_of(self, lease: Lease) -> list[bytes]:
@@ -360,7 +360,6 @@ class Stress:
         equal("blocks with content that no request has", reader.unknown, 0)
         at_least("host evictions", watch.evictions, config.evictions)
         at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded)
-        figures.append(Figure("... kept away by so many pins", watch.shields, "", True))
         equal("host blocks forgotten or dropped", stats.forgotten_host_blocks + stats.redundant_dropped, watch.evictions, "evictions")
         equal("host blocks in removed events", contents.removed, watch.evictions, "evictions")
         equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded")

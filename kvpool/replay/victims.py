@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from kvpool.jit import jit
 from kvpool.manager import KVCacheManager
 from kvpool.state.blocks import (
     C_COPIED,
@@ -17,43 +20,118 @@ from kvpool.state.blocks import (
     NONE,
     PUBLISHED,
     REDUNDANT,
+    blocks_of,
+    counters_of,
+    lists_of,
 )
 
-_RANKS = (REDUNDANT, DEFAULT_PRIORITY)
-"""The lists that host victims come from, first to last."""
+# One host block: the list that it is in or would be in but for its pins (0 redundant, 1 content, NONE neither), when it came there, by
+# what a change of its content or of the list is known, and whether but for its pins it would have been evicted.
+PLACE = np.dtype(
+    [("rank", "i8"), ("stamp", "i8"), ("ticket", "i8"), ("twin", "i8"), ("pinned", "i8"), ("gone", "i8")],
+    align=True,
+)
+LOOKS, EVICTIONS, SHIELDED, CLOCK, SEEN_REDUNDANT, SEEN_FORGOTTEN, SEEN_COPIED, TOTALS = range(8)
+BEFORE, NOW = 1, 2  # gone: in an earlier decision, in the one under way
+
+
+@jit
+def _shielded(h: Any, places: Any, redundant: int, forgotten: int) -> int:
+    """How many of a decision's evictions would have taken a pinned block. Those are out of the order from then on."""
+    blocks, count = blocks_of(h), places.shape[0]
+    copies = 0
+    for place in places:
+        if place.rank == 0 and not place.pinned:
+            copies += 1
+    # A redundant copy that came only in the decision is not in the order: its eviction proves nothing.
+    evictions = min(redundant, copies) + forgotten
+    taken = 0
+    for i in range(count):
+        block = blocks[h[DEVICE_BLOCKS] + i]
+        if not places[i].pinned or places[i].gone or block.word >> 32 == 0 or block.twin != places[i].twin:
+            continue
+        before = 0
+        for place in places:
+            if place.rank != NONE and place.gone != BEFORE:
+                before += place.rank < places[i].rank or (place.rank == places[i].rank and place.stamp < places[i].stamp)
+        if before < evictions:
+            places[i].gone = NOW
+            taken += 1
+    for place in places:
+        if place.gone == NOW:
+            place.gone = BEFORE
+    return taken
+
+
+@jit
+def _arrive(places: Any, totals: Any, i: int, rank: int, ticket: int) -> None:
+    totals[CLOCK] += 1
+    places[i].rank, places[i].stamp, places[i].ticket, places[i].gone = rank, totals[CLOCK], ticket, 0
+
+
+@jit
+def _follow(h: Any, places: Any, totals: Any) -> None:
+    """Give a stamp to what has come into a list, and keep the places of what is pinned."""
+    blocks, lists, origin = blocks_of(h), lists_of(h), h[DEVICE_BLOCKS]
+    for rank in range(2):
+        b, last = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else REDUNDANT), 0], 0
+        while b != NONE:
+            i = b - origin
+            # What stands behind a later arrival has gone to the back, too.
+            if places[i].rank != rank or places[i].ticket != blocks[b].ticket or places[i].pinned or places[i].stamp < last:
+                _arrive(places, totals, i, rank, blocks[b].ticket)
+            last, b = places[i].stamp, blocks[b].next
+    for i in range(places.shape[0]):
+        block = blocks[origin + i]
+        places[i].pinned, places[i].twin = 0, block.twin
+        if block.word >> 32 and block.flags & PUBLISHED:
+            places[i].pinned = 1
+            rank = 0 if block.twin != NONE else 1
+            if places[i].rank != rank or places[i].ticket != block.ticket:
+                _arrive(places, totals, i, rank, block.ticket)
+        elif block.list != HOST * LISTS_PER_TIER + REDUNDANT and block.list != HOST * LISTS_PER_TIER + DEFAULT_PRIORITY:
+            places[i].rank = NONE
+
+
+@jit
+def look(h: Any, places: Any, totals: Any) -> None:
+    """See what one holder of the state lock has changed: ``places`` PLACE[host blocks], ``totals`` int64[TOTALS]."""
+    counters = counters_of(h)
+    redundant, forgotten = counters[C_REDUNDANT] - totals[SEEN_REDUNDANT], counters[C_FORGOTTEN_HOST] - totals[SEEN_FORGOTTEN]
+    totals[LOOKS] += 1
+    totals[EVICTIONS] += redundant + forgotten
+    if redundant + forgotten and counters[C_COPIED] == totals[SEEN_COPIED]:
+        totals[SHIELDED] += _shielded(h, places, redundant, forgotten)
+    totals[SEEN_REDUNDANT], totals[SEEN_FORGOTTEN] = counters[C_REDUNDANT], counters[C_FORGOTTEN_HOST]
+    totals[SEEN_COPIED] = counters[C_COPIED]
+    _follow(h, places, totals)
 
 
 class VictimWatch:
-    """Counts the host evictions of a pool, and those whose victim would have been a block that was pinned.
+    """Counts the host evictions of a pool, and those that would have taken a block that was pinned.
 
-    It sees the pool whenever its state lock is let go, before any other thread can have it: so between two looks lies one
-    decision, one pin or one unpin, and no pin comes or goes within a decision. A block that enters a list goes to its back and gets
-    the next *stamp*; a block that is pinned leaves its list, but keeps its stamp here. Ordered by list and stamp, all blocks
-    together are the order of eviction that the pool would have if its leases did not count.
+    It sees the pool whenever its state lock is let go, before another thread can have it: between two looks lies one decision, one pin
+    or one unpin, and within a decision no pin comes or goes. A block that enters a list goes to its back and gets the next *stamp*; a
+    block that is pinned leaves its list, but keeps its stamp here. Ordered by list and stamp, all blocks together are the order of
+    eviction that the pool would have if its leases did not count. An eviction that would have taken a pinned block takes it out of this
+    order, until it is listed again: each stay counts once.
 
-    Of one decision the watch sees only how many blocks were evicted, not which one when. It counts those that cannot be explained
-    without passing the first pinned block: a block that stands in front of it can be evicted from there once, and what enters its list
-    later stands behind it. So ``shielded`` is a lower bound. It leaves out what it cannot be sure of: pinned blocks whose content
-    came to the device or left it in the decision, and decisions with partial copies, whose source the call itself may hold.
+    Of one decision the watch sees how many blocks were evicted, not in which order blocks came and went. Whatever arrives goes to the
+    back, so n evictions would have taken the first n blocks of the order before the decision; if blocks in front left it otherwise, then
+    more. So ``shielded`` is a lower bound. It leaves out what is not sure: pinned blocks whose content came to the device or left it
+    in the decision, and decisions with partial copies, whose source the call itself may have held.
 
-    For pools whose blocks all have the default priority, and whose device blocks alone are rewound or released without storing.
-    ``evictions`` counts host blocks, ``shields`` the pins that stood in the way of at least one. Thread-safe: everything happens under
-    the state lock.
+    For pools whose blocks all have the default priority and whose sequences are stored when released. Thread-safe: everything happens
+    under the state lock.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
-        self._state, self._origin = cache._state, int(cache._state.header[DEVICE_BLOCKS])
-        fields = cache._state.blocks[self._origin :]
-        self._word, self._next, self._twin, self._ticket = (fields[name] for name in ("word", "next", "twin", "ticket"))
-        self._flags, self._priority = fields["flags"], fields["priority"]
-        count = len(fields)
-        self._rank, self._stamp, self._tickets, self._twins = [NONE] * count, [0] * count, [NONE] * count, [NONE] * count
-        self._pinned = [False] * count
-        self._clock = 0
-        self._seen = (0, 0, 0)
-        self._shields: set[int] = set()
-        self.evictions = self.shielded = self.looks = 0
-        lock = WatchedLock(cache._lock, self.look)
+        header = cache._state.header
+        self._places, self._totals = np.zeros(cache.host_blocks, PLACE), np.zeros(TOTALS, np.int64)
+        self._places["rank"] = NONE
+        places, totals = self._places, self._totals
+        look(header, places, totals)
+        lock = WatchedLock(cache._lock, lambda: look(header, places, totals))
         # Whoever holds the state lock must be seen: every name that the pool and its parts have for it.
         for owner in (cache, cache._transfer):
             for name, value in list(vars(owner).items()):
@@ -61,62 +139,14 @@ class VictimWatch:
                     setattr(owner, name, lock)
 
     @property
-    def shields(self) -> int:
-        return len(self._shields)
+    def evictions(self) -> int:
+        """Host blocks evicted."""
+        return int(self._totals[EVICTIONS])
 
-    def look(self) -> None:
-        """See what the holder of the state lock has changed."""
-        self.looks += 1
-        words, twins = self._word.tolist(), self._twin.tolist()
-        counters = self._state.counters
-        seen = int(counters[C_REDUNDANT]), int(counters[C_FORGOTTEN_HOST]), int(counters[C_COPIED])
-        redundant, forgotten, copied = (now - before for now, before in zip(seen, self._seen, strict=True))
-        self._seen = seen
-        if redundant + forgotten:
-            self.evictions += redundant + forgotten
-            if not copied:
-                self._count(redundant, forgotten, words, twins)
-        self._follow(words, twins)
-
-    def _count(self, redundant: int, forgotten: int, words: list[int], twins: list[int]) -> None:
-        """Count the evictions that passed a pinned block in the order as it was before the decision."""
-        stays = [i for i, pinned in enumerate(self._pinned) if pinned and words[i] >> 32 and twins[i] == self._twins[i]]
-        if not stays:
-            return
-        first = min(stays, key=lambda i: (self._rank[i], self._stamp[i]))
-        rank, stamp = self._rank[first], self._stamp[first]
-        before = sum(r == rank and s < stamp for r, s in zip(self._rank, self._stamp, strict=True))
-        # Content is evicted only where no redundant copy is left, so that it passes a pinned redundant copy in any case.
-        passed = max(0, redundant - before) + forgotten if rank == 0 else max(0, forgotten - before)
-        if passed:
-            self.shielded += passed
-            self._shields.add(stamp)
-
-    def _follow(self, words: list[int], twins: list[int]) -> None:
-        """Give a stamp to what has come into a list, and keep the places of what is pinned."""
-        following, tickets = self._next.tolist(), self._ticket.tolist()
-        ranks = [NONE] * len(words)
-        for rank, which in enumerate(_RANKS):
-            b, last = int(self._state.lists[HOST * LISTS_PER_TIER + which, 0]), 0
-            while b != NONE:
-                i = b - self._origin
-                ranks[i] = rank
-                stays = self._rank[i] == rank and self._tickets[i] == tickets[i] and not self._pinned[i]
-                # What stands behind a later arrival has gone to the back, too.
-                if not stays or self._stamp[i] < last:
-                    self._clock += 1
-                    self._stamp[i] = self._clock
-                last, b = self._stamp[i], following[i]
-        self._pinned = [False] * len(words)
-        for i, word in enumerate(words):
-            if word >> 32 and self._flags[i] & PUBLISHED:
-                if self._priority[i] != DEFAULT_PRIORITY:
-                    raise AssertionError(f"host block {i + self._origin} has priority {self._priority[i]}")
-                ranks[i], self._pinned[i] = 0 if twins[i] != NONE else 1, True
-                if ranks[i] != self._rank[i] or tickets[i] != self._tickets[i]:
-                    self._clock += 1
-                    self._stamp[i] = self._clock
-        self._rank, self._tickets, self._twins = ranks, tickets, twins
+    @property
+    def shielded(self) -> int:
+        """Host evictions, at least, whose victim would have been a pinned block."""
+        return int(self._totals[SHIELDED])
 
 
 class WatchedLock:
