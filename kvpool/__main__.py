@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvpool.commands import replay
+from kvpool.commands import replay, stress
 from kvpool.commands.terminal import INTERRUPTED
 
-COMMANDS = (replay,)
+COMMANDS = (replay, stress)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.errors import BlockNotFound, IntegrityError
+from kvpool.errors import BlockNotFound, KVPoolError
 from kvpool.leases import Lease
 from kvpool.replay.content import KVBytes, token_states
 from kvpool.replay.engine import Replay, ReplayConfig
 from kvpool.replay.schedule import worst_blocks
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
-from kvpool.replay.verifier import VerificationError
 from kvpool.replay.victims import VictimWatch
 from kvpool.state import debug
 
-_EVENTS = 1 << 18
-_PRUNE_EVERY, _VERIFY_EVERY, _STALL = 64, 50, 1_000
-"""Requests between two: clearings of the table of contents, calls of ``verify``, looks whether the run still gets on."""
-_BURST, _HELD_TURNS = 32, 20
-"""Pins that one turn of the reader opens, and turns that a long pin lasts."""
+EVENTS = 1 << 16
+"""Events for the pool to keep: more than one request of a long trace causes."""
+_PRUNE_EVERY, _VERIFY_EVERY, _STALL_AFTER = 64, 50, 1_000
+"""Requests between two clearings of the table of contents, two calls of ``verify``, two looks whether the run still gets on."""
+_BURST, _LONG, _LONG_TURNS = 32, 0.03, 20
+"""Pins that one turn of the reader opens, how many of them are long, and turns that those last."""
 _SWITCH_SECONDS = 1e-4
 
 
@@ -225,8 +225,8 @@ class Reader:
         self._check(lease, expected)
         if not self._hold:
             lease.close()
-        long = self._random.random() < 0.03
-        self._open.append(_Open(lease, expected, self._turn + (_HELD_TURNS if long else 0)))
+        turns = _LONG_TURNS if self._random.random() < _LONG else 0
+        self._open.append(_Open(lease, expected, self._turn + turns))
 
     def _keys_of(self, lease: Lease) -> list[bytes]:
         """The keys that pinned blocks have; they cannot change."""
@@ -320,7 +320,7 @@ class Stress:
 
     def _stalled(self) -> bool:
         """Whether a whole round brought nothing of what is still missing, so that no other will."""
-        if self._done % max(_STALL, len(self._requests)):
+        if self._done % max(_STALL_AFTER, len(self._requests)):
             return False
         reads, evictions = self.reader.reads, self.watch.evictions
         stalled = reads < self._config.reads and reads == self._reads_then
@@ -329,15 +329,15 @@ class Stress:
         return stalled
 
     def _figures(self) -> tuple[list[Figure], str | None]:
-        """All figures after both threads have ended, and what ``verify`` found."""
+        """All figures after both threads have ended, and what came of a last ``verify``."""
         config, reader, watch, contents = self._config, self.reader, self.watch, self.contents
         failure = None
         try:
             self.cache.verify()
             self._verified += 1
-        except (IntegrityError, VerificationError) as error:
-            failure = f"verify: {error}"
-        contents.follow()
+            contents.follow()
+        except KVPoolError as error:
+            failure = f"after the run: {type(error).__name__}: {error}"
         stats, kept = self.cache.stats(), debug.cached(self.cache._state)
         differ = sum(len(contents.cached[tier] ^ kept[tier].keys()) for tier in kept)
         figures: list[Figure] = []
