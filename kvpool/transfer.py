@@ -55,7 +55,7 @@ class Transfer:
         self.guards = guards.ALL
 
     def collect(self, accesses: npt.NDArray[np.int64] = NO_ACCESSES) -> bool:
-        """Give the moves and accesses of the decision just made their ticket; False if it made none. The state lock is held by the caller."""
+        """Give the moves and accesses of the decision just made their ticket; False if it made none. The caller holds the state lock."""
         header = self._state.header
         moves, noted = int(header[blocks.MOVES]), int(header[blocks.ACCESSES])
         if noted:

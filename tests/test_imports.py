@@ -34,6 +34,7 @@ LAYERS = [
     ["manager"],
     [""],
     ["replay"],
+    ["commands"],
     ["__main__"],
 ]
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

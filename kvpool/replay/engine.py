@@ -42,9 +42,11 @@ class ReplayConfig:
     """Of the schedule of the `sim` device."""
     progress: float = 0.5
     """How eagerly the `sim` device works, 0 to 1: 0 is as late as it may be, 1 at once."""
+    events: int = 0
+    """Events that the pool keeps for whoever asks for them."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1)):
+        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
             value = getattr(self, name)
             if value < lowest:
                 raise ValueError(f"{name} {value} is not at least {lowest}")
@@ -94,6 +96,7 @@ class Replay:
             max_sequences=config.active,
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
+            event_capacity=config.events,
         )
         self._verifier: Verifier | None = None
         if isinstance(self._device, VerifyingDevice):

@@ -17,7 +17,7 @@ Wrap = Callable[[SimDevice], Device]
 
 
 class Lab(Engine):
-    """An engine on two streams, ``a`` (the default) and ``b``. Every verb takes ``stream=``; bytes are compared when the device comes to it."""
+    """An engine on two streams, ``a`` (the default) and ``b``; bytes are compared when the device comes to it."""
 
     def __init__(
         self, P: int, S: int, *, T: int = 2, seed: int = 0, progress: float = 0.0, guard: str | None = None, wrap: Wrap | None = None,
