@@ -188,9 +188,13 @@ def moves_argument(moves: Any) -> NDArray[np.int64]:
     return np.ascontiguousarray(moves)
 
 
-def pool_argument(name: str, pool: Any, nbytes: int) -> None:
-    """Raise ValueError unless ``pool`` is writable contiguous uint8[nbytes]."""
-    if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 1 or not pool.flags.c_contiguous:
-        raise ValueError(f"{name}: a contiguous uint8 array of one dimension is needed")
-    if pool.nbytes != nbytes or not pool.flags.writeable:
-        raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {pool.nbytes} with writeable={pool.flags.writeable}")
+def bind_arguments(layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: Any, host_blocks: Any) -> tuple[int, int]:
+    """The block counts that ``bind`` was given, once everything fits together; else TypeError or ValueError."""
+    counts = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1), integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
+    for name, pool, blocks in (("device_pool", device_pool, counts[0]), ("host_pool", host_pool, counts[1])):
+        if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 1 or not pool.flags.c_contiguous:
+            raise ValueError(f"{name}: a contiguous uint8 array of one dimension is needed")
+        nbytes = blocks * layout.block_bytes
+        if pool.nbytes != nbytes or not pool.flags.writeable:
+            raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {pool.nbytes} with writeable={pool.flags.writeable}")
+    return counts

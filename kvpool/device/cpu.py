@@ -13,15 +13,15 @@ from kvpool.device.base import (
     Device,
     Event,
     Stream,
+    bind_arguments,
     moves_argument,
-    pool_argument,
     stream_argument,
     tier_argument,
 )
 from kvpool.device.block_copy import Plan, copy_moves, describe_bad_move, make_plan
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.errors import PoolClosed
-from kvpool.layout import BlockLayout, integer_argument
+from kvpool.layout import BlockLayout
 
 
 class CpuDevice(Device):
@@ -66,10 +66,7 @@ class CpuDevice(Device):
         self._check_open()
         if self._plan is not None:
             raise ValueError("device: already bound to a pool; every pool needs a device of its own")
-        device_blocks = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1)
-        host_blocks = integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
-        pool_argument("device_pool", device_pool, device_blocks * layout.block_bytes)
-        pool_argument("host_pool", host_pool, host_blocks * layout.block_bytes)
+        device_blocks, host_blocks = bind_arguments(layout, device_pool, host_pool, device_blocks, host_blocks)
         self._plan = make_plan(layout, device_pool, host_pool, device_blocks, host_blocks)
         self._plan_vector = self._plan.vector()
         self._pools = (device_pool, host_pool)

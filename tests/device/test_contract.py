@@ -3,72 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpool.device import CpuDevice, get_device, reference
-from kvpool.device.base import ALIGNMENT, NULL_STREAM, Device, Stream
+from kvpool.device.base import ALIGNMENT, Device
+from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.layout import BlockLayout
 from kvpool.memory import MemoryPools
 from tests.device.faults import FaultyDevice
+from tests.device.pools import BLOCKS, DEVICE_BLOCKS, as_moves, assert_same_as_reference, host_writes, make_pools, random_moves
 
-DEVICE_BLOCKS, HOST_BLOCKS = 6, 5
-BLOCKS = DEVICE_BLOCKS + HOST_BLOCKS
 TYPES = ["uint8", "bfloat16", "float32", "int64"]
 # layers, kv_heads, head_dim, tokens_per_block: runs of a few lines, of one line, longer than what is fetched ahead with
 # a rest that is no chunk, and of odd sizes.
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 8), (1, 3, 448, 4), (2, 3, 5, 3)]
-
-
-@pytest.fixture(params=["cpu", "cpu around the caches"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    if request.param == "cpu around the caches":
-        # Large pools are copied in another way; here, all of them.
-        monkeypatch.setattr("kvpool.device.block_copy._CACHED_BYTES_MAX", 0)
-    made = get_device("cpu")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def layout() -> BlockLayout:
-    return BlockLayout(2, 2, 16, 4)
-
-
-def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPools:
-    """Pools full of random bytes."""
-    pools = MemoryPools(device, layout, DEVICE_BLOCKS, HOST_BLOCKS)
-    random = np.random.default_rng(seed)
-    for tier in (pools.device_bytes, pools.host_bytes):
-        tier[:] = random.integers(0, 256, tier.size, dtype=np.uint8)
-    return pools
-
-
-def as_moves(*rows: tuple[int, int, int]) -> np.ndarray:
-    return np.array([(*row, 0) for row in rows], dtype=np.int64).reshape(-1, 4)
-
-
-def random_moves(layout: BlockLayout, random: np.random.Generator, count: int) -> np.ndarray:
-    source = random.integers(0, BLOCKS, count)
-    target = (source + random.integers(1, BLOCKS, count)) % BLOCKS
-    whole = random.random(count) < 0.5
-    tokens = np.where(whole, layout.tokens_per_block, random.integers(1, layout.tokens_per_block + 1, count))
-    return np.stack([source, target, tokens, np.arange(count)], axis=1).astype(np.int64)
-
-
-def assert_same_as_reference(pools: MemoryPools, moves: np.ndarray) -> None:
-    expected = [pools.device_pool.copy(), pools.host_pool.copy()]
-    reference.copy_blocks(pools.layout, expected[0], expected[1], moves)
-    pools.device.copy_blocks(moves)
-    pools.device.synchronize()
-    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected[0].view(np.uint8))
-    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -79,8 +32,8 @@ def test_copies_are_those_of_the_reference(
 ) -> None:
     layout = BlockLayout(*shape, dtype=dtype, planes=planes, order=order, tokens=tokens)
     pools = make_pools(device, layout)
-    for seed in range(3):
-        assert_same_as_reference(pools, random_moves(layout, np.random.default_rng(seed), 20))
+    for seed in range(6):
+        assert_same_as_reference(pools, random_moves(layout, np.random.default_rng(seed)))
 
 
 @pytest.mark.parametrize("tokens", ["NHD", "HND"])
@@ -89,8 +42,9 @@ def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_l
     pools = MemoryPools(device, layout, 2, 1)
     source = pools.device_pool[:, :, 0] if tokens == "NHD" else pools.device_pool[:, :, 0].swapaxes(2, 3)
     target = pools.host_pool[0] if tokens == "NHD" else pools.host_pool[0].swapaxes(2, 3)
-    source[...] = np.arange(source.size, dtype=np.uint8).reshape(source.shape)
-    target[...] = 255
+    with host_writes(pools):
+        source[...] = np.arange(source.size, dtype=np.uint8).reshape(source.shape)
+        target[...] = 255
     device.copy_blocks(as_moves((0, 2, 2)))
     device.synchronize()
     np.testing.assert_array_equal(target[:, :, :2], source[:, :, :2])
@@ -98,19 +52,21 @@ def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_l
     assert (pools.device_pool[:, :, 1] == 0).all()
 
 
-def test_a_move_sees_what_the_moves_before_it_wrote(device: Device, layout: BlockLayout) -> None:
+def test_a_copy_sees_what_the_copies_before_it_wrote(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
     first = pools.device_pool[:, :, 0].copy()
-    device.copy_blocks(as_moves((0, 7, 4), (7, 2, 4), (2, 3, 4), (3, 10, 4)))
+    for row in ((0, 7, 4), (7, 2, 4), (2, 3, 4), (3, 10, 4)):
+        device.copy_blocks(as_moves(row))
     device.synchronize()
     for block in (7, 2, 3, 10):
         np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, block), first)
 
 
-def test_of_two_moves_into_one_target_the_later_one_stays(device: Device, layout: BlockLayout) -> None:
+def test_of_two_copies_into_one_target_the_later_one_stays(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
     early, late = pools.device_pool[:, :, 0].copy(), pools.device_pool[:, :, 1].copy()
-    device.copy_blocks(as_moves((0, 8, 4), (1, 8, 3)))
+    device.copy_blocks(as_moves((0, 8, 4)))
+    device.copy_blocks(as_moves((1, 8, 3)))
     device.synchronize()
     target = pools.host_pool[8 - DEVICE_BLOCKS]
     np.testing.assert_array_equal(target[:, :, :3], late[:, :, :3])
@@ -120,7 +76,8 @@ def test_of_two_moves_into_one_target_the_later_one_stays(device: Device, layout
 def test_blocks_can_change_places(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
     a, b = pools.device_pool[:, :, 0].copy(), pools.host_pool[0].copy()
-    device.copy_blocks(as_moves((0, 1, 4), (6, 0, 4), (1, 6, 4)))
+    for row in ((0, 1, 4), (6, 0, 4), (1, 6, 4)):
+        device.copy_blocks(as_moves(row))
     device.synchronize()
     np.testing.assert_array_equal(pools.device_pool[:, :, 0], b)
     np.testing.assert_array_equal(pools.host_pool[0], a)
@@ -132,7 +89,7 @@ def test_an_empty_batch_copies_nothing(device: Device, layout: BlockLayout) -> N
 
 def test_moves_may_be_read_only_or_strided(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    moves = random_moves(layout, np.random.default_rng(1), 10)
+    moves = random_moves(layout, np.random.default_rng(1))
     moves.flags.writeable = False
     assert_same_as_reference(pools, moves)
     assert_same_as_reference(pools, moves[::2])
@@ -169,16 +126,18 @@ def test_moves_of_another_type_or_shape_are_refused(device: Device, layout: Bloc
         device.copy_blocks(moves)
 
 
-def test_two_pools_are_copied_at_once_by_two_threads(layout: BlockLayout) -> None:
+@pytest.mark.parametrize("name", ["cpu", "sim"])
+def test_two_pools_are_copied_at_once_by_two_threads(layout: BlockLayout, name: str) -> None:
     errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         try:
-            device = get_device("cpu")
+            device = get_device(name)
             pools = make_pools(device, layout, seed)
             random = np.random.default_rng(seed)
             for _ in range(20):
-                assert_same_as_reference(pools, random_moves(layout, random, 50))
+                assert_same_as_reference(pools, random_moves(layout, random))
+            device.close()
         except BaseException as error:
             errors.append(error)
 
@@ -267,61 +226,13 @@ def test_a_closed_device_says_so_and_closes_again(device: Device, layout: BlockL
     np.testing.assert_array_equal(view, expected)
 
 
-# Streams
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        None,
-        0,
-        7,
-        np.int64(7),
-        2**64 - 1,
-        NULL_STREAM,
-        Stream(5),
-        SimpleNamespace(__cuda_stream__=lambda: (0, 7)),
-        SimpleNamespace(__cuda_stream__=(0, 7)),
-        SimpleNamespace(cuda_stream=7),
-        SimpleNamespace(ptr=7),
-    ],
-)
-def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(device: Device, layout: BlockLayout, stream: Any) -> None:
-    make_pools(device, layout)
-    found = device.as_stream(stream)
-    assert isinstance(found, Stream)
-    assert device.as_stream(found) == found
-    device.copy_blocks(as_moves((0, 1, 4)), found)
-
-
-@pytest.mark.parametrize(
-    ("stream", "error"),
-    [
-        (True, TypeError),
-        (np.True_, TypeError),
-        (1.0, TypeError),
-        ("0", TypeError),
-        (object(), TypeError),
-        (SimpleNamespace(ptr=None), TypeError),
-        (SimpleNamespace(cuda_stream=True), TypeError),
-        (SimpleNamespace(__cuda_stream__=7), TypeError),
-        (SimpleNamespace(__cuda_stream__=lambda: (0, 1, 2)), TypeError),
-        (-1, ValueError),
-        (2**64, ValueError),
-        (SimpleNamespace(ptr=-1), ValueError),
-    ],
-)
-def test_what_is_no_stream_is_refused_by_name(device: Device, stream: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="stream="):
-        device.as_stream(stream)
-
-
 # Choosing a device
 
 
 def test_get_device_knows_names_and_devices() -> None:
     assert isinstance(get_device("cpu"), CpuDevice)
     assert isinstance(get_device("auto"), CpuDevice)
+    assert isinstance(get_device("sim"), SimDevice)
     device = CpuDevice()
     assert get_device(device) is device
 

@@ -19,8 +19,8 @@ from kvpool.device.base import (
     Device,
     Event,
     Stream,
+    bind_arguments,
     moves_argument,
-    pool_argument,
     stream_argument,
     tier_argument,
 )
@@ -32,7 +32,7 @@ from kvpool.device.sim.handles import Gate, HostSpan
 from kvpool.device.sim.mirror import Mirror
 from kvpool.device.sim.order import LANE_BITS, LANES, HostAccess, Order, Rows, Waits, joined, rows_argument
 from kvpool.device.sim.reports import Access, Deadlock, call_site
-from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Wait, Work
+from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Wait, Work, describe
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 
@@ -58,8 +58,8 @@ class SimDevice(Device):
     Accesses that no event orders, undeclared writes, and errors of launched functions are *failures*. They are kept, and ``check``,
     ``synchronize()`` and ``close`` raise each of them once. A shadow copy of both tiers is kept.
 
-    Thread-safety: any thread may call anything at any time, but a launched function may not call the device; it runs while the device
-    is locked. What one thread has waited for counts for whatever is enqueued later by any thread, and for its own ``host_access``.
+    Thread-safety: any thread may call anything at any time, but a launched function, which runs while the device is locked, may not
+    call it. What one thread has waited for counts for whatever is enqueued later by any thread, and for its own ``host_access``.
     """
 
     name = "sim"
@@ -87,7 +87,7 @@ class SimDevice(Device):
         self._allocated: dict[int, NDArray[np.uint8]] = {}
         self._accesses = self._created = self._vain = 0
         self._closed = False
-        self._lock, self._running = threading.Lock(), 0
+        self._lock, self._inside = threading.Lock(), 0
         self._waits = Waits()
 
     def __repr__(self) -> str:
@@ -98,19 +98,28 @@ class SimDevice(Device):
         return self._closed
 
     @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock, which nothing that runs inside a call may take again."""
+        if self._inside == threading.get_ident():
+            raise RuntimeError(
+                "a launched function may touch memory, and not call the device (nor may a destructor that runs inside a call)"
+            )
+        with self._lock:
+            self._inside = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._inside = 0
+
+    @contextmanager
     def _entered(self, query: bool = False) -> Iterator[None]:
         """The lock of an open device, whose memory is compared first, so that no write of the host is hidden by what runs now."""
-        self._check_caller()
-        with self._lock:
+        with self._locked():
             if self._closed:
                 raise PoolClosed("the sim device is closed")
             self._vain = self._vain + 1 if query else 0
             self._findings.entered(self._bound)
             yield
-
-    def _check_caller(self) -> None:
-        if self._running == threading.get_ident():
-            raise RuntimeError("a launched function may touch memory, and not call the device")
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -127,8 +136,7 @@ class SimDevice(Device):
         Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for what
         ``allocate`` did not give, or what was freed before.
         """
-        self._check_caller()
-        with self._lock:
+        with self._locked():
             if id(array) not in self._allocated:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = _host_call("free")
@@ -154,10 +162,7 @@ class SimDevice(Device):
         with self._entered():
             if self._bound is not None:
                 raise ValueError("device: already bound to a pool; every pool needs a device of its own")
-            device_blocks = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1)
-            host_blocks = integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
-            pool_argument("device_pool", device_pool, device_blocks * layout.block_bytes)
-            pool_argument("host_pool", host_pool, host_blocks * layout.block_bytes)
+            device_blocks, host_blocks = bind_arguments(layout, device_pool, host_pool, device_blocks, host_blocks)
             mirror = Mirror(layout, device_pool, host_pool, device_blocks, host_blocks)
             self._bound = Bound(mirror, Order(mirror.blocks, mirror.tokens))
 
@@ -214,7 +219,7 @@ class SimDevice(Device):
                 begin = np.zeros(len(moves), np.int64)
                 reads = np.stack([moves[:, SOURCE], begin, moves[:, TOKENS]], axis=1)
                 writes = np.stack([moves[:, TARGET], begin, moves[:, TOKENS]], axis=1)
-                self._submit(queue, Copy(access, moves, mirror, self._chunk_bytes), reads, writes)
+                self._submit(queue, Copy(access, writes, moves, mirror, self._chunk_bytes), reads)
             self._scheduler.poll()
 
     def launch(self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None) -> None:
@@ -230,8 +235,7 @@ class SimDevice(Device):
             read, written = self._rows(reads, writes)
             queue = self._queue(stream)
             access = Access("launch", queue.name, call_site())
-            bound = bool(len(read) or len(written))
-            self._submit(queue, Launch(access, lambda: self._call(function, written), bound), read, written)
+            self._submit(queue, Launch(access, written, function, bool(len(read) or len(written))), read)
             self._scheduler.poll()
 
     def _rows(self, reads: Any, writes: Any) -> tuple[Rows, Rows]:
@@ -240,28 +244,21 @@ class SimDevice(Device):
         mirror = self._pool().mirror
         return rows_argument("reads", reads, mirror.blocks, mirror.tokens), rows_argument("writes", writes, mirror.blocks, mirror.tokens)
 
-    def _submit(self, queue: Queue, work: Work, reads: Rows, writes: Rows) -> None:
+    def _submit(self, queue: Queue, work: Work, reads: Rows) -> None:
         self._accesses += 1
         key = (self._accesses << LANE_BITS) | queue.lane
         if self._bound is not None:
-            self._findings.note(self._bound.order.enqueue(work.access, key, queue.clock, reads, writes))
+            self._findings.note(self._bound.order.enqueue(work.access, key, queue.clock, reads, work.writes))
         queue.clock[queue.lane] = key
         self._scheduler.add(queue, work)
 
-    def _call(self, function: Callable[[], object], writes: Rows) -> None:
-        """A launched function takes its turn."""
-        self._running = threading.get_ident()
-        try:
-            function()
-        except Exception as error:
-            self._findings.note([error])
-        finally:
-            self._running = 0
-            if self._bound is not None:
-                self._bound.mirror.adopt(writes)
-
     def _finished(self, work: Work) -> None:
+        if work.error is not None:
+            self._findings.note([work.error])
         if self._bound is not None:
+            # While a thread of the host writes, a copy may have read more of it than its shadow did; that race has been noted.
+            if isinstance(work, Launch) or self._bound.order.open:
+                self._bound.mirror.adopt(work.writes)
             self._findings.finished(self._bound, work.access)
 
     def record(self, stream: Stream) -> Event:
@@ -292,8 +289,7 @@ class SimDevice(Device):
             return Gate(lambda: self._open(entry))
 
     def _open(self, entry: Stall) -> None:
-        self._check_caller()
-        with self._lock:
+        with self._locked():
             entry.opened = True
             if not self._closed:
                 self._scheduler.settle()
@@ -315,21 +311,24 @@ class SimDevice(Device):
             if found.done:
                 self._waits.add(found.clock)
             elif self._vain > _VAIN_QUERIES and not self._scheduler.runnable():
-                raise Deadlock(f"a loop over query can never end:\n{self._scheduler.stuck()}\n[{self!r}]")
+                raise self._deadlock(f"a loop over query({describe(found)})")
             return found.done
 
     def synchronize(self, event: Event | None = None) -> None:
         """As every device. Takes steps until it may return; for everything (None), then does what ``check`` does. Raises Deadlock."""
         with self._entered():
             found = None if event is None else self._event(event)
-            if event is None or found is not None:
-                self._scheduler.finish(found)
+            if (event is None or found is not None) and not self._scheduler.finish(found):
+                raise self._deadlock(f"synchronize({'' if found is None else describe(found)})")
             if found is not None:
                 self._waits.add(found.clock)
             if event is None:
                 self._waits.add_for_all([queue.clock for queue in self._queues.values()])
         if event is None:
             self.check()
+
+    def _deadlock(self, what: str) -> Deadlock:
+        return Deadlock(f"{what} can never end:\n{self._scheduler.stuck()}\n[{self!r}]")
 
     def run(self, steps: int | None = None) -> None:
         """Take up to ``steps`` steps of whatever may run now, or (None) all that closed gates let."""
@@ -355,7 +354,7 @@ class SimDevice(Device):
         """
         with self._entered():
             access = _host_call("host_access")
-            opened = HostAccess(access, *self._rows(reads, writes))
+            opened = HostAccess(access, *self._rows(reads, writes), threading.get_ident())
             return HostSpan(lambda: self._begin(opened), lambda: self._end(opened))
 
     def _begin(self, opened: HostAccess) -> None:
@@ -364,8 +363,10 @@ class SimDevice(Device):
             self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
 
     def _end(self, opened: HostAccess) -> None:
-        with self._entered():
+        with self._locked():
+            # The pool may have been closed in between, which has been noted.
             if self._bound is not None and opened in self._bound.order.open:
+                self._findings.entered(self._bound)
                 self._scheduler.poll()
                 self._bound.mirror.adopt(opened.writes)
                 self._bound.order.end(opened)
@@ -383,8 +384,7 @@ class SimDevice(Device):
 
     def close(self) -> None:
         """As every device. What is still enqueued on the pools, or not waited for by this thread, is a race. Raises what ``check`` does."""
-        self._check_caller()
-        with self._lock:
+        with self._locked():
             if self._closed:
                 return
             self._closed = True

@@ -50,8 +50,10 @@ class Findings:
 
     def entered(self, bound: Bound | None) -> None:
         """At a call of the device, before it changes anything."""
-        if bound is not None and self._whole(bound):
-            self.compare(bound, None)
+        if bound is not None:
+            self._adopt_open(bound)
+            if self._whole(bound):
+                self.compare(bound, None)
 
     def finished(self, bound: Bound, access: Access) -> None:
         """After an operation has been done."""
@@ -75,8 +77,7 @@ class Findings:
         return self._mode == "all" or (self._mode == "auto" and bound.mirror.nbytes <= _WHOLE_BYTES)
 
     def _compare(self, bound: Bound, access: Access | None, differences: Callable[[], NDArray[np.int64]]) -> None:
-        for opened in bound.order.open:
-            bound.mirror.adopt(opened.writes)
+        self._adopt_open(bound)
         cells = differences()
         if not len(cells):
             return
@@ -89,6 +90,11 @@ class Findings:
             seen += "\n    (of a pool of this size few blocks are compared after each operation: compare='all' finds the culprit)"
         self.note([UndeclaredWrite(what, block, tokens, seen, self._schedule())])
         bound.mirror.adopt(np.stack([cells[:, 0], cells[:, 1], cells[:, 1] + 1], axis=1))
+
+    def _adopt_open(self, bound: Bound) -> None:
+        """What a thread of the host may be writing now is right, whatever it is."""
+        for opened in bound.order.open:
+            bound.mirror.adopt(opened.writes)
 
     def raise_first(self) -> None:
         """Raise the oldest failure, if there is one: all races together, anything else by itself."""

@@ -111,7 +111,11 @@ class Mirror:
         return np.concatenate([self._different(tier, ids) for tier, ids in enumerate(parts)])
 
     def _different(self, tier: int, ids: slice | NDArray[np.int64]) -> NDArray[np.int64]:
+        if isinstance(ids, np.ndarray) and not len(ids):
+            return np.empty((0, 2), np.int64)
         changed = (self._real[tier][ids] != self._shadow[tier][ids]).any(axis=(1, 2))
+        if not changed.any():
+            return np.empty((0, 2), np.int64)
         found = np.argwhere(changed.reshape(len(changed), self.tokens, self._unit).any(axis=2))
         found[:, 0] = np.arange(self._counts[tier])[ids][found[:, 0]] + tier * self._counts[0]
         return found

@@ -82,11 +82,12 @@ def rows_argument(name: str, rows: Any, blocks: int, tokens: int) -> Rows:
 
 @dataclass(eq=False)
 class HostAccess:
-    """Rows that a thread of the host reads and writes between two calls."""
+    """Rows that a thread of the host reads and writes between two calls. ``thread`` is its identifier, 0 for any."""
 
     access: Access
     reads: Rows
     writes: Rows
+    thread: int = 0
     touched: NDArray[np.bool_] = field(init=False)
     written: NDArray[np.bool_] = field(init=False)
 
@@ -121,7 +122,8 @@ class Order:
     def begin(self, opened: HostAccess, clock: Clock) -> list[Race]:
         """A thread that has waited for ``clock`` begins to access memory; returns the races. What is enqueued before ``end`` races too."""
         read, written = self._cells(opened.reads), self._cells(opened.writes)
-        races = self._unordered(opened.access, clock, read, written) + self._with_open(opened.access, read, written)
+        races = self._unordered(opened.access, clock, read, written)
+        races += self._with_open(opened.access, read, written, opened.thread)
         opened.touched, opened.written = np.zeros((2, len(self._writer)), np.bool_)
         opened.written[written] = True
         opened.touched[written] = opened.touched[read] = True
@@ -160,17 +162,18 @@ class Order:
                 keys = last[cells]
                 lanes = keys & LANES
                 seen = np.where(lanes < len(clock), clock[np.minimum(lanes, len(clock) - 1)], 0)
-                for key in np.unique(keys[keys > seen]):
+                late = keys > seen
+                for key in np.unique(keys[late]) if late.any() else ():
                     found.setdefault(int(key), (does, []))[1].append(cells[keys == key])
         return [
             Race(self._accesses[key], access, does, self._rows(np.unique(np.concatenate(cells))))
             for key, (does, cells) in sorted(found.items())
         ]
 
-    def _with_open(self, access: Access, read: NDArray[np.int64], written: NDArray[np.int64]) -> list[Race]:
-        """Races with accesses of the host that have not ended."""
+    def _with_open(self, access: Access, read: NDArray[np.int64], written: NDArray[np.int64], thread: int = 0) -> list[Race]:
+        """Races with accesses of the host that have not ended, but for those of ``thread``, which does one thing after another."""
         races = []
-        for other in self.open:
+        for other in self.open if not thread else [other for other in self.open if other.thread != thread]:
             both = written[other.touched[written]]
             does = ("a write" if other.written[both].any() else "a read", "a write")
             if not len(both):

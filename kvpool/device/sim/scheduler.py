@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -12,43 +11,43 @@ from numpy.typing import NDArray
 from kvpool.device.base import SOURCE, TARGET, TOKENS, Event
 from kvpool.device.sim.choices import Choices
 from kvpool.device.sim.mirror import Mirror, Piece
-from kvpool.device.sim.order import Clock, new_clock
-from kvpool.device.sim.reports import Access, Deadlock, Site
+from kvpool.device.sim.order import Clock, Rows, new_clock
+from kvpool.device.sim.reports import Access, Site
 
-# A copy is done in about so many steps, however many moves it has: a few moves in pieces, the others in groups.
-_STEPS = 16
-_TORN = 4
+# A copy is done in few steps, however many moves it has: some moves in pieces, the others in groups.
+_TORN = 2
+_PIECES = 8
+_GROUPS = 4
 
 
-class Entry(ABC):
+class Entry:
     """Something in the queue of a stream."""
 
-    @abstractmethod
     def passes(self) -> bool:
         """Whether it needs no work and is over, now that all before it is done."""
+        return False
 
 
 class Work(Entry):
-    """What takes steps. ``bound`` says that it touches blocks."""
+    """What takes steps. ``bound`` says that it touches blocks, ``writes`` where (rows), ``error`` how it failed."""
 
-    access: Access
-    bound: bool
+    bound = True
+    error: Exception | None = None
 
-    @abstractmethod
+    def __init__(self, access: Access, writes: Rows) -> None:
+        self.access, self.writes = access, writes
+
     def advance(self, choices: Choices) -> bool:
         """Take a step; returns whether it was the last one."""
-
-    def passes(self) -> bool:
-        return False
+        raise NotImplementedError
 
 
 class Copy(Work):
     """Moves, in random order: the first ones in pieces, which other streams' steps come between, the others in groups."""
 
-    bound = True
-
-    def __init__(self, access: Access, moves: NDArray[np.int64], mirror: Mirror, chunk_bytes: int) -> None:
-        self.access, self._moves, self._mirror, self._chunk_bytes = access, moves, mirror, chunk_bytes
+    def __init__(self, access: Access, writes: Rows, moves: NDArray[np.int64], mirror: Mirror, chunk_bytes: int) -> None:
+        super().__init__(access, writes)
+        self._moves, self._mirror, self._chunk_bytes = moves, mirror, chunk_bytes
         self._units: list[NDArray[np.int64] | tuple[int, int, Piece]] | None = None
 
     def advance(self, choices: Choices) -> bool:
@@ -71,20 +70,24 @@ class Copy(Work):
         units: list[NDArray[np.int64] | tuple[int, int, Piece]] = []
         for i in range(torn):
             source, target, tokens = (int(moves[i, column]) for column in (SOURCE, TARGET, TOKENS))
-            pieces = self._mirror.pieces(tokens, self._chunk_bytes, _STEPS // torn)
+            pieces = self._mirror.pieces(tokens, self._chunk_bytes, _PIECES // torn)
             units += [(source, target, piece) for piece in pieces]
         rest = moves[torn:]
-        return units + [group for group in np.array_split(rest, _TORN) if len(group)]
+        return units + [group for group in np.array_split(rest, _GROUPS) if len(group)]
 
 
 class Launch(Work):
-    """A function of the engine, in one step. ``run`` calls it and sees to what it wrote."""
+    """A function of the engine, in one step."""
 
-    def __init__(self, access: Access, run: Callable[[], None], bound: bool) -> None:
-        self.access, self._run, self.bound = access, run, bound
+    def __init__(self, access: Access, writes: Rows, function: Callable[[], object], bound: bool) -> None:
+        super().__init__(access, writes)
+        self._function, self.bound = function, bound
 
     def advance(self, choices: Choices) -> bool:
-        self._run()
+        try:
+            self._function()
+        except Exception as error:
+            self.error = error
         return True
 
 
@@ -144,7 +147,6 @@ class Scheduler:
     def __init__(self, choices: Choices, finished: Callable[[Work], None]) -> None:
         self._choices, self._finished = choices, finished
         self._busy: dict[int, Queue] = {}
-        self.steps = 0
 
     def add(self, queue: Queue, entry: Entry) -> None:
         queue.entries.append(entry)
@@ -170,11 +172,12 @@ class Scheduler:
             taken += 1
         return taken
 
-    def finish(self, event: SimEvent | None) -> None:
-        """Take steps, of any stream, until ``event`` or (None) everything is done. Raises Deadlock."""
+    def finish(self, event: SimEvent | None) -> bool:
+        """Take steps, of any stream, until ``event`` or (None) everything is done; returns False where nothing can run before."""
         while self._busy if event is None else not event.done:
             if not self.run(1):
-                raise Deadlock(f"waiting for {_name(event)} can never end:\n{self.stuck()}")
+                return False
+        return True
 
     def toward(self, event: SimEvent) -> None:
         """Take one step without which ``event`` cannot be complete, if it can be taken now."""
@@ -206,24 +209,24 @@ class Scheduler:
 
     def stuck(self) -> str:
         """What every stream that has not finished is at."""
-        return "\n".join(f"    {queue.name} is at {_describe(queue.entries[0])}" for queue in self._busy.values())
+        return "\n".join(f"    {queue.name} is at {describe(queue.entries[0])}" for queue in self._busy.values())
 
     def _step(self, queue: Queue) -> None:
-        self.steps += 1
         head = queue.entries[0]
-        if isinstance(head, Work) and head.advance(self._choices):
+        if isinstance(head, Work):
+            if not head.advance(self._choices):
+                return
             queue.entries.popleft()
             self._finished(head)
         self.settle()
 
 
-def _describe(entry: Entry) -> str:
+def describe(entry: Entry | SimEvent) -> str:
+    """An entry or event for people."""
+    if isinstance(entry, SimEvent):
+        return f"the event of {Access('record', entry.queue.name, entry.site)}"
     if isinstance(entry, Wait):
-        return f"{entry.access}\n      for {_name(entry.event)}"
+        return f"{entry.access}\n      for {describe(entry.event)}"
     if isinstance(entry, Stall):
         return f"a closed gate: {entry.access}"
     return str(entry.access) if isinstance(entry, Work) else "a record"
-
-
-def _name(event: SimEvent | None) -> str:
-    return "everything" if event is None else f"the event of {Access('record', event.queue.name, event.site)}"

@@ -1,0 +1,57 @@
+"""Small pools full of random bytes, and moves in them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from kvpool.device import reference
+from kvpool.device.base import Device
+from kvpool.device.sim import SimDevice
+from kvpool.layout import BlockLayout
+from kvpool.memory import MemoryPools
+
+DEVICE_BLOCKS, HOST_BLOCKS = 6, 5
+BLOCKS = DEVICE_BLOCKS + HOST_BLOCKS
+
+
+def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPools:
+    """Pools full of random bytes."""
+    pools = MemoryPools(device, layout, DEVICE_BLOCKS, HOST_BLOCKS)
+    random = np.random.default_rng(seed)
+    with host_writes(pools):
+        for tier in (pools.device_bytes, pools.host_bytes):
+            tier[:] = random.integers(0, 256, tier.size, dtype=np.uint8)
+    return pools
+
+
+def host_writes(pools: MemoryPools) -> AbstractContextManager[None]:
+    """Declares, where the device wants to know, that the calling thread writes anywhere in the pools."""
+    if not isinstance(pools.device, SimDevice):
+        return nullcontext()
+    blocks = pools.device_blocks + pools.host_blocks
+    return pools.device.host_access(writes=[(block, 0, pools.layout.tokens_per_block) for block in range(blocks)])
+
+
+def as_moves(*rows: tuple[int, int, int]) -> np.ndarray:
+    return np.array([(*row, 0) for row in rows], dtype=np.int64).reshape(-1, 4)
+
+
+def random_moves(layout: BlockLayout, random: np.random.Generator) -> np.ndarray:
+    """Some whole and some partial moves that do not depend on each other."""
+    blocks = random.permutation(BLOCKS)
+    count = int(random.integers(1, BLOCKS - 1))
+    target, source = blocks[:count], random.choice(blocks[count:], count)
+    whole = random.random(count) < 0.5
+    tokens = np.where(whole, layout.tokens_per_block, random.integers(1, layout.tokens_per_block + 1, count))
+    return np.stack([source, target, tokens, np.arange(count)], axis=1).astype(np.int64)
+
+
+def assert_same_as_reference(pools: MemoryPools, moves: np.ndarray) -> None:
+    expected = [pools.device_pool.copy(), pools.host_pool.copy()]
+    reference.copy_blocks(pools.layout, expected[0], expected[1], moves)
+    pools.device.copy_blocks(moves)
+    pools.device.synchronize()
+    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected[0].view(np.uint8))
+    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
