@@ -7,14 +7,26 @@ import gc
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, complain, count_argument, print_text, progress_bar, size_argument
-from kvpool.errors import InsufficientMemory, IntegrityError
+from kvpool.commands.terminal import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    complain,
+    count_argument,
+    fraction_argument,
+    print_text,
+    progress_bar,
+    size_argument,
+)
+from kvpool.errors import InsufficientMemory
 from kvpool.layout import PRESETS, BlockLayout
 
 if TYPE_CHECKING:
     from kvpool.replay import ReplayConfig, Trace
 
 _TRACE_BLOCKS = 50_000
+# The sim device takes steps where others copy: it gets a small pool, and requests of which many fit into it.
+_SIM_BLOCKS, _SIM_REQUESTS, _SIM_SHARE = 2_000, 1_000, 32
 
 _HELP = """\
 Replay a request trace through a pool and report what it reused, moved and cost.
@@ -24,6 +36,9 @@ TRACE is a jsonl file, plain or gzip, or - for standard input, one request a lin
   qwen      the same with chat_id, parent_chat_id, type and turn (16 tokens per id)
   native    tokens, and output_tokens or output_length; salt, adapter_id, timestamp if any
 Without TRACE, a synthetic workload of chats with shared system prompts is replayed.
+
+--device sim runs the pool's copies and a fake engine's kernels late and in any order that streams and
+events allow, and fails on accesses that nothing orders and on writes that nobody declared.
 
 exit status: 0 done, 1 verification failed, 2 wrong usage or a trace that cannot be read,
 130 interrupted (the summary so far is printed)
@@ -43,7 +58,8 @@ def add_parser(subparsers: Any) -> None:
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
     add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
     add("--limit", type=count_argument(1), metavar="N", help="replay the first N requests; without TRACE, generate N")
-    add("--seed", type=count_argument(0), default=0, metavar="N", help="of the synthetic workload (default: 0)")
+    add("--seed", type=count_argument(0), default=0, metavar="N", help="of the synthetic workload and of --device sim (default: 0)")
+    add("--cut", type=count_argument(2), metavar="N", help="cut requests to N tokens (--device sim: default 1/32 of the device tier)")
     shape = replay.add_argument_group("pool")
     for tier, lowest in (("device", 1), ("host", 0)):
         size = shape.add_mutually_exclusive_group()
@@ -53,7 +69,8 @@ def add_parser(subparsers: Any) -> None:
     add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
     add("--block-bytes", type=size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--device", choices=("cpu", "auto"), default="auto", help="what holds and copies the blocks (default: auto)")
+    add("--device", choices=("cpu", "sim", "auto"), default="auto", help="what holds and copies the blocks (default: auto)")
+    add("--progress", type=fraction_argument, metavar="P", help="how early --device sim works: 0 late, 1 at once (default: 0.5)")
     add = replay.add_argument_group("run").add_argument
     add("--active", type=count_argument(1), default=64, metavar="N", help="requests at the same time, at most (default: 64)")
     add("--partial", action=argparse.BooleanOptionalAction, default=True, help="reuse parts of blocks (default: on)")
@@ -68,8 +85,12 @@ def run(options: argparse.Namespace) -> int:
 
     if options.trace is None and options.format != "auto":
         options.error("--format describes a TRACE, and none is given")
+    sim = options.device == "sim"
+    if options.progress is not None and not sim:
+        options.error("--progress is of --device sim")
     layout = _layout(options)
-    device_default, host_default = (DEVICE_BLOCKS, HOST_BLOCKS) if options.trace is None else (_TRACE_BLOCKS, _TRACE_BLOCKS)
+    defaults = (DEVICE_BLOCKS, HOST_BLOCKS) if options.trace is None else (_TRACE_BLOCKS, _TRACE_BLOCKS)
+    device_default, host_default = (_SIM_BLOCKS, _SIM_BLOCKS) if sim else defaults
     config = ReplayConfig(
         layout,
         device_blocks=_blocks(options, "device", layout, device_default),
@@ -78,14 +99,20 @@ def run(options: argparse.Namespace) -> int:
         partial=options.partial,
         device=options.device,
         verify=options.verify,
+        seed=options.seed,
+        progress=0.5 if options.progress is None else options.progress,
     )
+    limit = options.limit or (_SIM_REQUESTS if sim else None)
     try:
         if options.trace is None:
-            trace = synthetic(options.limit or REQUESTS, seed=options.seed)
+            trace = synthetic(limit or REQUESTS, seed=options.seed)
         else:
-            trace = read_trace(options.trace, format=options.format, limit=options.limit)
+            trace = read_trace(options.trace, format=options.format, limit=limit)
     except TraceError as error:
         return complain(error)
+    cut = options.cut or (max(2, config.device_blocks * options.tokens_per_block // _SIM_SHARE) if sim else None)
+    if cut is not None:
+        trace = trace.cut(cut)
     # The trace stays until the end: the collector need not walk it in the middle of a call that is timed.
     gc.collect()
     gc.freeze()
@@ -97,22 +124,26 @@ def run(options: argparse.Namespace) -> int:
 
 def _replay(trace: Trace, config: ReplayConfig, *, as_json: bool) -> int:
     """Replay, print the summary, and return the exit status."""
-    from kvpool.replay import Replay, VerificationError
+    from kvpool.replay import Replay
 
-    status, interrupted, failure = OK, False, None
+    status, interrupted = OK, False
+    failure: AssertionError | None = None
     with progress_bar(len(trace.requests), "requests") as progress:
         try:
             replay = Replay(trace, config, progress=progress)
         except (InsufficientMemory, ValueError) as error:
             return complain(error)
-        with replay:
-            try:
-                replay.run()
-            except KeyboardInterrupt:
-                status, interrupted = INTERRUPTED, True
-            except (VerificationError, IntegrityError) as error:
-                status, failure = FAILED, error
-            summary = replay.summary(interrupted=interrupted, failure=failure)
+        try:
+            replay.run()
+        except KeyboardInterrupt:
+            status, interrupted = INTERRUPTED, True
+        except AssertionError as error:
+            status, failure = FAILED, error
+        try:
+            replay.close()
+        except AssertionError as error:
+            status, failure = FAILED, failure or error
+        summary = replay.summary(interrupted=interrupted, failure=failure)
     if failure is not None:
         complain(failure)
     print_text(json.dumps(summary.as_dict(), indent=2) if as_json else summary.text())

@@ -64,6 +64,17 @@ def count_argument(lowest: int) -> Callable[[str], int]:
     return parse
 
 
+def fraction_argument(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not within 0..1")
+    return value
+
+
 def size_argument(text: str) -> int:
     """Parse a number of bytes: ``4096``, ``8GiB``, ``1.5 GB``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
