@@ -47,7 +47,7 @@ class Waits:
 
     def of_thread(self) -> Clock:
         """What the calling thread has waited for."""
-        return joined(self._of_all, getattr(self._local, "clock", self._of_all))
+        return self.of_any
 
     def add(self, clock: Clock) -> None:
         """The calling thread has waited for ``clock``."""

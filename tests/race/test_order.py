@@ -1,0 +1,202 @@
+"""The order of accesses: many streams, every schedule of a small case, and devices that cannot be ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from engine import small_layout
+from kvpool import DeviceError, KVCacheManager, LeaseExpired, PoolClosed
+from kvpool.device.base import Device, Event, Stream
+from kvpool.device.sim import SimDevice, explore
+from kvpool.device.wrapper import WrappedDevice
+from tests.race.lab import Lab
+
+
+class Refusing(WrappedDevice):
+    """Once armed, fails at one kind of call from its ``after``-th on."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self.refuses, self.after = "", 0
+
+    def _may(self, call: str) -> None:
+        if self.refuses == call:
+            self.after -= 1
+            if self.after < 0:
+                raise DeviceError(f"{call} refused")
+
+    def record(self, stream: Stream) -> Event:
+        self._may("record")
+        return super().record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._may("wait")
+        super().wait(stream, event)
+
+    def query(self, event: Event) -> bool:
+        self._may("query")
+        return super().query(event)
+
+    def synchronize(self, event: Event | None = None) -> None:
+        if event is not None:
+            self._may("synchronize")
+        super().synchronize(event)
+
+
+def refusing_lab(P: int, S: int, **options: Any) -> tuple[Lab, Refusing]:
+    lab = Lab(P, S, wrap=Refusing, **options)
+    assert isinstance(lab.cache._device, Refusing)
+    return lab, lab.cache._device
+
+
+@pytest.mark.parametrize("after", range(3))
+@pytest.mark.parametrize("call", ["record", "wait", "query"])
+def test_a_device_that_cannot_order_closes_the_pool_for_all_but_stats_and_close(call: str, after: int) -> None:
+    lab, device = refusing_lab(3, 2)
+    lab.seed([1, 2, 3], committed=2)
+    device.refuses, device.after = call, after
+    for number in range(10, 20):
+        with suppress(PoolClosed, DeviceError):
+            sequence = lab.cache.add_sequence([number, number, number, number, number], stream=lab.b)
+            lab.cache.commit(sequence)
+            lab.cache.release(sequence)
+    with pytest.raises(PoolClosed, match=f"{call} refused"):
+        lab.cache.add_sequence([1, 2, 3])
+    lab.cache.stats()
+    device.refuses = ""
+    lab.cache.close()
+    assert lab.cache._transfer._queue.__len__() == 0, "nothing is left behind"
+
+
+def test_a_reader_that_cannot_wait_gets_no_lease() -> None:
+    lab, device = refusing_lab(3, 2)
+    lab.seed([1, 2, 3], committed=2)
+    lab.cache.offload([1, 2, 3])
+    device.refuses = "synchronize"
+    with pytest.raises(DeviceError, match="synchronize refused"):
+        lab.cache.pin(lab.keys([1, 2, 3]), owner="reader")
+    assert lab.cache._leases == {} and lab.cache.stats().host.pinned == 0
+    with pytest.raises(PoolClosed):
+        lab.cache.add_sequence([1])
+    device.refuses = ""
+    lab.cache.close()
+
+
+def test_an_import_that_cannot_wait_stores_nothing() -> None:
+    lab, device = refusing_lab(3, 1)
+    lab.seed([1, 2, 3], committed=2)
+    lab.cache.offload([1, 2, 3])
+    lab.cache.release(lab.cache.add_sequence([5, 5, 5, 5, 5]), store=False)  # the host copy is the only one
+    device.refuses = "synchronize"
+    keys = lab.prompt([8, 8])
+    with pytest.raises(DeviceError, match="synchronize refused"):
+        lab.cache.import_blocks(keys, [bytes(lab.cache.layout.block_bytes)])
+    assert lab.cache.stats().host.pinned == 0
+    device.refuses = ""
+    lab.cache.close()
+
+
+def test_any_number_of_streams_is_kept_apart() -> None:
+    lab = Lab(4, 4)
+    streams = [lab.sim.create_stream(str(i)) for i in range(12)]
+    for turn in range(36):
+        lab.release(lab.add([turn % 5, 7, turn, 7, 7], stream=streams[turn % 12]))
+    assert not lab.findings()
+
+
+def test_streams_are_known_by_their_handles() -> None:
+    class Foreign:
+        def __init__(self, stream: Stream) -> None:
+            self.cuda_stream = stream.handle
+
+    lab = Lab(4, 4, guard="engine_reads_after_engine")
+    lab.seed([1, 2, 3], committed=2, stream=lab.b)
+    lab.add([1, 2, 3], stream=Foreign(lab.b))  # the same stream: nothing to wait for
+    assert not lab.findings()
+
+
+def test_the_default_is_the_stream_that_a_sequence_used_last() -> None:
+    lab = Lab(4, 4)
+    sequence = lab.add([1, 2, 3], stream=lab.b)
+    lab.append(sequence, [4, 5])
+    lab.finish(sequence)
+    assert lab.add([1, 2, 3, 4, 5], stream=lab.a).cached
+    assert not lab.findings()
+
+
+def test_a_closed_lease_says_so_on_every_stream() -> None:
+    lab = Lab(4, 4)
+    lab.seed([1, 2, 3], committed=2)
+    lease = lab.cache.pin(lab.keys([1, 2, 3]), stream=lab.b)
+    lease.close(lab.a)
+    with pytest.raises(LeaseExpired):
+        lease.close(lab.a)
+    assert not lab.findings()
+
+
+# -- every schedule of a small case ------------------------------------------------------------------
+
+
+def small_case(guard: str | None) -> Callable[[SimDevice], None]:
+    """The only block is evicted while its writer may still run, and written anew while its offload may still run."""
+
+    def body(device: SimDevice) -> None:
+        cache = KVCacheManager(small_layout(1), device_blocks=1, host_blocks=1, device=device, secret=bytes(32))
+        try:
+            if guard is not None:
+                cache._disable_guard(guard)
+            engine = device.create_stream("engine")
+
+            def write(value: int) -> None:
+                cache.device_pool[...] = value
+
+            def compute(tokens: list[int], value: int) -> None:
+                sequence = cache.add_sequence(tokens, stream=engine)
+                device.launch(engine, lambda: write(value), writes=[(0, 0, 1)])
+                cache.commit(sequence)
+                cache.release(sequence)
+
+            compute([1], 7)
+            cache.add_sequence([2], stream=engine)
+            device.launch(engine, lambda: write(9), writes=[(0, 0, 1)])
+            with cache.pin(cache.block_keys([1]), tier="host"):
+                assert (cache.host_pool == 7).all()
+        finally:
+            cache.close()
+
+    return body
+
+
+def test_a_small_case_is_right_in_every_schedule() -> None:
+    count = explore(small_case(None), limit=20_000)
+    print(f"{count} schedules")
+    assert count > 100
+
+
+@pytest.mark.parametrize("guard", ["copy_reads_after_engine", "engine_writes_after_copies", "reader_waits"])
+def test_a_small_case_is_wrong_in_some_schedule_without_a_guard(guard: str) -> None:
+    with pytest.raises(AssertionError):
+        explore(small_case(guard), limit=20_000)
+
+
+def test_offloads_and_onboards_may_pass_each_other() -> None:
+    """Copies of different blocks in different directions are not ordered by the pool."""
+    lab = Lab(6, 6)
+    lab.seed([1, 2, 3], committed=2)
+    lab.seed([11, 12, 13], committed=2)
+    lab.cache.offload([1, 2, 3])
+    waits: list[Any] = []
+    wait = lab.sim.wait
+
+    def noted(stream: Stream, event: Event) -> None:
+        waits.append(stream)
+        wait(stream, event)
+
+    lab.sim.wait = noted  # type: ignore[method-assign]
+    lab.cache.offload([11, 12, 13])
+    assert len(waits) == 1, "for the engine's write, and for no copy"
+    assert not lab.findings()

@@ -1,0 +1,112 @@
+"""Scheduler, readers and an importer at once on the sim device: nothing races, no byte is wrong, the pool verifies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import BlockNotFound, OutOfBlocks
+from tests.race.lab import Lab
+
+T, P, S = 2, 6, 4
+
+
+def prompt(random: np.random.Generator) -> list[int]:
+    """One of a few families of prompts that share beginnings."""
+    family, length = int(random.integers(4)), int(random.integers(1, 9))
+    return [100 * family + i for i in range(length)] + [int(random.integers(1000, 1010))]
+
+
+class Crew:
+    """Threads that use one lab until the scheduler is done; the first error of each is kept."""
+
+    def __init__(self, lab: Lab, seed: int) -> None:
+        self.lab, self.seed, self.errors, self.done = lab, seed, [], threading.Event()
+        self.turns: dict[str, int] = {}
+
+    def loop(self, name: str, turn: Callable[[np.random.Generator], None], turns: int | None = None) -> threading.Thread:
+        def work() -> None:
+            random = np.random.default_rng([self.seed, len(name)])
+            count = 0
+            try:
+                while not self.done.is_set() and (turns is None or count < turns):
+                    turn(random)
+                    count += 1
+            except BaseException as error:
+                self.errors.append(error)
+            if turns is not None:
+                self.done.set()
+            self.turns[name] = count
+
+        thread = threading.Thread(target=work, name=name)
+        thread.start()
+        return thread
+
+    def schedule(self, random: np.random.Generator) -> None:
+        lab = self.lab
+        stream = (lab.a, lab.b)[int(random.integers(2))]
+        try:
+            sequence = lab.add(prompt(random), stream=stream)
+            if random.random() < 0.5:
+                lab.use(sequence, (lab.a, lab.b)[int(random.integers(2))])
+            if random.random() < 0.3:
+                lab.append(sequence, [int(random.integers(1000, 1010))])
+            lab.commit(sequence)
+            if random.random() < 0.2 and len(sequence) > 2:
+                lab.rewind(sequence, 2)
+            lab.release(sequence, store=bool(random.random() < 0.8))
+        except OutOfBlocks:
+            for sequence in list(lab.live.values()):
+                lab.release(sequence)
+
+    def read(self, random: np.random.Generator) -> None:
+        """Pin by key; read on the host, or enqueue a copy on a stream of the reader's."""
+        lab, tokens = self.lab, prompt(random)
+        full = len(tokens) // T * T
+        if not full:
+            return
+        key = lab.cache.block_keys(tokens).keys[full // T - 1]
+        stream = self.reader if random.random() < 0.5 else None
+        try:
+            tier = "host" if random.random() < 0.8 else "device"
+            with lab.cache.pin([key], tier=tier, stream=stream) as lease:
+                lab.read(lease, tokens[:full], stream)
+        except BlockNotFound:
+            pass
+
+    def bring(self, random: np.random.Generator) -> None:
+        lab, tokens = self.lab, prompt(random)
+        keys = lab.cache.block_keys(tokens)
+        expected = lab.expected.of((None, None), [(token, 0) for token in tokens])
+        data = []
+        for i in range(len(keys.keys)):
+            block = np.zeros(lab.cache.layout.block_bytes, np.uint8)
+            view = block.view(lab.cache.layout.storage_dtype).reshape(lab.cache.host_pool.shape[1:]).view(np.uint8)
+            for slot in range(T):
+                view[:, :, slot] = expected[i * T + slot]
+            data.append(block)
+        lab.cache.import_blocks(keys, data)
+        lab.cache.prefetch(keys) if random.random() < 0.5 else lab.cache.offload(keys)
+
+    reader: Any = None
+
+
+@pytest.mark.parametrize(("seed", "progress"), [(0, 0.0), (1, 0.4), (2, 1.0)])
+def test_threads_race_nowhere(seed: int, progress: float) -> None:
+    print(f"seed {seed}, progress {progress}")
+    lab = Lab(P, S, T=T, seed=seed, progress=progress, event_capacity=0)
+    crew = Crew(lab, seed)
+    crew.reader = lab.sim.create_stream("reader")
+    threads = [crew.loop("scheduler", crew.schedule, 100), crew.loop("reader", crew.read), crew.loop("importer!", crew.bring)]
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), f"stuck: {crew.turns}"
+    assert not crew.errors, f"seed {seed}: {crew.errors}"
+    assert not lab.findings(), f"seed {seed}"
+    stats = lab.cache.stats()
+    print(crew.turns, stats.offloaded_blocks, stats.onboarded_blocks)
+    assert stats.offloaded_blocks > 10 and stats.onboarded_blocks > 0
