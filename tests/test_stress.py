@@ -50,7 +50,8 @@ def test_a_trace_starts_again_until_there_are_enough_reads(tmp_path: Path, capsy
 
 def test_a_pin_that_does_not_hold_is_found() -> None:
     report, failed = stress(replace(CONFIG, hold=False))
-    assert "blocks with wrong bytes" in failed and not report.passed
+    # Evictions that met no pin are not counted as if they had.
+    assert failed == {"blocks with wrong bytes", "... where a pinned block would have been the victim"} and not report.passed
     assert report.failure is not None and "wrong bytes, first in host block" in report.failure
 
 
@@ -71,11 +72,6 @@ def test_a_block_found_in_one_step_and_pinned_in_the_next_is_caught(monkeypatch:
 
     monkeypatch.setattr(KVCacheManager, "find_and_pin_host", in_two_steps)
     assert "blocks with wrong bytes" in stress(CONFIG)[1]
-
-
-def test_evictions_without_pins_shield_nothing() -> None:
-    _, failed = stress(replace(CONFIG, hold=False, shielded=CONFIG.evictions))
-    assert "... where a pinned block would have been the victim" in failed
 
 
 def test_a_lease_that_is_never_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
