@@ -85,10 +85,12 @@ def test_events_that_were_missed_are_found() -> None:
     assert {"events dropped or missing", "keys in which events and pool differ"} & failed
 
 
-def test_bytes_that_the_content_does_not_call_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_and_bytes_that_no_request_calls_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     learned = Contents.bytes_of
-    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: None if key[0] == 1 else learned(self, key))
-    assert "blocks with content that no request has" in stress(CONFIG)[1]
+    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else None)
+    assert stress(CONFIG)[1] == {"blocks with content that no request has"}
+    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else b"\0" * 512)
+    assert stress(CONFIG)[1] == {"blocks with wrong bytes"}
 
 
 def test_what_either_thread_dies_of_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
