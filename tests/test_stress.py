@@ -50,7 +50,8 @@ def test_a_trace_starts_again_until_there_are_enough_reads(tmp_path: Path, capsy
 
 def test_a_pin_that_does_not_hold_is_found() -> None:
     report, failed = stress(replace(CONFIG, hold=False))
-    assert "blocks with wrong bytes" in failed and not report.passed
+    # Evictions that met no pin are not counted as if they had.
+    assert failed == {"blocks with wrong bytes", "... where a pinned block would have been the victim"} and not report.passed
     assert report.failure is not None and "wrong bytes, first in host block" in report.failure
 
 
@@ -73,11 +74,6 @@ def test_a_block_found_in_one_step_and_pinned_in_the_next_is_caught(monkeypatch:
     assert "blocks with wrong bytes" in stress(CONFIG)[1]
 
 
-def test_evictions_without_pins_shield_nothing() -> None:
-    _, failed = stress(replace(CONFIG, hold=False, shielded=CONFIG.evictions))
-    assert "... where a pinned block would have been the victim" in failed
-
-
 def test_a_lease_that_is_never_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     close = Lease.close
     monkeypatch.setattr(Lease, "close", lambda self: close(self) if self.id != 7 else None)
@@ -89,10 +85,12 @@ def test_events_that_were_missed_are_found() -> None:
     assert {"events dropped or missing", "keys in which events and pool differ"} & failed
 
 
-def test_bytes_that_the_content_does_not_call_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_and_bytes_that_no_request_calls_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     learned = Contents.bytes_of
-    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: None if key[0] == 1 else learned(self, key))
-    assert "blocks with content that no request has" in stress(CONFIG)[1]
+    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else None)
+    assert stress(CONFIG)[1] == {"blocks with content that no request has"}
+    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else b"\0" * 512)
+    assert stress(CONFIG)[1] == {"blocks with wrong bytes"}
 
 
 def test_what_either_thread_dies_of_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ class VictimWatch:
     more. So ``shielded`` is a lower bound. It leaves out what is not sure: pinned blocks whose content came to the device or left it
     in the decision, and decisions with partial copies, whose source the call itself may have held.
 
-    For pools whose blocks all have the default priority and whose sequences are stored when released. Thread-safe: everything happens
+    For new pools whose blocks all have the default priority and whose sequences are stored when released. Thread-safe: everything happens
     under the state lock.
     """
 
