@@ -23,6 +23,8 @@ class _Record:
     """One element of a structured array: fields are read as int64, as machine code widens them, and written in place."""
 
     __slots__ = ("_fields", "_place")
+    _fields: dict[str, Any]
+    _place: int
 
     def __init__(self, fields: dict[str, Any], place: int) -> None:
         object.__setattr__(self, "_fields", fields)

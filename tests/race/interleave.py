@@ -38,7 +38,7 @@ Check = Callable[[list[Any]], None]
 
 
 class Taken(NamedTuple):
-    """A turn as it was: the threads that could have had it instead, those that could have gone on instead of each step, where it stopped."""
+    """A turn as it was: who could have had it instead, who could have gone on instead of each step, where it stopped."""
 
     thread: int
     instead: tuple[int, ...]
@@ -62,6 +62,10 @@ class Report(NamedTuple):
     failure: str | None
 
 
+class BrokenScene(Exception):
+    """The scene cannot be explored, which says nothing about the code under watch."""
+
+
 class Lock:
     """Stands in for threading.Lock and RLock: a thread that would wait for it lets the explorer run another."""
 
@@ -77,17 +81,20 @@ class Lock:
         me = threading.get_ident()
         while not self.free_for(me):
             if _Run.current is None:
-                raise RuntimeError("a lock is held that nobody will release")
+                raise AssertionError("a lock is held that nobody will release")
             _Run.current.wait_for(self)
-        self._owner, self._depth = me, self._depth + 1
+        self._change(me, self._depth + 1)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._owner != threading.get_ident():
-            raise RuntimeError("a lock is released by a thread that does not hold it")
-        self._depth -= 1
-        if self._depth == 0:
-            self._owner = None
+            raise AssertionError("a lock is released by a thread that does not hold it")
+        self._change(self._owner if self._depth > 1 else None, self._depth - 1)
+
+    def _change(self, owner: int | None, depth: int) -> None:
+        self._owner, self._depth = owner, depth
+        if _Run.current is not None:
+            _Run.current.others = None
 
 
 class _Thread:
@@ -147,7 +154,9 @@ class _Thread:
             self.park()
         if self.budget is not None:
             self.budget -= 1
-        self.others.append(self.run.others_than(self))
+        if self.run.others is None:
+            self.run.others = self.run.others_than(self)
+        self.others.append(self.run.others)
 
     def park(self) -> None:
         """Give the turn back, and return when it comes again."""
@@ -167,6 +176,7 @@ class _Run:
         self.back.acquire()
         self._files, self._watched = scene.files, dict[CodeType, bool]()
         self._lines = 0
+        self.others: tuple[int, ...] | None = None  # than the running thread, until a lock changes hands
         self.threads: list[_Thread] = []
         for i, verb in enumerate(scene.verbs):
             self.threads.append(_Thread(self, i, verb))
@@ -214,12 +224,13 @@ class _Run:
         if self.failure is not None:
             return
         if not thread.runnable:
-            raise RuntimeError("a schedule gives a turn to a thread that cannot run: the scene is not deterministic")
+            raise BrokenScene(f"{_name(thread.number)} has a turn and cannot run: a wrong schedule, or a scene that is not deterministic")
         thread.budget, thread.others, instead = steps, [], self.others_than(thread)
+        self.others = None
         thread.go.release()
         self.back.acquire()
         if self.failure is None and steps is not None and len(thread.others) != steps:
-            raise RuntimeError(f"a turn of {steps} steps took {len(thread.others)}: the scene is not deterministic")
+            raise BrokenScene(f"a turn of {steps} steps took {len(thread.others)}: a wrong schedule, or a scene that is not deterministic")
         self.turns.append(Taken(thread.number, instead, thread.others, thread.at))
 
 
@@ -237,7 +248,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def run(scene: Scene, schedule: Schedule) -> tuple[list[Taken], str | None]:
-    """Run one schedule in a fork; returns the turns as they were, and what went wrong or None."""
+    """Run one schedule in a fork; returns the turns as they were, and what went wrong or None. Raises BrokenScene."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -248,8 +259,10 @@ def run(scene: Scene, schedule: Schedule) -> tuple[list[Taken], str | None]:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
     if not answer:
-        return [], f"the process died with status {status}"
-    turns, failure = pickle.loads(answer)
+        raise BrokenScene(f"schedule {show(schedule)!r}: the process died with status {status}")
+    turns, failure, broken = pickle.loads(answer)
+    if broken is not None:
+        raise BrokenScene(f"schedule {show(schedule)!r}: {broken}")
     return turns, failure
 
 
@@ -258,16 +271,18 @@ def _child(scene: Scene, schedule: Schedule, writing: int) -> None:
         signal.alarm(SECONDS_MAX)
         gc.disable()  # a collection would call finalizers at other lines in each run
         execution = _Run(scene)
-        failure = None
+        failure = broken = None
         try:
             execution.follow(schedule)
             failure = execution.failure
             if failure is None:
                 scene.check([thread.outcome for thread in execution.threads])
+        except BrokenScene as error:
+            broken = str(error)
         except BaseException:
             failure = traceback.format_exc()
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(pickle.dumps((execution.turns, failure)))
+            pipe.write(pickle.dumps((execution.turns, failure, broken)))
     finally:
         os._exit(0)
 
@@ -277,6 +292,8 @@ def explore(scene: Scene, preemptions: int | None = 1) -> Report:
 
     Where a thread ends or waits, each other one that could go on is tried, at no cost.
     """
+    gc.collect()
+    gc.freeze()  # so that a fork does not copy what a collection would touch
     level: deque[Schedule] = deque(((thread, None),) for thread in range(len(scene.verbs)))
     count = spent = 0
     while level:

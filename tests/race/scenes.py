@@ -100,6 +100,11 @@ class Cast(Engine):
         items = self.contents[key]
         self.check_content(int(lease.blocks[0]), (None, None), items, len(items) - 1)
 
+    def scene(self, verbs: Sequence[Callable[[], Any]], check: Callable[[list[Any]], None]) -> Scene:
+        """The scene as it stands now, found to be in order."""
+        self.judge()
+        return Scene(verbs, check, FILES)
+
     def judge(self) -> None:
         """Every invariant; the bytes of all that is live, cached or leased; and no block that holds two contents."""
         self.cache.verify()
@@ -133,7 +138,7 @@ def victim(without: str | None) -> Scene:
         assert _kinds(outcomes) == ("Request", "Request")
         assert len(debug.cached(cast.cache._state)["host"]) == 2, "both victims were offloaded"
 
-    return Scene([cast.admission([5]), cast.admission([6])], check, FILES)
+    return cast.scene([cast.admission([5]), cast.admission([6])], check)
 
 
 def host_pin(without: str | None) -> Scene:
@@ -147,7 +152,7 @@ def host_pin(without: str | None) -> Scene:
         cast.judge()
         assert _kinds(outcomes) in (("Request", "Lease"), ("Request", "NoneType"))
 
-    return Scene([cast.admission([3]), reader], check, FILES)
+    return cast.scene([cast.admission([3]), reader], check)
 
 
 def device_pin(without: str | None) -> Scene:
@@ -160,7 +165,7 @@ def device_pin(without: str | None) -> Scene:
         cast.judge()
         assert _kinds(outcomes) in (("Request", "BlockNotFound"), ("OutOfBlocks", "Lease"))
 
-    return Scene([cast.admission([3]), reader], check, FILES)
+    return cast.scene([cast.admission([3]), reader], check)
 
 
 def pin_of_a_copy(without: str | None) -> Scene:
@@ -173,7 +178,7 @@ def pin_of_a_copy(without: str | None) -> Scene:
         cast.judge()
         assert _kinds(outcomes) in (("Request", "Lease"), ("Request", "NoneType"))
 
-    return Scene([cast.admission([3]), reader], check, FILES)
+    return cast.scene([cast.admission([3]), reader], check)
 
 
 def admission_of_a_copy(without: str | None) -> Scene:
@@ -187,7 +192,7 @@ def admission_of_a_copy(without: str | None) -> Scene:
         assert _kinds(outcomes) == ("Request", "Request")
         assert outcomes[1].cached == 1
 
-    return Scene([cast.admission([3]), cast.admission([1, 9])], check, FILES)
+    return cast.scene([cast.admission([3]), cast.admission([1, 9])], check)
 
 
 def unpin_and_eviction(without: str | None) -> Scene:
@@ -202,7 +207,7 @@ def unpin_and_eviction(without: str | None) -> Scene:
         assert _kinds(outcomes) in (("NoneType", "Request"), ("NoneType", "OutOfBlocks"))
         assert lease.closed
 
-    return Scene([lease.close, cast.admission([3])], check, FILES)
+    return cast.scene([lease.close, cast.admission([3])], check)
 
 
 def _two_ends(without: str | None, other: Callable[[Cast, Lease], Callable[[], Any]], right: Callable[[list[Any]], bool]) -> Scene:
@@ -218,7 +223,7 @@ def _two_ends(without: str | None, other: Callable[[Cast, Lease], Callable[[], A
         assert lease.closed and len(cast.cache.leases) == 1
         assert right(outcomes), outcomes
 
-    return Scene([lease.close, other(cast, lease)], check, FILES)
+    return cast.scene([lease.close, other(cast, lease)], check)
 
 
 def two_unpins(without: str | None) -> Scene:
@@ -250,7 +255,7 @@ def two_commits(without: str | None) -> Scene:
         cast.judge()
         assert cast.free() == 2
 
-    return Scene([lambda s=s: cast.cache.commit(s.id) for s in sequences], check, FILES)  # type: ignore[misc]
+    return cast.scene([lambda s=s: cast.cache.commit(s.id) for s in sequences], check)  # type: ignore[misc]
 
 
 def release_and_hit(without: str | None) -> Scene:
@@ -265,7 +270,7 @@ def release_and_hit(without: str | None) -> Scene:
         assert _kinds(outcomes) == ("NoneType", "Request")
         assert outcomes[1].cached == 1
 
-    return Scene([lambda: cast.cache.release(old.id), cast.admission([1, 5])], check, FILES)
+    return cast.scene([lambda: cast.cache.release(old.id), cast.admission([1, 5])], check)
 
 
 def _word(without: str | None, start: tuple[int, int], changes: Sequence[tuple[int, int]]) -> Scene:
@@ -299,10 +304,35 @@ def _store(array: Any, index: int, expected: int, desired: int) -> Any:
     return array.__setitem__(index, desired) is None
 
 
+def two_locks(without: str | None) -> Scene:
+    """No pool: each thread takes two locks; without "lock_order", each in an order of its own."""
+    locks = [Lock(reentrant=False), Lock(reentrant=False)]
+
+    def take(first: Lock, second: Lock) -> None:
+        with first:
+            with second:
+                pass
+
+    backward = locks[::-1] if without == "lock_order" else locks
+    return Scene([functools.partial(take, *locks), functools.partial(take, *backward)], lambda outcomes: None, {__file__})
+
+
+def a_wait(without: str | None) -> Scene:
+    """No pool: a thread reads a list until there is something in it; without "the_other" nobody puts anything there."""
+    box: list[int] = [] if without == "the_other" else [1]
+
+    def look() -> None:
+        while not box:
+            pass
+
+    return Scene([look], lambda outcomes: None, {__file__})
+
+
 BUILDS: dict[str, tuple[Build, int | None]] = {
     "victim": (victim, 1), "host_pin": (host_pin, 1), "device_pin": (device_pin, 1), "pin_of_a_copy": (pin_of_a_copy, 1),
-    "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 1),
-    "unpin_and_revoke": (unpin_and_revoke, 1), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
+    "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 2),
+    "unpin_and_revoke": (unpin_and_revoke, 2), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
+    "two_locks": (two_locks, 1), "a_wait": (a_wait, 1),
     "word_gains_both": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1)]), None),
     "word_loses_both": (lambda without: _word(without, (1, 1), [(-1, 0), (0, -1)]), None),
     "word_loses_last_twice": (lambda without: _word(without, (1, 0), [(-1, 0), (-1, 0)]), None),
