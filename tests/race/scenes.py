@@ -141,6 +141,21 @@ def victim(without: str | None) -> Scene:
     return cast.scene([cast.admission([5]), cast.admission([6])], check)
 
 
+def victim_of_growth(without: str | None) -> Scene:
+    """An admission and a growing sequence that both must evict: all that they compete for is the victim."""
+    cast = Cast(3, 2, without)
+    cast.cache_blocks([1, 2])
+    grows = cast.admission([6])()
+    cast.contents |= {key: [(6, 0), (7, 0)][: i + 1] for i, key in enumerate(cast.keys([6, 7]))}
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) == ("Request", "Request")
+        assert len(debug.cached(cast.cache._state)["host"]) == 2, "both victims were offloaded"
+
+    return cast.scene([cast.admission([5]), lambda: cast.append(grows, [7])], check)
+
+
 def host_pin(without: str | None) -> Scene:
     """A reader finds and pins the host block that an admission needs for its victim."""
     cast = Cast(1, 1, without)
@@ -329,7 +344,8 @@ def a_wait(without: str | None) -> Scene:
 
 
 BUILDS: dict[str, tuple[Build, int | None]] = {
-    "victim": (victim, 1), "host_pin": (host_pin, 1), "device_pin": (device_pin, 1), "pin_of_a_copy": (pin_of_a_copy, 1),
+    "victim": (victim, 1), "victim_of_growth": (victim_of_growth, 1),
+    "host_pin": (host_pin, 1), "device_pin": (device_pin, 1), "pin_of_a_copy": (pin_of_a_copy, 1),
     "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 2),
     "unpin_and_revoke": (unpin_and_revoke, 2), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
     "two_locks": (two_locks, 1), "a_wait": (a_wait, 1),

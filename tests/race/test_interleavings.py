@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What is promised, the scene that shows it, and the guards without which it does not hold.
 PROMISES = [
     ("two admissions never evict one victim", "victim", ["state_lock", "transfer_lock"]),
+    ("an admission and a growing sequence never evict one victim", "victim_of_growth", ["state_lock", "transfer_lock"]),
     ("a host block is pinned or evicted, not both", "host_pin", ["state_lock"]),
     ("a device block is pinned or evicted, not both", "device_pin", ["state_lock"]),
     ("a pinned copy has its bytes, though its copy was only decided", "pin_of_a_copy", ["state_lock", "wait_for_others"]),
