@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import llvmlite
 import numba
 import numpy as np
+from numba import extending
 from numba.core import compiler, config, serialize
 
 _FOLDER = Path(__file__).resolve().parent
@@ -51,17 +52,25 @@ def jit(function: Any = None, /, **options: Any) -> Any:
     The cache follows the sources, closure cells, options and argument types. It does not follow globals that are
     set at run time or modules imported by a computed name, so constants belong in the source or in a closure.
     Functions defined outside this package are compiled in each process. Thread-safe where Numba is.
+
+    Under NUMBA_DISABLE_JIT the function runs in the interpreter; integers wrap as silently as they do in machine code.
     """
     if function is None:
         return functools.partial(jit, **options)
+    if config.DISABLE_JIT:
+        return np.errstate(over="ignore")(function)
     dispatcher = numba.njit(**{"nogil": True, "_nrt": False, **options})(function)
-    # Under NUMBA_DISABLE_JIT the result is the plain function. Numba's private names are checked, so that a release
-    # that moves them costs the cache and nothing else.
+    # Numba's private names are checked, so that a release that moves them costs the cache and nothing else.
     if hasattr(dispatcher, "_cache") and hasattr(compiler.CompileResult, "_rebuild"):
         directory = cache_directory(function.__module__ or "")
         if directory is not None:
             dispatcher._cache = _FunctionCache(function, options, directory)
     return dispatcher
+
+
+def intrinsic(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a Numba intrinsic, or under NUMBA_DISABLE_JIT the function ``plain``, which does the same in the interpreter."""
+    return lambda definition: plain if config.DISABLE_JIT else extending.intrinsic(definition)
 
 
 class _FunctionCache:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kvpool.device.base import SOURCE, TARGET, TOKENS
-from kvpool.jit import jit
+from kvpool.jit import intrinsic, jit
 from kvpool.layout import BlockLayout
 
 # Pools that together are no larger than this may live in a cache, where libc's memcpy is best. Copies in larger ones
@@ -108,7 +108,7 @@ def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int,
     return left, run
 
 
-@intrinsic
+@intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))
 def _memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """libc's memcpy between two addresses."""
 
@@ -120,7 +120,7 @@ def _memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
+@intrinsic(lambda address: None)
 def _prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for a cache line; an address that is not mapped does no harm."""
 
@@ -136,7 +136,7 @@ def _prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic
+@intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), _LINE))
 def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
     """Copy one cache line with a store around the caches. Both addresses are multiples of its size."""
 
@@ -150,7 +150,7 @@ def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
+@intrinsic(lambda: None)
 def _fence(typingctx: Any) -> Any:
     """Make streamed lines visible to other threads before anything that follows."""
 

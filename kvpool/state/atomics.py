@@ -1,17 +1,76 @@
 """Atomic operations on array elements, views of raw addresses and bit lengths, as Numba intrinsics.
 
-The atomics are sequentially consistent. All work in nogil functions that are cached on disk.
+The atomics are sequentially consistent. All work in nogil functions that are cached on disk. Beside each stands what it does in the
+interpreter, under NUMBA_DISABLE_JIT: the same for one thread at a time, slowly.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
+
+from kvpool.jit import intrinsic
+
+
+class _Record:
+    """One element of a structured array: fields are read as int64, as machine code widens them, and written in place."""
+
+    __slots__ = ("_fields", "_place")
+    _fields: dict[str, Any]
+    _place: int
+
+    def __init__(self, fields: dict[str, Any], place: int) -> None:
+        object.__setattr__(self, "_fields", fields)
+        object.__setattr__(self, "_place", place)
+
+    def __getattr__(self, name: str) -> np.int64:
+        return np.int64(self._fields[name][self._place])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._fields[name][self._place] = value
+
+
+class _Records:
+    """A structured array as jitted code sees it: ``[i]`` is a reference to an element, ``["name"]`` the array of one field."""
+
+    __slots__ = ("_fields", "shape")
+
+    def __init__(self, array: Any) -> None:
+        self.shape, self._fields = array.shape, {name: array[name] for name in array.dtype.names}
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._fields[place] if isinstance(place, str) else _Record(self._fields, place)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    found = np.dtype(dtype)
+    nbytes = int(np.prod(shape)) * found.itemsize
+    memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else b""
+    array: Any = np.ndarray(shape, found, memory)
+    return array if found.names is None else _Records(array)
+
+
+def _plain_load(array: Any, index: int) -> np.int64:
+    return np.int64(array[index])
+
+
+def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int) -> bool:
+    same = bool(array[index] == expected)
+    if same:
+        array[index] = desired
+    return same
+
+
+def _plain_bit_length(value: Any) -> int:
+    return int(value).bit_length()
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -24,7 +83,7 @@ def _valid(array: Any, index: Any) -> bool:
     return whole and isinstance(index, types.Integer)
 
 
-@intrinsic
+@intrinsic(_plain_load)
 def load(typingctx: Any, array: Any, index: Any) -> Any:
     """Atomic read of ``array[index]``."""
     if not _valid(array, index):
@@ -38,7 +97,7 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
     return array.dtype(array, index), codegen
 
 
-@intrinsic
+@intrinsic(_plain_compare_exchange)
 def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desired: Any) -> Any:
     """Store ``desired`` if ``array[index] == expected``; returns whether it did."""
     if not _valid(array, index):
@@ -54,7 +113,7 @@ def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desi
     return types.boolean(array, index, expected, desired), codegen
 
 
-@intrinsic
+@intrinsic(_plain_array_at)
 def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``; the caller keeps it alive.
 
@@ -78,7 +137,7 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     return array_type(address, shape, dtype), codegen
 
 
-@intrinsic
+@intrinsic(_plain_bit_length)
 def bit_length(typingctx: Any, value: Any) -> Any:
     """Bits of a non-negative int64 up to its highest one."""
     if not isinstance(value, types.Integer):

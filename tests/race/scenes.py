@@ -1,0 +1,379 @@
+"""Scenes: small pools in which two calls meet, and what must be true afterwards however their lines are interleaved.
+
+``NUMBA_DISABLE_JIT=1 python -m tests.race.scenes NAME`` (from the root, with it and ``tests`` on the path) explores one; ``--without``
+takes a guard out, ``--schedule`` runs a single schedule again, as a failure printed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba.core import config
+
+import kvpool
+from engine import Engine, Request, small_layout
+from kvpool import KVCacheManager
+from kvpool.leases import Lease
+from kvpool.state import atomics, debug
+from kvpool.state import blocks as fields
+from kvpool.transfer import Transfer
+from tests.race.interleave import Lock, Scene, explore, read_schedule, run
+
+_PACKAGE = Path(kvpool.__file__).parent
+# All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only judges (verify, debug).
+_STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")}
+FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in ("pool", "manager", "transfer")))}
+
+
+class Impatient(Transfer):
+    """The rule taken out that a call waits for what others have decided: it waits for its own moves only."""
+
+    def collect(self, stream: Any) -> None:
+        if self._state.header[fields.MOVES]:
+            self.deciders = {*getattr(self, "deciders", ()), threading.get_ident()}
+        super().collect(stream)
+
+    @property
+    def waiting(self) -> bool:
+        return threading.get_ident() in getattr(self, "deciders", ()) and super().waiting
+
+
+class Cast(Engine):
+    """An engine on a pool whose locks the explorer sees; it judges when all is over, not after each verb.
+
+    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", "wait_for_others", or None.
+    """
+
+    def __init__(self, P: int, S: int, without: str | None) -> None:
+        cache = KVCacheManager(
+            small_layout(1, layers=1, kv_heads=1, head_dim=4, dtype="uint8"), device_blocks=P, host_blocks=S, device="cpu",
+            max_sequences=4, secret=bytes(32), clock=lambda: 0,
+        )  # fmt: skip
+        super().__init__(cache)
+        state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
+        cache._lock = cache._transfer._state_lock = state  # type: ignore[assignment]
+        cache._transfer._lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
+        if without == "wait_for_others":
+            cache._transfer.__class__ = Impatient
+        self.contents: dict[bytes, list[tuple[int, int]]] = {}
+        self.leased: dict[int, bytes] = {}
+
+    def _done(self, sequence: Request) -> Request:
+        return sequence
+
+    def cache_blocks(self, tokens: Sequence[int]) -> list[bytes]:
+        """Have a prompt of one-token blocks computed, stored and released; returns its keys."""
+        self.admission(tokens)()
+        (sequence,) = self.live.values()
+        self.cache.commit(sequence.id)
+        del self.live[sequence.id]
+        self.cache.release(sequence.id)
+        return self.keys(tokens)
+
+    def admission(self, tokens: Sequence[int]) -> Callable[[], Request]:
+        """A verb: admit a prompt, compare what is reused, compute the rest."""
+        prompt = self.prompt(tokens)
+        self.contents |= {key: [(token, 0) for token in tokens[: i + 1]] for i, key in enumerate(self.keys(tokens))}
+        return lambda: self.admitted(self.cache.add_sequence(prompt), tokens)
+
+    def reader(self, pin: Callable[[], Lease | None], key: bytes) -> Callable[[], Lease | None]:
+        """A verb: pin one key, and read what the lease gives."""
+
+        def read() -> Lease | None:
+            lease = pin()
+            if lease is not None:
+                self.leased[lease.id] = key
+                self.check_lease(lease, key)
+            return lease
+
+        return read
+
+    def check_lease(self, lease: Lease, key: bytes) -> None:
+        items = self.contents[key]
+        self.check_content(int(lease.blocks[0]), (None, None), items, len(items) - 1)
+
+    def scene(self, verbs: Sequence[Callable[[], Any]], check: Callable[[list[Any]], None]) -> Scene:
+        """The scene as it stands now, found to be in order."""
+        self.judge()
+        return Scene(verbs, check, FILES)
+
+    def judge(self) -> None:
+        """Every invariant; the bytes of all that is live, cached or leased; and no block that holds two contents."""
+        self.cache.verify()
+        assert not self.cache._transfer._queue and not self.cache._transfer.waiting
+        self.check_all()
+        for tier in debug.cached(self.cache._state).values():
+            for key, block in tier.items():
+                self.check_content(block, (None, None), self.contents[key], len(self.contents[key]) - 1)
+        for lease in self.cache.leases:
+            self.check_lease(lease, self.leased[lease.id])
+        named: dict[int, list[tuple[int, int]]] = {}
+        for sequence in self.live.values():
+            for i, block in enumerate(self.table(sequence)):
+                assert named.setdefault(block, sequence.items[: i + 1]) == sequence.items[: i + 1], f"block {block} was given out twice"
+
+
+Build = Callable[[str | None], Scene]
+
+
+def _kinds(outcomes: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(type(outcome).__name__ for outcome in outcomes)
+
+
+def victim(without: str | None) -> Scene:
+    """Two admissions that both must evict."""
+    cast = Cast(2, 2, without)
+    cast.cache_blocks([1, 2])
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) == ("Request", "Request")
+        assert len(debug.cached(cast.cache._state)["host"]) == 2, "both victims were offloaded"
+
+    return cast.scene([cast.admission([5]), cast.admission([6])], check)
+
+
+def victim_of_growth(without: str | None) -> Scene:
+    """An admission and a growing sequence that both must evict: all that they compete for is the victim."""
+    cast = Cast(3, 2, without)
+    cast.cache_blocks([1, 2])
+    grows = cast.admission([6])()
+    cast.contents |= {key: [(6, 0), (7, 0)][: i + 1] for i, key in enumerate(cast.keys([6, 7]))}
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) == ("Request", "Request")
+        assert len(debug.cached(cast.cache._state)["host"]) == 2, "both victims were offloaded"
+
+    return cast.scene([cast.admission([5]), lambda: cast.append(grows, [7])], check)
+
+
+def host_pin(without: str | None) -> Scene:
+    """A reader finds and pins the host block that an admission needs for its victim."""
+    cast = Cast(1, 1, without)
+    (key,) = cast.cache_blocks([1])
+    cast.cache_blocks([2])
+    reader = cast.reader(lambda: cast.cache.find_and_pin_host(key, owner="reader"), key)
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) in (("Request", "Lease"), ("Request", "NoneType"))
+
+    return cast.scene([cast.admission([3]), reader], check)
+
+
+def device_pin(without: str | None) -> Scene:
+    """A reader pins the device block that an admission must evict."""
+    cast = Cast(1, 0, without)
+    (key,) = cast.cache_blocks([1])
+    reader = cast.reader(lambda: cast.cache.pin([key], owner="reader"), key)
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) in (("Request", "BlockNotFound"), ("OutOfBlocks", "Lease"))
+
+    return cast.scene([cast.admission([3]), reader], check)
+
+
+def pin_of_a_copy(without: str | None) -> Scene:
+    """A reader pins a host block between the decision to offload into it and the copy."""
+    cast = Cast(1, 1, without)
+    (key,) = cast.cache_blocks([1])
+    reader = cast.reader(lambda: cast.cache.find_and_pin_host(key, owner="reader"), key)
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) in (("Request", "Lease"), ("Request", "NoneType"))
+
+    return cast.scene([cast.admission([3]), reader], check)
+
+
+def admission_of_a_copy(without: str | None) -> Scene:
+    """An admission onboards content between the decision of another to offload it and the copy."""
+    cast = Cast(3, 3, without)
+    for token in (1, 4, 5):
+        cast.cache_blocks([token])
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) == ("Request", "Request")
+        assert outcomes[1].cached == 1
+
+    return cast.scene([cast.admission([3]), cast.admission([1, 9])], check)
+
+
+def unpin_and_eviction(without: str | None) -> Scene:
+    """A lease is closed while an admission looks for a block."""
+    cast = Cast(1, 0, without)
+    (key,) = cast.cache_blocks([1])
+    lease = cast.reader(lambda: cast.cache.pin([key], owner="reader"), key)()
+    assert lease is not None
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) in (("NoneType", "Request"), ("NoneType", "OutOfBlocks"))
+        assert lease.closed
+
+    return cast.scene([lease.close, cast.admission([3])], check)
+
+
+def _two_ends(without: str | None, other: Callable[[Cast, Lease], Callable[[], Any]], right: Callable[[list[Any]], bool]) -> Scene:
+    """A lease is ended twice, while another reader has pinned the same block."""
+    cast = Cast(1, 0, without)
+    (key,) = cast.cache_blocks([1])
+    lease = cast.reader(lambda: cast.cache.pin([key], owner="one"), key)()
+    cast.reader(lambda: cast.cache.pin([key], owner="two"), key)()
+    assert lease is not None
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert lease.closed and len(cast.cache.leases) == 1
+        assert right(outcomes), outcomes
+
+    return cast.scene([lease.close, other(cast, lease)], check)
+
+
+def two_unpins(without: str | None) -> Scene:
+    """A lease is closed by two threads: one of them is told that it came late."""
+    return _two_ends(without, lambda cast, lease: lease.close, lambda ends: sorted(_kinds(ends)) == ["LeaseExpired", "NoneType"])
+
+
+def unpin_and_revoke(without: str | None) -> Scene:
+    """A lease is closed by its holder and revoked by its owner's name."""
+
+    def right(ends: list[Any]) -> bool:
+        return (ends[0] is None and ends[1] == 0) or (_kinds(ends)[0] == "LeaseExpired" and ends[1] == 1)
+
+    return _two_ends(without, lambda cast, lease: lambda: cast.cache.revoke("one"), right)
+
+
+def two_commits(without: str | None) -> Scene:
+    """Two sequences commit the same content."""
+    cast = Cast(2, 0, without)
+    sequences = [cast.admission([1])() for _ in range(2)]
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert outcomes == [None, None]
+        assert len(debug.cached(cast.cache._state)["device"]) == 1
+        assert sum(bool(flags & fields.PUBLISHED) for flags in cast.cache._state.blocks["flags"]) == 1
+        cast.live.clear()
+        cast.cache.release([sequence.id for sequence in sequences])
+        cast.judge()
+        assert cast.free() == 2
+
+    return cast.scene([lambda s=s: cast.cache.commit(s.id) for s in sequences], check)  # type: ignore[misc]
+
+
+def release_and_hit(without: str | None) -> Scene:
+    """A sequence is released while an admission reuses its block."""
+    cast = Cast(4, 0, without)
+    old = cast.admission([1, 2])()
+    cast.cache.commit(old.id)
+    del cast.live[old.id]
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) == ("NoneType", "Request")
+        assert outcomes[1].cached == 1
+
+    return cast.scene([lambda: cast.cache.release(old.id), cast.admission([1, 5])], check)
+
+
+def _word(without: str | None, start: tuple[int, int], changes: Sequence[tuple[int, int]]) -> Scene:
+    """Threads change (refs, pins) of one word. Steps are its loads and exchanges. What would fall below zero changes nothing."""
+    blocks = np.zeros(1, fields.BLOCK)
+    blocks["word"] = start[1] << 32 | start[0]
+    fields.load, fields.compare_exchange = _load, _store if without == "compare_exchange" else _exchange  # type: ignore[assignment]
+
+    def check(outcomes: list[Any]) -> None:
+        done = [change for change, word in zip(changes, outcomes, strict=True) if word != -1]
+        refused = [change for change, word in zip(changes, outcomes, strict=True) if word == -1]
+        word = int(blocks["word"][0])
+        end = [start[i] + sum(change[i] for change in done) for i in range(2)]
+        assert [word & fields.REFS, word >> 32] == end, f"{changes} of {start} gave {outcomes} and left {word:#x}"
+        assert min(end) >= 0
+        assert all(min(end[i] + change[i] for i in range(2)) < 0 for change in refused), "refused for no reason"
+
+    return Scene([functools.partial(fields.change_word, blocks, 0, *change) for change in changes], check, {__file__})
+
+
+# One line each, so that each is one step.
+def _load(array: Any, index: int) -> Any:
+    return atomics.load(array, index)
+
+
+def _exchange(array: Any, index: int, expected: int, desired: int) -> Any:
+    return atomics.compare_exchange(array, index, expected, desired)
+
+
+def _store(array: Any, index: int, expected: int, desired: int) -> Any:
+    return array.__setitem__(index, desired) is None
+
+
+def two_locks(without: str | None) -> Scene:
+    """No pool: each thread takes two locks; without "lock_order", each in an order of its own."""
+    locks = [Lock(reentrant=False), Lock(reentrant=False)]
+
+    def take(first: Lock, second: Lock) -> None:
+        with first:
+            with second:
+                pass
+
+    backward = locks[::-1] if without == "lock_order" else locks
+    return Scene([functools.partial(take, *locks), functools.partial(take, *backward)], lambda outcomes: None, {__file__})
+
+
+def a_wait(without: str | None) -> Scene:
+    """No pool: a thread reads a list until there is something in it; without "the_other" nobody puts anything there."""
+    box: list[int] = [] if without == "the_other" else [1]
+
+    def look() -> None:
+        while not box:
+            pass
+
+    return Scene([look], lambda outcomes: None, {__file__})
+
+
+BUILDS: dict[str, tuple[Build, int | None]] = {
+    "victim": (victim, 1), "victim_of_growth": (victim_of_growth, 1),
+    "host_pin": (host_pin, 1), "device_pin": (device_pin, 1), "pin_of_a_copy": (pin_of_a_copy, 1),
+    "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 2),
+    "unpin_and_revoke": (unpin_and_revoke, 2), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
+    "two_locks": (two_locks, 1), "a_wait": (a_wait, 1),
+    "word_gains_both": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1)]), None),
+    "word_loses_both": (lambda without: _word(without, (1, 1), [(-1, 0), (0, -1)]), None),
+    "word_loses_last_twice": (lambda without: _word(without, (1, 0), [(-1, 0), (-1, 0)]), None),
+    "word_of_three": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1), (-1, 0)]), None),
+}  # fmt: skip
+"""Name of a scene -> how to build it without one guard, and how many preemptions to try; None is all interleavings."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scene", choices=sorted(BUILDS))
+    parser.add_argument("--without", help="the guard to take out")
+    parser.add_argument("--preemptions", type=int, help="another bound than the scene's own")
+    parser.add_argument("--schedule", help="run this one only")
+    args = parser.parse_args()
+    if not config.DISABLE_JIT:
+        parser.error("set NUMBA_DISABLE_JIT=1: machine code has no lines to switch between")
+    build, bound = BUILDS[args.scene]
+    scene = build(args.without)
+    if args.schedule:
+        _, failure = run(scene, read_schedule(args.schedule))
+        print(failure or "right")
+    else:
+        print(json.dumps(explore(scene, bound if args.preemptions is None else args.preemptions)._asdict()))
+
+
+if __name__ == "__main__":
+    main()

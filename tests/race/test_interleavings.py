@@ -1,0 +1,82 @@
+"""Every interleaving of two calls, up to a bound, ends right; and with a guard taken out the explorer finds one that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What is promised, the scene that shows it, and the guards without which it does not hold.
+PROMISES = [
+    ("two admissions never evict one victim", "victim", ["state_lock", "transfer_lock"]),
+    ("an admission and a growing sequence never evict one victim", "victim_of_growth", ["state_lock", "transfer_lock"]),
+    ("a host block is pinned or evicted, not both", "host_pin", ["state_lock"]),
+    ("a device block is pinned or evicted, not both", "device_pin", ["state_lock"]),
+    ("a pinned copy has its bytes, though its copy was only decided", "pin_of_a_copy", ["state_lock", "wait_for_others"]),
+    ("an admission reads a copy that was only decided after it is made", "admission_of_a_copy", ["state_lock", "transfer_lock"]),
+    ("a closing lease and an eviction agree who holds the block", "unpin_and_eviction", ["state_lock"]),
+    ("of two who close a lease, one is told that it came late", "two_unpins", ["state_lock"]),
+    ("a lease is closed or revoked, not both", "unpin_and_revoke", ["state_lock"]),
+    ("content that two sequences commit is published once", "two_commits", ["state_lock"]),
+    ("a block is reused while its last holder releases it", "release_and_hit", ["state_lock"]),
+    ("a word gains a reference and a pin", "word_gains_both", ["compare_exchange"]),
+    ("a word loses a reference and a pin", "word_loses_both", ["compare_exchange"]),
+    ("a word loses its last reference once", "word_loses_last_twice", ["compare_exchange"]),
+    ("a word changes for three threads", "word_of_three", ["compare_exchange"]),
+    ("two locks are taken in one order", "two_locks", ["lock_order"]),
+    ("a wait ends", "a_wait", ["the_other"]),
+]
+
+
+def explored(scene: str, *arguments: str) -> str:
+    """What the explorer prints; it needs a process without machine code."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "tests.race.scenes", scene, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def report_of(scene: str, *arguments: str) -> Any:
+    report = json.loads(explored(scene, *arguments))
+    print(f"{scene}: {report['schedules']} schedules, failed {report['failed']!r}\n{report['failure'] or ''}")
+    return report
+
+
+@pytest.mark.parametrize("scene", [pytest.param(scene, id=promise) for promise, scene, _ in PROMISES])
+def test_every_interleaving_keeps_the_promise(scene: str) -> None:
+    report = report_of(scene)
+    assert report["failed"] is None, f"schedule {report['failed']!r}: {report['failure']}"
+
+
+@pytest.mark.parametrize(
+    ("scene", "guard"), [pytest.param(scene, guard, id=f"{promise}: {guard}") for promise, scene, guards in PROMISES for guard in guards]
+)
+def test_some_interleaving_breaks_the_promise_without_its_guard(scene: str, guard: str) -> None:
+    assert report_of(scene, "--without", guard)["failed"] is not None
+
+
+def test_explorer_runs_each_interleaving_of_two_threads_of_two_steps_once() -> None:
+    assert report_of("word_gains_both")["schedules"] == 6
+
+
+def test_explorer_switches_inside_calls_of_the_pool() -> None:
+    assert report_of("unpin_and_eviction")["schedules"] > 100
+
+
+def test_a_failing_schedule_fails_again_when_run_alone() -> None:
+    report = report_of("host_pin", "--without", "state_lock")
+    assert report["failure"].splitlines()[-1] in explored("host_pin", "--without", "state_lock", "--schedule", report["failed"])
+    assert explored("host_pin", "--schedule", report["failed"].split()[0]).strip() == "right"
+
+
+@pytest.mark.parametrize(("scene", "guard", "symptom"), [("two_locks", "lock_order", "deadlock"), ("a_wait", "the_other", "no end")])
+def test_what_cannot_go_on_is_a_failure(scene: str, guard: str, symptom: str) -> None:
+    assert symptom in report_of(scene, "--without", guard)["failure"]
