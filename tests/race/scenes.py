@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import functools
 import json
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,36 +19,22 @@ from numba.core import config
 
 import kvpool
 from engine import Engine, Request, small_layout
-from kvpool import KVCacheManager
+from kvpool import KVCacheManager, guards
 from kvpool.leases import Lease
 from kvpool.state import atomics, debug
 from kvpool.state import blocks as fields
-from kvpool.transfer import Transfer
 from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only judges (verify, debug).
 _STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")}
-FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in ("pool", "manager", "transfer")))}
-
-
-class Impatient(Transfer):
-    """The rule taken out that a call waits for what others have decided: it waits for its own moves only."""
-
-    def collect(self, stream: Any) -> None:
-        if self._state.header[fields.MOVES]:
-            self.deciders = {*getattr(self, "deciders", ()), threading.get_ident()}
-        super().collect(stream)
-
-    @property
-    def waiting(self) -> bool:
-        return threading.get_ident() in getattr(self, "deciders", ()) and super().waiting
+FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in ("pool", "pins", "manager", "transfer")))}
 
 
 class Cast(Engine):
     """An engine on a pool whose locks the explorer sees; it judges when all is over, not after each verb.
 
-    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", "wait_for_others", or None.
+    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", one of ``kvpool.guards``, or None.
     """
 
     def __init__(self, P: int, S: int, without: str | None) -> None:
@@ -61,8 +46,8 @@ class Cast(Engine):
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache._lock = cache._transfer._state_lock = state  # type: ignore[assignment]
         cache._transfer._lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
-        if without == "wait_for_others":
-            cache._transfer.__class__ = Impatient
+        if without in guards.GUARDS:
+            cache._disable_guard(without)
         self.contents: dict[bytes, list[tuple[int, int]]] = {}
         self.leased: dict[int, bytes] = {}
 

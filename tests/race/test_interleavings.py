@@ -19,7 +19,7 @@ PROMISES = [
     ("an admission and a growing sequence never evict one victim", "victim_of_growth", ["state_lock", "transfer_lock"]),
     ("a host block is pinned or evicted, not both", "host_pin", ["state_lock"]),
     ("a device block is pinned or evicted, not both", "device_pin", ["state_lock"]),
-    ("a pinned copy has its bytes, though its copy was only decided", "pin_of_a_copy", ["state_lock", "wait_for_others"]),
+    ("a pinned copy has its bytes, though its copy was only decided", "pin_of_a_copy", ["state_lock", "others_batches_too"]),
     ("an admission reads a copy that was only decided after it is made", "admission_of_a_copy", ["state_lock", "transfer_lock"]),
     ("a closing lease and an eviction agree who holds the block", "unpin_and_eviction", ["state_lock"]),
     ("of two who close a lease, one is told that it came late", "two_unpins", ["state_lock"]),
