@@ -27,7 +27,7 @@ from kvpool.device.base import (
 from kvpool.device.block_copy import describe_bad_move, first_bad_move
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.sim.choices import Choices, SeededChoices
-from kvpool.device.sim.findings import COMPARE, Bound, Findings
+from kvpool.device.sim.findings import COMPARE, POISON, Bound, Findings
 from kvpool.device.sim.handles import Gate, HostSpan
 from kvpool.device.sim.mirror import Mirror
 from kvpool.device.sim.order import LANE_BITS, LANES, HostAccess, Order, Rows, Waits, joined, rows_argument
@@ -101,9 +101,7 @@ class SimDevice(Device):
     def _locked(self) -> Iterator[None]:
         """The lock, which nothing that runs inside a call may take again."""
         if self._inside == threading.get_ident():
-            raise RuntimeError(
-                "a launched function may touch memory, and not call the device (nor may a destructor that runs inside a call)"
-            )
+            raise RuntimeError("this thread is inside a call of the device: a launched function may touch memory and nothing else")
         with self._lock:
             self._inside = threading.get_ident()
             try:
@@ -131,12 +129,15 @@ class SimDevice(Device):
             return array
 
     def free(self, array: NDArray[np.uint8]) -> None:
-        """As every device; the memory is then poison, and whoever writes there later is reported.
+        """As every device; the memory is then poison, and kept until the device closes, so that later writes to it are found.
 
         Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for what
         ``allocate`` did not give, or what was freed before.
         """
         with self._locked():
+            if self._closed:
+                array.fill(POISON)
+                return
             if id(array) not in self._allocated:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = _host_call("free")
@@ -393,6 +394,7 @@ class SimDevice(Device):
             else:
                 self._findings.compare(None, None)
             self._allocated.clear()
+            self._findings.forget_freed()
             self._findings.raise_first()
 
 
