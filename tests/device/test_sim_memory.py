@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM, Event
-from kvpool.device.sim import POISON, Choices, RaceError, SimDevice, UndeclaredWrite
+from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
 from kvpool.device.sim.mirror import Mirror
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout
@@ -146,8 +146,9 @@ def test_an_undeclared_write_is_found_in_what_was_copied_from_it(sim: Open) -> N
     assert not np.array_equal(pools.host_pool[2], pools.device_pool[:, :, 0])
 
 
-def test_a_race_with_the_host_is_a_race_and_no_undeclared_write() -> None:
-    device = SimDevice(progress=1.0)
+@pytest.mark.parametrize("compare", ["all", "sample"])
+def test_a_race_with_the_host_is_a_race_and_no_undeclared_write(compare: str) -> None:
+    device = SimDevice(progress=1.0, compare=compare)
     pools = make_pools(device, LAYOUT)
     with device.host_access(writes=[(0, 0, T)]):
         for token in range(T):
@@ -159,6 +160,39 @@ def test_a_race_with_the_host_is_a_race_and_no_undeclared_write() -> None:
     pools.close()
     with pytest.raises(RaceError, match="free"):
         device.close()
+
+
+@pytest.mark.parametrize("compare", ["all", "sample"])
+def test_so_is_a_race_with_a_host_that_writes_while_copies_run(compare: str) -> None:
+    class Writing(Choices):
+        """Stands for another thread: writes whenever something is chosen."""
+
+        def choose(self, n: int) -> int:
+            write(pools, 0, 0)
+            return 0
+
+        def early(self, n: int) -> int:
+            return -1
+
+    choices = SeededChoices(0, 0.0)
+    device = SimDevice(choices=choices, compare=compare, chunk_bytes=8)
+    pools = make_pools(device, LAYOUT)
+    with device.host_access(writes=[(0, 0, T)]):
+        for target in range(6, 11):
+            device.copy_blocks(as_moves((0, target, T)))
+        device._scheduler._choices = Writing()
+        with pytest.raises(RaceError):
+            device.synchronize()
+        device._scheduler._choices = choices
+    device.close()
+
+
+def test_an_undeclared_write_is_found_when_memory_is_given_back(sim: Open) -> None:
+    device, pools = sim(compare="sample")
+    write(pools, 3, 1)
+    pools.close()
+    with pytest.raises(UndeclaredWrite, match=r"block 3 tokens \[1\]"):
+        device.check()
 
 
 def test_freed_memory_is_poison_and_stays_it(sim: Open) -> None:

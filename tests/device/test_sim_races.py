@@ -237,7 +237,7 @@ def in_thread(function: Callable[[], None]) -> None:
 
 def test_what_another_thread_has_waited_for_does_not_count_for_an_access_but_for_what_is_enqueued(sim: SimDevice) -> None:
     copy(sim, 0, 8, stream=1)
-    event = sim.record(sim.as_stream(1))
+    event, unrelated = sim.record(sim.as_stream(1)), sim.record(sim.as_stream(5))
     in_thread(lambda: sim.synchronize(event))
     copy(sim, 8, 1, stream=2)
     assert not races(sim)
@@ -246,6 +246,7 @@ def test_what_another_thread_has_waited_for_does_not_count_for_an_access_but_for
         with sim.host_access(reads=[(8, 0, T)]):
             pass
 
+    sim.synchronize(unrelated)
     access()
     assert races(sim) == [("copy_blocks", "host_access", ((8, 0, T),))]
     sim.query(event)

@@ -144,6 +144,24 @@ def test_moves_of_one_call_are_made_in_any_order(sim: Open) -> None:
     assert {first_made(seed) for seed in range(30)} == {0, 1, 2}
 
 
+def test_the_moves_of_a_long_call_are_mixed() -> None:
+    def made_first(seed: int) -> set[int]:
+        device = SimDevice(seed, progress=0, chunk_bytes=1 << 20)
+        pools = MemoryPools(device, LAYOUT, 20, 20)
+        with device.host_access(writes=[(number, 0, 4) for number in range(20)]):
+            pools.device_bytes[:] = 1
+        device.copy_blocks(as_moves(*((number, 20 + number, 4) for number in range(20))))
+        device.run(1)
+        made = set(np.flatnonzero(pools.host_pool.reshape(20, -1).any(axis=1)).tolist())
+        device.synchronize()
+        assert pools.host_bytes.all()
+        device.close()
+        return made
+
+    several = [made for made in map(made_first, range(30)) if len(made) > 1]
+    assert any(2 in made and 3 not in made for made in several)
+
+
 def test_equal_seeds_give_equal_schedules_and_others_do_not(sim: Open) -> None:
     def trace(seed: int) -> tuple[object, ...]:
         device, pools = sim(seed, progress=0.5)
@@ -173,6 +191,19 @@ def test_a_loop_over_query_ends_without_progress(sim: Open) -> None:
             break
     assert device.query(event)
     assert not ran, "a query forces only what its event needs"
+
+
+def test_a_query_may_take_steps_early(sim: Open) -> None:
+    def after_a_query(seed: int) -> tuple[bool, bool]:
+        device, _ = sim(seed, progress=0.5)
+        ran: list[int] = []
+        device.launch(1, lambda: ran.append(0))
+        event = device.record(device.as_stream(2))
+        before = bool(ran)
+        device.query(event)
+        return before, bool(ran)
+
+    assert {after_a_query(seed) for seed in range(40)} == {(False, False), (False, True), (True, True)}
 
 
 def test_a_closed_gate_holds_back_its_stream_alone(sim: Open) -> None:
@@ -316,6 +347,13 @@ def test_torn_copies_are_among_the_schedules() -> None:
 
     explore(body, chunk_bytes=128)
     assert seen == {0, 128, 256}
+
+
+def test_devices_are_closed_after_their_schedule() -> None:
+    devices: list[SimDevice] = []
+    explore(devices.append)
+    explore(lambda device: (devices.append(device), device.close()))
+    assert [device.closed for device in devices] == [True, True]
 
 
 def test_more_schedules_than_the_limit_are_an_error() -> None:
