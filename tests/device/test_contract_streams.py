@@ -114,3 +114,13 @@ def test_the_null_event_is_complete_and_holds_nothing_back(device: Device, layou
     device.wait(NULL_STREAM, NULL_EVENT)
     device.copy_blocks(as_moves((0, 8, 4)))
     device.synchronize()
+
+
+def test_the_caller_may_use_its_moves_again_at_once(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    first = pools.device_pool[:, :, 0].copy()
+    moves = as_moves((0, 8, 4))
+    device.copy_blocks(moves)
+    moves[0] = (1, 9, 1, 0)
+    device.synchronize()
+    np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, 8), first)

@@ -27,12 +27,12 @@ from kvpool.device.base import (
 from kvpool.device.block_copy import describe_bad_move, first_bad_move
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.sim.choices import Choices, SeededChoices
-from kvpool.device.sim.findings import COMPARE, Bound, Findings
+from kvpool.device.sim.findings import COMPARE, POISON, Bound, Findings
 from kvpool.device.sim.handles import Gate, HostSpan
 from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import LANE_BITS, LANES, HostAccess, Order, Rows, Waits, joined, rows_argument
+from kvpool.device.sim.order import LANE_BITS, HostAccess, Order, Rows, Waits, joined, rows_argument
 from kvpool.device.sim.reports import Access, Deadlock, call_site
-from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Wait, Work, describe
+from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 
@@ -40,7 +40,6 @@ from kvpool.layout import BlockLayout, integer_argument
 _FAIR_QUERIES = 16
 # So many queries in a row, while nothing can run and nothing else is called, are a loop that cannot end.
 _VAIN_QUERIES = 100_000
-_FIRST_OWN_HANDLE = 1 << 63
 
 
 class SimDevice(Device):
@@ -82,10 +81,10 @@ class SimDevice(Device):
         self._findings = Findings(compare, seed, self.__repr__)
         self.races = self._findings.races
         self._scheduler = Scheduler(self._choices, self._finished)
-        self._queues: dict[int, Queue] = {}
+        self._streams = Streams()
         self._bound: Bound | None = None
         self._allocated: dict[int, NDArray[np.uint8]] = {}
-        self._accesses = self._created = self._vain = 0
+        self._accesses = self._vain = 0
         self._closed = False
         self._lock, self._inside = threading.Lock(), 0
         self._waits = Waits()
@@ -101,9 +100,7 @@ class SimDevice(Device):
     def _locked(self) -> Iterator[None]:
         """The lock, which nothing that runs inside a call may take again."""
         if self._inside == threading.get_ident():
-            raise RuntimeError(
-                "a launched function may touch memory, and not call the device (nor may a destructor that runs inside a call)"
-            )
+            raise RuntimeError("this thread is inside a call of the device: a launched function may touch memory and nothing else")
         with self._lock:
             self._inside = threading.get_ident()
             try:
@@ -131,12 +128,15 @@ class SimDevice(Device):
             return array
 
     def free(self, array: NDArray[np.uint8]) -> None:
-        """As every device; the memory is then poison, and whoever writes there later is reported.
+        """As every device; the memory is then poison, and kept until the device closes, so that later writes to it are found.
 
         Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for what
         ``allocate`` did not give, or what was freed before.
         """
         with self._locked():
+            if self._closed:
+                array.fill(POISON)
+                return
             if id(array) not in self._allocated:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = _host_call("free")
@@ -187,20 +187,11 @@ class SimDevice(Device):
 
     def create_stream(self, name: str) -> Stream:
         with self._entered():
-            self._created += 1
-            stream = Stream(_FIRST_OWN_HANDLE + self._created)
-            self._queue(stream, f"stream {name!r}")
-            return stream
+            return self._streams.create(name)
 
-    def _queue(self, stream: Any, name: str | None = None) -> Queue:
+    def _queue(self, stream: Any) -> Queue:
         """The queue of a stream, which now comes after all that any thread has waited for."""
-        handle = self.as_stream(stream).handle
-        if handle not in self._queues:
-            if len(self._queues) >= LANES:
-                raise ValueError(f"stream={stream!r}: more than {LANES} streams")
-            known = "the null stream" if handle == NULL_STREAM.handle else f"stream {handle:#x}"
-            self._queues[handle] = Queue(name or known, handle, len(self._queues) + 1)
-        queue = self._queues[handle]
+        queue = self._streams.queue(self.as_stream(stream))
         queue.clock = joined(queue.clock, self._waits.of_any)
         return queue
 
@@ -323,7 +314,7 @@ class SimDevice(Device):
             if found is not None:
                 self._waits.add(found.clock)
             if event is None:
-                self._waits.add_for_all([queue.clock for queue in self._queues.values()])
+                self._waits.add_for_all([queue.clock for queue in self._streams])
         if event is None:
             self.check()
 
@@ -340,7 +331,7 @@ class SimDevice(Device):
         """An event of this device, or None for one that is complete from the start."""
         if event is NULL_EVENT:
             return None
-        if not isinstance(event, SimEvent) or self._queues.get(event.queue.handle) is not event.queue:
+        if not isinstance(event, SimEvent) or event.queue not in self._streams:
             raise TypeError(f"event={event!r}: an event that this device recorded is needed")
         return event
 
@@ -368,7 +359,6 @@ class SimDevice(Device):
             if self._bound is not None and opened in self._bound.order.open:
                 self._findings.entered(self._bound)
                 self._scheduler.poll()
-                self._bound.mirror.adopt(opened.writes)
                 self._bound.order.end(opened)
 
     # -- failures --------------------------------------------------------------------------------
@@ -393,6 +383,7 @@ class SimDevice(Device):
             else:
                 self._findings.compare(None, None)
             self._allocated.clear()
+            self._findings.forget_freed()
             self._findings.raise_first()
 
 

@@ -48,6 +48,10 @@ class Findings:
         array.fill(POISON)
         self._freed.append((array, access))
 
+    def forget_freed(self) -> None:
+        """Let go of the memory that was given back."""
+        self._freed.clear()
+
     def entered(self, bound: Bound | None) -> None:
         """At a call of the device, before it changes anything."""
         if bound is not None:

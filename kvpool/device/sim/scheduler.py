@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import SOURCE, TARGET, TOKENS, Event
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Event, Stream
 from kvpool.device.sim.choices import Choices
 from kvpool.device.sim.mirror import Mirror, Piece
-from kvpool.device.sim.order import Clock, Rows, new_clock
+from kvpool.device.sim.order import LANES, Clock, Rows, new_clock
 from kvpool.device.sim.reports import Access, Site
 
 # A copy is done in few steps, however many moves it has: some moves in pieces, the others in groups.
 _TORN = 2
 _PIECES = 8
 _GROUPS = 4
+_FIRST_CREATED = 1 << 63
 
 
 class Entry:
@@ -141,6 +142,36 @@ class Queue:
         self.entries: deque[Entry] = deque()
 
 
+class Streams:
+    """The queues of all streams that were ever named, by handle."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, Queue] = {}
+        self._created = _FIRST_CREATED
+
+    def create(self, name: str) -> Stream:
+        """A new stream, whose handle is no address that an engine's could have."""
+        stream, self._created = Stream(self._created), self._created + 1
+        self.queue(stream, f"stream {name!r}")
+        return stream
+
+    def queue(self, stream: Stream, name: str = "") -> Queue:
+        """The queue of ``stream``, which may be new. Raises ValueError where there are too many."""
+        if stream.handle not in self._queues:
+            if len(self._queues) >= LANES:
+                raise ValueError(f"stream={stream!r}: there are {LANES} streams already")
+            name = name or ("the null stream" if stream == NULL_STREAM else f"stream {stream.handle:#x}")
+            # Lane 0 is nobody's.
+            self._queues[stream.handle] = Queue(name, stream.handle, len(self._queues) + 1)
+        return self._queues[stream.handle]
+
+    def __iter__(self) -> Iterator[Queue]:
+        return iter(self._queues.values())
+
+    def __contains__(self, queue: Queue) -> bool:
+        return self._queues.get(queue.handle) is queue
+
+
 class Scheduler:
     """Takes steps. Nothing here locks; whoever owns it does. ``finished`` is called after the last step of each work."""
 
@@ -180,12 +211,11 @@ class Scheduler:
         return True
 
     def toward(self, event: SimEvent) -> None:
-        """Take one step without which ``event`` cannot be complete, if it can be taken now."""
+        """Take one step without which ``event`` cannot be complete, unless a closed gate forbids it."""
         queue = event.queue
         while isinstance(head := queue.entries[0], Wait):
             queue = head.event.queue
-        if not isinstance(head, Stall):
-            self._step(queue)
+        self._step(queue)
 
     def settle(self) -> None:
         """Let everything pass that needs no work."""

@@ -1,0 +1,396 @@
+"""What the sim device says about bytes: writes that nobody declared, freed memory, functions that fail, arguments that are wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.device import reference
+from kvpool.device.base import NULL_STREAM, Event
+from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
+from kvpool.device.sim.mirror import Mirror
+from kvpool.errors import PoolClosed
+from kvpool.layout import BlockLayout
+from kvpool.memory import MemoryPools
+from tests.device.pools import as_moves, make_pools
+
+T = 4
+LAYOUTS = [
+    BlockLayout(2, 3, 5, T, dtype="bfloat16", order=order, tokens=tokens, planes=planes)
+    for order in ("layer_first", "block_first")
+    for tokens in ("NHD", "HND")
+    for planes in (1, 2)
+]
+LAYOUT = LAYOUTS[0]
+Open = Callable[..., tuple[SimDevice, MemoryPools]]
+
+
+@pytest.fixture
+def sim() -> Iterator[Open]:
+    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the end."""
+    opened = []
+
+    def build(layout: BlockLayout = LAYOUT, **options: Any) -> tuple[SimDevice, MemoryPools]:
+        device = SimDevice(**options)
+        opened.append(device)
+        return device, make_pools(device, layout)
+
+    yield build
+    for device in opened:
+        if not device.closed:
+            device.synchronize()
+            device.close()
+
+
+def write(pools: MemoryPools, block: int, token: int) -> None:
+    """Change one element of one token, in the last layer, plane and head."""
+    reference.block_view(pools.layout, pools.device_pool, pools.host_pool, block)[-1, -1, token, -1, -1] += 1
+
+
+@pytest.mark.parametrize("block", [0, 5, 6, 10])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_block_and_token(sim: Open, layout: BlockLayout, block: int) -> None:
+    device, pools = sim(layout)
+    with device.host_access(reads=[(block, 0, T)], writes=[(block, 0, 2), (block, 3, T)]):
+        write(pools, block, 1)
+        write(pools, block, 3)
+    device.check()
+    write(pools, block, 2)
+    with pytest.raises(UndeclaredWrite, match=rf"block {block} tokens \[2\] changed") as caught:
+        device.check()
+    assert (caught.value.block, caught.value.tokens) == (block, [2])
+    assert "test_sim_memory.py" in str(caught.value)
+    device.check()
+
+
+@pytest.mark.parametrize("tell", ["check", "synchronize", "close"])
+def test_an_undeclared_write_is_told_at_the_next_call_that_may_raise(sim: Open, tell: str) -> None:
+    device, pools = sim()
+    write(pools, 3, 0)
+    device.copy_blocks(as_moves((0, 3, T)))
+    device.synchronize(device.record(NULL_STREAM))
+    with pytest.raises(UndeclaredWrite, match="block 3"):
+        getattr(device, tell)()
+
+
+def test_a_small_pool_is_compared_before_its_write_is_copied_over_and_after_each_operation(sim: Open) -> None:
+    device, pools = sim(progress=1.0)
+    device.launch(1, lambda: write(pools, 7, 1), writes=[(7, 0, T)])
+    device.launch(1, lambda: write(pools, 8, 1), writes=[(7, 0, T)])
+    device.launch(1, lambda: None, writes=[(8, 0, T)])
+    with pytest.raises(UndeclaredWrite, match=r"block 8 tokens \[1\]") as caught:
+        device.check()
+    culprit, before = str(caught.value).split("\n    after ")
+    assert "seen right after launch on stream 0x1" in culprit and "launch" in before
+    assert "write(pools, 8, 1)" in _line(culprit)
+
+
+def _line(text: str) -> str:
+    """The source line that a report names last."""
+    path, _, rest = text.splitlines()[-1].strip().rpartition(":")
+    with open(path, encoding="utf-8") as source:
+        return source.read().splitlines()[int(rest.split()[0]) - 1]
+
+
+def test_a_launched_function_may_write_what_it_declared_and_nothing_else(sim: Open) -> None:
+    device, pools = sim()
+    device.launch(None, lambda: write(pools, 2, 1), writes=[(2, 1, 2)])
+    device.synchronize()
+    device.launch(None, lambda: write(pools, 2, 2), reads=[(2, 0, T)], writes=[(2, 1, 2)])
+    with pytest.raises(UndeclaredWrite, match=r"block 2 tokens \[2\]"):
+        device.synchronize()
+
+
+def test_a_large_pool_is_sampled_after_each_operation_and_compared_whole_by_check(sim: Open) -> None:
+    found = {}
+    for compare in ("all", "sample"):
+        device, pools = sim(compare=compare, progress=1.0)
+        write(pools, 4, 0)
+        found[compare] = 0
+        while not device._findings._failures and found[compare] < 200:
+            device.launch(None, lambda: None)
+            found[compare] += 1
+        with pytest.raises(UndeclaredWrite, match="block 4"):
+            device.check()
+    assert found["all"] == 1 < found["sample"] < 200
+    device, pools = sim(compare="sample", progress=0.0)
+    write(pools, 9, 3)
+    with pytest.raises(UndeclaredWrite, match="compare='all'"):
+        device.check()
+
+
+def test_pools_are_small_up_to_a_size() -> None:
+    for blocks, whole in ((4, True), (400, False)):
+        device = SimDevice(progress=1.0)
+        pools = MemoryPools(device, BlockLayout.of_block_bytes(1024, T), blocks, 0)
+        pools.device_bytes[0] = 1
+        device.record(NULL_STREAM)
+        assert bool(device._findings._failures) == whole
+        with pytest.raises(UndeclaredWrite):
+            device.check()
+        device.close()
+
+
+def test_an_undeclared_write_is_found_in_what_was_copied_from_it(sim: Open) -> None:
+    device, pools = sim(compare="sample", progress=1.0)
+    write(pools, 0, 0)
+    device.copy_blocks(as_moves((0, 8, T)))
+    device.copy_blocks(as_moves((1, 0, T)))
+    with pytest.raises(UndeclaredWrite):
+        while True:
+            device.check()
+    assert not np.array_equal(pools.host_pool[2], pools.device_pool[:, :, 0])
+
+
+@pytest.mark.parametrize("compare", ["all", "sample"])
+def test_a_race_with_the_host_is_a_race_and_no_undeclared_write(compare: str) -> None:
+    device = SimDevice(progress=1.0, compare=compare)
+    pools = make_pools(device, LAYOUT)
+    with device.host_access(writes=[(0, 0, T)]):
+        for token in range(T):
+            write(pools, 0, token)
+            device.copy_blocks(as_moves((0, 8, T)))
+    with pytest.raises(RaceError):
+        device.check()
+    device.check()
+    pools.close()
+    with pytest.raises(RaceError, match="free"):
+        device.close()
+
+
+@pytest.mark.parametrize("compare", ["all", "sample"])
+def test_so_is_a_race_with_a_host_that_writes_while_copies_run(compare: str) -> None:
+    class Writing(Choices):
+        """Stands for another thread: writes whenever something is chosen."""
+
+        def choose(self, n: int) -> int:
+            write(pools, 0, 0)
+            return 0
+
+        def early(self, n: int) -> int:
+            return -1
+
+    choices = SeededChoices(0, 0.0)
+    device = SimDevice(choices=choices, compare=compare, chunk_bytes=8)
+    pools = make_pools(device, LAYOUT)
+    with device.host_access(writes=[(0, 0, T)]):
+        for target in range(6, 11):
+            device.copy_blocks(as_moves((0, target, T)))
+        device._scheduler._choices = Writing()
+        with pytest.raises(RaceError):
+            device.synchronize()
+        device._scheduler._choices = choices
+    device.close()
+
+
+def test_an_undeclared_write_is_found_when_memory_is_given_back(sim: Open) -> None:
+    device, pools = sim(compare="sample")
+    write(pools, 3, 1)
+    pools.close()
+    with pytest.raises(UndeclaredWrite, match=r"block 3 tokens \[1\]"):
+        device.check()
+
+
+def test_freed_memory_is_poison_and_stays_it(sim: Open) -> None:
+    device, pools = sim()
+    views = pools.device_bytes, pools.host_bytes
+    pools.close()
+    assert all((view == POISON).all() for view in views)
+    device.check()
+    views[1][5] = 0
+    with pytest.raises(UndeclaredWrite, match="memory given back by free") as caught:
+        device.check()
+    assert caught.value.block == -1 and "memory.py" in str(caught.value)
+    device.check()
+
+
+def test_work_on_freed_memory_is_refused_or_dropped_and_named(sim: Open) -> None:
+    device, pools = sim(progress=0.0)
+    ran: list[int] = []
+    device.launch(1, lambda: ran.append(0), writes=[(0, 0, T)])
+    device.launch(1, lambda: ran.append(1))
+    pools.close()
+    with pytest.raises(RaceError, match=r"launch on stream 0x1[^$]*free on thread"):
+        device.synchronize()
+    assert ran == [1]
+    for call in (lambda: device.copy_blocks(as_moves((0, 1, T))), lambda: device.launch(1, print, writes=[(0, 0, T)])):
+        with pytest.raises(ValueError, match="not bound"):
+            call()
+
+
+def test_memory_is_given_back_once(sim: Open) -> None:
+    device, _ = sim()
+    array = device.allocate(10, "host")
+    device.free(array)
+    for bad in (array, np.zeros(10, np.uint8)):
+        with pytest.raises(ValueError, match="array"):
+            device.free(bad)
+
+
+# Functions
+
+
+def test_an_error_of_a_launched_function_is_kept_and_raised_once(sim: Open) -> None:
+    device, _ = sim()
+    device.launch(None, lambda: 1 // 0)
+    device.launch(None, lambda: [][1])
+    device.synchronize(device.record(NULL_STREAM))
+    with pytest.raises(ZeroDivisionError):
+        device.synchronize()
+    with pytest.raises(IndexError):
+        device.check()
+    device.check()
+
+
+def test_a_launched_function_may_not_call_the_device_and_says_so(sim: Open) -> None:
+    device, _ = sim()
+    gate = device.stall(9)
+    gate.open()
+    for call in (lambda: device.launch(None, print), device.synchronize, device.close, gate.open):
+        device.launch(None, call)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="a launched function"):
+            device.synchronize()
+
+
+def test_threads_enqueue_query_and_wait_at_once(sim: Open) -> None:
+    device, pools = sim(chunk_bytes=16)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            stream = device.create_stream(f"thread {number}")
+            for _ in range(30):
+                device.copy_blocks(as_moves((number, 6 + number, T)), stream)
+                event = device.record(stream)
+                if number % 2:
+                    device.synchronize(event)
+                while not device.query(event):
+                    pass
+                with device.host_access(reads=[(6 + number, 0, T)], writes=[(number, 0, T)]):
+                    write(pools, number, 0)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    device.synchronize()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"seed": -1}, ValueError, "seed"),
+        ({"seed": 1.0}, TypeError, "seed"),
+        ({"progress": 1.5}, ValueError, "progress"),
+        ({"progress": True}, ValueError, "progress"),
+        ({"progress": None}, ValueError, "progress"),
+        ({"chunk_bytes": 0}, ValueError, "chunk_bytes"),
+        ({"choices": 3}, TypeError, "choices"),
+        ({"choices": Choices}, TypeError, "choices"),
+        ({"compare": "some"}, ValueError, "compare"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: dict[str, Any], error: type[Exception], name: str) -> None:
+    with pytest.raises(error, match=f"{name}="):
+        SimDevice(**options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        ([(0, 0)], ValueError),
+        ([0, 0, 1], ValueError),
+        ([(11, 0, 1)], ValueError),
+        ([(-1, 0, 1)], ValueError),
+        ([(0, 1, 1)], ValueError),
+        ([(0, -1, 1)], ValueError),
+        ([(0, 0, T + 1)], ValueError),
+        ([(0, 0, 1.0)], TypeError),
+        ("rows", TypeError),
+    ],
+)
+def test_rows_that_name_no_tokens_are_refused_and_nothing_is_enqueued(sim: Open, rows: Any, error: type[Exception]) -> None:
+    device, _ = sim(progress=0.0)
+    ran: list[int] = []
+    for name in ("reads", "writes"):
+        with pytest.raises(error, match=name):
+            device.launch(None, lambda: ran.append(0), **{name: rows})
+        with pytest.raises(error, match=name):
+            device.host_access(**{name: rows})
+    device.synchronize()
+    assert not ran
+
+
+def test_no_rows_touch_nothing(sim: Open) -> None:
+    device, _ = sim()
+    device.launch(None, lambda: None, reads=[], writes=np.empty((0, 3), np.int64))
+    with device.host_access():
+        pass
+
+
+def test_what_is_no_event_or_function_is_refused(sim: Open) -> None:
+    device, _ = sim()
+    for bad in (None, 5, Event(), SimDevice().record(NULL_STREAM)):
+        with pytest.raises(TypeError, match="event="):
+            device.query(bad)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="event="):
+            device.wait(NULL_STREAM, bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="function="):
+        device.launch(None, 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps"):
+        device.run(-1)
+
+
+def test_a_closed_device_takes_no_work(sim: Open) -> None:
+    device, _ = sim()
+    event, gate = device.record(NULL_STREAM), device.stall(1)
+    device.close()
+    gate.open()
+    for call in (
+        lambda: device.record(NULL_STREAM),
+        lambda: device.query(event),
+        lambda: device.wait(NULL_STREAM, event),
+        lambda: device.launch(None, print),
+        lambda: device.host_access(),
+        lambda: device.stall(1),
+        lambda: device.create_stream("late"),
+        device.run,
+        device.check,
+    ):
+        with pytest.raises(PoolClosed):
+            call()
+
+
+# The mirror
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 10, 30, 64, 1000])
+def test_the_pieces_of_a_move_make_the_move(layout: BlockLayout, chunk_bytes: int) -> None:
+    random = np.random.default_rng(0)
+    pools = [random.integers(0, 256, n * layout.block_bytes, dtype=np.uint8) for n in (3, 2)]
+    shapes = layout.device_shape(3), layout.host_shape(2)
+    for tokens in range(1, T + 1):
+        for source, target in ((0, 4), (3, 1), (2, 0), (4, 3)):
+            views = [pool.view(layout.storage_dtype).reshape(shape) for pool, shape in zip(pools, shapes, strict=True)]
+            expected = [view.copy() for view in views]
+            reference.copy_blocks(layout, *expected, as_moves((source, target, tokens)))
+            mirror = Mirror(layout, *pools, 3, 2)
+            pieces = mirror.pieces(tokens, chunk_bytes, 1000)
+            total = layout.token_bytes * tokens
+            assert len(pieces) >= total / max(chunk_bytes, 1) and (chunk_bytes < total or len(pieces) == 1)
+            for piece in pieces:
+                mirror.copy_piece(source, target, piece)
+            assert all(np.array_equal(*pair) for pair in zip(views, expected, strict=True))
+            assert not len(mirror.differences())
