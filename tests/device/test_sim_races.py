@@ -254,6 +254,21 @@ def test_what_another_thread_has_waited_for_does_not_count_for_an_access_but_for
     assert not races(sim)
 
 
+def test_a_true_query_counts_for_every_thread(sim: SimDevice) -> None:
+    stream = sim.create_stream("s")
+    sim.launch(stream, lambda: None, writes=[(8, 0, T)])
+    event = sim.record(stream)
+
+    def ask() -> None:
+        while not sim.query(event):
+            pass
+
+    in_thread(ask)
+    with sim.host_access(reads=[(8, 0, T)]):
+        pass
+    sim.check()
+
+
 def test_what_synchronize_of_everything_waited_for_counts_for_every_thread(sim: SimDevice) -> None:
     copy(sim, 0, 8, stream=1)
     sim.synchronize()

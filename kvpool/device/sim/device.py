@@ -300,7 +300,7 @@ class SimDevice(Device):
                 if found.queries % _FAIR_QUERIES == 0:
                     self._scheduler.toward(found)
             if found.done:
-                self._waits.add(found.clock)
+                self._waits.tell_all(found.clock)
             elif self._vain > _VAIN_QUERIES and not self._scheduler.runnable():
                 raise self._deadlock(f"a loop over query({describe(found)})")
             return found.done

@@ -47,11 +47,15 @@ class Waits:
 
     def of_thread(self) -> Clock:
         """What the calling thread has waited for."""
-        return self.of_any
+        return joined(self._of_all, getattr(self._local, "clock", self._of_all))
 
     def add(self, clock: Clock) -> None:
         """The calling thread has waited for ``clock``."""
         self.of_any, self._local.clock = joined(self.of_any, clock), joined(self.of_thread(), clock)
+
+    def tell_all(self, clock: Clock) -> None:
+        """Any thread has seen ``clock`` to be complete. A pool asks under its lock, which tells every thread that takes the lock later."""
+        self.of_any, self._of_all = joined(self.of_any, clock), joined(self._of_all, clock)
 
     def add_for_all(self, clocks: Iterable[Clock]) -> None:
         """Everything has been waited for, which every thread may count on: a thread that starts later has no other way to know."""
