@@ -10,7 +10,10 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+CODE = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize(("code", "says"), zip(CODE, ["Lease(", "nothing orders two accesses"], strict=True))
+def test_the_examples_of_the_readme_run(code: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, str(README), "exec"), {})
-    assert "Lease(" in capsys.readouterr().out
+    assert says in capsys.readouterr().out

@@ -58,7 +58,8 @@ class SimDevice(Device):
     ``synchronize()`` and ``close`` raise each of them once. A shadow copy of both tiers is kept.
 
     Thread-safety: any thread may call anything at any time, but a launched function, which runs while the device is locked, may not
-    call it. What one thread has waited for counts for whatever is enqueued later by any thread, and for its own ``host_access``.
+    call it. What one thread has waited for counts for whatever is enqueued later by any thread, and for its own ``host_access``; what a
+    true ``query`` has told one thread counts for all.
     """
 
     name = "sim"
