@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +87,7 @@ class SimDevice(Device):
         self._bound: Bound | None = None
         self._allocated: dict[int, NDArray[np.uint8]] = {}
         self._accesses = self._vain = 0
+        self._ended: deque[HostAccess] = deque()
         self._closed = False
         self._lock, self._inside = threading.Lock(), 0
         self._waits = Waits()
@@ -105,6 +107,7 @@ class SimDevice(Device):
         with self._lock:
             self._inside = threading.get_ident()
             try:
+                self._settle_ended()
                 yield
             finally:
                 self._inside = 0
@@ -355,11 +358,19 @@ class SimDevice(Device):
             self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
 
     def _end(self, opened: HostAccess) -> None:
-        with self._locked():
-            # The pool may have been closed in between, which has been noted.
+        """Never waits: a destructor may end an access inside any call. What cannot be done now is the first thing of the next call."""
+        self._ended.append(opened)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle_ended()
+            finally:
+                self._lock.release()
+
+    def _settle_ended(self) -> None:
+        while self._ended:
+            opened = self._ended.popleft()
             if self._bound is not None and opened in self._bound.order.open:
-                self._findings.entered(self._bound)
-                self._scheduler.poll()
+                self._bound.mirror.adopt(opened.writes)
                 self._bound.order.end(opened)
 
     # -- failures --------------------------------------------------------------------------------
