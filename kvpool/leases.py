@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from kvpool.device.base import Stream
 
 
 class Lessor(Protocol):
@@ -14,7 +16,7 @@ class Lessor(Protocol):
 
     def now(self) -> int: ...
     def is_leased(self, lease: Lease) -> bool: ...
-    def close_lease(self, lease: Lease) -> None: ...
+    def close_lease(self, lease: Lease, stream: Any) -> None: ...
 
 
 class Lease:
@@ -22,16 +24,17 @@ class Lease:
 
     ``blocks`` int64[n] ids; ``keys`` uint64[n, 2] or None for a lease by block id; ``addresses`` int64[n] of the first byte of each
     block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given,
-    ``since`` is when that was, in ms on the pool's clock. Thread-safe.
+    ``since`` is when that was, in ms on the pool's clock. The bytes are there when the lease is, for the host, or for work on ``stream``
+    where it was taken for one. Thread-safe.
     """
 
-    __slots__ = ("_pool", "addresses", "blocks", "generation", "id", "keys", "owner", "since")
+    __slots__ = ("_pool", "addresses", "blocks", "generation", "id", "keys", "owner", "since", "stream")
 
     def __init__(
         self, pool: Lessor, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
-        keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64],
+        keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64], stream: Stream | None = None,
     ) -> None:  # fmt: skip
-        self._pool, self.since = pool, since
+        self._pool, self.since, self.stream = pool, since, stream
         self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
         self.blocks, self.keys = blocks.copy(), None if keys is None else keys.view(np.uint64).copy()
 
@@ -44,9 +47,13 @@ class Lease:
         """Whether it was closed or revoked."""
         return not self._pool.is_leased(self)
 
-    def close(self) -> None:
-        """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before."""
-        self._pool.close_lease(self)
+    def close(self, stream: Any = None) -> None:
+        """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before.
+
+        ``stream``: where the reader has enqueued copies out of the blocks, by default the lease's own; nobody overwrites them before
+        those are done. Without either, the reader has read.
+        """
+        self._pool.close_lease(self, stream)
 
     def __enter__(self) -> Lease:
         return self

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.block_table import BlockTable
+from kvpool.device.base import NULL_STREAM
 from kvpool.layout import integer_argument
-from kvpool.pool import Pool
+from kvpool.pins import PinPool
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
 from kvpool.sequence import (
     Admission,
@@ -29,14 +30,14 @@ from kvpool.sequence import (
     salt_argument,
     token_array,
 )
-from kvpool.state import admission, blocks, growth, hashing, holds, requests
+from kvpool.state import admission, blocks, growth, hashing, holds, live, requests
 
 Ids = Any
 Prompt = Any
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class KVCacheManager(Pool):
+class KVCacheManager(PinPool):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -52,8 +53,11 @@ class KVCacheManager(Pool):
     event_capacity : events kept until ``events`` is called; 0 (default) records none.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
 
-    All methods are thread-safe. A call that raises has changed nothing. Calls that take a ``stream`` order the engine's accesses on it
-    and the pool's copies; the default is the device's null stream.
+    All methods are thread-safe. A call that raises has changed nothing.
+
+    Calls that take a ``stream`` order the engine's accesses on it, the pool's copies and other streams: what the call hands out may be
+    used by work enqueued there from now on, and what it takes back or publishes is what was enqueued there before. The default is the
+    stream that a sequence used last, the device's null stream for a new one.
     """
 
     # -- prompts ---------------------------------------------------------------------------------
@@ -82,15 +86,7 @@ class KVCacheManager(Pool):
         return result
 
     def _prompt(self, prompt: Prompt) -> BlockKeys:
-        if not isinstance(prompt, BlockKeys):
-            return self._hash(token_array("prompt", prompt))
-        if prompt.origin is not self._origin and prompt.origin != self._origin:
-            raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
-        return prompt
-
-    def _enable_extra(self) -> None:
-        with self._lock:
-            self._state.enable_extra()
+        return self._own_keys(prompt) if isinstance(prompt, BlockKeys) else self._hash(token_array("prompt", prompt))
 
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
@@ -120,7 +116,7 @@ class KVCacheManager(Pool):
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:
             self._check_open()
-            result = growth.check(self._state.header, ids, True) or growth.growth(self._state.header, ids, counts)
+            result = live.check(self._state.header, ids, True) or growth.growth(self._state.header, ids, counts)
             if result < 0:
                 raise self._error(result, ids)
         return int(result)
@@ -175,7 +171,7 @@ class KVCacheManager(Pool):
         if self._columns < min(longest, self.device_blocks):
             raise ValueError(f"a prompt of {longest} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
         out = np.zeros((len(keys), requests.OUTCOME), np.int64)
-        n = self._decide(moves, stream, admission.admit, rows, out, self.now(), allow_partial)
+        n = self._decide(moves, NULL_STREAM if stream is None else stream, admission.admit, rows, out, self.now(), allow_partial)
         return out[:n]
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
@@ -192,7 +188,7 @@ class KVCacheManager(Pool):
         if int(each.sum()) != len(new):
             raise ValueError(f"counts add up to {int(each.sum())}, tokens has {len(new)} entries")
         moves = 2 * (len(new) // self.tokens_per_block + len(which))
-        self._decide(moves, stream, growth.append, which, each, new, self.now())
+        self._decide(moves, stream, growth.append, which, each, new, self.now(), ids=which)
 
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
@@ -201,7 +197,7 @@ class KVCacheManager(Pool):
         """
         which = id_array("ids", ids)
         each = np.full(len(which), blocks.NONE, np.int64) if counts is None else count_array("counts", counts, which)
-        self._decide(0, stream, growth.commit, which, each, self.now())
+        self._decide(0, stream, growth.commit, which, each, self.now(), ids=which)
 
     def rewind(self, ids: Ids, counts: Any, *, stream: Any = None) -> None:
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written. Changes the pool.
@@ -209,14 +205,15 @@ class KVCacheManager(Pool):
         Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError.
         """
         which = id_array("ids", ids)
-        self._decide(2 * len(which), stream, growth.rewind, which, count_array("counts", counts, which), self.now())
+        self._decide(2 * len(which), stream, growth.rewind, which, count_array("counts", counts, which), self.now(), ids=which)
 
     def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
         """Give sequences back, tail first. What was committed stays reusable until evicted; with ``store=False`` what they computed goes.
 
         Changes the pool. Raises UnknownSequence, ValueError.
         """
-        self._decide(0, stream, growth.release, id_array("ids", ids), bool_argument("store", store), self.now())
+        which = id_array("ids", ids)
+        self._decide(0, stream, growth.release, which, bool_argument("store", store), self.now(), ids=which)
 
     def evictable_if_released(self, ids: Ids) -> int:
         """Device blocks that would become free if these sequences were released together. Does not change the pool."""
@@ -229,15 +226,19 @@ class KVCacheManager(Pool):
     def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows of live sequences. The state lock is held by the caller."""
         self._check_open()
-        error = growth.check(self._state.header, which, True)
+        error = live.check(self._state.header, which, True)
         if error:
             raise self._error(error, which)
         return which & 0xFFFFFFFF
 
     def block_table(self, ids: Ids, stream: Any = None) -> BlockTable:
-        """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError."""
-        self._device.as_stream(stream)
+        """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError.
+
+        ``stream``: where the engine goes on with them; it waits for what they were used on before.
+        """
         which = id_array("ids", ids)
+        if stream is not None:
+            self._decide(0, stream, live.use, which, ids=which)
         with self._lock:
             rows = self._rows(which)
             return BlockTable(self._table, rows, self._state.sequences["length"][rows].astype(np.int64))
@@ -262,22 +263,22 @@ class KVCacheManager(Pool):
 
     # -- moving content between the tiers --------------------------------------------------------
 
-    def prefetch(self, prompt: Prompt, *, stream: Any = None) -> int:
+    def prefetch(self, prompt: Prompt) -> int:
         """Onboard the prompt's cached full blocks that are on the host only, without holding them; returns how many came.
 
         Stops where no device block can be had. Changes the pool.
         """
         keys = self._prompt(prompt)
         ids = np.empty(len(keys.keys), np.int32)
-        return int(self._decide(2 * len(ids), stream, holds.prefetch, keys.request[0], ids, self.now()))
+        return int(self._decide(2 * len(ids), None, holds.prefetch, keys.request[0], ids, self.now()))
 
-    def offload(self, prompt: Any, *, stream: Any = None) -> int:
+    def offload(self, prompt: Any) -> int:
         """Copy cached device blocks to the host and keep them, so that their eviction will cost no copy; returns how many were copied.
 
         Takes a prompt's BlockKeys, or keys. Stops where the host has no room. Changes the pool.
         """
         rows = key_rows(self._prompt(prompt) if isinstance(prompt, BlockKeys) or not _is_keys(prompt) else prompt)
-        return int(self._decide(len(rows), stream, holds.offload, rows, self.now()))
+        return int(self._decide(len(rows), None, holds.offload, rows, self.now()))
 
 def _is_keys(value: Any) -> bool:
     """Whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""

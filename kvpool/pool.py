@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,15 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import events as kv_events
+from kvpool import guards
 from kvpool import stats as statistics
 from kvpool.device import get_device
-from kvpool.device.base import Device
+from kvpool.device.base import Device, Stream
 from kvpool.errors import (
-    BlockNotFound,
     DeviceError,
     InsufficientMemory,
     KVPoolError,
-    LeaseExpired,
     OutOfBlocks,
     OutOfSequences,
     PoolBusy,
@@ -30,11 +30,11 @@ from kvpool.errors import (
 )
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
-from kvpool.leases import Lease
 from kvpool.memory import MemoryPools
+from kvpool.order import Order
 from kvpool.retention import priority_argument
-from kvpool.sequence import bool_argument, id_array, key_row, key_rows
-from kvpool.state import admission, blocks, growth, holds
+from kvpool.sequence import BlockKeys, bool_argument
+from kvpool.state import admission, blocks, growth, holds, live
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 262_144
 MAX_MS = 1 << 42
+NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+Ids = npt.NDArray[np.int64] | None
 
 
 class CloseReport(NamedTuple):
@@ -93,8 +95,11 @@ class Pool:
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
         self._transfer = Transfer(self._state, self._lock, self._device)
-        self._leases: dict[int, tuple[Lease, npt.NDArray[np.int64]]] = {}
+        self._leases: dict[int, Any] = {}
         self._lease_count = 0
+        # One import at a time; the memory is not given back while one writes to it.
+        self._importing = threading.Lock()
+        self._imported = NO_IDS
         self._report: CloseReport | None = None
         kv_events.announce(self._state)
 
@@ -113,27 +118,47 @@ class Pool:
             offload_min_reuse=min_reuse, event_capacity=events,
         )  # fmt: skip
 
+    def _disable_guard(self, name: str) -> None:
+        """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
+        if name == "state_lock":
+            self._lock = self._transfer._state_lock = nullcontext()  # type: ignore[assignment]
+        elif name in guards.GUARDS:
+            self._transfer.guards &= ~guards.GUARDS[name]
+        else:
+            self._state.disable_guard(name)
+
     # -- the shape of every decision ------------------------------------------------------------
 
-    def _decide(self, moves: int, stream: Any, verb: Callable[..., Any], *args: Any) -> Any:
+    def _decide(self, moves: int, stream: Any, verb: Callable[..., Any], *args: Any, ids: Ids = NO_IDS) -> Any:
         """Run a jitted verb under the state lock, queue its moves (at most ``moves``), and enqueue everything queued behind it.
 
-        What other threads have decided is enqueued too: a block that this call hands out may wait for it.
+        What other threads have decided is enqueued too: a block that this call hands out may wait for it. ``ids`` are the sequences
+        whose streams the call concerns (None: all that live); ``stream`` is what the caller named.
         """
-        on = self._device.as_stream(stream)
+        on = None if stream is None else self._device.as_stream(stream)
         with DeferInterrupt():
             with self._lock:
                 self._check_open()
                 # A signal handler or destructor that calls the pool from inside a decision finds its moves here, and keeps them in order.
-                self._transfer.collect(on)
+                self._transfer.collect()
                 self._state.reserve_moves(moves)
+                if self._transfer.order is not None:
+                    self._prepare_accesses(self._transfer.order, on, moves, ids)
                 result = verb(self._state.header, *args)
                 if result < 0:
                     raise self._error(result, args[0])
-                self._transfer.collect(on)
+                self._transfer.collect()
             if self._transfer.waiting:
                 self._transfer.drain()
         return result
+
+    def _prepare_accesses(self, order: Order, stream: Stream | None, moves: int, ids: Ids) -> None:
+        """Room for what the next verb says of streams: at most a row for each block it takes, holds or lets go, and three per sequence."""
+        held = self._state.sequences["blocks"]
+        if ids is not None:
+            held = held[(ids & 0xFFFFFFFF) % len(held)]
+        self._state.reserve_accesses(moves + int(held.sum()) + 3 * len(held) + 1)
+        self._state.header[blocks.STREAM] = blocks.NONE if stream is None else order.slot(stream)
 
     def _check_open(self) -> None:
         if self._report is not None:
@@ -149,119 +174,29 @@ class Pool:
         if code == admission.SHORT_OF_SEQUENCES:
             return OutOfSequences(detail, more)
         which = int(ids[detail])
-        if code == growth.UNKNOWN:
+        if code == live.UNKNOWN:
             return UnknownSequence(f"{which} is not a live sequence of this pool")
-        if code == growth.DUPLICATE:
+        if code == live.DUPLICATE:
             return ValueError(f"sequence {which} is named twice")
-        if code == growth.FAILED:
+        if code == live.FAILED:
             return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
         if code == growth.TOO_LONG:
             return ValueError(f"sequence {which} would pass max_sequence_tokens={self._columns * self.tokens_per_block}")
         return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")
 
-    # -- pins ------------------------------------------------------------------------------------
-
-    def pin(self, keys: Any, *, owner: str = "", tier: str | None = None) -> Lease:
-        """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
-
-        Raises BlockNotFound, naming the first key that is not there, with nothing pinned.
-        """
-        wanted = {None: holds.ANY_TIER, "device": blocks.DEVICE, "host": blocks.HOST}
-        if not (tier is None or isinstance(tier, str)) or tier not in wanted:
-            raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
-        rows = key_rows(keys)
-        lease = self._pin(owner, rows, np.empty(len(rows), np.int64), wanted[tier])
-        if isinstance(lease, int):
-            raise BlockNotFound(f"key {rows[lease].tobytes().hex()} is not cached{'' if tier is None else f' on the {tier}'}")
-        return lease
-
-    def find_and_pin_host(self, key: Any, *, owner: str = "") -> Lease | None:
-        """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one step."""
-        lease = self._pin(owner, key_row(key), np.empty(1, np.int64), blocks.HOST)
-        return None if isinstance(lease, int) else lease
-
-    def pin_blocks(self, ids: Any, *, owner: str = "") -> Lease:
-        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned."""
-        which = id_array("ids", ids)
-        lease = self._pin(owner, None, which.copy(), holds.ANY_TIER)
-        if isinstance(lease, int):
-            raise BlockNotFound(f"block {which[lease]} is unknown or holds nothing")
-        return lease
-
-    def _pin(self, owner: str, keys: npt.NDArray[np.int64] | None, ids: npt.NDArray[np.int64], tier: int) -> Lease | int:
-        """A lease, or the place of the first block that cannot be pinned."""
-        if not isinstance(owner, str):
-            raise TypeError(f"owner={owner!r:.80}: accepted is a string")
-        now, header = self.now(), self._state.header
-        with DeferInterrupt():
-            with self._lock:
-                self._check_open()
-                failed = holds.pin_blocks(header, ids) if keys is None else holds.pin_keys(header, keys, tier, ids)
-                if failed:
-                    return int(header[blocks.DETAIL])
-                try:
-                    generation, places = int(header[blocks.GENERATION]), self._pools.addresses(ids)
-                    lease = Lease(self, self._lease_count + 1, owner, generation, now, ids, keys, places)
-                    self._leases[lease.id] = lease, ids
-                except BaseException:
-                    holds.unpin(header, ids, now)
-                    raise
-                self._lease_count += 1
-            if self._transfer.waiting:
-                self._transfer.drain()
-                lost = self._drop_lost(lease, ids, now)
-                if lost is not None:
-                    return lost
-        return lease
-
-    def _drop_lost(self, lease: Lease, ids: npt.NDArray[np.int64], now: int) -> int | None:
-        """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
-        with self._lock:
-            lost = np.flatnonzero(self._state.blocks["flags"][ids] & blocks.LOST)
-            if len(lost) == 0:
-                return None
-            if self._leases.pop(lease.id, None) is not None:
-                holds.unpin(self._state.header, ids, now)
-            return int(lost[0])
-
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if that gives anything else."""
         return integer_argument("clock()", self._clock(), 0, MAX_MS)
 
-    def is_leased(self, lease: Lease) -> bool:
-        """Whether a lease is open."""
-        entry = self._leases.get(lease.id)
-        return entry is not None and entry[0] is lease
+    def _own_keys(self, keys: BlockKeys) -> BlockKeys:
+        """The same keys, which a pool with this secret and block length has made; else ValueError."""
+        if keys.origin is not self._origin and keys.origin != self._origin:
+            raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
+        return keys
 
-    def close_lease(self, lease: Lease) -> None:
-        """What ``Lease.close`` does."""
-        now = self.now()
-        with DeferInterrupt(), self._lock:
-            if self._report is not None:
-                raise PoolClosed("the pool is closed")
-            if not self.is_leased(lease):
-                raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
-            holds.unpin(self._state.header, self._leases[lease.id][1], now)
-            del self._leases[lease.id]
-
-    @property
-    def leases(self) -> list[Lease]:
-        """Open leases, oldest first."""
+    def _enable_extra(self) -> None:
         with self._lock:
-            return [lease for lease, _ in list(self._leases.values())]
-
-    def revoke(self, owner: str) -> int:
-        """Close all leases of an owner, whose readers then read memory that may be reused; returns how many."""
-        if not isinstance(owner, str):
-            raise TypeError(f"owner={owner!r:.80}: accepted is a string")
-        now = self.now()
-        with DeferInterrupt(), self._lock:
-            self._check_open()
-            mine = [number for number, (lease, _) in list(self._leases.items()) if lease.owner == owner]
-            for number in mine:
-                holds.unpin(self._state.header, self._leases[number][1], now)
-                del self._leases[number]
-        return len(mine)
+            self._state.enable_extra()
 
     # -- the pool as a whole ---------------------------------------------------------------------
 
@@ -300,8 +235,8 @@ class Pool:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
         with self._lock:
             self._check_open()
-            leased = [ids for _, ids in list(self._leases.values())]
-            verify_state(self._state, np.concatenate(leased) if leased else np.empty(0, np.int64))
+            pinned = [held.ids for held in list(self._leases.values())]
+            verify_state(self._state, np.concatenate([self._imported, *pinned]))
 
     def _live(self) -> npt.NDArray[np.int64]:
         sequences = self._state.sequences
@@ -310,13 +245,14 @@ class Pool:
 
     def reset(self, force: bool = False) -> None:
         """Forget all content. Raises PoolBusy while sequences live, unless ``force`` releases them. Pinned blocks stay readable."""
-        force, now = bool_argument("force", force), self.now()
-        with DeferInterrupt(), self._lock:
-            self._check_open()
-            ids = self._live()
-            if len(ids) and not force:
-                raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-            holds.reset(self._state.header, ids, now)
+        self._decide(0, None, self._reset, bool_argument("force", force), self.now(), ids=None)
+
+    def _reset(self, header: npt.NDArray[np.int64], force: bool, now: int) -> int:
+        ids = self._live()
+        if len(ids) and not force:
+            raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
+        holds.reset(header, ids, now)
+        return 0
 
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
@@ -325,7 +261,7 @@ class Pool:
             with self._lock:
                 if self._report is not None:
                     return self._report
-                owners = [(lease.owner, now - lease.since) for lease, _ in list(self._leases.values())]
+                owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
                 self._report = CloseReport(self._live().tolist(), owners)
                 self._leases.clear()
             # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
@@ -336,7 +272,8 @@ class Pool:
                 if self._transfer.broken is None:
                     raise
             finally:
-                self._pools.close()
+                with self._importing:
+                    self._pools.close()
                 if self._owns_device:
                     self._device.close()
         return self._report

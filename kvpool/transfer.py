@@ -9,27 +9,38 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.base import SOURCE, TARGET, TICKET, Device, Stream
+from kvpool import guards
+from kvpool.device.base import SOURCE, TARGET, TICKET, Device, Event
 from kvpool.errors import DeviceError
+from kvpool.levels import Levels
+from kvpool.order import OFFLOAD, ONBOARD, Order
 from kvpool.state import blocks, holds
 from kvpool.state.blocks import State
 
+NO_ACCESSES: npt.NDArray[np.int64] = np.zeros((0, 3), np.int64)
+Moves = npt.NDArray[np.int64]
 
-class Batch(NamedTuple):
-    """Moves int64[n, 4] (source, target, tokens, ticket of the source's content) of one decision."""
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state."""
 
     ticket: int
-    moves: npt.NDArray[np.int64]
-    stream: Stream
+    moves: Moves
+    accesses: npt.NDArray[np.int64]
 
 
 class Transfer:
-    """The queue of decided batches. ``broken`` is the device error that will not go away, or None."""
+    """The queue of decided batches.
+
+    ``broken`` is the device error that will not go away, or None; ``order`` is None where nothing runs behind its caller.
+    """
 
     def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device) -> None:
         self._state, self._state_lock, self._device = state, state_lock, device
@@ -37,22 +48,28 @@ class Transfer:
         self._queue: deque[Batch] = deque()
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
+        self._levels = Levels(len(state.blocks), int(state.header[blocks.WIDTH]))
+        self.order = None if device.synchronous else Order(device, len(state.blocks))
         self.broken: DeviceError | None = None
+        self._exit: BaseException | None = None
+        self.guards = guards.ALL
 
-    def collect(self, stream: Stream) -> None:
-        """Give the moves of the decision just made their ticket. The state lock is held by the caller."""
+    def collect(self, accesses: npt.NDArray[np.int64] = NO_ACCESSES) -> None:
+        """Give the moves and accesses of the decision just made their ticket. The state lock is held by the caller."""
         header = self._state.header
-        count = header[blocks.MOVES]
-        if count:
-            self._queue.append(Batch(int(header[blocks.TICKET]), self._state.moves[:count].copy(), stream))
-            header[blocks.MOVES] = 0
+        moves, noted = int(header[blocks.MOVES]), int(header[blocks.ACCESSES])
+        if noted:
+            accesses = self._state.accesses[:noted].copy()
+        if moves or len(accesses):
             self._decided = int(header[blocks.TICKET])
+            self._queue.append(Batch(self._decided, self._state.moves[:moves].copy(), accesses))
+            header[blocks.MOVES] = header[blocks.ACCESSES] = 0
             header[blocks.TICKET] += 1
 
     @property
     def waiting(self) -> bool:
         """Whether a decided batch may not be enqueued yet."""
-        return self._enqueued < self._decided
+        return self._enqueued < self._decided and bool(self.guards & guards.ENQUEUED_BEFORE_RETURN)
 
     def drain(self) -> None:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock; the caller holds no lock."""
@@ -60,48 +77,97 @@ class Transfer:
         while self._enqueued < last:
             with self._lock:
                 if self._enqueued < last:
-                    self._acknowledge(self._enqueue(self._queue[0]))
+                    batch = self._queue[0 if self.guards & guards.TICKET_ORDER else -1]
+                    self._acknowledge(batch, self._enqueue(batch))
+                    if self._exit is not None:
+                        leaving, self._exit = self._exit, None
+                        raise leaving
 
-    def _acknowledge(self, lost: npt.NDArray[np.int64]) -> None:
-        """The oldest batch is on its way, except for the moves to ``lost`` targets (block, ticket), which lose their content."""
+    def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
+        """Events to wait for before the host reads (``writes``: or writes) blocks whose copies are enqueued. Takes the transfer lock."""
+        if self.order is None or not self.guards & guards.READER_WAITS:
+            return []
+        with self._lock:
+            return self.order.pending(ids, writes)
+
+    def _acknowledge(self, batch: Batch, lost: npt.NDArray[np.int64]) -> None:
+        """A batch is on its way, except for the moves to ``lost`` targets (block, ticket), which lose their content."""
         with self._state_lock:
-            if len(lost):
+            if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:
                 holds.lose(self._state.header, lost)
-            self._enqueued = self._queue.popleft().ticket
+            self._queue.remove(batch)
+            self._enqueued = self._queue[0].ticket - 1 if self._queue else self._decided
             if not self._queue:
                 self._lost.clear()
 
     def _enqueue(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Hand a batch to the device; returns the (block, ticket) pairs of the targets that it will not reach."""
-        first = 0
-        if not self._lost:
-            first = self._copy(batch.moves, batch.stream)
-            if first < len(batch.moves):
-                self._lost[int(batch.moves[first, TARGET])] = batch.ticket
-                first += 1
-        for i in range(first, len(batch.moves)):
-            source, target = int(batch.moves[i, SOURCE]), int(batch.moves[i, TARGET])
-            stale = self._lost.get(source) == batch.moves[i, TICKET]
-            if stale or self._copy(batch.moves[i : i + 1], batch.stream) == 0:
-                self._lost[target] = batch.ticket
-            else:
-                self._lost.pop(target, None)
+        order = self.order
+        if order is not None:
+            self._attempt_order(order.accessed, batch.accesses)
+        if len(batch.moves):
+            for level in self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]:
+                if order is None:
+                    self._copy(level, batch.ticket, ONBOARD)
+                else:
+                    self._copy_by_direction(level, batch.ticket)
+        if order is not None:
+            self._attempt_order(order.hold_back, batch.accesses, self.guards)
         lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
         return np.array(lost, np.int64).reshape(-1, 2)
 
-    def _copy(self, moves: npt.NDArray[np.int64], stream: Stream) -> int:
-        """Moves that the device took. After any error but DeviceError nobody knows what was copied: the device counts as broken."""
-        if self.broken is not None:
-            return 0
+    def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
+        boundary = self._state.header[blocks.DEVICE_BLOCKS]
+        out = (moves[:, SOURCE] < boundary) & (moves[:, TARGET] >= boundary)
+        for stream, which in ((OFFLOAD, out), (ONBOARD, ~out)):
+            if which.any():
+                self._copy(moves if which.all() else moves[which], ticket, stream)
+
+    def _copy(self, moves: Moves, ticket: int, stream: int) -> None:
+        """Copies that do not depend on each other. Where one fails, or has failed before, the others are made one by one."""
+        first = 0
+        if not self._lost:
+            first = self._attempt_copies(moves, stream)
+            if first < len(moves):
+                self._lost[int(moves[first, TARGET])] = ticket
+                first += 1
+        for i in range(first, len(moves)):
+            source, target = int(moves[i, SOURCE]), int(moves[i, TARGET])
+            stale = self._lost.get(source) == moves[i, TICKET]
+            if stale or self._attempt_copies(moves[i : i + 1], stream) == 0:
+                self._lost[target] = ticket
+            else:
+                self._lost.pop(target, None)
+
+    def _attempt_copies(self, moves: Moves, stream: int) -> int:
+        """Moves that the device took."""
         try:
-            self._device.copy_blocks(moves, stream)
+            if self.order is None:
+                self._attempt(self._device.copy_blocks, moves)
+            else:
+                self._attempt(self.order.copy, moves, stream, self.guards)
         except DeviceError as error:
             if error.sticky:
                 self.broken = error
             return error.completed
+        return len(moves) if self.broken is None else 0
+
+    def _attempt_order(self, call: Any, *args: Any) -> None:
+        """Streams that cannot be ordered break the device: the engine would read too early, or be overwritten."""
+        try:
+            self._attempt(call, *args)
+        except DeviceError as error:
+            self.broken = error
+
+    def _attempt(self, call: Any, *args: Any) -> None:
+        """A call of the device, if it still works. After any error but DeviceError nobody knows what was done: the device is broken."""
+        if self.broken is not None:
+            return
+        try:
+            call(*args)
+        except DeviceError:
+            raise
         except BaseException as error:
             self.broken = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
             if not isinstance(error, Exception):
-                raise
-            return 0
-        return len(moves)
+                self._exit = error

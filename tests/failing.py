@@ -23,25 +23,31 @@ Names = tuple[object, list[Item]]
 
 
 class Armed(FaultyDevice):
-    """Notes every move; once armed, ``refuses(call, index)`` decides, calls counted from then on."""
+    """Notes every move; once armed, ``refuses(place)`` decides, moves counted from then on, whichever call they come in."""
 
     def __init__(self) -> None:
         super().__init__(CpuDevice(), self._refuse)
-        self.refuses: Callable[[int, int], bool] | None = None
+        self.refuses: Callable[[int], bool] | None = None
         self.before: Callable[[], None] | None = None
         self.seen: list[NDArray[np.int64]] = []
+        self._place = 0
 
-    def arm(self, refuses: Callable[[int, int], bool] | None = None) -> None:
-        self.refuses, self.calls, self.seen = refuses, 0, []
+    def arm(self, refuses: Callable[[int], bool] | None = None) -> None:
+        self.refuses, self.calls, self.seen, self._place = refuses, 0, [], 0
 
     def _refuse(self, call: int, index: int, move: NDArray[np.int64]) -> bool:
-        return self.refuses is not None and self.refuses(call, index)
+        return self.refuses is not None and self.refuses(self._place + index)
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self.seen.append(moves.copy())
         if self.before is not None:
             self.before()
-        super().copy_blocks(moves, stream)
+        try:
+            super().copy_blocks(moves, stream)
+        except DeviceError as error:
+            self._place += error.completed + 1
+            raise
+        self._place += len(moves)
 
 
 class Rig(Engine):

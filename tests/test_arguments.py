@@ -343,8 +343,6 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "rewind": lambda busy, stream: busy.cache.rewind(busy.live, [1], stream=stream),
     "release": lambda busy, stream: busy.cache.release(busy.live, stream=stream),
     "block_table": lambda busy, stream: busy.cache.block_table(busy.live, stream=stream),
-    "prefetch": lambda busy, stream: busy.cache.prefetch([1], stream=stream),
-    "offload": lambda busy, stream: busy.cache.offload([1], stream=stream),
 }
 
 

@@ -21,14 +21,16 @@ SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorte
 # Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
 # line of their own.
 LAYERS = [
-    ["errors", "layout", "jit", "interrupt"],
+    ["errors", "layout", "jit", "interrupt", "guards"],
     ["state"],
     ["device.base", "kernels"],
     ["device"],
     ["memory"],
+    ["levels", "order"],
     ["transfer", "block_table"],
     ["retention", "sequence", "events", "stats", "leases"],
     ["pool"],
+    ["pins"],
     ["manager"],
     [""],
     ["replay"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +133,13 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self, event: Event | None = None) -> None:
         """Return when ``event``, or (None) everything enqueued, is done. Raises DeviceError."""
+
+    def host_access(self, *, reads: Any = None, writes: Any = None) -> AbstractContextManager[Any]:
+        """Say what the calling thread itself reads and writes while the context is open, for devices that watch.
+
+        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None. Costs nothing elsewhere.
+        """
+        return nullcontext()
 
     @abstractmethod
     def close(self) -> None:

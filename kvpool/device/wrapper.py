@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,9 @@ class WrappedDevice(Device):
 
     def synchronize(self, event: Event | None = None) -> None:
         self.inner.synchronize(event)
+
+    def host_access(self, *, reads: Any = None, writes: Any = None) -> AbstractContextManager[Any]:
+        return self.inner.host_access(reads=reads, writes=writes)
 
     def close(self) -> None:
         self.inner.close()

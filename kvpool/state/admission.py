@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
 from kvpool.state.blocks import (
     C_COPIED,
     C_DEVICE_HITS,
@@ -35,6 +36,7 @@ from kvpool.state.blocks import (
     NOW,
     ONBOARDING,
     REUSE_GAP,
+    STREAM,
     WIDTH,
     blocks_of,
     change_word,
@@ -300,6 +302,8 @@ def _grant(h, request, slot, out):
         _grant_hit(h, request, row, i, out)
     for i in range(out[O_MATCHED], total):
         row[i] = _grant_new(h, request, i, out)
+    for i in range(total):
+        emit_access(h, WILL_READ if i < out[O_MATCHED] else WILL_WRITE, h[STREAM], row[i])
     out[O_CACHED] = out[O_MATCHED] * h[WIDTH] + out[O_PARTIAL]
     out[O_MISSED] = total - out[O_MATCHED]
     out[O_ID] = (np.int64(sequence.generation) << 32) | slot
@@ -312,7 +316,7 @@ def _grant(h, request, slot, out):
     sequence.live, sequence.failed, sequence.duplicates = 1, 0, NONE
     sequence.length, sequence.blocks = request[R_LENGTH], total
     sequence.committed = sequence.cached = out[O_CACHED]
-    sequence.reused = out[O_MATCHED]
+    sequence.reused, sequence.stream = out[O_MATCHED], h[STREAM]
     sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]
     sequence.priority, sequence.ttl = request[R_PRIORITY], request[R_TTL]
 

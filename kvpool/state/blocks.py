@@ -72,6 +72,7 @@ SEQUENCE = np.dtype(
         ("priority", "i4"),  # of decoded blocks
         ("ttl", "i4"),
         ("failed", "i4"),  # a block of it was lost on the way
+        ("stream", "i4"),  # which the engine used for it last
         ("mark", "i4"),  # scratch within one call
     ],
     align=True,
@@ -94,11 +95,11 @@ EVENT = np.dtype(
 
 # Header: addresses first, then sizes and scalars.
 (
-    A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_EVENTS,
+    A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_ACCESSES, A_EVENTS,
     A_EVENT_TOKENS, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS, CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS,
-    MOVES, MOVES_CAPACITY, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT,
-    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
-) = range(43)  # fmt: skip
+    MOVES, MOVES_CAPACITY, ACCESSES, ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD,
+    GENERATION, EVENTS, EVENT_NEXT, EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
+) = range(47)  # fmt: skip
 
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
@@ -174,6 +175,11 @@ def moves_of(h):
 
 
 @jit(inline="always")
+def accesses_of(h):
+    return array_at(h[A_ACCESSES], (h[ACCESSES_CAPACITY], 3), np.int64)
+
+
+@jit(inline="always")
 def events_of(h):
     return array_at(h[A_EVENTS], (h[EVENTS],), EVENT)
 
@@ -241,6 +247,7 @@ class State:
         self.rows = np.arange(sequences - 1, -1, -1, dtype=np.int32)
         self.table = np.full((sequences, columns), NONE, np.int32)
         self.moves = np.zeros((64, 4), np.int64)
+        self.accesses = np.zeros((0, 3), np.int64)
         self.events = np.zeros(event_capacity, EVENT)
         self.event_tokens = np.zeros((event_capacity, width), np.int32)
         self.counters = np.zeros(len(COUNTERS), np.int64)
@@ -250,7 +257,7 @@ class State:
             (A_BLOCKS, self.blocks), (A_TOKENS, self.tokens), (A_EXTRA, self.extra), (A_LISTS, self.lists), (A_INDEX, self.index),
             (A_CHILDREN, self.children), (A_HEAP, self.heap), (A_SEQUENCES, self.sequences), (A_ROWS, self.rows), (A_TABLE, self.table),
             (A_MOVES, self.moves), (A_EVENTS, self.events), (A_EVENT_TOKENS, self.event_tokens), (A_COUNTERS, self.counters),
-            (A_HISTOGRAMS, self.histograms),
+            (A_HISTOGRAMS, self.histograms), (A_ACCESSES, self.accesses),
         ):  # fmt: skip
             h[slot] = array.ctypes.data
         h[DEVICE_BLOCKS], h[BLOCKS], h[WIDTH] = device_blocks, count, width
@@ -293,6 +300,13 @@ class State:
             self.moves = np.zeros((max(count, 2 * len(self.moves)), 4), np.int64)
             self.header[A_MOVES] = self.moves.ctypes.data
             self.header[MOVES_CAPACITY] = len(self.moves)
+
+    def reserve_accesses(self, count: int) -> None:
+        """Make room for ``count`` accesses of the next call; without any room, none is noted. None may be waiting in the buffer."""
+        if count > len(self.accesses):
+            self.accesses = np.zeros((max(count, 2 * len(self.accesses)), 3), np.int64)
+            self.header[A_ACCESSES] = self.accesses.ctypes.data
+            self.header[ACCESSES_CAPACITY] = len(self.accesses)
 
     def enable_extra(self) -> None:
         """Allocate the extra ids when the first prompt that has some comes; untouched rows cost no memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
 from kvpool.state.admission import EXPIRIES_PER_CALL, SHORT_OF_BLOCKS, write_tokens
 from kvpool.state.blocks import (
     C_COPIED,
@@ -25,7 +26,6 @@ from kvpool.state.blocks import (
     REMOVALS,
     SECRET0,
     SECRET1,
-    SEQUENCES,
     TAIL,
     WIDTH,
     blocks_of,
@@ -40,47 +40,14 @@ from kvpool.state.blocks import (
     tokens_of,
 )
 from kvpool.state.hashing import block_key
+from kvpool.state.live import check, slot_of, stream_of
 from kvpool.state.lru import free_blocks, heap_remove, unlink
 from kvpool.state.prefix import device_copy, find, find_key, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.tiers import begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
 
-UNKNOWN, DUPLICATE, FAILED, TOO_LONG, BAD_COUNT = -3, -4, -5, -6, -7
-
-
-@jit
-def slot_of(h, sequence_id):
-    """Row of a live sequence, or NONE."""
-    slot = sequence_id & 0xFFFFFFFF
-    if sequence_id < 0 or slot >= h[SEQUENCES]:
-        return NONE
-    sequence = sequences_of(h)[slot]
-    return slot if sequence.live and sequence.generation == sequence_id >> 32 else NONE
-
-
-@jit
-def check(h, ids, usable):
-    """0 if all ids are live, distinct and (with ``usable``) have lost no block; else the error, and the offender's place in DETAIL."""
-    sequences = sequences_of(h)
-    error = 0
-    n = 0
-    while n < ids.shape[0]:
-        slot = slot_of(h, ids[n])
-        if slot == NONE:
-            error = UNKNOWN
-        elif sequences[slot].mark:
-            error = DUPLICATE
-        elif usable and sequences[slot].failed:
-            error = FAILED
-        if error:
-            h[DETAIL] = n
-            break
-        sequences[slot].mark = 1
-        n += 1
-    for i in range(n):
-        sequences[slot_of(h, ids[i])].mark = 0
-    return error
+TOO_LONG, BAD_COUNT = -6, -7
 
 
 @jit
@@ -99,7 +66,7 @@ def growth(h, ids, counts):
 
 @jit
 def _append(h, slot, tokens, start, count):
-    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    blocks, sequence, row, stream = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
     done = 0
     while done < count:
         at = sequence.length % h[WIDTH]
@@ -108,6 +75,7 @@ def _append(h, slot, tokens, start, count):
             change_word(blocks, b, 1, 0)
             blocks[b].namespace, blocks[b].priority, blocks[b].ttl = sequence.namespace, sequence.priority, sequence.ttl
             row[sequence.blocks] = b
+            emit_access(h, WILL_WRITE, stream, b)
             sequence.blocks += 1
         n = min(count - done, h[WIDTH] - at)
         write_tokens(h, row[sequence.blocks - 1], at, tokens, extra_of(h)[0][:0], start + done, n)
@@ -224,8 +192,11 @@ def commit(h, ids, counts, now):
         slot = slot_of(h, ids[i])
         sequence = sequences_of(h)[slot]
         _retry_duplicates(h, slot)
-        first = sequence.committed // h[WIDTH]
+        before, first = sequence.committed, sequence.committed // h[WIDTH]
         sequence.committed = counts[i] if counts[i] != NONE else sequence.length
+        stream = stream_of(h, slot)
+        for at in range(first, blocks_for(h, sequence.committed) if sequence.committed > before else 0):
+            emit_access(h, WROTE, stream, table_of(h)[slot, at])
         if sequence.duplicates == NONE:
             sequence.removals = h[REMOVALS]
         _publish_range(h, slot, first, sequence.committed // h[WIDTH])
@@ -310,13 +281,19 @@ def rewind(h, ids, counts, now):
 @jit
 def _rewind(h, slot, count):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
-    length = sequence.length - count
+    length, stream = sequence.length - count, stream_of(h, slot)
     keep = blocks_for(h, length)
+    if length % h[WIDTH]:
+        emit_access(h, ACCESSED, stream, row[keep - 1])
     for i in range(sequence.blocks - 1, keep - 1, -1):
+        emit_access(h, ACCESSED, stream, row[i])
         if change_word(blocks, row[i], -1, 0) == 0:
             shelve(h, row[i], True)
         row[i] = NONE
-    copied = _shorten(h, slot, length) if length % h[WIDTH] else 0
+    copied = 0
+    if length % h[WIDTH]:
+        copied = _shorten(h, slot, length)
+        emit_access(h, WILL_WRITE, stream, row[keep - 1])
     full = length // h[WIDTH]
     sequence.length, sequence.blocks = length, keep
     sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
@@ -354,12 +331,13 @@ def _forget_everywhere(h, b):
 @jit
 def _release(h, slot, store):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
-    full = sequence.committed // h[WIDTH]
+    full, stream = sequence.committed // h[WIDTH], stream_of(h, slot)
     if store and not sequence.failed:
         _retry_duplicates(h, slot)
     for i in range(sequence.blocks - 1, -1, -1):
         b = row[i]
         row[i] = NONE
+        emit_access(h, ACCESSED, stream, b)
         word = change_word(blocks, b, -1, 0)
         if not store and i >= sequence.reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
             _forget_everywhere(h, b)

@@ -17,10 +17,11 @@ U = np.uint64
 V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)
 
 # The guards: rules that tests take out one by one, to show that their proofs fail without them. All are on in a pool.
-GUARDS = {"parent_in_key": 1, "namespace_in_key": 2, "namespace_at_hit": 4, "tokens_at_hit": 8}
+GUARDS = {"parent_in_key": 1, "namespace_in_key": 2, "namespace_at_hit": 4, "tokens_at_hit": 8, "ticket_at_loss": 16}
 PARENT_IN_KEY = 1
 NAMESPACE_AT_HIT = 4
 TOKENS_AT_HIT = 8
+TICKET_AT_LOSS = 16
 
 
 @jit

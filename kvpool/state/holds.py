@@ -16,6 +16,7 @@ from kvpool.state.blocks import (
     DEVICE_BLOCKS,
     EMPTY,
     GENERATION,
+    GUARD,
     HOST,
     INDEXED,
     LISTS_PER_TIER,
@@ -37,6 +38,7 @@ from kvpool.state.blocks import (
     table_of,
 )
 from kvpool.state.growth import release
+from kvpool.state.hashing import TICKET_AT_LOSS
 from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
 from kvpool.state.prefix import device_copy, find_key, host_copy
 from kvpool.state.requests import R_LENGTH, walk
@@ -195,7 +197,8 @@ def lose(h, targets):
     lost = 0
     for i in range(targets.shape[0]):
         b = targets[i, 0]
-        if blocks[b].ticket != targets[i, 1] or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
+        stale = blocks[b].ticket != targets[i, 1] and h[GUARD] & TICKET_AT_LOSS != 0
+        if stale or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
             continue
         unpublish(h, b, NONE)
         lost += 1

@@ -1,0 +1,15 @@
+"""The named rules that keep transfers in order. Tests take them out one by one, to show that each is reached and that its proof bites."""
+
+from __future__ import annotations
+
+# Who waits, before reading or writing a block, for whose earlier accesses of it. "Engine" is any stream of a caller, a reader's included.
+COPY_READS_AFTER_COPIES, COPY_READS_AFTER_ENGINE, COPY_WRITES_AFTER_COPIES, COPY_WRITES_AFTER_ENGINE = 1, 2, 4, 8
+ENGINE_READS_AFTER_COPIES, ENGINE_READS_AFTER_ENGINE, ENGINE_WRITES_AFTER_COPIES, ENGINE_WRITES_AFTER_ENGINE = 16, 32, 64, 128
+LEVELS = 256  # moves of one batch that depend on each other are not handed over together
+ENQUEUED_BEFORE_RETURN = 512  # a call returns when everything decided before it is enqueued
+TICKET_ORDER = 1024  # batches are enqueued in the order in which they were decided
+READER_WAITS = 2048  # a host reader gets its lease when the bytes have come
+LOST_CONTENT_IS_FORGOTTEN = 4096  # what a failed copy should have brought is not findable
+
+GUARDS = {name.lower(): value for name, value in dict(globals()).items() if name.isupper() and isinstance(value, int)}
+ALL = sum(GUARDS.values())

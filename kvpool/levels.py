@@ -1,0 +1,74 @@
+"""Cutting a batch of moves, sequential in meaning, into levels of moves that do not depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.jit import jit
+
+DROPPED = -1
+_LIVE, _DEAD = 1, 2
+
+
+@jit
+def _drop_overwritten(moves: Any, width: int, scratch: Any, level: Any) -> int:
+    """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero before and after."""
+    dropped = 0
+    for i in range(moves.shape[0] - 1, -1, -1):
+        source, target = moves[i, SOURCE], moves[i, TARGET]
+        if scratch[target, 0] == _DEAD:
+            level[i] = DROPPED
+            dropped += 1
+            continue
+        if moves[i, TOKENS] == width:
+            scratch[target, 0] = _DEAD
+        scratch[source, 0] = _LIVE
+    for i in range(moves.shape[0]):
+        scratch[moves[i, SOURCE], 0] = scratch[moves[i, TARGET], 0] = 0
+    return dropped
+
+
+@jit
+def _assign(moves: Any, scratch: Any, level: Any) -> int:
+    """The level of each move that is not dropped: above those that wrote what it reads, and those that used what it writes."""
+    last = 0
+    for i in range(moves.shape[0]):
+        if level[i] == DROPPED:
+            continue
+        source, target = moves[i, SOURCE], moves[i, TARGET]
+        # Levels count from 1 here: 0 in the scratch is "not in this batch". Columns: last write, last read.
+        own = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
+        scratch[target, 0] = own
+        scratch[source, 1] = max(scratch[source, 1], own)
+        level[i] = own - 1
+        last = max(last, own)
+    for i in range(moves.shape[0]):
+        for block in (moves[i, SOURCE], moves[i, TARGET]):
+            scratch[block, 0] = scratch[block, 1] = 0
+    return last
+
+
+class Levels:
+    """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens. Not thread-safe: the transfer lock guards it."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        self._scratch = np.zeros((blocks, 2), np.int32)
+        self._width = width
+
+    def cut(self, moves: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+        """Levels of a batch int64[n, 4], first to last; moves whose target is overwritten unread are in none."""
+        level = np.zeros(len(moves), np.int32)
+        dropped = _drop_overwritten(moves, self._width, self._scratch, level)
+        count = _assign(moves, self._scratch, level)
+        if count == 1 and not dropped:
+            yield moves
+            return
+        order = np.argsort(level, kind="stable")
+        ends = np.searchsorted(level[order], np.arange(count + 1))
+        for i in range(count):
+            yield moves[order[ends[i] : ends[i + 1]]]

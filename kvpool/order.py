@@ -1,0 +1,178 @@
+"""Which access of a block waits for which: the last accesses of every block, as points on streams, and the waits that follow from them.
+
+A *point* of a stream is a number with an event behind everything enqueued there before it. Whoever reads a block waits for its last
+write; whoever writes it waits for its last write and for all reads since. What the engine does between two calls is known when it says so:
+a commit says that tokens are written, a release that a sequence's blocks are no longer used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import guards as g
+from kvpool.device.base import SOURCE, TARGET, Device, Event, Stream
+from kvpool.jit import jit
+from kvpool.state.accesses import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
+
+OFFLOAD, ONBOARD = 0, 1
+"""Streams of the pool's own: device to host, and everything else."""
+_OWN = 2
+_SLOT_BITS = 16
+
+Rows = npt.NDArray[np.int64]
+
+
+@jit
+def _need(write: Any, read: Any, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Any) -> None:
+    """Raise ``need`` int64[streams] to the points that ``stream`` waits for before it accesses block ``b``."""
+    slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
+    if slot != stream and point > need[slot] and (after_copies if slot < _OWN else after_engine):
+        need[slot] = point
+    if writes:
+        for slot in range(read.shape[0]):
+            if slot != stream and read[slot, b] > need[slot] and (after_copies if slot < _OWN else after_engine):
+                need[slot] = read[slot, b]
+
+
+@jit
+def _need_of_copies(write: Any, read: Any, moves: Any, stream: int, guards: int, need: Any) -> None:
+    for i in range(moves.shape[0]):
+        copies, engine = guards & g.COPY_READS_AFTER_COPIES != 0, guards & g.COPY_READS_AFTER_ENGINE != 0
+        _need(write, read, moves[i, SOURCE], stream, False, copies, engine, need)
+        copies, engine = guards & g.COPY_WRITES_AFTER_COPIES != 0, guards & g.COPY_WRITES_AFTER_ENGINE != 0
+        _need(write, read, moves[i, TARGET], stream, True, copies, engine, need)
+
+
+@jit
+def _need_of_accesses(write: Any, read: Any, rows: Any, guards: int, need: Any) -> None:
+    """``need`` int64[streams, streams]: by the stream that waits."""
+    for i in range(rows.shape[0]):
+        if rows[i, 0] == WILL_READ:
+            copies, engine = guards & g.ENGINE_READS_AFTER_COPIES != 0, guards & g.ENGINE_READS_AFTER_ENGINE != 0
+            _need(write, read, rows[i, 2], rows[i, 1], False, copies, engine, need[rows[i, 1]])
+        elif rows[i, 0] == WILL_WRITE:
+            copies, engine = guards & g.ENGINE_WRITES_AFTER_COPIES != 0, guards & g.ENGINE_WRITES_AFTER_ENGINE != 0
+            _need(write, read, rows[i, 2], rows[i, 1], True, copies, engine, need[rows[i, 1]])
+
+
+@jit
+def _need_of_host(write: Any, read: Any, ids: Any, writes: bool, need: Any) -> None:
+    for i in range(ids.shape[0]):
+        _need(write, read, ids[i], -1, writes, True, True, need)
+
+
+@jit
+def _mark_copies(write: Any, read: Any, moves: Any, stream: int, point: int) -> None:
+    for i in range(moves.shape[0]):
+        read[stream, moves[i, SOURCE]] = point
+        write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
+
+
+@jit
+def _mark_accesses(write: Any, read: Any, rows: Any, points: Any) -> None:
+    for i in range(rows.shape[0]):
+        stream = rows[i, 1]
+        if rows[i, 0] == WROTE:
+            write[rows[i, 2]] = (points[stream] << _SLOT_BITS) | stream
+        elif rows[i, 0] == ACCESSED:
+            read[stream, rows[i, 2]] = points[stream]
+
+
+class Order:
+    """The last accesses of the blocks of one pool on a device that works behind its callers.
+
+    The transfer lock guards everything but ``slot``, which the state lock guards. Raises whatever the device raises.
+    """
+
+    def __init__(self, device: Device, blocks: int) -> None:
+        self._device = device
+        self._streams = [device.create_stream("offload"), device.create_stream("onboard")]
+        self._slots = {stream.handle: slot for slot, stream in enumerate(self._streams)}
+        self._write = np.zeros(blocks, np.int64)
+        self._read = np.zeros((_OWN, blocks), np.int64)
+        # Per stream: points so far, the last one known to be complete, and the events of those between.
+        self._points: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
+        self._complete: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
+        self._events: list[deque[Event]] = [deque() for _ in range(_OWN)]
+        # [a, b]: the last point of stream b that stream a has waited for.
+        self._waited: npt.NDArray[np.int64] = np.zeros((_OWN, _OWN), np.int64)
+
+    def slot(self, stream: Stream) -> int:
+        """The small number of a stream, for as long as the pool lives."""
+        found = self._slots.get(stream.handle)
+        if found is None:
+            # The stream is kept alive: its handle must not become another stream's while work on it counts.
+            self._streams.append(stream)
+            found = self._slots[stream.handle] = len(self._streams) - 1
+        return found
+
+    def accessed(self, rows: Rows) -> None:
+        """Before a batch: take points behind what streams are said to have enqueued, and let streams follow each other."""
+        self._grow()
+        for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
+            self._wait(stream, other, self._record(other))
+        done = rows[(rows[:, 0] == ACCESSED) | (rows[:, 0] == WROTE)]
+        if len(done):
+            for stream in np.unique(done[:, 1]).tolist():
+                self._record(stream)
+            _mark_accesses(self._write, self._read, done, self._points)
+
+    def copy(self, moves: Rows, stream: int, guards: int) -> None:
+        """Enqueue independent copies on one of the pool's own streams, behind every access that they must not overtake."""
+        need = np.zeros(len(self._points), np.int64)
+        _need_of_copies(self._write, self._read, moves, stream, guards, need)
+        self._wait_all(stream, need)
+        try:
+            self._device.copy_blocks(moves, self._streams[stream])
+        finally:
+            # Also when the device took only some: the others' marks cost a wait at most.
+            _mark_copies(self._write, self._read, moves, stream, self._record(stream))
+
+    def hold_back(self, rows: Rows, guards: int) -> None:
+        """After a batch: have streams wait for what they will use."""
+        will = rows[(rows[:, 0] == WILL_READ) | (rows[:, 0] == WILL_WRITE)]
+        if len(will):
+            need = np.zeros((len(self._points), len(self._points)), np.int64)
+            _need_of_accesses(self._write, self._read, will, guards, need)
+            for stream in np.unique(will[:, 1]).tolist():
+                self._wait_all(stream, need[stream])
+
+    def pending(self, ids: npt.NDArray[np.int64], writes: bool) -> list[Event]:
+        """Events that the host waits for before it reads (or ``writes``) the bytes of blocks."""
+        need = np.zeros(len(self._points), np.int64)
+        _need_of_host(self._write, self._read, ids, writes, need)
+        return [self._event(slot, int(need[slot])) for slot in np.flatnonzero(need > self._complete).tolist()]
+
+    def _grow(self) -> None:
+        more = len(self._streams) - len(self._points)
+        if more:
+            self._read = np.concatenate([self._read, np.zeros((more, len(self._write)), np.int64)])
+            self._points, self._complete = np.pad(self._points, (0, more)), np.pad(self._complete, (0, more))
+            self._events += [deque() for _ in range(more)]
+            self._waited = np.pad(self._waited, ((0, more), (0, more)))
+
+    def _record(self, stream: int) -> int:
+        """A new point of a stream; forgets the events that have completed meanwhile."""
+        events = self._events[stream]
+        events.append(self._device.record(self._streams[stream]))
+        self._points[stream] += 1
+        while events and self._device.query(events[0]):
+            events.popleft()
+            self._complete[stream] += 1
+        return int(self._points[stream])
+
+    def _event(self, stream: int, point: int) -> Event:
+        return self._events[stream][point - int(self._complete[stream]) - 1]
+
+    def _wait_all(self, stream: int, need: npt.NDArray[np.int64]) -> None:
+        for other in np.flatnonzero(need > np.maximum(self._complete, self._waited[stream])).tolist():
+            self._wait(stream, other, int(need[other]))
+
+    def _wait(self, stream: int, other: int, point: int) -> None:
+        if stream != other and point > self._complete[other]:
+            self._device.wait(self._streams[stream], self._event(other, point))
+            self._waited[stream, other] = point

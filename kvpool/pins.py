@@ -1,0 +1,257 @@
+"""Pins: leases for readers on other threads and streams, and the way in for content that comes from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import Stream
+from kvpool.errors import BlockNotFound, DeviceError, LeaseExpired, PoolClosed
+from kvpool.interrupt import DeferInterrupt
+from kvpool.layout import integer_argument
+from kvpool.leases import Lease
+from kvpool.pool import Pool
+from kvpool.retention import priority_argument
+from kvpool.sequence import BlockKeys, id_array, key_row, key_rows, list_argument
+from kvpool.state import blocks, holds, imports
+from kvpool.state.accesses import ACCESSED, WILL_READ
+
+Ids = npt.NDArray[np.int64]
+
+
+class Held(NamedTuple):
+    """An open lease, a private copy of its block ids, and what the device was told of the host's reading."""
+
+    lease: Lease
+    ids: Ids
+    access: AbstractContextManager[Any]
+
+
+class PinPool(Pool):
+    """A pool whose blocks can be pinned; ``KVCacheManager`` is one."""
+
+    def pin(self, keys: Any, *, owner: str = "", tier: str | None = None, stream: Any = None) -> Lease:
+        """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
+
+        Returns when the bytes are there for the host to read, which is waited for outside the locks; with a ``stream``, at once: work
+        enqueued there from now on waits. Raises BlockNotFound, naming the first key that is missing, with nothing pinned; DeviceError.
+        """
+        wanted = {None: holds.ANY_TIER, "device": blocks.DEVICE, "host": blocks.HOST}
+        if not (tier is None or isinstance(tier, str)) or tier not in wanted:
+            raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
+        rows = key_rows(keys)
+        lease = self._pin(owner, rows, np.empty(len(rows), np.int64), wanted[tier], stream)
+        if isinstance(lease, int):
+            raise BlockNotFound(f"key {rows[lease].tobytes().hex()} is not cached{'' if tier is None else f' on the {tier}'}")
+        return lease
+
+    def find_and_pin_host(self, key: Any, *, owner: str = "", stream: Any = None) -> Lease | None:
+        """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one step.
+
+        Readiness is as for ``pin``.
+        """
+        lease = self._pin(owner, key_row(key), np.empty(1, np.int64), blocks.HOST, stream)
+        return None if isinstance(lease, int) else lease
+
+    def pin_blocks(self, ids: Any, *, owner: str = "", stream: Any = None) -> Lease:
+        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned. Readiness is as for ``pin``."""
+        which = id_array("ids", ids)
+        lease = self._pin(owner, None, which.copy(), holds.ANY_TIER, stream)
+        if isinstance(lease, int):
+            raise BlockNotFound(f"block {which[lease]} is unknown or holds nothing")
+        return lease
+
+    def _pin(self, owner: str, keys: Ids | None, ids: Ids, tier: int, stream: Any) -> Lease | int:
+        """A lease, or the place of the first block that cannot be pinned."""
+        if not isinstance(owner, str):
+            raise TypeError(f"owner={owner!r:.80}: accepted is a string")
+        now, on = self.now(), None if stream is None else self._device.as_stream(stream)
+        with DeferInterrupt():
+            with self._lock:
+                self._check_open()
+                lease = self._take_lease(owner, keys, ids, tier, now, on)
+                if isinstance(lease, int):
+                    return lease
+                behind = self._transfer.waiting
+            if behind:
+                self._transfer.drain()
+                lost = self._drop_lost(lease, ids, now)
+                if lost is not None:
+                    return lost
+        if on is None and self._transfer.order is not None:
+            self._await(lease, ids)
+        return lease
+
+    def _take_lease(self, owner: str, keys: Ids | None, ids: Ids, tier: int, now: int, stream: Stream | None) -> Lease | int:
+        """The state lock is held by the caller."""
+        header = self._state.header
+        failed = holds.pin_blocks(header, ids) if keys is None else holds.pin_keys(header, keys, tier, ids)
+        if failed:
+            return int(header[blocks.DETAIL])
+        try:
+            generation, places = int(header[blocks.GENERATION]), self._pools.addresses(ids)
+            lease = Lease(self, self._lease_count + 1, owner, generation, now, ids, keys, places, stream)
+            self._leases[lease.id] = Held(lease, ids, nullcontext())
+        except BaseException:
+            holds.unpin(header, ids, now)
+            raise
+        self._lease_count += 1
+        self._note(WILL_READ, stream, ids)
+        return lease
+
+    def _note(self, kind: int, stream: Stream | None, ids: Ids) -> None:
+        """Queue what a stream does to blocks, as a decision of its own. The state lock is held by the caller."""
+        if stream is not None and self._transfer.order is not None:
+            self._transfer.collect()
+            slot = self._transfer.order.slot(stream)
+            self._transfer.collect(np.stack([np.full(len(ids), kind), np.full(len(ids), slot), ids], axis=1))
+
+    def _drop_lost(self, lease: Lease, ids: Ids, now: int) -> int | None:
+        """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
+        with self._lock:
+            lost = np.flatnonzero(self._state.blocks["flags"][ids] & blocks.LOST)
+            if len(lost) == 0:
+                return None
+            if self._leases.pop(lease.id, None) is not None:
+                holds.unpin(self._state.header, ids, now)
+            return int(lost[0])
+
+    def _await(self, lease: Lease, ids: Ids) -> None:
+        """Wait, with no lock held, until the host can read the bytes of a lease; whatever goes wrong closes it."""
+        try:
+            self._wait_for(self._transfer.pending(ids))
+            access = self._device.host_access(reads=self._whole(ids))
+            access.__enter__()
+            with self._lock:
+                if self.is_leased(lease):
+                    self._leases[lease.id] = Held(lease, ids, access)
+                    return
+            access.__exit__(None, None, None)
+        except BaseException:
+            if not lease.closed:
+                lease.close()
+            raise
+
+    def _wait_for(self, events: Sequence[Any]) -> None:
+        try:
+            for event in events:
+                self._device.synchronize(event)
+        except DeviceError as error:
+            self._transfer.broken = self._transfer.broken or error
+            raise
+
+    def _whole(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """All tokens of blocks, as rows for the device."""
+        return np.stack([ids, np.zeros_like(ids), np.full_like(ids, self.tokens_per_block)], axis=1)
+
+    def is_leased(self, lease: Lease) -> bool:
+        """Whether a lease is open."""
+        held = self._leases.get(lease.id)
+        return held is not None and held.lease is lease
+
+    def close_lease(self, lease: Lease, stream: Any = None) -> None:
+        """What ``Lease.close`` does. Enqueues nothing, so that a destructor may call it anywhere."""
+        now, on = self.now(), lease.stream if stream is None else self._device.as_stream(stream)
+        with DeferInterrupt(), self._lock:
+            if self._report is not None:
+                raise PoolClosed("the pool is closed")
+            if not self.is_leased(lease):
+                raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
+            self._end(self._leases.pop(lease.id), now, on)
+
+    def _end(self, held: Held, now: int, stream: Stream | None = None) -> None:
+        """Unpin what a lease held. The state lock is held by the caller."""
+        held.access.__exit__(None, None, None)
+        holds.unpin(self._state.header, held.ids, now)
+        self._note(ACCESSED, stream, held.ids)
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Open leases, oldest first."""
+        with self._lock:
+            return [held.lease for held in list(self._leases.values())]
+
+    def revoke(self, owner: str) -> int:
+        """Close all leases of an owner, whose readers then read memory that may be reused; returns how many."""
+        if not isinstance(owner, str):
+            raise TypeError(f"owner={owner!r:.80}: accepted is a string")
+        now = self.now()
+        with DeferInterrupt(), self._lock:
+            self._check_open()
+            mine = [number for number, held in list(self._leases.items()) if held.lease.owner == owner]
+            for number in mine:
+                self._end(self._leases.pop(number), now)
+        return len(mine)
+
+    # -- content from elsewhere ------------------------------------------------------------------
+
+    def import_blocks(self, prompt: BlockKeys, data: Any, *, first: int = 0, priority: int = blocks.DEFAULT_PRIORITY) -> int:
+        """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request with it hits.
+
+        ``data``: for each block a buffer of ``layout.block_bytes``, laid out as a block of ``host_pool``. The keys are the prompt's, which
+        this pool computed. Blocks that are cached already are skipped, and it stops where the host has no room; returns how many were
+        stored. What is being written cannot be found; a reset meanwhile stores nothing. Waits, outside the locks, for copies out of the
+        memory that it takes, and for other imports. Thread-safe; changes the pool. Raises TypeError, ValueError, PoolClosed, DeviceError.
+        """
+        if not isinstance(prompt, BlockKeys):
+            raise TypeError(f"prompt={prompt!r:.80}: accepted are the BlockKeys of this pool")
+        keys = self._own_keys(prompt)
+        first = integer_argument("first", first, 0, (1 << 31) - 1)
+        priority = priority_argument("priority", priority)
+        buffers = [self._block_bytes(i, buffer) for i, buffer in enumerate(list_argument("data", data))]
+        if first + len(buffers) > len(keys.keys):
+            raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {len(keys.keys)}")
+        with self._importing:
+            ids = np.full(len(buffers), blocks.NONE, np.int64)
+            try:
+                generation = self._take_imports(keys, first, priority, ids)
+                self._fill(ids, buffers)
+                return int(self._decide(0, None, self._publish_imports, keys, first, priority, ids, generation))
+            finally:
+                self._give_back_imports(ids)
+
+    def _take_imports(self, keys: BlockKeys, first: int, priority: int, ids: Ids) -> int:
+        """The generation in which the blocks were taken."""
+        if keys.extra_ids is not None:
+            self._enable_extra()
+
+        def take(header: Ids, request: Ids, now: int) -> int:
+            imports.take(header, request, first, priority, ids, now)
+            self._imported = ids[ids != blocks.NONE]
+            return int(header[blocks.GENERATION])
+
+        return int(self._decide(0, None, take, keys.request[0], self.now()))
+
+    def _publish_imports(self, header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int) -> int:
+        if generation != header[blocks.GENERATION]:
+            return 0
+        return int(imports.publish(header, keys.request[0], first, priority, ids, self.now()))
+
+    def _fill(self, ids: Ids, buffers: list[npt.NDArray[np.uint8]]) -> None:
+        taken = ids[ids != blocks.NONE]
+        self._wait_for(self._transfer.pending(taken, writes=True))
+        rows = self._pools.host_bytes.reshape(-1, self.layout.block_bytes)
+        with self._device.host_access(writes=self._whole(taken)):
+            for block, buffer in zip(ids.tolist(), buffers, strict=True):
+                if block != blocks.NONE:
+                    rows[block - self.device_blocks] = buffer
+
+    def _give_back_imports(self, ids: Ids) -> None:
+        """Unpin, tail first so that leaves age first."""
+        with DeferInterrupt(), self._lock:
+            if self._report is None:
+                holds.unpin(self._state.header, ids[ids != blocks.NONE][::-1].copy(), self.now())
+            self._imported = np.empty(0, np.int64)
+
+    def _block_bytes(self, place: int, buffer: Any) -> npt.NDArray[np.uint8]:
+        try:
+            found = np.frombuffer(buffer, np.uint8)
+        except (TypeError, ValueError, BufferError):
+            raise TypeError(f"data[{place}] is a {type(buffer).__name__}: accepted are contiguous buffers") from None
+        if found.nbytes != self.layout.block_bytes:
+            raise ValueError(f"data[{place}] has {found.nbytes} bytes: accepted are the {self.layout.block_bytes} of a block")
+        return found
