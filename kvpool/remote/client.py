@@ -97,7 +97,7 @@ class BlockClient:
     def fetch_blocks(self, keys: Any) -> list[Buffer | None]:
         """The bytes of host blocks by key (as ``pin`` takes them), None for those that the server does not have. Does not change the pool.
 
-        Each is ``layout.block_bytes`` long, in host block layout, whole: it was pinned until it was sent. Raises RemoteTimeout, RemoteError.
+        Each is ``layout.block_bytes`` long, in host block layout, and was pinned until it was sent. Raises RemoteTimeout, RemoteError.
         """
         with self._exclusive():
             found: list[Buffer | None] = []

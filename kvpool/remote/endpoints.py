@@ -23,8 +23,7 @@ class ServerKeys:
 
     def __post_init__(self) -> None:
         _check_keys("ServerKeys", public=self.public, secret=self.secret)
-        if isinstance(self.clients, (bytes, str)):
-            raise TypeError("ServerKeys: clients: accepted is a sequence of keys, not one key")
+        # One key in place of a sequence is a sequence of numbers, which are no keys.
         for key in self.clients:
             _check_keys("ServerKeys", clients=key)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 VERSION = 1
 KEY_BYTES = 16
@@ -85,7 +85,6 @@ _ACCEPTED = {
     "str": (f"a string of up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
     "bool": ("true or false", lambda value: type(value) is bool),
 }
-M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
@@ -98,7 +97,7 @@ def encode(message: Message) -> bytes:
     return header
 
 
-def decode(header: bytes | memoryview, accepted: tuple[type[M], ...]) -> M:
+def decode(header: bytes | memoryview, accepted: tuple[type[Message], ...]) -> Any:
     """The message of a header, one of the ``accepted`` kinds. Raises Malformed for everything else."""
     if len(header) > HEADER_BYTES_MAX:
         raise Malformed(f"a header of {len(header)} bytes: accepted are up to {HEADER_BYTES_MAX}")
@@ -108,8 +107,7 @@ def decode(header: bytes | memoryview, accepted: tuple[type[M], ...]) -> M:
         raise Malformed("the header is not JSON") from None
     if not isinstance(values, dict):
         raise Malformed("the header is not a JSON object")
-    id = values.get("id")
-    known = id if _ACCEPTED["int"][1](id) else 0
+    known = _id_of(values)
     version, kind = values.pop("v", None), values.pop("kind", None)
     if type(version) is not int or version != VERSION:
         raise Malformed(f"protocol version {version!r:.40}: spoken here is {VERSION}", known)
@@ -117,13 +115,17 @@ def decode(header: bytes | memoryview, accepted: tuple[type[M], ...]) -> M:
     if found is None or found not in accepted:
         raise Malformed(f"kind {kind!r:.40}: accepted are {', '.join(one.__name__.lower() for one in accepted)}", known)
     _check(found, values)
-    return found(**values)  # type: ignore[return-value]
+    return found(**values)
+
+
+def _id_of(values: dict[str, Any]) -> int:
+    id = values.get("id")
+    return id if isinstance(id, int) and _ACCEPTED["int"][1](id) else 0
 
 
 def _check(kind: type[Message], values: dict[str, Any]) -> None:
     """Raise Malformed unless the values are exactly the fields of this kind, each as its type wants it."""
-    id = values.get("id")
-    known = id if _ACCEPTED["int"][1](id) else 0
+    known = _id_of(values)
     name, wanted = kind.__name__.lower(), {field.name: str(field.type) for field in fields(kind)}
     if values.keys() != wanted.keys():
         wrong = sorted(values.keys() ^ wanted.keys())

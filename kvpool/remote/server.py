@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from kvpool.remote.messages import (
     encode,
 )
 from kvpool.remote.transport import InlineServer, ServerTransport
+from kvpool.remote.underway import Refused, Transfer, UnderWay, Waiting
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,24 +48,6 @@ GUARDS = frozenset({"unpin_after_release"})
 """Rules that only a test switches off, to show that its proof bites."""
 _NAME_MAX = 64
 _log = logging.getLogger(__name__)
-
-
-class _Transfer(NamedTuple):
-    """Blocks of one request that the transport has not let go of. ``leases`` is empty where nothing is pinned for it any more."""
-
-    client: bytes
-    id: int
-    nbytes: int
-    leases: list[Lease]
-    released: Callable[[], bool]
-
-
-class _Refused(Exception):
-    """A request gets ``Failed`` for an answer."""
-
-    def __init__(self, id: int, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.id, self.code = id, code
 
 
 class BlockServer:
@@ -82,7 +66,7 @@ class BlockServer:
     keys : CURVE keys of the server and of its clients.
     stall_ms : a TCP client that takes no bytes for so long is disconnected, which releases what it was sent; 0: never.
 
-    Thread-safe. Raises ValueError, TypeError, and zmq.ZMQError for an endpoint that cannot be had. Does not change the pool, apart from pins.
+    Thread-safe. Raises ValueError, TypeError, and zmq.ZMQError for an endpoint that cannot be had. Changes nothing in the pool but pins.
     """
 
     def __init__(
@@ -99,7 +83,7 @@ class BlockServer:
         self._welcome = Welcome(0, cache.layout.block_bytes, limits.blocks_per_request, limits.requests_per_client, limits.bytes_per_client)
         self._guards = GUARDS
         self._stats = ServerStats()
-        self._transfers: list[_Transfer] = []
+        self._under_way = UnderWay(limits)
         self._stopping, self._linger_ms = threading.Event(), 0
         self._closing, self._given_up = threading.Lock(), False
         self._transport.start(cache.host_pool.reshape(cache.host_blocks, -1).view(np.uint8))
@@ -111,7 +95,7 @@ class BlockServer:
             self._woken.bind("inproc://wake")
             self._wake.connect("inproc://wake")
             self._socket = self._listen(endpoint, keys, stall)
-            self.endpoint = self._socket.last_endpoint.decode()
+            self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except BaseException:
             self._give_up()
             raise
@@ -183,10 +167,12 @@ class BlockServer:
         wait = POLL_MS
         try:
             while not self._stopping.is_set():
-                asked = dict(poller.poll(wait if self._transfers else None)).get(self._socket)
+                asked = dict(poller.poll(wait if self._under_way.transfers else None)).get(self._socket)
                 if asked:
                     self._answer_some()
-                wait = POLL_MS if self._settle() or asked else min(2 * wait, POLL_MS_MAX)
+                settled = self._settle()
+                self._serve()
+                wait = POLL_MS if settled or asked else min(2 * wait, POLL_MS_MAX)
             self._linger(self._linger_ms)
         finally:
             self._stopping.set()
@@ -194,13 +180,13 @@ class BlockServer:
             self._socket.close(linger=0)
             self._transport.close()
             self._linger(max(self._linger_ms, 1000))
-            for transfer in self._transfers:
+            for transfer in self._under_way.transfers:
                 _log.warning("client %s has not let go of %d bytes: they stay pinned", transfer.client.hex(), transfer.nbytes)
 
     def _linger(self, for_ms: int) -> None:
         end = time.monotonic() + for_ms / 1e3
         self._settle()
-        while self._transfers and time.monotonic() < end:
+        while self._under_way.transfers and time.monotonic() < end:
             time.sleep(POLL_MS / 1e3)
             self._settle()
 
@@ -213,75 +199,71 @@ class BlockServer:
             self._answer(client, frames)
 
     def _answer(self, client: bytes, frames: list[bytes]) -> None:
-        id = 0
-        try:
+        with self._errors_go_to(client):
             request = decode(frames[0] if frames else b"", (Hello, Get))
-            id = request.id
-            self._check(request)
-            if isinstance(request, Get):
-                self._get(client, request, frames[1:])
-            elif len(frames) > 1:
-                raise Malformed(f"{len(frames) - 1} frames behind hello: accepted are none", id)
-            else:
-                self._send(client, replace(self._welcome, id=id), self._transport.welcome())
+            with self._errors_go_to(client, request.id):
+                self._check(request)
+                if isinstance(request, Get):
+                    self._accept(client, request, frames[1:])
+                elif len(frames) > 1:
+                    raise Malformed(f"{len(frames) - 1} frames behind hello: accepted are none")
+                else:
+                    self._send(client, replace(self._welcome, id=request.id), self._transport.welcome())
+
+    @contextmanager
+    def _errors_go_to(self, client: bytes, id: int = 0) -> Iterator[None]:
+        """Answer a client's request with what goes wrong with it: it must not end the service of all others."""
+        try:
+            yield
         except Malformed as error:
             self._stats.malformed += 1
-            self._refuse(client, error.id or id, "malformed", str(error))
-        except _Refused as error:
-            self._refuse(client, error.id, error.code, str(error))
+            self._refuse(client, Refused(error.id or id, "malformed", str(error)))
+        except Refused as error:
+            self._refuse(client, error)
         except PoolClosed as error:
-            self._refuse(client, id, "closed", str(error))
+            self._refuse(client, Refused(id, "closed", str(error)))
         except Exception as error:
-            # One request must not end the service of all others.
             _log.exception("request %d of client %s failed", id, client.hex())
-            self._refuse(client, id, "internal", type(error).__name__)
+            self._refuse(client, Refused(id, "internal", type(error).__name__))
 
-    def _refuse(self, client: bytes, id: int, code: str, reason: str) -> None:
+    def _refuse(self, client: bytes, error: Refused) -> None:
         self._stats.refused += 1
-        self._send(client, Failed(id, code, reason))
+        self._send(client, Failed(error.id, error.code, str(error)))
 
     def _check(self, request: Hello) -> None:
         """Raise unless the client may read blocks here at all."""
         if request.id == 0:
             raise Malformed("id=0: accepted are 1 and more")
         if len(request.client) > _NAME_MAX or not request.client.isprintable():
-            raise Malformed(f"client: accepted is a name of up to {_NAME_MAX} printable characters", request.id)
+            raise Malformed(f"client: accepted is a name of up to {_NAME_MAX} printable characters")
         if request.layout != self._layout:
             reason = f"layout {request.layout:.40} cannot read blocks of layout {self._layout}: both pools need one BlockLayout"
-            raise _Refused(request.id, "layout", reason)
+            raise Refused(request.id, "layout", reason)
         if request.origin != self._origin:
-            raise _Refused(request.id, "secret", "the pools have different hash secrets, so that no key of one is known to the other: pass "
+            raise Refused(request.id, "secret", "the pools have different hash secrets, so that no key of one is known to the other: pass "
                            "the same secret= to both KVCacheManagers")  # fmt: skip
         if request.transport != self._transport.name:
             reason = f"transport {request.transport!r:.40}: this server sends {self._transport.name!r}"
-            raise _Refused(request.id, "transport", reason)
+            raise Refused(request.id, "transport", reason)
 
-    def _admit(self, client: bytes, id: int, count: int) -> None:
-        """Raise _Refused unless the limits leave room for ``count`` more blocks."""
-        limits, nbytes = self._limits, count * self._welcome.block_bytes
-        if count > limits.blocks_per_request:
-            raise _Refused(id, "limit", f"{count} blocks in one request: accepted are up to {limits.blocks_per_request}")
-        mine = [transfer.nbytes for transfer in self._transfers if transfer.client == client]
-        if len(mine) >= limits.requests_per_client:
-            raise _Refused(id, "limit", f"{len(mine)} requests are under way: accepted are up to {limits.requests_per_client}")
-        if sum(mine) + nbytes > limits.bytes_per_client:
-            raise _Refused(id, "limit", f"{sum(mine)} + {nbytes} bytes under way: accepted are up to {limits.bytes_per_client}")
-        total = limits.bytes_in_total
-        if total is not None and self._stats.transfer_bytes + nbytes > total:
-            raise _Refused(id, "busy", f"all clients together have {self._stats.transfer_bytes} of {total} bytes under way")
-
-    def _get(self, client: bytes, request: Get, frames: list[bytes]) -> None:
+    def _accept(self, client: bytes, request: Get, frames: list[bytes]) -> None:
         if len(frames) != 1 or not frames[0] or len(frames[0]) % KEY_BYTES:
             sizes = [len(frame) for frame in frames]
-            raise Malformed(f"frames of {sizes!r:.80} bytes behind get: accepted is one, of {KEY_BYTES} bytes for each key", request.id)
-        keys = np.frombuffer(frames[0], np.uint64).reshape(-1, 2)
-        self._admit(client, request.id, len(keys))
-        leases, found = self._pin(keys, f"remote {request.client} {client.hex()}")
-        try:
-            self._send_blocks(client, request.id, leases, found)
-        except BaseException:
-            _unpin(leases)
-            raise
+            raise Malformed(f"frames of {sizes!r:.80} bytes behind get: accepted is one, of {KEY_BYTES} bytes for each key")
+        count = len(frames[0]) // KEY_BYTES
+        owner = f"remote {request.client} {client.hex()}"
+        self._under_way.accept(Waiting(client, request.id, frames[0], owner, count * self._welcome.block_bytes), count)
+
+    def _serve(self) -> None:
+        """Pin and send what there is room for."""
+        while (request := self._under_way.take()) is not None:
+            with self._errors_go_to(request.client, request.id):
+                leases, found = self._pin(np.frombuffer(request.keys, np.uint64).reshape(-1, 2), request.owner)
+                try:
+                    self._send_blocks(request.client, request.id, leases, found)
+                except BaseException:
+                    _unpin(leases)
+                    raise
 
     def _pin(self, keys: npt.NDArray[np.uint64], owner: str) -> tuple[list[Lease], npt.NDArray[np.bool_]]:
         """Leases of the blocks that are there, in the order of their keys, and which those are."""
@@ -319,8 +301,11 @@ class BlockServer:
         stats.requests, stats.blocks, stats.bytes = stats.requests + 1, stats.blocks + count, stats.bytes + nbytes
         stats.missing_blocks += len(found) - count
         if count:
-            self._transfers.append(_Transfer(client, id, nbytes, leases, released))
-            stats.transfers, stats.transfer_bytes = len(self._transfers), stats.transfer_bytes + nbytes
+            self._under_way.transfers.append(Transfer(client, id, nbytes, leases, released))
+            self._count_transfers()
+
+    def _count_transfers(self) -> None:
+        self._stats.transfers, self._stats.transfer_bytes = len(self._under_way.transfers), self._under_way.nbytes
 
     def _send(self, client: bytes, message: Message, frames: list[Any] | None = None) -> bool:
         """Queue a message for a client; False, and counted, if it has gone or has too many unread. Does not wait."""
@@ -333,37 +318,37 @@ class BlockServer:
             return False
         return True
 
-    def _revoked(self, id: int) -> _Refused:
+    def _revoked(self, id: int) -> Refused:
         self._stats.revoked += 1
-        return _Refused(id, "revoked", "the lease was revoked while the blocks were on their way: they may hold anything")
+        return Refused(id, "revoked", "the lease was revoked while the blocks were on their way: they may hold anything")
 
     def _settle(self) -> bool:
         """Unpin what has been released, and tell the clients that their blocks are whole, or that somebody took the lease away.
 
         Returns whether anything has been.
         """
-        if not self._transfers:
+        transfers = self._under_way.transfers
+        if not transfers:
             return False
         self._transport.poll()
-        before, going = len(self._transfers), []
-        for transfer in self._transfers:
+        going = []
+        for transfer in transfers:
             if not transfer.released() and not any(lease.closed for lease in transfer.leases):
                 going.append(transfer)
             elif transfer.leases:
                 self._finish(transfer)
-        self._transfers = going
-        self._stats.transfers, self._stats.transfer_bytes = len(going), sum(transfer.nbytes for transfer in going)
-        return len(going) < before
+        self._under_way.transfers = going
+        self._count_transfers()
+        return len(going) < len(transfers)
 
-    def _finish(self, transfer: _Transfer) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         whole = _unpin(transfer.leases)
         if self._socket.closed:
             return
         if whole:
             self._send(transfer.client, Released(transfer.id))
         else:
-            error = self._revoked(transfer.id)
-            self._refuse(transfer.client, error.id, error.code, str(error))
+            self._refuse(transfer.client, self._revoked(transfer.id))
 
 
 def _nothing() -> bool:
