@@ -6,7 +6,7 @@ from __future__ import annotations
 COPY_READS_AFTER_COPIES, COPY_READS_AFTER_ENGINE, COPY_WRITES_AFTER_COPIES, COPY_WRITES_AFTER_ENGINE = 1, 2, 4, 8
 ENGINE_READS_AFTER_COPIES, ENGINE_READS_AFTER_ENGINE, ENGINE_WRITES_AFTER_COPIES, ENGINE_WRITES_AFTER_ENGINE = 16, 32, 64, 128
 LEVELS = 256  # moves of one batch that depend on each other are not handed over together
-ENQUEUED_BEFORE_RETURN = 512  # a call returns when everything decided before it is enqueued
+OTHERS_BATCHES_TOO = 512  # a call returns when everything decided before it is enqueued, by whichever thread
 TICKET_ORDER = 1024  # batches are enqueued in the order in which they were decided
 READER_WAITS = 2048  # a host reader gets its lease when the bytes have come
 LOST_CONTENT_IS_FORGOTTEN = 4096  # what a failed copy should have brought is not findable

@@ -18,9 +18,9 @@ from kvpool.device.base import SOURCE, TARGET, Device, Event, Stream
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
 
-OFFLOAD, ONBOARD = 0, 1
-"""Streams of the pool's own: device to host, and everything else."""
-_OWN = 2
+OFFLOAD, ONBOARD, WITHIN = 0, 1, 2
+"""Streams of the pool's own: device to host, host to device, and inside a tier, which need not wait for the slow link."""
+_OWN = 3
 _SLOT_BITS = 16
 
 Rows = npt.NDArray[np.int64]
@@ -90,7 +90,7 @@ class Order:
 
     def __init__(self, device: Device, blocks: int) -> None:
         self._device = device
-        self._streams = [device.create_stream("offload"), device.create_stream("onboard")]
+        self._streams = [device.create_stream(name) for name in ("offload", "onboard", "within")]
         self._slots = {stream.handle: slot for slot, stream in enumerate(self._streams)}
         self._write = np.zeros(blocks, np.int64)
         self._read = np.zeros((_OWN, blocks), np.int64)

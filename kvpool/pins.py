@@ -76,7 +76,7 @@ class PinPool(Pool):
                 lease = self._take_lease(owner, keys, ids, tier, now, on)
                 if isinstance(lease, int):
                     return lease
-                behind = self._transfer.waiting
+                behind = self._transfer.waiting or stream is not None
             if behind:
                 self._transfer.drain()
                 lost = self._drop_lost(lease, ids, now)

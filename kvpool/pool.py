@@ -147,8 +147,8 @@ class Pool:
                 result = verb(self._state.header, *args)
                 if result < 0:
                     raise self._error(result, args[0])
-                self._transfer.collect()
-            if self._transfer.waiting:
+                mine = self._transfer.collect()
+            if mine or self._transfer.waiting:
                 self._transfer.drain()
         return result
 

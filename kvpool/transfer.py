@@ -19,7 +19,7 @@ from kvpool import guards
 from kvpool.device.base import SOURCE, TARGET, TICKET, Device, Event
 from kvpool.errors import DeviceError
 from kvpool.levels import Levels
-from kvpool.order import OFFLOAD, ONBOARD, Order
+from kvpool.order import OFFLOAD, ONBOARD, WITHIN, Order
 from kvpool.state import blocks, holds
 from kvpool.state.blocks import State
 
@@ -54,8 +54,8 @@ class Transfer:
         self._exit: BaseException | None = None
         self.guards = guards.ALL
 
-    def collect(self, accesses: npt.NDArray[np.int64] = NO_ACCESSES) -> None:
-        """Give the moves and accesses of the decision just made their ticket. The state lock is held by the caller."""
+    def collect(self, accesses: npt.NDArray[np.int64] = NO_ACCESSES) -> bool:
+        """Give the moves and accesses of the decision just made their ticket; False if it made none. The caller holds the state lock."""
         header = self._state.header
         moves, noted = int(header[blocks.MOVES]), int(header[blocks.ACCESSES])
         if noted:
@@ -65,11 +65,13 @@ class Transfer:
             self._queue.append(Batch(self._decided, self._state.moves[:moves].copy(), accesses))
             header[blocks.MOVES] = header[blocks.ACCESSES] = 0
             header[blocks.TICKET] += 1
+            return True
+        return False
 
     @property
     def waiting(self) -> bool:
-        """Whether a decided batch may not be enqueued yet."""
-        return self._enqueued < self._decided and bool(self.guards & guards.ENQUEUED_BEFORE_RETURN)
+        """Whether a decided batch, this thread's or another's, may not be enqueued yet."""
+        return self._enqueued < self._decided and bool(self.guards & guards.OTHERS_BATCHES_TOO)
 
     def drain(self) -> None:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock; the caller holds no lock."""
@@ -118,8 +120,9 @@ class Transfer:
 
     def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
         boundary = self._state.header[blocks.DEVICE_BLOCKS]
-        out = (moves[:, SOURCE] < boundary) & (moves[:, TARGET] >= boundary)
-        for stream, which in ((OFFLOAD, out), (ONBOARD, ~out)):
+        source_host, target_host = moves[:, SOURCE] >= boundary, moves[:, TARGET] >= boundary
+        directions = ((OFFLOAD, target_host & ~source_host), (ONBOARD, source_host & ~target_host), (WITHIN, source_host == target_host))
+        for stream, which in directions:
             if which.any():
                 self._copy(moves if which.all() else moves[which], ticket, stream)
 

@@ -117,6 +117,9 @@ def test_sizes_become_blocks(
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
         (["replay", "--format", "qwen"], "--format describes a TRACE, and none is given"),
         (["replay", "--device", "cuda"], "invalid choice: 'cuda'"),
+        (["stress", "--reads", "0"], "argument --reads: 0 is not within 1..2147483647"),
+        (["stress", "--host-blocks", "0"], "argument --host-blocks: 0 is not within 1..2147483647"),
+        (["stress", "--block-bytes", "100"], "--block-bytes: .*100"),
     ],
 )
 def test_wrong_usage_says_what_is_accepted(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,8 +135,9 @@ def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: pytest.
     assert main(["replay", trace, *SMALL]) == 2
     out, err = capsys.readouterr()
     assert out == "" and f"error: {trace}, line 7: column 'input_length' is missing" in err
-    assert main(["replay", trace + ".gz"]) == 2
-    assert f"{trace}.gz: cannot be read" in capsys.readouterr().err
+    for command in ("replay", "stress"):
+        assert main([command, trace + ".gz"]) == 2
+        assert f"{trace}.gz: cannot be read" in capsys.readouterr().err
 
 
 def test_a_pool_that_does_not_fit_memory_says_how_much_there_is(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

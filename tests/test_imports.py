@@ -35,6 +35,7 @@ LAYERS = [
     [""],
     ["remote"],
     ["replay"],
+    ["commands"],
     ["__main__"],
 ]
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

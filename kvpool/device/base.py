@@ -186,3 +186,11 @@ def moves_argument(moves: Any) -> NDArray[np.int64]:
     if moves.ndim != 2 or moves.shape[1] != 4:
         raise ValueError(f"moves: shape [n, 4] is needed, not {list(moves.shape)}")
     return np.ascontiguousarray(moves)
+
+
+def pool_argument(name: str, pool: Any, nbytes: int) -> None:
+    """Raise ValueError unless ``pool`` is writable contiguous uint8[nbytes]."""
+    if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 1 or not pool.flags.c_contiguous:
+        raise ValueError(f"{name}: a contiguous uint8 array of one dimension is needed")
+    if pool.nbytes != nbytes or not pool.flags.writeable:
+        raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {pool.nbytes} with writeable={pool.flags.writeable}")

@@ -162,16 +162,34 @@ def _fence(typingctx: Any) -> Any:
 
 
 @jit
+def first_bad_move(moves, blocks, block_tokens):  # type: ignore[no-untyped-def]
+    """The index of the first row that is no move between two of ``blocks`` blocks of ``block_tokens`` tokens, or -1."""
+    for i in range(moves.shape[0]):
+        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
+        if not (0 <= source < blocks and 0 <= target < blocks and source != target and 1 <= tokens <= block_tokens):
+            return i
+    return -1
+
+
+def describe_bad_move(index: int, move: NDArray[np.int64], plan: Plan) -> str:
+    """What is wrong with the row that ``first_bad_move`` found."""
+    source, target, tokens = int(move[SOURCE]), int(move[TARGET]), int(move[TOKENS])
+    return (
+        f"moves[{index}]: source={source} and target={target} must be two different ids in [0, {plan.blocks}), "
+        f"tokens={tokens} must be 1 to {plan.block_tokens}"
+    )
+
+
+@jit
 def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     """Check all moves, then copy them in order. Returns -1, or the index of the first bad one with nothing copied."""
     v = plan_vector
     device, host = _Tier(v[0], v[1], v[2], v[3], v[4]), _Tier(v[5], v[6], v[7], v[8], v[9])
     plan = Plan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
     count = moves.shape[0]
-    for i in range(count):
-        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
-        if not (0 <= source < plan.blocks and 0 <= target < plan.blocks and source != target and 1 <= tokens <= plan.block_tokens):
-            return i
+    bad = first_bad_move(moves, plan.blocks, plan.block_tokens)
+    if bad >= 0:
+        return bad
     # Fetching starts `_AHEAD` bytes before the copy: so many runs, and so many whole blocks.
     runs_ahead = max(1, _AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.device.base import (
-    ALIGNMENT,
     NULL_EVENT,
     NULL_STREAM,
-    SOURCE,
-    TARGET,
-    TOKENS,
     Device,
     Event,
     Stream,
     moves_argument,
+    pool_argument,
     stream_argument,
     tier_argument,
 )
-from kvpool.device.block_copy import Plan, copy_moves, make_plan
-from kvpool.device.ram import available_ram
+from kvpool.device.block_copy import Plan, copy_moves, describe_bad_move, make_plan
+from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 
@@ -44,13 +40,7 @@ class CpuDevice(Device):
     def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
         self._check_open()
         tier_argument(tier)
-        nbytes = integer_argument("nbytes", nbytes, 0, sys.maxsize - ALIGNMENT)
-        try:
-            raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
-        except ValueError:  # more than an array may have
-            raise MemoryError(f"{nbytes} bytes are more than this system can address") from None
-        start = -raw.ctypes.data % ALIGNMENT
-        return raw[start : start + nbytes]
+        return allocate_ram(nbytes)
 
     def free(self, array: NDArray[np.uint8]) -> None:
         # The memory itself goes back with the last view of it.
@@ -78,8 +68,8 @@ class CpuDevice(Device):
             raise ValueError("device: already bound to a pool; every pool needs a device of its own")
         device_blocks = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1)
         host_blocks = integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
-        _check_pool("device_pool", device_pool, device_blocks * layout.block_bytes)
-        _check_pool("host_pool", host_pool, host_blocks * layout.block_bytes)
+        pool_argument("device_pool", device_pool, device_blocks * layout.block_bytes)
+        pool_argument("host_pool", host_pool, host_blocks * layout.block_bytes)
         self._plan = make_plan(layout, device_pool, host_pool, device_blocks, host_blocks)
         self._plan_vector = self._plan.vector()
         self._pools = (device_pool, host_pool)
@@ -93,7 +83,7 @@ class CpuDevice(Device):
         moves = moves_argument(moves)
         bad = copy_moves(moves, self._plan_vector)
         if bad >= 0:
-            raise ValueError(_describe_bad_move(bad, moves[bad], plan))
+            raise ValueError(describe_bad_move(bad, moves[bad], plan))
 
     def create_stream(self, name: str) -> Stream:
         return NULL_STREAM
@@ -116,18 +106,3 @@ class CpuDevice(Device):
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosed("the cpu device is closed")
-
-
-def _check_pool(name: str, pool: Any, nbytes: int) -> None:
-    if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 1 or not pool.flags.c_contiguous:
-        raise ValueError(f"{name}: a contiguous uint8 array of one dimension is needed")
-    if pool.nbytes != nbytes or not pool.flags.writeable:
-        raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {pool.nbytes} with writeable={pool.flags.writeable}")
-
-
-def _describe_bad_move(index: int, move: NDArray[np.int64], plan: Plan) -> str:
-    source, target, tokens = int(move[SOURCE]), int(move[TARGET]), int(move[TOKENS])
-    return (
-        f"moves[{index}]: source={source} and target={target} must be two different ids in [0, {plan.blocks}), "
-        f"tokens={tokens} must be 1 to {plan.block_tokens}"
-    )

@@ -1,9 +1,27 @@
-"""How much main memory this process can still take, from the kernel and from the limits of its control groups."""
+"""Main memory: taking it, and how much of it this process can still take."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.base import ALIGNMENT
+from kvpool.layout import integer_argument
+
+
+def allocate_ram(nbytes: int) -> NDArray[np.uint8]:
+    """Zeroed uint8[nbytes] that starts at a multiple of ``ALIGNMENT``; its pages are not touched. Raises MemoryError, ValueError."""
+    nbytes = integer_argument("nbytes", nbytes, 0, sys.maxsize - ALIGNMENT)
+    try:
+        raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    except ValueError:  # more than an array may have
+        raise MemoryError(f"{nbytes} bytes are more than this system can address") from None
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
 
 
 def available_ram(root: Path = Path("/")) -> int | None:

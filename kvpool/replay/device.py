@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter_ns
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Stream
+from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError
 from kvpool.layout import BlockLayout
+from kvpool.replay.content import Ids
 from kvpool.replay.verifier import Verifier
 
 
@@ -26,6 +29,16 @@ class MeteredDevice(WrappedDevice):
         self.copy_ns = self.away_ns = 0
         self.copied_bytes = np.zeros(3, dtype=np.int64)
         self._device_blocks = self._token_bytes = 0
+
+    def launch(self, stream: Stream, function: Callable[[], None], reads: Ids, writes: Ids) -> None:
+        """Have the engine do something behind what is enqueued on ``stream``; the tokens that it may touch as rows (block, first, end)."""
+        assert isinstance(self.inner, SimDevice)
+        self.inner.launch(stream, function, reads=reads, writes=writes)
+
+    def check(self) -> None:
+        """Have a device that watches say what it has seen."""
+        if isinstance(self.inner, SimDevice):
+            self.inner.check()
 
     def bind(
         self,
@@ -50,7 +63,7 @@ class MeteredDevice(WrappedDevice):
         finally:
             self.copy_ns += perf_counter_ns() - begin
             self._count(moves[:completed])
-            self._done(moves[:completed])
+            self._done(moves[:completed], stream)
             self.away_ns += perf_counter_ns() - begin
 
     def _count(self, moves: npt.NDArray[np.int64]) -> None:
@@ -63,8 +76,8 @@ class MeteredDevice(WrappedDevice):
             int(nbytes[from_device == to_device].sum()),
         )
 
-    def _done(self, moves: npt.NDArray[np.int64]) -> None:
-        """Called with the moves that the device has made."""
+    def _done(self, moves: npt.NDArray[np.int64], stream: Stream) -> None:
+        """Called with the moves that the device has taken."""
 
 
 class VerifyingDevice(MeteredDevice):
@@ -72,6 +85,6 @@ class VerifyingDevice(MeteredDevice):
 
     verifier: Verifier | None = None
 
-    def _done(self, moves: npt.NDArray[np.int64]) -> None:
+    def _done(self, moves: npt.NDArray[np.int64], stream: Stream) -> None:
         if self.verifier is not None:
-            self.verifier.copied(moves)
+            self.verifier.copied(moves, stream)

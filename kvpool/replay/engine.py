@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device import get_device
+from kvpool.device.base import Stream
+from kvpool.device.sim import SimDevice
 from kvpool.layout import BlockLayout
 from kvpool.manager import KVCacheManager
 from kvpool.replay.content import States, token_states
@@ -36,9 +38,15 @@ class ReplayConfig:
     device: str = "auto"
     verify: bool = False
     """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
+    seed: int = 0
+    """Of the schedule of the `sim` device."""
+    progress: float = 0.5
+    """How eagerly the `sim` device works, 0 to 1: 0 is as late as it may be, 1 at once."""
+    events: int = 0
+    """Events that the pool keeps for whoever asks for them."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1)):
+        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
             value = getattr(self, name)
             if value < lowest:
                 raise ValueError(f"{name} {value} is not at least {lowest}")
@@ -47,10 +55,10 @@ class ReplayConfig:
 class _Running:
     """A request between admission and release. `states` is None where nothing is verified."""
 
-    __slots__ = ("id", "input_length", "length", "output", "states")
+    __slots__ = ("id", "input_length", "length", "output", "states", "stream")
 
-    def __init__(self, id: int, request: Request, output: npt.NDArray[np.int32], states: States | None) -> None:
-        self.id, self.input_length, self.length = id, request.input_length, request.input_length
+    def __init__(self, id: int, request: Request, output: npt.NDArray[np.int32], states: States | None, stream: Stream) -> None:
+        self.id, self.input_length, self.length, self.stream = id, request.input_length, request.input_length, stream
         self.output, self.states = output, states
 
 
@@ -77,7 +85,8 @@ class Replay:
         self._progress = progress or (lambda count: None)
         self._size = config.layout.tokens_per_block
         longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
-        self._device = (VerifyingDevice if config.verify else MeteredDevice)(get_device(config.device))
+        inner = SimDevice(config.seed, progress=config.progress) if config.device == "sim" else get_device(config.device)
+        self._device = (VerifyingDevice if config.verify else MeteredDevice)(inner)
         warm_up(self._size, config)
         self.cache = KVCacheManager(
             config.layout,
@@ -87,12 +96,17 @@ class Replay:
             max_sequences=config.active,
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
+            event_capacity=config.events,
         )
         self._verifier: Verifier | None = None
         if isinstance(self._device, VerifyingDevice):
             pools = self.cache.device_pool, self.cache.host_pool
-            self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks)
+            enqueue = None if self._device.synchronous else self._device.launch
+            self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
             self._device.verifier = self._verifier
+        # Prompts on two streams in turn, answers on a third, as engines do that overlap them.
+        self._prefill = [self._device.create_stream("prefill a"), self._device.create_stream("prefill b")]
+        self._decode = self._device.create_stream("decode")
         self._running: dict[int, _Running] = {}
         self._phase_ns = dict.fromkeys(PHASES, 0)
         self._hits = np.zeros(3, dtype=np.int64)
@@ -215,8 +229,9 @@ class Replay:
             states = token_states(everything, self._size, salt=request.salt, adapter_id=request.adapter_id)
         cache = self.cache
         keys = self._timed("keys", cache.block_keys, prompt, salt=request.salt, adapter_id=request.adapter_id)
-        admission = self._timed("match_allocate", cache.add_sequence_batch, [keys])
-        running = _Running(int(admission.ids[0]), request, output, states)
+        stream = self._prefill[request.index % 2]
+        admission = self._timed("match_allocate", cache.add_sequence_batch, [keys], stream=stream)
+        running = _Running(int(admission.ids[0]), request, output, states, stream)
         self._running[request.index] = running
         self._admitted += 1
         self._prompt_tokens += request.input_length
@@ -227,8 +242,8 @@ class Replay:
             cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
             if cached != sum(found):
                 raise AssertionError(f"{request.name}: {cached} cached tokens, but {found} by kind")
-            self._verifier.check_reuse(blocks, states[:cached])
-            self._verifier.write(blocks, cached, states[cached : request.input_length])
+            self._verifier.check_reuse(blocks, states[:cached], stream)
+            self._verifier.write(blocks, cached, states[cached : request.input_length], stream)
         self._timed("commit", cache.commit, running.id)
 
     def _append(self, items: list[tuple[Request, int, int]]) -> None:
@@ -236,7 +251,7 @@ class Replay:
         ids = np.array([running.id for running in batch], dtype=np.int64)
         counts = np.array([count for _, _, count in items], dtype=np.int64)
         tokens = np.concatenate([r.output[at : at + count] for r, (_, at, count) in zip(batch, items, strict=True)])
-        self._timed("append", self.cache.append_tokens, ids, tokens, counts)
+        self._timed("append", self.cache.append_tokens, ids, tokens, counts, stream=self._decode)
         self._output_tokens += len(tokens)
         if self._verifier is not None:
             starts = np.array([running.length for running in batch], dtype=np.int64)
@@ -245,24 +260,30 @@ class Replay:
             blocks = view.table[np.repeat(view.rows, counts), positions // self._size].astype(np.int64)
             written = zip(batch, counts, strict=True)
             states = np.concatenate([r.states[r.length : r.length + n] for r, n in written if r.states is not None])
-            self._verifier.write_tokens(blocks, positions % self._size, states)
+            self._verifier.write_tokens(blocks, positions % self._size, states, self._decode)
         for running, (_, _, count) in zip(batch, items, strict=True):
             running.length += count
+            running.stream = self._decode
         self._timed("commit", self.cache.commit, ids)
 
     def _finish(self, request: Request) -> None:
         running = self._running[request.index]
         if self._verifier is not None and running.states is not None:
             self._verifier.context = request.name
-            self._verifier.check_release(self._blocks(running), running.states)
+            self._verifier.check_release(self._blocks(running), running.states, running.stream)
         self._timed("release", self.cache.release, running.id)
         del self._running[request.index]
+        if self._verifier is not None:
+            self._device.check()
 
     def _blocks(self, running: _Running) -> npt.NDArray[np.int64]:
         view = self.cache.block_table(running.id)
         return view.table[view.rows[0], : -(-running.length // self._size)].astype(np.int64)
 
     def _check_idle(self) -> None:
+        if self._verifier is not None:
+            self._device.synchronize()
+            self._verifier.raise_failure()
         device = self.cache.stats().device
         if device.used:
             raise AssertionError(f"{device.used} device blocks are still in use after the last request")
@@ -287,6 +308,7 @@ class Replay:
             "active": config.active,
             "partial": config.partial,
             "verify": config.verify,
+            **({"seed": config.seed, "progress": config.progress} if config.device == "sim" else {}),
         }
 
 

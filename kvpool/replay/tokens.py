@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,18 @@ class Request:
     def length(self) -> int:
         """Tokens of the prompt and the answer together."""
         return self.input_length + self.output_length
+
+    def cut(self, tokens: int) -> Request:
+        """The request with its answer cut to half of `tokens` and its prompt to the rest, where they are longer."""
+        output_length = min(self.output_length, tokens // 2)
+        input_length = min(self.input_length, tokens - output_length)
+        return replace(
+            self,
+            input_length=input_length,
+            output_length=output_length,
+            tokens=None if self.tokens is None else self.tokens[:input_length],
+            outputs=None if self.outputs is None else self.outputs[:output_length],
+        )
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return the prompt, ``int32[input_length]``."""

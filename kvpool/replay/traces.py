@@ -43,6 +43,10 @@ class Trace:
     format: str
     requests: list[Request]
 
+    def cut(self, tokens: int) -> Trace:
+        """The trace with no request longer than `tokens`."""
+        return Trace(self.name, self.format, [request.cut(tokens) for request in self.requests])
+
 
 def read_trace(path: str, *, format: str = "auto", limit: int | None = None) -> Trace:
     """Read a jsonl trace, plain or gzip-compressed, from a path or, for ``-``, from standard input.

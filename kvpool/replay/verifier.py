@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,12 @@ from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.errors import KVPoolError
 from kvpool.layout import BlockLayout
 from kvpool.replay.content import Difference, Ids, KVBytes, States
+
+Enqueue = Callable[[Any, Callable[[], None], Ids, Ids], None]
+"""Has a function called behind what is enqueued on a stream; it reads and writes the tokens in two arrays of rows (block, first, end)."""
+
+
+_NONE: Ids = np.empty((0, 3), np.int64)
 
 
 class VerificationError(KVPoolError, AssertionError):
@@ -32,9 +38,21 @@ class Verifier:
     A sequence's bytes follow from its own tokens; a copy's bytes follow from what was written to its source.
     Neither asks kvpool what a block holds. The state is ``uint64[blocks, tokens_per_block]`` and changes no pool
     byte except through `write` and `write_tokens`. Not thread-safe.
+
+    With `enqueue`, bytes are written and compared when the device comes to it, with what they must be by the order of the calls;
+    what is then found is kept in `failure`, which `raise_failure` raises.
     """
 
-    def __init__(self, layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: int, host_blocks: int) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        device_pool: Any,
+        host_pool: Any,
+        device_blocks: int,
+        host_blocks: int,
+        enqueue: Enqueue | None = None,
+    ) -> None:
+        self._enqueue = enqueue
         self.context = "before the first request"
         self.failure: VerificationError | None = None
         self.reused_tokens = self.released_tokens = 0
@@ -48,34 +66,34 @@ class Verifier:
         self._written = np.zeros(self._states.shape, dtype=np.bool_)
         self._mark = np.full(device_blocks + host_blocks, -1, dtype=np.int64)
 
-    def write(self, blocks: Ids, start: int, states: States) -> None:
+    def write(self, blocks: Ids, start: int, states: States, stream: Any = None) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
         first, last, edges = self._split(start, start + len(states))
-        if last > first:
-            whole = blocks[first:last]
-            grid = self._grid(states, start, first, last)
-            self._tiers[0][2].write_blocks(whole, grid)
-            self._states[whole], self._written[whole] = grid, True
-        self.write_tokens(blocks[edges // self._tokens_per_block], edges % self._tokens_per_block, states[edges - start])
+        whole, grid = blocks[first:last], self._grid(states, start, first, last)
+        self._states[whole], self._written[whole] = grid, True
+        self._launch(stream, lambda: self._tiers[0][2].write_blocks(whole, grid), writes=self._rows(whole))
+        self.write_tokens(
+            blocks[edges // self._tokens_per_block], edges % self._tokens_per_block, states[edges - start], stream
+        )
 
-    def write_tokens(self, blocks: Ids, tokens: Ids, states: States) -> None:
+    def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Any = None) -> None:
         """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
-        if len(blocks):
-            self._tiers[0][2].write_tokens(blocks, tokens, states)
-            self._states[blocks, tokens], self._written[blocks, tokens] = states, True
+        self._states[blocks, tokens], self._written[blocks, tokens] = states, True
+        rows = np.stack([blocks, tokens, tokens + 1], axis=1)
+        self._launch(stream, lambda: self._tiers[0][2].write_tokens(blocks, tokens, states), writes=rows)
 
-    def check_reuse(self, blocks: Ids, states: States) -> None:
+    def check_reuse(self, blocks: Ids, states: States, stream: Any = None) -> None:
         """Raise `VerificationError` unless the first ``len(states)`` tokens of a sequence are in `blocks`."""
-        self._check_sequence(blocks, states, "was handed out as cached")
+        self._check_sequence(blocks, states, "was handed out as cached", stream)
         self.reused_tokens += len(states)
 
-    def check_release(self, blocks: Ids, states: States) -> None:
+    def check_release(self, blocks: Ids, states: States, stream: Any = None) -> None:
         """Raise `VerificationError` unless a sequence about to be released still has all its bytes."""
-        self._check_sequence(blocks, states, "was overwritten while in use")
+        self._check_sequence(blocks, states, "was overwritten while in use", stream)
         self.released_tokens += len(states)
 
-    def copied(self, moves: Ids) -> None:
-        """Follow copies that the device has just made, and compare every target with what its source held.
+    def copied(self, moves: Ids, stream: Any = None) -> None:
+        """Follow copies that the device has just enqueued, and compare every target with what its source held.
 
         `moves` is ``int64[n, >=3]`` of source, target, tokens, sequential in meaning. A difference is kept in
         `failure`, as the caller is in the middle of the pool's own work; `raise_failure` reports it.
@@ -84,12 +102,34 @@ class Verifier:
             self._follow(batch)
         if len(moves) and self.failure is None:
             _, last = np.unique(moves[::-1, TARGET], return_index=True)
-            self._check_targets(moves[len(moves) - 1 - last])
+            targets = moves[len(moves) - 1 - last]
+            states, context = self._states[targets[:, TARGET]], self.context
+            rows = np.stack([targets[:, TARGET], np.zeros(len(targets), np.int64), targets[:, TOKENS]], axis=1)
+            self._launch(stream, lambda: self._check_targets(targets, states, context), reads=rows)
 
     def raise_failure(self) -> None:
         """Raise the `VerificationError` that `copied` found, if any."""
         if self.failure is not None:
             raise self.failure
+
+    def _launch(self, stream: Any, function: Callable[[], None], reads: Ids = _NONE, writes: Ids = _NONE) -> None:
+        if not len(reads) and not len(writes):
+            return
+        if self._enqueue is None:
+            function()
+        else:
+            self._enqueue(stream, lambda: self._keep(function), reads, writes)
+
+    def _keep(self, function: Callable[[], None]) -> None:
+        """Call a function whose failure has no caller that could take it."""
+        try:
+            function()
+        except VerificationError as failure:
+            self.failure = self.failure or failure
+
+    def _rows(self, blocks: Ids) -> Ids:
+        """All tokens of blocks."""
+        return np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, self._tokens_per_block)], axis=1)
 
     def _split(self, start: int, stop: int) -> tuple[int, int, Ids]:
         """Cut tokens ``[start, stop)`` into full blocks ``[first, last)`` and the positions of all other tokens."""
@@ -103,18 +143,27 @@ class Verifier:
         size = self._tokens_per_block
         return states[first * size - start : last * size - start].reshape(-1, size)
 
-    def _check_sequence(self, blocks: Ids, states: States, complaint: str) -> None:
-        first, last, edges = self._split(0, len(states))
-        tier, _, memory = self._tiers[0]
-        if last > first:
-            found = memory.check_blocks(blocks[first:last], self._grid(states, 0, first, last))
-            if found:
-                raise self._error(tier, int(blocks[first + found.row]), found, complaint)
-        if len(edges):
-            ids = blocks[edges // self._tokens_per_block]
-            found = memory.check_tokens(ids, edges % self._tokens_per_block, states[edges])
-            if found:
-                raise self._error(tier, int(ids[found.row]), found, complaint)
+    def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Any) -> None:
+        context, size = self.context, self._tokens_per_block
+        used = blocks[: -(-len(states) // size)]
+        rows = self._rows(used)
+        if len(states) % size:
+            rows[-1, 2] = len(states) % size
+
+        def check() -> None:
+            first, last, edges = self._split(0, len(states))
+            tier, _, memory = self._tiers[0]
+            if last > first:
+                found = memory.check_blocks(blocks[first:last], self._grid(states, 0, first, last))
+                if found:
+                    raise self._error(tier, int(blocks[first + found.row]), found, complaint, context)
+            if len(edges):
+                ids = blocks[edges // size]
+                found = memory.check_tokens(ids, edges % size, states[edges])
+                if found:
+                    raise self._error(tier, int(ids[found.row]), found, complaint, context)
+
+        self._launch(stream, check, reads=rows)
 
     def _batches(self, moves: Ids) -> Iterator[Ids]:
         """Cut `moves` where one reads or writes a block that an earlier one of the same batch has written."""
@@ -149,29 +198,31 @@ class Verifier:
         self.onboarded_blocks += int((~from_device & to_device & (moves[:, TOKENS] == size)).sum())
         self.partial_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
 
-    def _check_targets(self, moves: Ids) -> None:
+    def _check_targets(self, moves: Ids, states: States, context: str) -> None:
+        """Compare the targets of moves with their token states, ``uint64[n, tokens_per_block]``; the first difference goes to `failure`."""
         for tier, origin, memory in self._tiers:
-            mine = moves[(moves[:, TARGET] < self._device_blocks) == (tier == "device")]
-            full = mine[mine[:, TOKENS] == self._tokens_per_block]
-            difference = memory.check_blocks(full[:, TARGET] - origin, self._states[full[:, TARGET]])
+            mine = (moves[:, TARGET] < self._device_blocks) == (tier == "device")
+            whole = mine & (moves[:, TOKENS] == self._tokens_per_block)
+            full, part = moves[whole], moves[mine & ~whole]
+            difference = memory.check_blocks(full[:, TARGET] - origin, states[whole])
             if difference:
                 block, source = int(full[difference.row, TARGET]), int(full[difference.row, SOURCE])
             else:
-                part = mine[mine[:, TOKENS] < self._tokens_per_block]
                 rows = np.repeat(np.arange(len(part)), part[:, TOKENS])
                 tokens = ranges(np.zeros(len(part), dtype=np.int64), part[:, TOKENS])
                 ids = part[rows, TARGET]
-                difference = memory.check_tokens(ids - origin, tokens, self._states[ids, tokens])
+                difference = memory.check_tokens(ids - origin, tokens, states[mine & ~whole][rows, tokens])
                 if difference is None:
                     continue
                 block, source = int(ids[difference.row]), int(part[rows[difference.row], SOURCE])
-            self.failure = self._error(tier, block, difference, f"is not what the copy from block {source} should leave")
+            complaint = f"is not what the copy from block {source} should leave"
+            self.failure = self.failure or self._error(tier, block, difference, complaint, context)
             return
 
-    def _error(self, tier: str, block: int, found: Difference, complaint: str) -> VerificationError:
+    def _error(self, tier: str, block: int, found: Difference, complaint: str, context: str) -> VerificationError:
         place = f"layer {found.layer}, plane {found.plane}, head {found.head}"
         values = f"found {found.found:#x}, expected {found.expected:#x}"
-        message = f"{tier} block {block}, token {found.token}, {self.context}: {complaint} ({place}: {values})"
+        message = f"{tier} block {block}, token {found.token}, {context}: {complaint} ({place}: {values})"
         return VerificationError(message, block=block, tier=tier, token=found.token, layer=found.layer, plane=found.plane)
 
 

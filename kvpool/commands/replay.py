@@ -1,0 +1,145 @@
+"""``python -m kvpool replay``: what a trace reuses, moves and costs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, complain, count_argument, print_text, progress_bar, size_argument
+from kvpool.errors import InsufficientMemory, IntegrityError
+from kvpool.layout import PRESETS, BlockLayout
+
+if TYPE_CHECKING:
+    from kvpool.replay import ReplayConfig, Trace
+
+_TRACE_BLOCKS = 50_000
+
+_HELP = """\
+Replay a request trace through a pool and report what it reused, moved and cost.
+
+TRACE is a jsonl file, plain or gzip, or - for standard input, one request a line:
+  mooncake  timestamp, input_length, output_length, hash_ids (512 tokens per id)
+  qwen      the same with chat_id, parent_chat_id, type and turn (16 tokens per id)
+  native    tokens, and output_tokens or output_length; salt, adapter_id, timestamp if any
+Without TRACE, a synthetic workload of chats with shared system prompts is replayed.
+
+exit status: 0 done, 1 verification failed, 2 wrong usage or a trace that cannot be read,
+130 interrupted (the summary so far is printed)
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command and its options."""
+    replay = subparsers.add_parser(
+        "replay",
+        help="replay a request trace and report reuse, moves and cost",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    replay.set_defaults(run=run, error=replay.error)
+    add = replay.add_argument
+    add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
+    add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
+    add("--limit", type=count_argument(1), metavar="N", help="replay the first N requests; without TRACE, generate N")
+    add("--seed", type=count_argument(0), default=0, metavar="N", help="of the synthetic workload (default: 0)")
+    shape = replay.add_argument_group("pool")
+    for tier, lowest in (("device", 1), ("host", 0)):
+        size = shape.add_mutually_exclusive_group()
+        size.add_argument(f"--{tier}-blocks", type=count_argument(lowest), metavar="N", help=f"blocks of the {tier} tier")
+        size.add_argument(f"--{tier}-memory", type=size_argument, metavar="SIZE", help="the same as bytes, such as 8GiB")
+    add = shape.add_argument
+    add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
+    add("--block-bytes", type=size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
+    add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
+    add("--device", choices=("cpu", "auto"), default="auto", help="what holds and copies the blocks (default: auto)")
+    add = replay.add_argument_group("run").add_argument
+    add("--active", type=count_argument(1), default=64, metavar="N", help="requests at the same time, at most (default: 64)")
+    add("--partial", action=argparse.BooleanOptionalAction, default=True, help="reuse parts of blocks (default: on)")
+    add("--verify", action="store_true", help="write all KV bytes; compare them at every reuse, copy and release")
+    add("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the trace, replay it and print the summary."""
+    from kvpool.replay import ReplayConfig, TraceError, read_trace, synthetic
+    from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS, REQUESTS
+
+    if options.trace is None and options.format != "auto":
+        options.error("--format describes a TRACE, and none is given")
+    layout = _layout(options)
+    device_default, host_default = (DEVICE_BLOCKS, HOST_BLOCKS) if options.trace is None else (_TRACE_BLOCKS, _TRACE_BLOCKS)
+    config = ReplayConfig(
+        layout,
+        device_blocks=_blocks(options, "device", layout, device_default),
+        host_blocks=_blocks(options, "host", layout, host_default),
+        active=options.active,
+        partial=options.partial,
+        device=options.device,
+        verify=options.verify,
+    )
+    try:
+        if options.trace is None:
+            trace = synthetic(options.limit or REQUESTS, seed=options.seed)
+        else:
+            trace = read_trace(options.trace, format=options.format, limit=options.limit)
+    except TraceError as error:
+        return complain(error)
+    # The trace stays until the end: the collector need not walk it in the middle of a call that is timed.
+    gc.collect()
+    gc.freeze()
+    try:
+        return _replay(trace, config, as_json=options.json)
+    finally:
+        gc.unfreeze()
+
+
+def _replay(trace: Trace, config: ReplayConfig, *, as_json: bool) -> int:
+    """Replay, print the summary, and return the exit status."""
+    from kvpool.replay import Replay, VerificationError
+
+    status, interrupted, failure = OK, False, None
+    with progress_bar(len(trace.requests), "requests") as progress:
+        try:
+            replay = Replay(trace, config, progress=progress)
+        except (InsufficientMemory, ValueError) as error:
+            return complain(error)
+        with replay:
+            try:
+                replay.run()
+            except KeyboardInterrupt:
+                status, interrupted = INTERRUPTED, True
+            except (VerificationError, IntegrityError) as error:
+                status, failure = FAILED, error
+            summary = replay.summary(interrupted=interrupted, failure=failure)
+    if failure is not None:
+        complain(failure)
+    print_text(json.dumps(summary.as_dict(), indent=2) if as_json else summary.text())
+    return status
+
+
+def _layout(options: argparse.Namespace) -> BlockLayout:
+    if options.model is not None:
+        if options.block_bytes is not None:
+            options.error("--model decides the bytes of a block: leave out --block-bytes")
+        if options.device_blocks is None and options.device_memory is None:
+            options.error("--model needs --device-memory or --device-blocks")
+        return BlockLayout.for_model(options.model, tokens_per_block=options.tokens_per_block)
+    try:
+        return BlockLayout.of_block_bytes(4096 if options.block_bytes is None else options.block_bytes, options.tokens_per_block)
+    except ValueError as error:
+        return options.error(f"--block-bytes: {error}")
+
+
+def _blocks(options: argparse.Namespace, tier: str, layout: BlockLayout, default: int) -> int:
+    """Return the blocks of a tier: as given, as many as the given memory holds, or the default of the workload."""
+    blocks, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
+    if blocks is not None:
+        return blocks
+    if memory is None:
+        # A model's blocks are so large that a host tier is worth asking for.
+        return default if options.model is None else 0
+    if memory < layout.block_bytes and (memory or tier == "device"):
+        options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
+    return memory // layout.block_bytes

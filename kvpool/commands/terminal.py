@@ -1,0 +1,72 @@
+"""What every command shares: exit statuses, kinds of arguments, messages and the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power for power, prefix in enumerate("kmgt", start=1) for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+
+
+def progress_bar(total: int, unit: str) -> Any:
+    """A context manager that gives what to call with the count of units just done, None where nobody watches."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext()
+
+    @contextmanager
+    def bar() -> Any:
+        with tqdm(total=total, unit=" " + unit, leave=False, file=sys.stderr) as shown:
+            yield shown.update
+
+    return bar()
+
+
+def print_text(text: str) -> None:
+    """Print to standard output, whose reader may have gone: what it has seen was enough for it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(error: Exception) -> int:
+    """Print an error of the user's and return its exit status."""
+    print(f"error: {error}", file=sys.stderr)
+    return USAGE
+
+
+def count_argument(lowest: int) -> Callable[[str], int]:
+    """The parser of an option that is an integer of at least `lowest`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if not lowest <= value < 2**31:
+            raise argparse.ArgumentTypeError(f"{value} is not within {lowest}..{2**31 - 1}")
+        return value
+
+    return parse
+
+
+def size_argument(text: str) -> int:
+    """Parse a number of bytes: ``4096``, ``8GiB``, ``1.5 GB``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 512MiB or 8GiB")
+    return int(float(found[1]) * _UNITS[found[2]])

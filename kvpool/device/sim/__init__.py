@@ -1,0 +1,24 @@
+"""The sim device: streams that run late and in any order, for tests of the pool and of engines that use it."""
+
+from kvpool.device.sim.choices import Choices, ListedChoices, SeededChoices
+from kvpool.device.sim.device import SimDevice
+from kvpool.device.sim.explore import ScheduleFailed, explore
+from kvpool.device.sim.findings import POISON
+from kvpool.device.sim.handles import Gate
+from kvpool.device.sim.reports import Access, Deadlock, Race, RaceError, UndeclaredWrite
+
+__all__ = [
+    "POISON",
+    "Access",
+    "Choices",
+    "Deadlock",
+    "Gate",
+    "ListedChoices",
+    "Race",
+    "RaceError",
+    "ScheduleFailed",
+    "SeededChoices",
+    "SimDevice",
+    "UndeclaredWrite",
+    "explore",
+]

@@ -1,0 +1,400 @@
+"""SimDevice: a device whose streams run late, in any order that streams and events allow, and that reports what they do not order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.base import (
+    NULL_EVENT,
+    NULL_STREAM,
+    SOURCE,
+    TARGET,
+    TOKENS,
+    Device,
+    Event,
+    Stream,
+    moves_argument,
+    pool_argument,
+    stream_argument,
+    tier_argument,
+)
+from kvpool.device.block_copy import describe_bad_move, first_bad_move
+from kvpool.device.ram import allocate_ram, available_ram
+from kvpool.device.sim.choices import Choices, SeededChoices
+from kvpool.device.sim.findings import COMPARE, Bound, Findings
+from kvpool.device.sim.handles import Gate, HostSpan
+from kvpool.device.sim.mirror import Mirror
+from kvpool.device.sim.order import LANE_BITS, LANES, HostAccess, Order, Rows, Waits, joined, rows_argument
+from kvpool.device.sim.reports import Access, Deadlock, call_site
+from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Wait, Work
+from kvpool.errors import PoolClosed
+from kvpool.layout import BlockLayout, integer_argument
+
+# Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
+_FAIR_QUERIES = 16
+# So many queries in a row, while nothing can run and nothing else is called, are a loop that cannot end.
+_VAIN_QUERIES = 100_000
+_FIRST_OWN_HANDLE = 1 << 63
+
+
+class SimDevice(Device):
+    """Both tiers in main memory; what is enqueued runs later, in steps, inside later calls, in an order that is chosen anew each time.
+
+    Parameters
+    ----------
+    seed : of the schedule and of what is compared. Equal seeds and equal calls give equal schedules.
+    progress : 0 to 1, the probability that a call which forces nothing takes one more step; 0 runs nothing early, 1 everything at once.
+    chunk_bytes : about the largest part of a move that is copied in one step; a move has at most a few steps.
+    choices : in place of ``seed`` and ``progress``: where all decisions of the schedule come from.
+    compare : "all" compares the pools with their shadow after every operation, "sample" a few blocks of them; "auto" (default) all
+        of small pools. ``check``, ``synchronize()``, ``free`` and ``close`` always compare everything.
+
+    Accesses that no event orders, undeclared writes, and errors of launched functions are *failures*. They are kept, and ``check``,
+    ``synchronize()`` and ``close`` raise each of them once. A shadow copy of both tiers is kept.
+
+    Thread-safety: any thread may call anything at any time, but a launched function may not call the device; it runs while the device
+    is locked. What one thread has waited for counts for whatever is enqueued later by any thread, and for its own ``host_access``.
+    """
+
+    name = "sim"
+    synchronous = False
+    one_memory = True
+
+    def __init__(
+        self, seed: int = 0, *, progress: float = 0.5, chunk_bytes: int = 256, choices: Choices | None = None, compare: str = "auto"
+    ) -> None:
+        seed = integer_argument("seed", seed, 0, 2**63 - 1)
+        if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
+            raise ValueError(f"progress={progress!r}: a number from 0 to 1 is needed")
+        if compare not in COMPARE:
+            raise ValueError(f"compare={compare!r}: must be one of {', '.join(COMPARE)}")
+        if choices is not None and not isinstance(choices, Choices):
+            raise TypeError(f"choices={choices!r}: Choices or None is needed")
+        self._chunk_bytes = integer_argument("chunk_bytes", chunk_bytes, 1, 2**62)
+        self._choices = SeededChoices(seed, progress) if choices is None else choices
+        self._compare = compare
+        self._findings = Findings(compare, seed, self.__repr__)
+        self.races = self._findings.races
+        self._scheduler = Scheduler(self._choices, self._finished)
+        self._queues: dict[int, Queue] = {}
+        self._bound: Bound | None = None
+        self._allocated: dict[int, NDArray[np.uint8]] = {}
+        self._accesses = self._created = self._vain = 0
+        self._closed = False
+        self._lock, self._running = threading.Lock(), 0
+        self._waits = Waits()
+
+    def __repr__(self) -> str:
+        return f"SimDevice({self._choices!r}, chunk_bytes={self._chunk_bytes}, compare={self._compare!r})"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @contextmanager
+    def _entered(self, query: bool = False) -> Iterator[None]:
+        """The lock of an open device, whose memory is compared first, so that no write of the host is hidden by what runs now."""
+        self._check_caller()
+        with self._lock:
+            if self._closed:
+                raise PoolClosed("the sim device is closed")
+            self._vain = self._vain + 1 if query else 0
+            self._findings.entered(self._bound)
+            yield
+
+    def _check_caller(self) -> None:
+        if self._running == threading.get_ident():
+            raise RuntimeError("a launched function may touch memory, and not call the device")
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+        with self._entered():
+            tier_argument(tier)
+            array = allocate_ram(nbytes)
+            self._allocated[id(array)] = array
+            return array
+
+    def free(self, array: NDArray[np.uint8]) -> None:
+        """As every device; the memory is then poison, and whoever writes there later is reported.
+
+        Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for what
+        ``allocate`` did not give, or what was freed before.
+        """
+        self._check_caller()
+        with self._lock:
+            if id(array) not in self._allocated:
+                raise ValueError("array: what allocate gave, and what was not freed before, is needed")
+            access = _host_call("free")
+            if self._bound is not None and any(array is pool for pool in self._bound.mirror.pools):
+                self._unbind(self._bound, access)
+            del self._allocated[id(array)]
+            self._findings.freed(array, access)
+
+    def available_bytes(self, tier: str) -> int | None:
+        """Half of what is there: the other half is for the shadow."""
+        tier_argument(tier)
+        available = available_ram()
+        return None if available is None else available // 2
+
+    def bind(
+        self,
+        layout: BlockLayout,
+        device_pool: NDArray[np.uint8],
+        host_pool: NDArray[np.uint8],
+        device_blocks: int,
+        host_blocks: int,
+    ) -> None:
+        with self._entered():
+            if self._bound is not None:
+                raise ValueError("device: already bound to a pool; every pool needs a device of its own")
+            device_blocks = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1)
+            host_blocks = integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
+            pool_argument("device_pool", device_pool, device_blocks * layout.block_bytes)
+            pool_argument("host_pool", host_pool, host_blocks * layout.block_bytes)
+            mirror = Mirror(layout, device_pool, host_pool, device_blocks, host_blocks)
+            self._bound = Bound(mirror, Order(mirror.blocks, mirror.tokens))
+
+    def _pool(self) -> Bound:
+        if self._bound is None:
+            raise ValueError("device: not bound to a pool")
+        return self._bound
+
+    def _unbind(self, bound: Bound, access: Access) -> None:
+        """Let go of the pools, which nobody may use any more; what is still enqueued on them is dropped, and a race."""
+        self._findings.compare(bound, access)
+        tokens, blocks = bound.mirror.tokens, np.arange(bound.mirror.blocks)
+        everything = np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, tokens)], axis=1)
+        self._findings.note(bound.order.begin(HostAccess(access, everything[:0], everything), self._waits.of_thread()))
+        self._bound = None
+        self._scheduler.drop_bound()
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def as_stream(self, stream: Any) -> Stream:
+        return stream_argument(stream)
+
+    def create_stream(self, name: str) -> Stream:
+        with self._entered():
+            self._created += 1
+            stream = Stream(_FIRST_OWN_HANDLE + self._created)
+            self._queue(stream, f"stream {name!r}")
+            return stream
+
+    def _queue(self, stream: Any, name: str | None = None) -> Queue:
+        """The queue of a stream, which now comes after all that any thread has waited for."""
+        handle = self.as_stream(stream).handle
+        if handle not in self._queues:
+            if len(self._queues) >= LANES:
+                raise ValueError(f"stream={stream!r}: more than {LANES} streams")
+            known = "the null stream" if handle == NULL_STREAM.handle else f"stream {handle:#x}"
+            self._queues[handle] = Queue(name or known, handle, len(self._queues) + 1)
+        queue = self._queues[handle]
+        queue.clock = joined(queue.clock, self._waits.of_any)
+        return queue
+
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        with self._entered():
+            mirror, order = self._pool()
+            # The caller may use its array again at once.
+            moves = moves_argument(moves).copy()
+            bad = first_bad_move(moves, mirror.blocks, mirror.tokens)
+            if bad >= 0:
+                raise ValueError(describe_bad_move(bad, moves[bad], mirror.plan))
+            queue = self._queue(stream)
+            if len(moves):
+                access = Access("copy_blocks", queue.name, call_site())
+                self._findings.note(order.dependent_rows(access, moves[:, SOURCE], moves[:, TARGET]))
+                begin = np.zeros(len(moves), np.int64)
+                reads = np.stack([moves[:, SOURCE], begin, moves[:, TOKENS]], axis=1)
+                writes = np.stack([moves[:, TARGET], begin, moves[:, TOKENS]], axis=1)
+                self._submit(queue, Copy(access, moves, mirror, self._chunk_bytes), reads, writes)
+            self._scheduler.poll()
+
+    def launch(self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None) -> None:
+        """Enqueue an engine's kernel: ``function()`` is called when its turn comes, and reads and writes pool memory directly.
+
+        ``stream`` is anything that ``as_stream`` takes. ``reads`` and ``writes`` are int64[n, 3] rows (block id, first token, last token
+        exclusive) that it may touch; a write anywhere else in the pools is a failure, and so is an exception. Changes no pool
+        before it runs. Raises TypeError or ValueError for bad arguments, and ValueError for rows without a bound pool.
+        """
+        if not callable(function):
+            raise TypeError(f"function={function!r}: a callable without arguments is needed")
+        with self._entered():
+            read, written = self._rows(reads, writes)
+            queue = self._queue(stream)
+            access = Access("launch", queue.name, call_site())
+            bound = bool(len(read) or len(written))
+            self._submit(queue, Launch(access, lambda: self._call(function, written), bound), read, written)
+            self._scheduler.poll()
+
+    def _rows(self, reads: Any, writes: Any) -> tuple[Rows, Rows]:
+        if reads is None and writes is None:
+            return rows_argument("reads", None, 0, 0), rows_argument("writes", None, 0, 0)
+        mirror = self._pool().mirror
+        return rows_argument("reads", reads, mirror.blocks, mirror.tokens), rows_argument("writes", writes, mirror.blocks, mirror.tokens)
+
+    def _submit(self, queue: Queue, work: Work, reads: Rows, writes: Rows) -> None:
+        self._accesses += 1
+        key = (self._accesses << LANE_BITS) | queue.lane
+        if self._bound is not None:
+            self._findings.note(self._bound.order.enqueue(work.access, key, queue.clock, reads, writes))
+        queue.clock[queue.lane] = key
+        self._scheduler.add(queue, work)
+
+    def _call(self, function: Callable[[], object], writes: Rows) -> None:
+        """A launched function takes its turn."""
+        self._running = threading.get_ident()
+        try:
+            function()
+        except Exception as error:
+            self._findings.note([error])
+        finally:
+            self._running = 0
+            if self._bound is not None:
+                self._bound.mirror.adopt(writes)
+
+    def _finished(self, work: Work) -> None:
+        if self._bound is not None:
+            self._findings.finished(self._bound, work.access)
+
+    def record(self, stream: Stream) -> Event:
+        with self._entered():
+            queue = self._queue(stream)
+            event = SimEvent(queue, call_site())
+            self._scheduler.add(queue, Record(event))
+            self._scheduler.poll()
+            return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        with self._entered():
+            found = self._event(event)
+            queue = self._queue(stream)
+            if found is not None:
+                queue.clock = joined(queue.clock, found.clock)
+                if not found.done:
+                    self._scheduler.add(queue, Wait(found, Access("wait", queue.name, call_site())))
+            self._scheduler.poll()
+
+    def stall(self, stream: Any) -> Gate:
+        """Hold back what is enqueued on ``stream`` after this until the gate is opened, as if the stream were busy. Returns at once."""
+        with self._entered():
+            queue = self._queue(stream)
+            entry = Stall(Access("stall", queue.name, call_site()))
+            self._scheduler.add(queue, entry)
+            self._scheduler.poll()
+            return Gate(lambda: self._open(entry))
+
+    def _open(self, entry: Stall) -> None:
+        self._check_caller()
+        with self._lock:
+            entry.opened = True
+            if not self._closed:
+                self._scheduler.settle()
+                self._scheduler.poll()
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def query(self, event: Event) -> bool:
+        """As every device. Some queries take a step toward the event, so that a loop ends; Deadlock is raised in one that cannot."""
+        with self._entered(query=True):
+            found = self._event(event)
+            if found is None:
+                return True
+            self._scheduler.poll()
+            if not found.done:
+                found.queries += 1
+                if found.queries % _FAIR_QUERIES == 0:
+                    self._scheduler.toward(found)
+            if found.done:
+                self._waits.add(found.clock)
+            elif self._vain > _VAIN_QUERIES and not self._scheduler.runnable():
+                raise Deadlock(f"a loop over query can never end:\n{self._scheduler.stuck()}\n[{self!r}]")
+            return found.done
+
+    def synchronize(self, event: Event | None = None) -> None:
+        """As every device. Takes steps until it may return; for everything (None), then does what ``check`` does. Raises Deadlock."""
+        with self._entered():
+            found = None if event is None else self._event(event)
+            if event is None or found is not None:
+                self._scheduler.finish(found)
+            if found is not None:
+                self._waits.add(found.clock)
+            if event is None:
+                self._waits.add_for_all([queue.clock for queue in self._queues.values()])
+        if event is None:
+            self.check()
+
+    def run(self, steps: int | None = None) -> None:
+        """Take up to ``steps`` steps of whatever may run now, or (None) all that closed gates let."""
+        count = None if steps is None else integer_argument("steps", steps, 0, 2**62)
+        with self._entered():
+            self._scheduler.run(count)
+
+    def _event(self, event: Any) -> SimEvent | None:
+        """An event of this device, or None for one that is complete from the start."""
+        if event is NULL_EVENT:
+            return None
+        if not isinstance(event, SimEvent) or self._queues.get(event.queue.handle) is not event.queue:
+            raise TypeError(f"event={event!r}: an event that this device recorded is needed")
+        return event
+
+    # -- the host --------------------------------------------------------------------------------
+
+    def host_access(self, *, reads: Any = None, writes: Any = None) -> HostSpan:
+        """A context manager: from entry to exit the calling thread reads and writes these rows of the bound pool directly.
+
+        Rows as in ``launch``. It is a race with whatever touches them that this thread has not waited for (``synchronize``, a true
+        ``query``), with whatever is enqueued before its exit, and with another open access. Raises TypeError or ValueError.
+        """
+        with self._entered():
+            access = _host_call("host_access")
+            opened = HostAccess(access, *self._rows(reads, writes))
+            return HostSpan(lambda: self._begin(opened), lambda: self._end(opened))
+
+    def _begin(self, opened: HostAccess) -> None:
+        with self._entered():
+            self._scheduler.poll()
+            self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
+
+    def _end(self, opened: HostAccess) -> None:
+        with self._entered():
+            if self._bound is not None and opened in self._bound.order.open:
+                self._scheduler.poll()
+                self._bound.mirror.adopt(opened.writes)
+                self._bound.order.end(opened)
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Run nothing; compare all memory with what declared operations should have left, and raise the oldest failure, if any.
+
+        Raises RaceError (with all races at once), UndeclaredWrite, or what a launched function raised. Each is raised once.
+        """
+        with self._entered():
+            self._findings.compare(self._bound, None)
+            self._findings.raise_first()
+
+    def close(self) -> None:
+        """As every device. What is still enqueued on the pools, or not waited for by this thread, is a race. Raises what ``check`` does."""
+        self._check_caller()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._bound is not None:
+                self._unbind(self._bound, _host_call("close"))
+            else:
+                self._findings.compare(None, None)
+            self._allocated.clear()
+            self._findings.raise_first()
+
+
+def _host_call(kind: str) -> Access:
+    return Access(kind, f"thread {threading.current_thread().name!r}", call_site())

@@ -1,0 +1,117 @@
+"""Mirror: the bytes of both tiers, and a second copy of them on which only declared effects happen."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.block_copy import Plan, copy_moves, make_plan
+from kvpool.layout import BlockLayout
+
+Piece = tuple[slice, slice, slice]
+"""A part of a block: segments, runs of each, bytes of each run."""
+
+_COMPARED_BYTES = 1 << 20
+
+
+class Mirror:
+    """The pools and their shadow, seen as ``[blocks, segments, runs, bytes of a run]``, block ids as everywhere.
+
+    A segment is one layer and plane of a block; a run is what is contiguous in it for the first n tokens, whatever n.
+    Copies are made on both sides; other declared writes are adopted, which makes the shadow what the pools are. So the
+    two sides differ where somebody wrote what was not declared, also in the middle of a copy.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, device_pool: NDArray[np.uint8], host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
+    ) -> None:
+        self.blocks, self.tokens = device_blocks + host_blocks, layout.tokens_per_block
+        self.pools = (device_pool, host_pool)
+        self._shadows = (device_pool.copy(), host_pool.copy())
+        self._layout, self._counts = layout, (device_blocks, host_blocks)
+        row = layout.head_dim * layout.itemsize
+        self._runs, self._unit = (1, layout.kv_heads * row) if layout.tokens == "NHD" else (layout.kv_heads, row)
+        self._segments = layout.layers * layout.planes
+        self._real = self._view(self.pools)
+        self._shadow = self._view(self._shadows)
+        self.plan: Plan = make_plan(layout, *self.pools, *self._counts)
+        self._vectors = (self.plan.vector(), make_plan(layout, *self._shadows, *self._counts).vector())
+
+    def _view(self, pools: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        (device, host), (device_blocks, host_blocks) = pools, self._counts
+        inner = (self._runs, self.tokens * self._unit)
+        if self._layout.order == "layer_first":
+            device = device.reshape(self._segments, device_blocks, *inner).swapaxes(0, 1)
+        else:
+            device = device.reshape(device_blocks, self._segments, *inner)
+        return device, host.reshape(host_blocks, self._segments, *inner)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tiers."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    def _locate(self, block: int) -> tuple[int, int]:
+        """Tier and number in it."""
+        return (0, block) if block < self._counts[0] else (1, block - self._counts[0])
+
+    def pieces(self, tokens: int, chunk_bytes: int, pieces_max: int) -> list[Piece]:
+        """What the first ``tokens`` tokens of a block are cut into: about ``chunk_bytes`` each, or more where there would be too many."""
+        run = tokens * self._unit
+        segment = self._runs * run
+        chunk = max(chunk_bytes, -(-self._segments * segment // pieces_max))
+        if chunk >= segment:
+            step = chunk // segment
+            return [(slice(s, s + step), slice(None), slice(0, run)) for s in range(0, self._segments, step)]
+        # A run that does not fit in a chunk is cut; otherwise a chunk takes as many as fit.
+        runs, length = max(1, chunk // run), min(chunk, run)
+        return [
+            (slice(s, s + 1), slice(r, r + runs), slice(at, min(at + length, run)))
+            for s in range(self._segments)
+            for r in range(0, self._runs, runs)
+            for at in range(0, run, length)
+        ]
+
+    def copy(self, moves: NDArray[np.int64]) -> None:
+        """Make whole moves, on both sides."""
+        for vector in self._vectors:
+            copy_moves(moves, vector)
+
+    def copy_piece(self, source: int, target: int, piece: Piece) -> None:
+        """Make one piece of a move, on both sides."""
+        (source_tier, s), (target_tier, t) = self._locate(source), self._locate(target)
+        for side in (self._real, self._shadow):
+            side[target_tier][t][piece] = side[source_tier][s][piece]
+
+    def adopt(self, rows: NDArray[np.int64]) -> None:
+        """Take what is in the pools for right in these rows (block, first token, last token exclusive)."""
+        ranges = rows[:, 1] * (self.tokens + 1) + rows[:, 2]
+        for part in np.unique(ranges):
+            first, last = divmod(int(part), self.tokens + 1)
+            touched = slice(first * self._unit, last * self._unit)
+            blocks = rows[ranges == part, 0]
+            host = blocks >= self._counts[0]
+            for tier, ids in enumerate((blocks[~host], blocks[host] - self._counts[0])):
+                if len(ids):
+                    self._shadow[tier][ids, :, :, touched] = self._real[tier][ids, :, :, touched]
+
+    def differences(self) -> NDArray[np.int64]:
+        """Rows (block, token) of everything that differs."""
+        found = []
+        for tier, (real, shadow) in enumerate(zip(self.pools, self._shadows, strict=True)):
+            if not np.array_equal(real, shadow):
+                step = max(1, _COMPARED_BYTES // self._layout.block_bytes)
+                found += [self._different(tier, slice(b, b + step)) for b in range(0, self._counts[tier], step)]
+        return np.concatenate(found) if found else np.empty((0, 2), np.int64)
+
+    def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for some blocks."""
+        host = blocks >= self._counts[0]
+        parts = (blocks[~host], blocks[host] - self._counts[0])
+        return np.concatenate([self._different(tier, ids) for tier, ids in enumerate(parts)])
+
+    def _different(self, tier: int, ids: slice | NDArray[np.int64]) -> NDArray[np.int64]:
+        changed = (self._real[tier][ids] != self._shadow[tier][ids]).any(axis=(1, 2))
+        found = np.argwhere(changed.reshape(len(changed), self.tokens, self._unit).any(axis=2))
+        found[:, 0] = np.arange(self._counts[tier])[ids][found[:, 0]] + tier * self._counts[0]
+        return found

@@ -1,0 +1,192 @@
+"""What happens before what: clocks, the last accesses of every token, and the races among them.
+
+An access has a *key* that grows with every enqueued one and carries the number of its stream, its *lane*. A *clock* has, for each
+lane, the last key that happens before some point. Order is decided when work is enqueued, from streams, events and what
+the host has waited for, and does not depend on when the work is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.sim.reports import Access, Race
+
+LANE_BITS = 16
+LANES = (1 << LANE_BITS) - 1
+Clock = NDArray[np.int64]
+Rows = NDArray[np.int64]
+_KEPT = 1 << 16
+
+
+def new_clock(lanes: int = 1) -> Clock:
+    """A clock that nothing happens before. Lane 0 is nobody's: the key 0 stands for no access."""
+    return np.zeros(lanes, np.int64)
+
+
+def joined(a: Clock, b: Clock) -> Clock:
+    """The clock of a point that comes after the points of both."""
+    if len(a) < len(b):
+        a, b = b, a
+    both = a.copy()
+    np.maximum(both[: len(b)], b, out=both[: len(b)])
+    return both
+
+
+class Waits:
+    """What the host has waited for: any thread, and each."""
+
+    def __init__(self) -> None:
+        self.of_any = self._of_all = new_clock()
+        self._local = threading.local()
+
+    def of_thread(self) -> Clock:
+        """What the calling thread has waited for."""
+        return joined(self._of_all, getattr(self._local, "clock", self._of_all))
+
+    def add(self, clock: Clock) -> None:
+        """The calling thread has waited for ``clock``."""
+        self.of_any, self._local.clock = joined(self.of_any, clock), joined(self.of_thread(), clock)
+
+    def add_for_all(self, clocks: Iterable[Clock]) -> None:
+        """Everything has been waited for, which every thread may count on: a thread that starts later has no other way to know."""
+        for clock in clocks:
+            self.of_any = joined(self.of_any, clock)
+        self._of_all = self.of_any
+
+
+def rows_argument(name: str, rows: Any, blocks: int, tokens: int) -> Rows:
+    """``rows`` as int64[n, 3] of (block id, first token, last token exclusive); None is no row. Raises TypeError, ValueError."""
+    if rows is None:
+        return np.empty((0, 3), np.int64)
+    found = np.asarray(rows)
+    if found.dtype.kind not in "iu" and found.size:
+        raise TypeError(f"{name}: integer rows (block, first token, last token exclusive) are needed, not {found.dtype}")
+    if found.size == 0:
+        return np.empty((0, 3), np.int64)
+    if found.ndim != 2 or found.shape[1] != 3:
+        raise ValueError(f"{name}: shape [n, 3] is needed, not {list(found.shape)}")
+    found = found.astype(np.int64)
+    block, first, last = found.T
+    bad = np.flatnonzero((block < 0) | (block >= blocks) | (first < 0) | (first >= last) | (last > tokens))
+    if len(bad):
+        row = found[bad[0]].tolist()
+        raise ValueError(f"{name}[{bad[0]}]={row}: a block of [0, {blocks}) and 0 <= first < last <= {tokens} are needed")
+    return found
+
+
+@dataclass(eq=False)
+class HostAccess:
+    """Rows that a thread of the host reads and writes between two calls."""
+
+    access: Access
+    reads: Rows
+    writes: Rows
+    touched: NDArray[np.bool_] = field(init=False)
+    written: NDArray[np.bool_] = field(init=False)
+
+
+class Order:
+    """The last write, and the last read of each lane, of every token of ``blocks`` blocks."""
+
+    def __init__(self, blocks: int, tokens: int) -> None:
+        self._blocks, self._tokens = blocks, tokens
+        self._writer = np.zeros(blocks * tokens, np.int64)
+        self._readers: dict[int, NDArray[np.int64]] = {}
+        self._accesses: dict[int, Access] = {}
+        self._kept = _KEPT
+        self._owner = np.zeros(blocks, np.int64)
+        self.open: list[HostAccess] = []
+
+    def enqueue(self, access: Access, key: int, clock: Clock, reads: Rows, writes: Rows) -> list[Race]:
+        """Note an access of a stream that comes after ``clock``; returns its races with all before it."""
+        read, written = self._cells(reads), self._cells(writes)
+        races = self._unordered(access, clock, read, written) + self._with_open(access, read, written)
+        self._writer[written] = key
+        if len(read):
+            lane = key & LANES
+            if lane not in self._readers:
+                self._readers[lane] = np.zeros(len(self._writer), np.int64)
+            self._readers[lane][read] = key
+        self._accesses[key] = access
+        if len(self._accesses) > self._kept:
+            self._forget()
+        return races
+
+    def begin(self, opened: HostAccess, clock: Clock) -> list[Race]:
+        """A thread that has waited for ``clock`` begins to access memory; returns the races. What is enqueued before ``end`` races too."""
+        read, written = self._cells(opened.reads), self._cells(opened.writes)
+        races = self._unordered(opened.access, clock, read, written) + self._with_open(opened.access, read, written)
+        opened.touched, opened.written = np.zeros((2, len(self._writer)), np.bool_)
+        opened.written[written] = True
+        opened.touched[written] = opened.touched[read] = True
+        self.open.append(opened)
+        return races
+
+    def end(self, opened: HostAccess) -> None:
+        """Whatever is enqueued from now on comes after the access."""
+        self.open.remove(opened)
+
+    def dependent_rows(self, access: Access, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> list[Race]:
+        """The race of an access with itself, where one of its moves writes a block that another one reads or writes."""
+        places = np.arange(1, len(targets) + 1)
+        self._owner[targets] = places
+        bad = np.concatenate([sources[self._owner[sources] != 0], targets[self._owner[targets] != places]])
+        self._owner[targets] = 0
+        if not len(bad):
+            return []
+        rows = tuple((int(block), 0, self._tokens) for block in np.unique(bad))
+        return [Race(access, access, ("a write of one row", "an access of another row of the same call"), rows)]
+
+    def _cells(self, rows: Rows) -> NDArray[np.int64]:
+        """The numbers of the tokens in rows."""
+        tokens = np.arange(self._tokens)
+        inside = (tokens >= rows[:, 1:2]) & (tokens < rows[:, 2:3])
+        cells: NDArray[np.int64] = (rows[:, :1] * self._tokens + tokens)[inside]
+        return cells
+
+    def _unordered(self, access: Access, clock: Clock, read: NDArray[np.int64], written: NDArray[np.int64]) -> list[Race]:
+        """Races with enqueued accesses that ``clock`` does not include: one for each of them."""
+        suspects = [(self._writer, written, ("a write", "a write")), (self._writer, read, ("a write", "a read"))]
+        suspects += [(reader, written, ("a read", "a write")) for reader in self._readers.values()]
+        found: dict[int, tuple[tuple[str, str], list[NDArray[np.int64]]]] = {}
+        for last, cells, does in suspects:
+            if len(cells):
+                keys = last[cells]
+                lanes = keys & LANES
+                seen = np.where(lanes < len(clock), clock[np.minimum(lanes, len(clock) - 1)], 0)
+                for key in np.unique(keys[keys > seen]):
+                    found.setdefault(int(key), (does, []))[1].append(cells[keys == key])
+        return [
+            Race(self._accesses[key], access, does, self._rows(np.unique(np.concatenate(cells))))
+            for key, (does, cells) in sorted(found.items())
+        ]
+
+    def _with_open(self, access: Access, read: NDArray[np.int64], written: NDArray[np.int64]) -> list[Race]:
+        """Races with accesses of the host that have not ended."""
+        races = []
+        for other in self.open:
+            both = written[other.touched[written]]
+            does = ("a write" if other.written[both].any() else "a read", "a write")
+            if not len(both):
+                both, does = read[other.written[read]], ("a write", "a read")
+            if len(both):
+                races.append(Race(other.access, access, does, self._rows(np.unique(both))))
+        return races
+
+    def _rows(self, cells: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
+        """Sorted cells as rows of neighbours in one block."""
+        breaks = np.flatnonzero((np.diff(cells) > 1) | (cells[1:] % self._tokens == 0)) + 1
+        ends = [(int(part[0]), int(part[-1])) for part in np.split(cells, breaks)]
+        return tuple((first // self._tokens, first % self._tokens, last % self._tokens + 1) for first, last in ends)
+
+    def _forget(self) -> None:
+        """Drop what no token remembers."""
+        live = np.unique(np.concatenate([self._writer, *self._readers.values()]))
+        self._accesses = {int(key): self._accesses[int(key)] for key in live[live > 0]}
+        self._kept = 2 * len(self._accesses) + _KEPT

@@ -1,0 +1,92 @@
+"""What the sim device finds: unordered accesses, undeclared writes, waits without end; and where the calls came from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from kvpool.errors import KVPoolError
+
+_SIM = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(_SIM))) + os.sep
+_SHOWN = 5
+
+Site = tuple[tuple[CodeType, int], ...]
+"""The lines of a call, innermost first."""
+
+
+def call_site() -> Site:
+    """The frames from the first one outside this folder up to the first one outside the package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith(_SIM) or frame.f_code.co_filename == contextlib.__file__):
+        frame = frame.f_back
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back if frame.f_code.co_filename.startswith(_PACKAGE) else None
+    return tuple(lines)
+
+
+def lines_of(site: Site) -> str:
+    """The lines of a call for people, each on a line of its own."""
+    return "".join(f"\n        {code.co_filename}:{line} {code.co_name}" for code, line in site)
+
+
+@dataclass(frozen=True)
+class Access:
+    """A call that reads or writes blocks. ``where`` is its stream, or the thread of an access by the host."""
+
+    kind: str
+    where: str
+    site: Site
+
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.where}, called at{lines_of(self.site)}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to the same tokens, one of them a write, that nothing orders, in the order of their calls.
+
+    ``does`` says what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive).
+    """
+
+    first: Access
+    second: Access
+    does: tuple[str, str]
+    rows: tuple[tuple[int, int, int], ...]
+
+    def __str__(self) -> str:
+        shown = [f"block {block} tokens {begin}..{end - 1}" for block, begin, end in self.rows[:_SHOWN]]
+        more = f", and {len(self.rows) - _SHOWN} more" if len(self.rows) > _SHOWN else ""
+        return (
+            f"nothing orders two accesses to {', '.join(shown)}{more}:\n"
+            f"    {self.does[0]} by {self.first}\n"
+            f"    {self.does[1]} by {self.second}"
+        )
+
+
+class RaceError(KVPoolError, AssertionError):
+    """Accesses that no event orders. ``races`` has them all; ``schedule`` says how to run the same again."""
+
+    def __init__(self, races: Sequence[Race], schedule: str) -> None:
+        shown = "\n".join(str(race) for race in races[:_SHOWN])
+        more = f"\n{len(races) - _SHOWN} more races" if len(races) > _SHOWN else ""
+        super().__init__(f"{shown}{more}\n[{schedule}]")
+        self.races = list(races)
+
+
+class UndeclaredWrite(KVPoolError, AssertionError):
+    """Bytes changed that nobody had declared to write. ``block`` is the first one, -1 for freed memory; ``tokens`` are its changed ones."""
+
+    def __init__(self, what: str, block: int, tokens: Sequence[int], seen: str, schedule: str) -> None:
+        super().__init__(f"{what} changed, and nobody had declared to write there; {seen}\n[{schedule}]")
+        self.block, self.tokens = block, list(tokens)
+
+
+class Deadlock(KVPoolError, AssertionError):
+    """A wait that can never end: nothing can run, and what is waited for is not done."""
