@@ -78,10 +78,14 @@ class Exchange:
         """Take the next message of the server, or return when an arrival may have become ready. Raises RemoteTimeout."""
         end = time.monotonic() + self._timeout_ms / 1e3
         while True:
+            try:
+                return self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                pass
             arriving = [one for one in self._waiting.values() if one.arrival is not None and not one.arrival.ready()]
             left_ms = max(0, round((end - time.monotonic()) * 1e3))
             if self._socket.poll(min(left_ms, ARRIVAL_POLL_MS) if arriving else left_ms):
-                return self._take(self._socket.recv_multipart(copy=False))
+                continue
             if any(one.arrival is not None and one.arrival.ready() for one in arriving):
                 return
             if left_ms == 0:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 VERSION = 1
@@ -79,17 +80,18 @@ class Failed(Message):
     reason: str
 
 
-_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in (Hello, Get, Welcome, Blocks, Released, Failed)}
-_ACCEPTED = {
+_ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": (f"an integer from 0 to {_INTEGER_MAX}", lambda value: type(value) is int and 0 <= value <= _INTEGER_MAX),
     "str": (f"a string of up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
     "bool": ("true or false", lambda value: type(value) is bool),
 }
+_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in (Hello, Get, Welcome, Blocks, Released, Failed)}
+_FIELDS = {kind: {field.name: _ACCEPTED[str(field.type)] for field in fields(kind)} for kind in _KINDS.values()}
 
 
 def encode(message: Message) -> bytes:
     """The header of a message. Raises Malformed for a field that no reader would accept."""
-    values = asdict(message)
+    values = vars(message)
     _check(type(message), values)
     header = json.dumps({"v": VERSION, "kind": type(message).__name__.lower(), **values}).encode()
     if len(header) > HEADER_BYTES_MAX:
@@ -107,13 +109,12 @@ def decode(header: bytes | memoryview, accepted: tuple[type[Message], ...]) -> A
         raise Malformed("the header is not JSON") from None
     if not isinstance(values, dict):
         raise Malformed("the header is not a JSON object")
-    known = _id_of(values)
     version, kind = values.pop("v", None), values.pop("kind", None)
     if type(version) is not int or version != VERSION:
-        raise Malformed(f"protocol version {version!r:.40}: spoken here is {VERSION}", known)
+        raise Malformed(f"protocol version {version!r:.40}: spoken here is {VERSION}", _id_of(values))
     found = _KINDS.get(kind) if isinstance(kind, str) else None
     if found is None or found not in accepted:
-        raise Malformed(f"kind {kind!r:.40}: accepted are {', '.join(one.__name__.lower() for one in accepted)}", known)
+        raise Malformed(f"kind {kind!r:.40}: accepted are {', '.join(one.__name__.lower() for one in accepted)}", _id_of(values))
     _check(found, values)
     return found(**values)
 
@@ -125,12 +126,11 @@ def _id_of(values: dict[str, Any]) -> int:
 
 def _check(kind: type[Message], values: dict[str, Any]) -> None:
     """Raise Malformed unless the values are exactly the fields of this kind, each as its type wants it."""
-    known = _id_of(values)
-    name, wanted = kind.__name__.lower(), {field.name: str(field.type) for field in fields(kind)}
+    wanted = _FIELDS[kind]
     if values.keys() != wanted.keys():
         wrong = sorted(values.keys() ^ wanted.keys())
-        raise Malformed(f"{name}: the fields {wrong!r:.80} are missing or unknown", known)
-    for field, type_name in wanted.items():
-        description, accepts = _ACCEPTED[type_name]
+        raise Malformed(f"{kind.__name__.lower()}: the fields {wrong!r:.80} are missing or unknown", _id_of(values))
+    for field, (description, accepts) in wanted.items():
         if not accepts(values[field]):
-            raise Malformed(f"{name}: {field}={values[field]!r:.40}: accepted is {description}", known)
+            reason = f"{kind.__name__.lower()}: {field}={values[field]!r:.40}: accepted is {description}"
+            raise Malformed(reason, _id_of(values))

@@ -90,7 +90,7 @@ class ClientTransport(ABC):
 
 
 class InlineServer(ServerTransport):
-    """Blocks are frames of the reply: sent from their place, or copied into one frame where they are small."""
+    """Blocks are frames of the reply: a frame for each run of neighbours, sent from its place; one with a copy of all if they are small."""
 
     name = "inline"
 
@@ -102,7 +102,7 @@ class InlineServer(ServerTransport):
 
     def offer(self, rows: npt.NDArray[np.int64]) -> Offer:
         copied = self._host.shape[1] < GATHER_BELOW
-        sent = [self._host[rows].reshape(-1)] if copied else [self._host[row] for row in rows.tolist()]
+        sent = [self._host[rows]] if copied else [self._host[first:end] for first, end in _runs(rows)]
         frames = [zmq.Frame(one, track=True, copy=False) for one in sent]
         tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
         return Offer(frames, copied, lambda: tracker.done)
@@ -115,7 +115,7 @@ class InlineServer(ServerTransport):
 
 
 class InlineClient(ClientTransport):
-    """Blocks are frames of the reply: one each, or all of them one behind the other in a single frame."""
+    """Blocks are frames of the reply, one or several behind each other in each."""
 
     name = "inline"
     reuses_memory = False
@@ -127,15 +127,18 @@ class InlineClient(ClientTransport):
 
     def receive(self, frames: Sequence[Buffer], count: int) -> Arrival:
         size = self._block_bytes
-        if len(frames) == 1 and frames[0].nbytes == count * size:
-            whole = frames[0]
-            blocks = [whole[at : at + size] for at in range(0, count * size, size)]
-        elif len(frames) == count and all(frame.nbytes == size for frame in frames):
-            blocks = list(frames)
-        else:
-            sizes = sorted({frame.nbytes for frame in frames})
-            raise Malformed(f"{len(frames)} frames of {sizes!r:.80} bytes for {count} blocks of {size} bytes")
+        sizes = [frame.nbytes for frame in frames]
+        if sum(sizes) != count * size or any(nbytes == 0 or nbytes % size for nbytes in sizes):
+            raise Malformed(f"frames of {sizes!r:.80} bytes for {count} blocks of {size} bytes")
+        blocks = [frame[at : at + size] for frame in frames for at in range(0, frame.nbytes, size)]
         return Arrival(blocks, lambda: True, lambda: None)
 
     def close(self) -> None:
         pass
+
+
+def _runs(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Rows as ranges [first, end) of rows that follow each other."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+    firsts, lasts = rows[np.concatenate([[0], cuts])], rows[np.concatenate([cuts, [len(rows)]]) - 1]
+    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
