@@ -171,7 +171,8 @@ class BlockServer:
                 if asked:
                     self._answer_some()
                 settled = self._settle()
-                self._serve()
+                if settled:
+                    self._serve()
                 wait = POLL_MS if settled or asked else min(2 * wait, POLL_MS_MAX)
             self._linger(self._linger_ms)
         finally:
@@ -197,6 +198,7 @@ class BlockServer:
             except zmq.Again:
                 return
             self._answer(client, frames)
+            self._serve()
 
     def _answer(self, client: bytes, frames: list[bytes]) -> None:
         with self._errors_go_to(client):
