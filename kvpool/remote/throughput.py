@@ -26,7 +26,8 @@ _WIDTH, _IN_FLIGHT = 16, 8
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians over the rounds, bytes per second: blocks that entered a pool, blocks as ``fetch_blocks`` gives them, the bare socket."""
+    """Medians over the rounds, bytes per second: of ``fetch``, whose blocks are in the pool then, and of ``fetch_blocks``, whose blocks are
+    in the buffers in which they came; and of the bare transfer, copied into an array, and in the buffers in which it came."""
 
     transport: str
     block_bytes: int
@@ -35,15 +36,21 @@ class Throughput:
     rounds: int
     fetch: float
     fetch_blocks: float
+    bare_copied: float
     bare: float
 
     @property
     def ratio(self) -> float:
-        """Of ``fetch``, which also copies the blocks into the pool, to the bare socket, which does not."""
-        return self.fetch / self.bare
+        """Of blocks that have come to stay: ``fetch`` to ``bare_copied``."""
+        return self.fetch / self.bare_copied
+
+    @property
+    def ratio_in_buffers(self) -> float:
+        """Of blocks in the buffers in which they came: ``fetch_blocks`` to ``bare``."""
+        return self.fetch_blocks / self.bare
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
+        return {**asdict(self), "ratio": self.ratio, "ratio_in_buffers": self.ratio_in_buffers}
 
 
 def measure(block_bytes: int, *, blocks_per_message: int = 16, round_bytes: int = 1 << 28, rounds: int = 5) -> Throughput:
@@ -60,6 +67,7 @@ def measure(block_bytes: int, *, blocks_per_message: int = 16, round_bytes: int 
             prompt = cache.block_keys(_tokens(blocks))
             with BlockClient(endpoint, cache, blocks_per_message=blocks_per_message, messages_in_flight=_IN_FLIGHT) as client:
                 with _Bare(bare_endpoint, blocks, blocks_per_message) as bare:
+                    copied = np.zeros((blocks, block_bytes), np.uint8)
 
                     def fetch() -> int:
                         cache.reset()
@@ -68,6 +76,7 @@ def measure(block_bytes: int, *, blocks_per_message: int = 16, round_bytes: int 
                     ways: dict[str, Callable[[], int]] = {
                         "fetch": fetch,
                         "fetch_blocks": lambda: sum(block is not None for block in client.fetch_blocks(prompt)),
+                        "bare_copied": lambda: bare.fetch(copied),
                         "bare": bare.fetch,
                     }
                     speeds = _in_turns(ways, blocks, blocks * block_bytes, rounds)
@@ -93,7 +102,7 @@ def _tokens(blocks: int) -> Any:
 
 
 class _Bare:
-    """Asks a bare socket for messages of blocks, as many in flight as the client has, and does nothing with them. A context manager."""
+    """Asks a bare socket for messages of blocks, as many in flight as the client has. A context manager."""
 
     def __init__(self, endpoint: str, blocks: int, blocks_per_message: int) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -101,17 +110,25 @@ class _Bare:
         self._socket.connect(endpoint)
         self._firsts = range(0, blocks, blocks_per_message)
 
-    def fetch(self) -> int:
+    def fetch(self, into: Any = None) -> int:
+        """How many blocks came; with an array uint8[blocks, block_bytes], they are copied there."""
         waiting = came = 0
         for first in self._firsts:
             if waiting == _IN_FLIGHT:
-                came += len(self._socket.recv_multipart(copy=False))
+                came += self._receive(into, came)
                 waiting -= 1
             self._socket.send(b"%d" % first)
             waiting += 1
         for _ in range(waiting):
-            came += len(self._socket.recv_multipart(copy=False))
+            came += self._receive(into, came)
         return came
+
+    def _receive(self, into: Any, at: int) -> int:
+        frames = self._socket.recv_multipart(copy=False)
+        if into is not None:
+            for place, frame in enumerate(frames):
+                into[at + place] = np.frombuffer(frame.buffer, np.uint8)
+        return len(frames)
 
     def __enter__(self) -> _Bare:
         return self
