@@ -86,8 +86,8 @@ class MemoryPools:
         """Address of the first byte of each block by id; all bytes of a host block follow its first."""
         host = ids >= self.device_blocks
         device_step = self.layout.device_strides(self.device_blocks).block
-        at_device = self.device_bytes.ctypes.data + ids * device_step
-        at_host = self.host_bytes.ctypes.data + (ids - self.device_blocks) * self.layout.block_bytes
+        at_device = _address(self.device_bytes) + ids * device_step
+        at_host = _address(self.host_bytes) + (ids - self.device_blocks) * self.layout.block_bytes
         return np.where(host, at_host, at_device)
 
     @property
@@ -104,6 +104,10 @@ class MemoryPools:
         if self._pools is None:
             raise PoolClosed("the memory of this pool has been given back")
         return self._pools[tier]
+
+
+def _address(memory: NDArray[np.uint8]) -> int:
+    return int(memory.__array_interface__["data"][0])
 
 
 def _check_room(device: Device, sizes: dict[str, int]) -> None:

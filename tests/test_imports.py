@@ -33,6 +33,7 @@ LAYERS = [
     ["pins"],
     ["manager"],
     [""],
+    ["remote"],
     ["replay"],
     ["commands"],
     ["__main__"],
