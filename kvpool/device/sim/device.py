@@ -348,8 +348,7 @@ class SimDevice(Device):
         ``query``), with whatever is enqueued before its exit, and with another open access. Raises TypeError or ValueError.
         """
         with self._entered():
-            access = _host_call("host_access")
-            opened = HostAccess(access, *self._rows(reads, writes), threading.get_ident())
+            opened = HostAccess(_host_call("host_access"), *self._rows(reads, writes), threading.get_ident())
             return HostSpan(lambda: self._begin(opened), lambda: self._end(opened))
 
     def _begin(self, opened: HostAccess) -> None:
@@ -361,10 +360,8 @@ class SimDevice(Device):
         """Never waits: a destructor may end an access inside any call. What cannot be done now is the first thing of the next call."""
         self._ended.append(opened)
         if self._lock.acquire(blocking=False):
-            try:
-                self._settle_ended()
-            finally:
-                self._lock.release()
+            self._settle_ended()
+            self._lock.release()
 
     def _settle_ended(self) -> None:
         while self._ended:
