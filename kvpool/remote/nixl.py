@@ -16,7 +16,7 @@ from kvpool.remote.transport import Arrival, Buffer, ClientTransport, HostBytes,
 INSTALL = "pip install --no-deps nixl nixl-cu13"
 _TAG_BYTES = 16
 _ADDRESS = np.dtype("<u8")
-_MEMORY = "DRAM"
+MEMORY = "DRAM"
 
 
 def available() -> str:
@@ -36,7 +36,7 @@ def _api() -> Any:
     return api
 
 
-def _agent() -> Any:
+def new_agent() -> Any:
     """An agent under a name of its own. Metadata goes through the server's socket, so no listener claims NIXL's fixed port."""
     api = _api()
     # Without the progress thread a reader would wait until the server's thread calls into NIXL.
@@ -65,13 +65,13 @@ class NixlServer(ServerTransport):
     name = "nixl"
 
     def __init__(self) -> None:
-        self._agent: Any = _agent()
+        self._agent: Any = new_agent()
         self._memory: Any = None
         self._reading: WeakValueDictionary[bytes, _Reading] = WeakValueDictionary()
 
     def start(self, host: HostBytes) -> None:
-        self._base, self._block_bytes = int(host.__array_interface__["data"][0]), host.shape[1]
-        self._memory = self._agent.register_memory(np.array([[self._base, host.nbytes, 0]], np.uint64), _MEMORY)
+        self._base, self._block_bytes = address(host), host.shape[1]
+        self._memory = self._agent.register_memory(regions([self._base], host.nbytes), MEMORY)
 
     def welcome(self) -> list[bytes]:
         return [self._agent.get_agent_metadata()]
@@ -115,9 +115,9 @@ class NixlClient(ClientTransport):
         self.close()
         if len(frames) != 1:
             raise Malformed(f"{len(frames)} frames behind the welcome: accepted is one with NIXL's metadata")
-        self._agent = _agent()
+        self._agent = new_agent()
         self._slots = np.zeros((messages, blocks, block_bytes), np.uint8)
-        self._memory = self._agent.register_memory(_regions([_address(self._slots)], self._slots.nbytes), _MEMORY)
+        self._memory = self._agent.register_memory(regions([address(self._slots)], self._slots.nbytes), MEMORY)
         self._free, self._handles = list(range(messages)), dict[int, Any]()
         try:
             self._server = self._agent.add_remote_agent(bytes(frames[0]))
@@ -130,8 +130,8 @@ class NixlClient(ClientTransport):
         number = self._free.pop()
         slot = self._slots[number]
         size, agent = slot.shape[1], self._agent
-        here = agent.get_xfer_descs(_regions(_address(slot) + size * np.arange(count), size), _MEMORY)
-        there = agent.get_xfer_descs(_regions(np.frombuffer(frames[1], _ADDRESS), size), _MEMORY)
+        here = agent.get_xfer_descs(regions(address(slot) + size * np.arange(count), size), MEMORY)
+        there = agent.get_xfer_descs(regions(np.frombuffer(frames[1], _ADDRESS), size), MEMORY)
         try:
             handle = agent.initialize_xfer("READ", here, there, self._server, bytes(frames[0]))
             self._handles[number] = handle
@@ -169,11 +169,12 @@ _abandoned: list[tuple[Any, Any, Any]] = []
 """Reads that could not be stopped, with what they may still write to."""
 
 
-def _regions(firsts: Any, nbytes: int) -> npt.NDArray[np.uint64]:
+def regions(firsts: Any, nbytes: int) -> npt.NDArray[np.uint64]:
     """Regions of memory as NIXL takes them: rows of (address, bytes, device)."""
     firsts = np.asarray(firsts, np.uint64)
     return np.stack([firsts, np.full_like(firsts, nbytes), np.zeros_like(firsts)], axis=1)
 
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
+def address(array: npt.NDArray[np.uint8]) -> int:
+    """Of the first byte."""
     return int(array.__array_interface__["data"][0])

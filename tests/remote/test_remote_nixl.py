@@ -13,7 +13,7 @@ from workers import LARGE, SECRET, SMALL, Make, Raw, expected, stored, until, wo
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError
 from kvpool.remote.messages import Blocks, Failed, Released, Welcome, decode
-from kvpool.remote.nixl import INSTALL, NixlClient, NixlServer, available
+from kvpool.remote.nixl import INSTALL, NixlClient, NixlServer, available, new_agent
 
 needs_nixl = pytest.mark.skipif(bool(available()), reason=available())
 
@@ -45,9 +45,7 @@ def test_blocks_stay_pinned_until_the_reader_says_that_it_is_done(make: Make) ->
         assert decode(header, (Blocks,)) == Blocks(2, "1111", False) and len(addresses) == 32
         [lease] = there.cache.leases
         assert addresses == lease.addresses.tobytes()
-        from kvpool.remote import nixl
-
-        reader = nixl._agent()
+        reader = new_agent()
         name = reader.add_remote_agent(metadata)
         reader.send_notif(name, bytes(16))
         reader.send_notif(name, b"no tag")
