@@ -36,8 +36,10 @@ block_table.gather_rows[2, 3](table, rows, affine, out)
 expected = [reference.gather_rows(table, rows, int(scale), int(offset), width) for scale, offset in affine]
 np.testing.assert_array_equal(out, np.stack(expected))
 
-first_tokens = random.integers(0, 4 * T, 3)
-indptr = np.concatenate([[0], np.cumsum([[3, 0, 4], [0, 2, 3], [2, 5, 0], [0, 0, 3]][seed])])
+counts = [[3, 0, 4], [0, 2, 3], [2, 5, 0], [0, 0, 3]][seed]
+first_tokens, indptr = random.integers(0, 4 * T, 3), np.concatenate([[0], np.cumsum(counts)])
+# Some tokens lie beyond the row.
+first_tokens[np.argmax(counts)] = 5 * T - 1
 slots = np.full(indptr[-1], 7, np.int64)
 block_table.slot_mapping[2, 3](table, rows, first_tokens, indptr, T, slots)
 np.testing.assert_array_equal(slots, reference.slot_mapping(table, rows, first_tokens, indptr, T))
