@@ -23,11 +23,13 @@ SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorte
 LAYERS = [
     ["errors", "layout", "jit", "interrupt", "guards"],
     ["state"],
+    ["device.tables"],
     ["device.base", "kernels"],
     ["device"],
     ["memory"],
     ["levels", "order"],
     ["transfer", "block_table"],
+    ["staging"],
     ["retention", "sequence", "events", "stats", "leases"],
     ["pool"],
     ["pins"],
