@@ -30,9 +30,9 @@ class StagedRows(NamedTuple):
 
     ``buffer`` uint8 is what ``Device.allocate`` gave, ``address`` its first byte. From there on it holds, one behind the other:
 
-    - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its offset;
+    - int32[rows, width]: the ids, -1 where there is no block, and up to a multiple of 8 bytes;
     - int64[rows]: the row of the table that each row of ids goes to, all different;
-    - int32[rows, width]: the ids, -1 where there is no block.
+    - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its offset.
 
     Columns [width, columns) of these rows of the table are -1. ``planes``, ``rows`` and ``columns`` are at least 1, ``width`` may be 0.
     """
@@ -45,17 +45,27 @@ class StagedRows(NamedTuple):
     columns: int
 
 
+@jit(inline="always")
+def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
+    """Ids, rows and planes in the buffer at ``address``."""
+    behind_ids = address + (4 * rows * width + 7) // 8 * 8
+    return (
+        array_at(address, (rows, width), np.int32),
+        array_at(behind_ids, (rows,), np.int64),
+        array_at(behind_ids + 8 * rows, (planes, 3), np.int64),
+    )
+
+
+@jit
 def staged_bytes(planes: int, rows: int, width: int) -> int:
-    """Bytes of the buffer that a hand-over takes."""
-    return 24 * planes + 8 * rows + 4 * rows * width
+    """Bytes of the buffer that they take."""
+    return (4 * rows * width + 7) // 8 * 8 + 8 * rows + 24 * planes
 
 
 @jit
 def write_rows(address: int, planes: int, rows: int, width: int, columns: int, table: int, row_stride: int) -> None:
     """What a hand-over means: ``table[plane, row, column] = id * scale + offset``, -1 where there is no id. Addresses and bytes."""
-    plane = array_at(address, (planes, 3), np.int64)
-    row = array_at(address + 24 * planes, (rows,), np.int64)
-    ids = array_at(address + 24 * planes + 8 * rows, (rows, width), np.int32)
+    ids, row, plane = staged_views(address, planes, rows, width)
     for p in range(planes):
         scale, offset = plane[p, SCALE], plane[p, OFFSET]
         for i in range(rows):
