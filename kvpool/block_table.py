@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,8 +89,7 @@ def planes_argument(table: Table, scale: Any, v_offset: Any, ids: int) -> npt.ND
             if (ids - 1) * one + offset > _INT32_MAX:
                 raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
             planes.append((one, offset))
-    starts = [sum(i * step for i, step in zip(place, table.strides, strict=False)) for place in product(*map(range, leading))]
-    return np.array([(start, *plane) for start, plane in zip(starts, planes, strict=True)], np.int64)
+    return np.array([(start, *plane) for start, plane in zip(table.starts(), planes, strict=True)], np.int64)
 
 
 def _is_list(value: Any) -> bool:

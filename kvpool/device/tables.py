@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,11 @@ class Table:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     owner: Any = field(compare=False, repr=False)
+
+    def starts(self) -> list[int]:
+        """The first byte of each plane, counted from the address; planes are what the dimensions before the rows number."""
+        places = product(*map(range, self.shape[:-2]))
+        return [sum(i * step for i, step in zip(place, self.strides, strict=False)) for place in places]
 
 
 class StagedRows(NamedTuple):
@@ -74,6 +80,17 @@ def write_rows(address: int, planes: int, rows: int, width: int, columns: int, t
                 target[j] = ids[i, j] * scale + offset if ids[i, j] >= 0 else -1
             for j in range(width, columns):
                 target[j] = -1
+
+
+def write_checked(table: Table, staged: StagedRows) -> None:
+    """``write_rows`` for devices that watch: a buffer that was taken too early may hold anything. Raises ValueError outside the table."""
+    behind_ids = (4 * staged.rows * staged.width + 7) // 8 * 8
+    numbers = staged.buffer[behind_ids : staged_bytes(*staged[2:5])].view(np.int64)
+    rows, starts = numbers[: staged.rows], numbers[staged.rows :: 3]
+    inside = (rows >= 0).all() and (rows < table.shape[-2]).all() and staged.columns <= table.shape[-1]
+    if not inside or not np.isin(starts, table.starts()).all():
+        raise ValueError(f"staged: rows {rows[:8]} in planes at {starts[:8]} are not all in a table of shape {list(table.shape)}")
+    write_rows(*staged[1:], table.address, table.strides[-2])
 
 
 def make_table(address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: Any) -> Table:
