@@ -209,7 +209,7 @@ class HandOver:
 
     def nbytes(self, width: int) -> int:
         """Bytes of the buffer for so many columns in use."""
-        return staged_bytes(len(self.planes), len(self.rows), min(width, self.columns))
+        return int(staged_bytes(len(self.planes), len(self.rows), min(width, self.columns)))
 
     def stage(self, header: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], buffer: Buffer) -> int:
         """Snapshot the tables into ``buffer``; returns what the jitted ``stage`` does. The state lock is held by the caller."""
