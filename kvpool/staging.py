@@ -24,6 +24,7 @@ from kvpool.transfer import Transfer
 SEVERAL_STREAMS, TOO_WIDE, TOO_SMALL = -8, -9, -10
 SMALLEST_BYTES = 4096
 
+
 @jit
 def columns_now(h, ids):  # type: ignore[no-untyped-def]
     """Blocks of the longest of these sequences. A guess: nothing is held, and ids may be wrong."""
