@@ -105,6 +105,7 @@ class Order:
         self._waited: npt.NDArray[np.int64] = np.zeros((_OWN, _OWN), np.int64)
 
     def stream(self, slot: int) -> Stream:
+        """The stream that has this number."""
         return self._streams[slot]
 
     def slot(self, stream: Stream, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:

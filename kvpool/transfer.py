@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +25,21 @@ from kvpool.state import blocks, holds
 from kvpool.state.accesses import hand_over
 from kvpool.state.blocks import State
 
+NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 Moves = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state."""
+    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state.
+
+    ``behind`` is called when they are enqueued, with the transfer lock held.
+    """
 
     ticket: int
     moves: Moves
     accesses: npt.NDArray[np.int64]
+    behind: Callable[[], object] | None
 
 
 class Transfer:
@@ -54,7 +60,12 @@ class Transfer:
         self.order = None if device.synchronous else Order(device, len(state.blocks))
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
+        self._behind: Callable[[], object] | None = None
         self.guards = guards.ALL
+
+    def put_behind(self, call: Callable[[], object]) -> None:
+        """Have ``call`` enqueue more behind the decision being made; its DeviceError breaks the device. The caller holds the state lock."""
+        self._behind = call
 
     def note(self, accesses: npt.NDArray[np.int64]) -> None:
         """Have accesses, int64[n, 3], go with the next decision. Safe in a destructor that runs inside any call."""
@@ -66,11 +77,12 @@ class Transfer:
         A destructor or signal handler may decide in the middle of this: what it finds in the buffers goes before its own.
         """
         header = self._state.header
-        while header[blocks.MOVES] or header[blocks.ACCESSES] or self._notes:
+        while header[blocks.MOVES] or header[blocks.ACCESSES] or self._notes or self._behind is not None:
             moves, own = np.empty((header[blocks.MOVES], 4), np.int64), np.empty((header[blocks.ACCESSES], 3), np.int64)
             ticket = int(hand_over(header, moves, own))
             if ticket != blocks.NONE:
-                self._queue[ticket] = Batch(ticket, moves, self._with_notes(own))
+                behind, self._behind = self._behind, None
+                self._queue[ticket] = Batch(ticket, moves, self._with_notes(own), behind)
                 self._decided = max(self._decided, ticket)
                 return True
         return False
@@ -146,7 +158,7 @@ class Transfer:
     def _enqueue(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Hand a batch to the device; returns the (block, ticket) pairs of the targets that it will not reach."""
         order = self.order
-        if order is not None:
+        if order is not None and len(batch.accesses):
             self._attempt_order(order.accessed, batch.accesses)
         if len(batch.moves):
             for level in self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]:
@@ -154,10 +166,12 @@ class Transfer:
                     self._copy(level, batch.ticket, ONBOARD)
                 else:
                     self._copy_by_direction(level, batch.ticket)
-        if order is not None:
+        if order is not None and len(batch.accesses):
             self._attempt_order(order.hold_back, batch.accesses, self.guards)
+        if batch.behind is not None:
+            self._attempt_order(batch.behind)
         lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
-        return np.array(lost, np.int64).reshape(-1, 2)
+        return np.array(lost, np.int64) if lost else NO_LOST
 
     def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
         boundary = self._state.header[blocks.DEVICE_BLOCKS]
