@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.device.sim.arrays import Arrays
 from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import Order, Rows, rows_argument
+from kvpool.device.sim.order import HostAccess, Order, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
 
 POISON = 0xA5
