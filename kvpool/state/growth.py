@@ -262,7 +262,7 @@ def rewind(h, ids, counts, now):
             return BAD_COUNT
         length -= counts[i]
         free += _returned(h, slot, blocks_for(h, length))
-        need += 1 if length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
+        need += 1 if counts[i] > 0 and length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
         if need > free:
             h[DETAIL], h[DETAIL2] = need, free
             return SHORT_OF_BLOCKS
