@@ -36,6 +36,7 @@ from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
 from kvpool.state import admission, blocks, growth, holds, live
+from kvpool.state.hashing import remote_password
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
 
@@ -225,6 +226,11 @@ class Pool:
     def host_pool(self) -> npt.NDArray[Any]:
         """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
         return self._pools.host_pool
+
+    @property
+    def remote_password(self) -> str:
+        """What pools of the same secret know, and nobody else; not for showing."""
+        return remote_password(self._state.secret)
 
     @property
     def closed(self) -> bool:

@@ -13,11 +13,12 @@ import zmq
 
 from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
-from kvpool.remote.endpoints import ClientKeys, check_endpoint
+from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
 from kvpool.remote.errors import RemoteError, RemoteTimeout
 from kvpool.remote.exchange import Exchange
 from kvpool.remote.messages import HEADER_BYTES_MAX, Failed, Get, Hello, Malformed, Welcome, decode, encode
 from kvpool.remote.transport import Buffer, ClientTransport, InlineClient
+from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, key_rows
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class BlockClient:
         does not have. Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole.
         Raises RemoteTimeout and RemoteError, whose ``blocks`` entered before, and what ``import_blocks`` raises.
         """
+        priority = priority_argument("priority", priority)
         with self._exclusive():
             keys = prompt if isinstance(prompt, BlockKeys) else self._cache.block_keys(prompt)
             size = self._cache.tokens_per_block
@@ -164,16 +166,28 @@ class BlockClient:
         """Open a socket and learn the server's limits. Raises RemoteError where the two do not fit together."""
         assert self._context is not None
         socket = self._socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
+        socket.linger, socket.ipv6 = 0, "[" in self._endpoint
         socket.maxmsgsize = max(4 * HEADER_BYTES_MAX, self._blocks * self._block_bytes)
-        if self._keys is not None:
-            self._keys.apply(socket)
+        (self._keys or ClientPassword(self._cache.remote_password)).apply(socket)
+        refused = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         socket.connect(self._endpoint)
         hello = Hello(self._number(), self._name, self._layout, self._origin, self._transport.name)
         socket.send(encode(hello))
-        if not socket.poll(self._timeout_ms):
-            hint = " and knows this client's key" if self._keys else ""
+        try:
+            came = zmq.select([socket, refused], [], [], self._timeout_ms / 1e3)[0]
+        finally:
+            socket.disable_monitor()
+        if not came:
+            hint = " and has the key that this client expects" if self._keys else ""
             raise RemoteTimeout(f"{self._endpoint} did not answer for {self._timeout_ms} ms: see that it runs{hint}")
+        if socket not in came and self._keys:
+            raise RemoteError("keys", f"{self._endpoint} does not know this client's key")
+        if socket not in came:
+            raise RemoteError(
+                "secret",
+                "the pools have different hash secrets, so that no key of one is known to the other: pass the same secret= to both "
+                "KVCacheManagers",
+            )
         frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
         try:
             welcome = decode(frames[0], (Welcome, Failed))

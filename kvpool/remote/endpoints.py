@@ -1,4 +1,4 @@
-"""Where a server may listen and a client may connect: this machine, or anywhere else with CURVE keys on both sides."""
+"""Where a server may listen and a client may connect, and how each peer shows, before its first message, that it may be there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 _Z85_KEY = 40
+_DOMAIN = b"kvpool"
+"""Only with a domain that is enforced does ZeroMQ refuse everybody when nobody is there to ask."""
+_USER = "kvpool"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ServerKeys:
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Have ``socket`` speak CURVE as the server; somebody must run an ``authenticator`` for its context."""
+        _enforce(socket)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
@@ -36,8 +40,41 @@ class ServerKeys:
         """A started thread that lets exactly ``clients`` in, for all sockets of the context; the caller stops it."""
         thread = ThreadAuthenticator(context)
         thread.start()
-        thread.configure_curve_callback(domain="*", credentials_provider=_Allowed(self.clients))
+        thread.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=_Allowed(self.clients))
         return thread
+
+
+@dataclass(frozen=True)
+class ServerPassword:
+    """What stands for CURVE keys on this machine: a password made of the pools' secret, so that nobody else gets as far as a message.
+
+    Whoever gets that far can do more than ask: name itself as ZeroMQ names the next client, which ends the process, or as one that has
+    gone, whose answers it is sent then; and send a message that never ends.
+    """
+
+    password: str = field(repr=False)
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        """Have ``socket`` ask for the password; somebody must run an ``authenticator`` for its context."""
+        _enforce(socket)
+        socket.plain_server = True
+
+    def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
+        """A started thread that lets those in who have the password; the caller stops it."""
+        thread = ThreadAuthenticator(context)
+        thread.start()
+        thread.configure_plain(domain=_DOMAIN.decode(), passwords={_USER: self.password})
+        return thread
+
+
+@dataclass(frozen=True)
+class ClientPassword:
+    """The password of a ``ServerPassword``."""
+
+    password: str = field(repr=False)
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        socket.plain_username, socket.plain_password = _USER.encode(), self.password.encode()
 
 
 @dataclass(frozen=True)
@@ -54,6 +91,11 @@ class ClientKeys:
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.curve_serverkey = self.server
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+
+def _enforce(socket: zmq.Socket[bytes]) -> None:
+    socket.zap_domain = _DOMAIN
+    socket.zap_enforce_domain = True
 
 
 class _Allowed:

@@ -12,8 +12,9 @@ class RemoteError(KVPoolError):
     """
 
     def __init__(self, code: str, reason: str) -> None:
-        super().__init__(f"{code}: {reason}")
-        self.code, self.reason, self.blocks = code, reason, 0
+        # Both may be another process's words, and end on a terminal.
+        self.code, self.reason, self.blocks = _printable(code), _printable(reason), 0
+        super().__init__(f"{self.code}: {self.reason}")
 
 
 class RemoteTimeout(RemoteError, TimeoutError):
@@ -21,3 +22,7 @@ class RemoteTimeout(RemoteError, TimeoutError):
 
     def __init__(self, reason: str) -> None:
         super().__init__("timeout", reason)
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

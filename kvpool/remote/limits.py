@@ -10,22 +10,26 @@ from kvpool.remote.messages import BLOCKS_MAX
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server does for its clients, at most. ``None`` in ``bytes_in_total``: half of the host tier.
+    """What a server does for its clients, at most. ``None`` in ``bytes_in_total``: half of the host tier; in ``bytes_per_client``: half
+    of that, so that one client which stops reading leaves room for others.
 
-    ``requests_per_client`` and the two sums of bytes count what has been sent and not yet released.
+    ``requests_per_client`` and the two sums of bytes count what has been sent and not yet released; ``requests_waiting`` counts what all
+    clients have asked for and not been sent.
     """
 
     blocks_per_request: int = 64
     requests_per_client: int = 8
-    bytes_per_client: int = 64 << 20
+    bytes_per_client: int | None = None
     bytes_in_total: int | None = None
+    requests_waiting: int = 1024
 
     def __post_init__(self) -> None:
         integer_argument("blocks_per_request", self.blocks_per_request, 1, BLOCKS_MAX)
         integer_argument("requests_per_client", self.requests_per_client, 1, 1 << 16)
-        integer_argument("bytes_per_client", self.bytes_per_client, 1, 1 << 62)
-        if self.bytes_in_total is not None:
-            integer_argument("bytes_in_total", self.bytes_in_total, 1, 1 << 62)
+        integer_argument("requests_waiting", self.requests_waiting, 1, 1 << 24)
+        for name in ("bytes_per_client", "bytes_in_total"):
+            if getattr(self, name) is not None:
+                integer_argument(name, getattr(self, name), 1, 1 << 62)
 
 
 @dataclass
@@ -54,7 +58,7 @@ def fitting(limits: Limits, block_bytes: int, host_blocks: int) -> Limits:
     """Limits under which every request that they accept can be served: at least one block, and no more in total than was said."""
     size = block_bytes
     total = max(size, host_blocks * size // 2) if limits.bytes_in_total is None else limits.bytes_in_total
-    each = min(limits.bytes_per_client, total)
+    each = max(size, total // 2) if limits.bytes_per_client is None else min(limits.bytes_per_client, total)
     if each < size:
         raise ValueError(f"limits: {each} bytes do not hold one block of {size} bytes")
     return replace(limits, blocks_per_request=min(limits.blocks_per_request, each // size), bytes_per_client=each, bytes_in_total=total)

@@ -59,7 +59,7 @@ class _Reading:
 class NixlServer(ServerTransport):
     """Registers the whole host tier once; an offer is a tag and the addresses of its blocks.
 
-    Whoever has been welcomed can read all of the host tier: let in only readers that may. Raises ImportError without NIXL.
+    Whoever has been welcomed can read and overwrite all of the host tier: let in only readers that may. Raises ImportError without NIXL.
     """
 
     name = "nixl"

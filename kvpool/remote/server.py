@@ -19,7 +19,7 @@ from kvpool.errors import BlockNotFound, KVPoolError, LeaseExpired, PoolClosed
 from kvpool.layout import integer_argument
 from kvpool.leases import Lease
 from kvpool.manager import KVCacheManager
-from kvpool.remote.endpoints import ServerKeys, check_endpoint
+from kvpool.remote.endpoints import ServerKeys, ServerPassword, check_endpoint
 from kvpool.remote.limits import Limits, ServerStats, fitting
 from kvpool.remote.messages import (
     HEADER_BYTES_MAX,
@@ -71,7 +71,7 @@ class BlockServer:
 
     def __init__(
         self, cache: KVCacheManager, endpoint: str = "tcp://127.0.0.1:*", *, transport: ServerTransport | None = None,
-        limits: Limits | None = None, keys: ServerKeys | None = None, stall_ms: int = 60_000,
+        limits: Limits | None = None, keys: ServerKeys | None = None, stall_ms: int = 5_000,
     ) -> None:  # fmt: skip
         check_endpoint(endpoint, keys)
         stall = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1)
@@ -80,21 +80,26 @@ class BlockServer:
         self._cache, self._transport = cache, InlineServer() if transport is None else transport
         self._layout, self._origin = cache.layout.fingerprint, cache.block_keys([0]).origin[0]
         self._limits = limits = fitting(limits or Limits(), cache.layout.block_bytes, cache.host_blocks)
-        self._welcome = Welcome(0, cache.layout.block_bytes, limits.blocks_per_request, limits.requests_per_client, limits.bytes_per_client)
+        each = limits.bytes_per_client or 0
+        self._welcome = Welcome(0, cache.layout.block_bytes, limits.blocks_per_request, limits.requests_per_client, each)
         self._guards = GUARDS
         self._stats = ServerStats()
         self._under_way = UnderWay(limits)
         self._stopping, self._linger_ms = threading.Event(), 0
         self._closing, self._given_up = threading.Lock(), False
+        if self._transport.serving:
+            raise ValueError("transport: it is that of another server; each needs one of its own")
+        self._transport.serving = True
         self._transport.start(cache.host_pool.reshape(cache.host_blocks, -1).view(np.uint8))
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = None
         try:
-            self._authenticator = None if keys is None else keys.authenticator(self._context)
+            door = keys or ServerPassword(cache.remote_password)
+            self._authenticator = door.authenticator(self._context)
             self._wake, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
             self._woken.bind("inproc://wake")
             self._wake.connect("inproc://wake")
-            self._socket = self._listen(endpoint, keys, stall)
+            self._socket = self._listen(endpoint, door, stall)
             self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except BaseException:
             self._give_up()
@@ -102,9 +107,9 @@ class BlockServer:
         self._thread = threading.Thread(target=self._run, name="kvpool-server", daemon=True)
         self._thread.start()
 
-    def _listen(self, endpoint: str, keys: ServerKeys | None, stall_ms: int) -> zmq.Socket[bytes]:
+    def _listen(self, endpoint: str, door: ServerKeys | ServerPassword, stall_ms: int) -> zmq.Socket[bytes]:
         limits, socket = self._limits, self._context.socket(zmq.ROUTER)
-        socket.linger = 0
+        socket.linger, socket.ipv6 = 0, "[" in endpoint
         # A reply to a client that has gone, or that reads nothing, is an error here, not silence.
         socket.router_mandatory = True
         # Every request has up to two replies; a client that leaves more than that unread does not keep to its limit.
@@ -113,8 +118,7 @@ class BlockServer:
         socket.maxmsgsize = max(HEADER_BYTES_MAX, KEY_BYTES * limits.blocks_per_request)
         if stall_ms and endpoint.startswith("tcp:"):
             socket.tcp_maxrt = stall_ms
-        if keys is not None:
-            keys.apply(socket)
+        door.apply(socket)
         socket.bind(endpoint)
         return socket
 
@@ -148,6 +152,7 @@ class BlockServer:
             given_up, self._given_up = self._given_up, True
         if not given_up:
             self._transport.close()
+            self._transport.serving = False
             if self._authenticator is not None:
                 self._authenticator.stop()
             self._context.destroy(linger=0)

@@ -44,6 +44,8 @@ class ServerTransport(ABC):
     """The sending side. Used by the thread of one server; ``host`` is uint8[host_blocks, block_bytes], the host tier."""
 
     name: str
+    serving = False
+    """Whether a server has it."""
 
     @abstractmethod
     def start(self, host: HostBytes) -> None:

@@ -59,6 +59,9 @@ class UnderWay:
         if mine >= limits.requests_per_client:
             reason = f"{mine} requests wait for those before them: accepted are up to {limits.requests_per_client}"
             raise Refused(request.id, "limit", reason)
+        if len(self._waiting) >= limits.requests_waiting:
+            reason = f"{len(self._waiting)} requests of all clients wait: accepted are up to {limits.requests_waiting}"
+            raise Refused(request.id, "limit", reason)
         self._waiting.append(request)
 
     def take(self) -> Waiting | None:
@@ -70,7 +73,7 @@ class UnderWay:
             if limits.bytes_in_total is not None and self.nbytes + request.nbytes > limits.bytes_in_total:
                 return None
             mine = [transfer.nbytes for transfer in self.transfers if transfer.client == request.client]
-            if len(mine) < limits.requests_per_client and sum(mine) + request.nbytes <= limits.bytes_per_client:
+            if len(mine) < limits.requests_per_client and sum(mine) + request.nbytes <= (limits.bytes_per_client or 0):
                 return self._waiting.pop(place)
             blocked.add(request.client)
         return None

@@ -119,6 +119,11 @@ def namespace_root(secret: bytes, salt: bytes | str | None, adapter_id: int | st
     return int(words[0]), int(words[1]), int(words[2])
 
 
+def remote_password(secret: bytes) -> str:
+    """What workers of one secret show each other before they talk. Not public."""
+    return hashlib.blake2b(key=secret, digest_size=32, person=b"kvpool.remote").hexdigest()
+
+
 def fingerprint(secret: bytes) -> str:
     """A public name of the secret, by which two pools see that their keys agree."""
     return hashlib.blake2b(key=secret, digest_size=16, person=b"kvpool.public").hexdigest()

@@ -14,6 +14,7 @@ from workers import HUGE, LARGE, Make, expected, stored, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
+from kvpool.remote.endpoints import ServerPassword
 from kvpool.remote.messages import Blocks, Failed, Get, Hello, Message, Released, Welcome, decode, encode
 
 Script = Callable[[Get, list[bytes]], list[list[Any]]]
@@ -25,6 +26,9 @@ def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]
     context: zmq.Context[Any] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
+    door = ServerPassword(engine.cache.remote_password)
+    door.apply(router)
+    authenticator = door.authenticator(context)
     router.bind("tcp://127.0.0.1:*")
     size = engine.cache.layout.block_bytes
     stop = threading.Event()
@@ -50,6 +54,7 @@ def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]
     finally:
         stop.set()
         thread.join()
+        authenticator.stop()
         context.destroy(linger=0)
 
 

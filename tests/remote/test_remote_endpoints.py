@@ -8,7 +8,10 @@ import pytest
 import zmq
 from workers import LARGE, Make, stored, worker
 
-from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteTimeout, ServerKeys
+from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
+from kvpool.remote.limits import Limits, fitting
+from kvpool.remote.transport import InlineServer
+from kvpool.remote.underway import Refused, UnderWay, Waiting
 
 SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
 
@@ -56,15 +59,18 @@ def test_clients_with_a_known_key_are_served_everywhere(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [None, ClientKeys(*STRANGER, SERVER[0]), ClientKeys(*FRIEND, STRANGER[0]), ClientKeys(STRANGER[0], FRIEND[1], SERVER[0])],
+    ("keys", "error"),
+    [
+        (None, RemoteTimeout), (ClientKeys(*STRANGER, SERVER[0]), RemoteError), (ClientKeys(*FRIEND, STRANGER[0]), RemoteTimeout),
+        (ClientKeys(STRANGER[0], FRIEND[1], SERVER[0]), RemoteTimeout),
+    ],
     ids=["no keys", "unknown client", "wrong server", "wrong pair"],
-)
-def test_others_get_no_answer(make: Make, keys: ClientKeys | None) -> None:
+)  # fmt: skip
+def test_others_get_no_answer(make: Make, keys: ClientKeys | None, error: type[Exception]) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
     with BlockServer(there.cache, keys=ServerKeys(*SERVER, [FRIEND[0]])) as server:
-        with BlockClient(server.endpoint, here.cache, keys=keys, timeout_ms=400) as client, pytest.raises(RemoteTimeout):
+        with BlockClient(server.endpoint, here.cache, keys=keys, timeout_ms=400) as client, pytest.raises(error):
             client.fetch(tokens)
         assert server.stats().requests == server.stats().refused == 0
 
@@ -86,3 +92,57 @@ def test_wrong_keys_are_named_but_not_shown(wrong: Any) -> None:
         assert "short" not in str(caught.value) and "aaaa" not in str(caught.value)
     with pytest.raises(ValueError, match="clients"):
         ServerKeys(*SERVER, FRIEND[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["a server with keys", "a server with the secret"])
+def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, end: str) -> None:
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 4)
+    server_keys, client_keys = (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*STRANGER, SERVER[0])) if "keys" in end else (None, None)
+    with BlockServer(there.cache, keys=server_keys) as server:
+        assert server._authenticator is not None
+        server._authenticator.stop()
+        client = BlockClient(server.endpoint, here.cache, keys=client_keys, timeout_ms=400)
+        with client, pytest.raises((RemoteTimeout, RemoteError)):
+            client.fetch(tokens)
+        assert server.stats().requests == 0
+
+
+def test_a_peer_without_the_secret_gets_no_further_than_the_door(make: Make) -> None:
+    """It cannot name itself, which could take another's answers or end the process, nor send a message."""
+    there, here = worker(make), worker(make, secret=b"another secret of 32 bytes .....")
+    tokens = stored(there, 4)
+    with BlockServer(there.cache) as server:
+        with BlockClient(server.endpoint, here.cache) as client, pytest.raises(RemoteError, match="different hash secrets"):
+            client.fetch(tokens)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.routing_id = b"somebody"
+            stranger.connect(server.endpoint)
+            stranger.send(b"hello")
+            assert not stranger.poll(300)
+        assert server.stats() == type(server.stats())(), "nothing came"
+
+
+def test_words_of_another_process_do_not_reach_the_terminal_as_they_are() -> None:
+    assert str(RemoteError("x\x1b[2J", "y\r")) == "x\ufffd[2J: y\ufffd"
+
+
+def test_a_transport_serves_one_server(make: Make) -> None:
+    one, other, transport = worker(make), worker(make), InlineServer()
+    with BlockServer(one.cache, transport=transport), pytest.raises(ValueError, match="transport"):
+        BlockServer(other.cache, transport=transport)
+    BlockServer(other.cache, transport=transport).close()
+
+
+def test_a_client_leaves_room_for_others_by_default() -> None:
+    limits = fitting(Limits(), 4096, 64)
+    assert (limits.bytes_per_client, limits.bytes_in_total) == (16 * 4096, 32 * 4096)
+
+
+def test_what_waits_is_bounded_over_all_clients() -> None:
+    under_way = UnderWay(fitting(Limits(requests_waiting=2), 4096, 64))
+    for number in range(2):
+        under_way.accept(Waiting(bytes([number]), 1, b"", "", 4096), 1)
+    with pytest.raises(Refused, match="2 requests of all clients wait"):
+        under_way.accept(Waiting(b"9", 1, b"", "", 4096), 1)

@@ -18,7 +18,7 @@ from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteT
 from kvpool.remote.server import GUARDS
 
 BLOCKS = 16
-ALL = Limits(bytes_in_total=BLOCKS << 20)
+ALL = Limits(bytes_in_total=BLOCKS << 20, bytes_per_client=1 << 40)
 
 
 class Fetch(threading.Thread):
@@ -130,8 +130,9 @@ def test_a_client_process_that_is_killed_in_mid_transfer_releases_its_blocks(mak
     tokens = stored(there, BLOCKS)
     script = """
 import sys, zmq
-endpoint, hello, get, keys = sys.argv[1], *map(bytes.fromhex, sys.argv[2:])
+endpoint, password, hello, get, keys = *sys.argv[1:3], *map(bytes.fromhex, sys.argv[3:])
 socket = zmq.Context().socket(zmq.DEALER)
+socket.plain_username, socket.plain_password = b"kvpool", password.encode()
 socket.connect(endpoint)
 socket.send(hello)
 socket.recv_multipart()
@@ -142,7 +143,7 @@ sys.stdin.read()
 """
     with BlockServer(there.cache, limits=ALL) as server, Relay(server.endpoint) as relay, Raw(server.endpoint, there) as raw:
         frames = raw.hello(client="victim"), raw.get(client="victim"), b"".join(there.keys(tokens))
-        arguments = [sys.executable, "-c", script, relay.endpoint, *(frame.hex() for frame in frames)]
+        arguments = [sys.executable, "-c", script, relay.endpoint, there.cache.remote_password, *(frame.hex() for frame in frames)]
         with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None and process.stdout is not None
             assert process.stdout.readline() == "connected\n"

@@ -10,6 +10,7 @@ import numpy as np
 import zmq
 
 from engine import Engine
+from kvpool.remote.endpoints import ClientPassword
 from kvpool.remote.messages import Get, Hello, Message, encode
 
 SECRET = bytes(range(32))
@@ -59,6 +60,7 @@ class Raw:
         self._engine, self._context = engine, zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        ClientPassword(engine.cache.remote_password).apply(self.socket)
         for name, value in options.items():
             setattr(self.socket, name, value)
         self.socket.connect(endpoint)
