@@ -13,6 +13,9 @@ from kvpool.errors import PoolBusy as PoolBusy
 from kvpool.errors import PoolClosed as PoolClosed
 from kvpool.errors import UnknownSequence as UnknownSequence
 from kvpool.events import Event as Event
+from kvpool.kv_copy import gather_kv as gather_kv
+from kvpool.kv_copy import scatter_kv as scatter_kv
+from kvpool.kv_layout import PagedKV as PagedKV
 from kvpool.layout import BlockLayout as BlockLayout
 from kvpool.leases import Lease as Lease
 from kvpool.manager import KVCacheManager as KVCacheManager
@@ -22,5 +25,6 @@ from kvpool.sequence import BlockKeys as BlockKeys
 from kvpool.sequence import Match as Match
 from kvpool.stats import Stats as Stats
 from kvpool.stats import TierStats as TierStats
+from kvpool.strided import StridedArray as StridedArray
 
 __version__ = "0.1.0"

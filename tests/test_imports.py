@@ -21,13 +21,13 @@ SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorte
 # Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
 # line of their own.
 LAYERS = [
-    ["errors", "layout", "jit", "interrupt", "guards"],
+    ["errors", "layout", "jit", "interrupt", "guards", "strided", "kv_layout"],
     ["state"],
     ["device.base", "kernels"],
     ["device"],
     ["memory"],
     ["levels", "order"],
-    ["transfer", "block_table"],
+    ["transfer", "block_table", "kv_copy"],
     ["retention", "sequence", "events", "stats", "leases"],
     ["pool"],
     ["pins"],

@@ -109,7 +109,7 @@ def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int,
 
 
 @intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))
-def _memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
+def memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """libc's memcpy between two addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -221,7 +221,7 @@ def _copy_full(source_block, target_block, plan):  # type: ignore[no-untyped-def
     source, source_tier = _locate(source_block, plan)
     target, target_tier = _locate(target_block, plan)
     for _ in range(plan.runs):
-        _memcpy(target, source, plan.run_bytes)
+        memcpy(target, source, plan.run_bytes)
         source += source_tier.run_stride
         target += target_tier.run_stride
 
@@ -233,7 +233,7 @@ def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-unt
     target, target_tier = _locate(target_block, plan)
     for outer in range(plan.outer):
         for inner in range(plan.inner):
-            _memcpy(
+            memcpy(
                 target + outer * target_tier.outer_stride + inner * target_tier.inner_stride,
                 source + outer * source_tier.outer_stride + inner * source_tier.inner_stride,
                 tokens * plan.token_bytes,

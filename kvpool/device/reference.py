@@ -1,4 +1,4 @@
-"""The block copy in plain NumPy: slow, obvious, and the oracle of every device."""
+"""What the devices and kernels do, in plain NumPy: slow, obvious, and the oracle of all of them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,43 @@ def copy_blocks(layout: BlockLayout, device_pool: NDArray[Any], host_pool: NDArr
         target = block_view(layout, device_pool, host_pool, int(move[TARGET]))
         tokens = int(move[TOKENS])
         target[:, :, :tokens] = source[:, :, :tokens]
+
+
+def gather_kv(cache: NDArray[Any], slot_mapping: NDArray[Any], out: NDArray[Any], skip_prefix_n_tokens: int = 0) -> None:
+    """Tokens out of a paged cache, a view ``[planes, layers, blocks, tokens, heads, head_dim]`` of any strides, into
+    ``out`` ``[planes, layers, n, heads, head_dim]``."""
+    for t in range(skip_prefix_n_tokens, out.shape[2]):
+        if slot_mapping[t] >= 0:
+            block, token = divmod(int(slot_mapping[t]), cache.shape[3])
+            out[:, :, t] = cache[:, :, block, token]
+
+
+def scatter_kv(cache: NDArray[Any], slot_mapping: NDArray[Any], source: NDArray[Any], skip_prefix_n_tokens: int = 0) -> None:
+    """The other way: tokens of ``source`` into the cache. Of two with one slot, the later one stays."""
+    for t in range(skip_prefix_n_tokens, source.shape[2]):
+        if slot_mapping[t] >= 0:
+            block, token = divmod(int(slot_mapping[t]), cache.shape[3])
+            cache[:, :, block, token] = source[:, :, t]
+
+
+def gather_rows(table: NDArray[np.int32], rows: NDArray[Any], scale: int, offset: int, width: int) -> NDArray[np.int32]:
+    """The first ``width`` columns of some rows of a block table, each id as ``id * scale + offset``; -1 stays."""
+    found = table[rows, :width]
+    return np.where(found == -1, np.int32(-1), found * np.int32(scale) + np.int32(offset)).astype(np.int32)
+
+
+def slot_mapping(
+    table: NDArray[np.int32], rows: NDArray[Any], first_tokens: NDArray[Any], indptr: NDArray[Any], tokens_per_block: int
+) -> NDArray[np.int64]:
+    """The slots of tokens of several sequences, one sequence after the other.
+
+    Sequence i has the row ``rows[i]`` of the block table and the tokens from ``first_tokens[i]`` on, as many as
+    ``indptr[i + 1] - indptr[i]``. A token beyond its row, or without a block, has the slot -1.
+    """
+    slots = np.full(indptr[-1], -1, dtype=np.int64)
+    for i, row in enumerate(rows):
+        for k in range(indptr[i], indptr[i + 1]):
+            column, inside = divmod(int(first_tokens[i]) + int(k - indptr[i]), tokens_per_block)
+            if column < table.shape[1] and table[row, column] != -1:
+                slots[k] = int(table[row, column]) * tokens_per_block + inside
+    return slots

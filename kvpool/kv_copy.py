@@ -1,0 +1,225 @@
+"""gather_kv and scatter_kv: tokens between a paged KV cache and contiguous staging, every layer and plane in one call."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import stream_argument
+from kvpool.device.block_copy import memcpy
+from kvpool.jit import jit
+from kvpool.kernels import copies
+from kvpool.kernels.copies import KvPlane, KvTokens
+from kvpool.kernels.launch import Launcher
+from kvpool.kv_layout import PagedKV, check_strides
+from kvpool.layout import integer_argument
+from kvpool.strided import StridedArray, as_strided
+
+
+def gather_kv(
+    cache: PagedKV, slot_mapping: Any, out: Any, *, skip_prefix_n_tokens: int = 0, stream: Any = None,
+    thread_blocks: int | None = None, launcher: Launcher | None = None,
+) -> None:  # fmt: skip
+    """Copy tokens out of a paged cache into ``out``.
+
+    Parameters
+    ----------
+    cache
+        Where the paged memory lies; kvpool need not own it.
+    slot_mapping
+        int32 or int64 [at least n], contiguous: token ``t`` lies in slot ``slot_mapping[t]``, a negative one means that it is left out.
+        On a GPU, memory of the device or a NumPy array, which is copied.
+    out
+        [planes, layers, n, heads * head_dim] or [planes, layers, n, heads, head_dim], any strides with contiguous heads, so that a
+        transposed view serves another order; or a list with an array [layers, n, ...] for each plane. It says what n is. Only the
+        bytes of its last axes count, not their type. Memory of the device or pinned memory where the cache is the device's.
+    skip_prefix_n_tokens
+        Tokens before it are neither read nor written, nor are their slots looked at; 0 to n.
+    stream
+        Where the copy is enqueued: anything that ``Device.as_stream`` takes. Both memories must be usable there, and stay until it is
+        done. Host memory is copied before the call returns.
+    thread_blocks
+        The most that the kernel may use; by default few where a bus is the limit, else all that fit.
+    launcher
+        What runs kernels; by default the ``cuda`` device's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type, shape, size or place, before anything is copied. A slot past the end of the cache is an error
+        where the slots are read by the host. A GPU reads them later, and leaves such tokens out.
+    DeviceError
+        Where the device fails.
+
+    Notes
+    -----
+    Changes nothing but ``out``. Thread-safe as long as nobody writes what it reads. Of tokens with one slot in ``scatter_kv``, the host
+    keeps the last; a GPU any, even in parts.
+    """
+    _copy(cache, slot_mapping, "out", out, skip_prefix_n_tokens, stream, thread_blocks, launcher)
+
+
+def scatter_kv(
+    cache: PagedKV, slot_mapping: Any, source: Any, *, skip_prefix_n_tokens: int = 0, stream: Any = None,
+    thread_blocks: int | None = None, launcher: Launcher | None = None,
+) -> None:  # fmt: skip
+    """Copy tokens from ``source`` into a paged cache. Everything else is as in ``gather_kv``."""
+    _copy(cache, slot_mapping, "source", source, skip_prefix_n_tokens, stream, thread_blocks, launcher)
+
+
+class _Staging(NamedTuple):
+    """Checked staging: one row for each plane of address, layer, token and head stride."""
+
+    rows: list[tuple[int, int, int, int]]
+    tokens: int
+    memory: str
+
+
+def _copy(
+    cache: Any, slot_mapping: Any, name: str, staging: Any, skip: Any, stream: Any, thread_blocks: Any, launcher: Launcher | None
+) -> None:
+    gather = name == "out"
+    if not isinstance(cache, PagedKV):
+        raise TypeError(f"cache={cache!r:.80}: a PagedKV is needed, not {type(cache).__name__}")
+    found = _staging_argument(name, staging, cache, gather)
+    slots = _slots_argument(slot_mapping, found.tokens)
+    skip = integer_argument("skip_prefix_n_tokens", skip, 0, found.tokens)
+    handle = stream_argument(stream).handle
+    if thread_blocks is not None:
+        thread_blocks = integer_argument("thread_blocks", thread_blocks, 1, 65535)
+    if not (gather or cache.writable):
+        raise ValueError("cache: it must not be written")
+    on_gpu = "device" in (cache.memory, found.memory)
+    if not on_gpu and slots.memory == "device":
+        raise ValueError("slot_mapping: memory of a GPU, while cache and staging are the host's")
+    if skip == found.tokens:
+        return
+    planes = [
+        KvPlane(p.block_stride, p.token_stride, p.head_stride, base + skip * token, layer, token, head, p.heads, p.run_bytes)
+        for p, (base, layer, token, head) in zip(cache.planes, found.rows, strict=True)
+    ]
+    if on_gpu:
+        tokens = skip, found.tokens
+        _launch(cache, planes, found.memory, slots, tokens, gather, handle, thread_blocks, launcher or _cuda_launcher())
+    else:
+        wanted = np.ascontiguousarray(slots.host_view()[skip : found.tokens], dtype=np.int64)
+        _check_slots(wanted, skip, cache.slots)
+        table = np.array([plane.merged() for plane in planes], dtype=np.int64)
+        _copy_tokens(cache.bases, table, wanted, cache.tokens_per_block, gather)
+
+
+def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> _Staging:
+    """Where each plane of the staging lies, once its shape and strides are found to fit the cache."""
+    if isinstance(staging, (list, tuple)):
+        arrays = [as_strided(f"{name}[{p}]", array) for p, array in enumerate(staging)]
+        whole = arrays
+    else:
+        array = as_strided(name, staging)
+        whole = [array]
+        arrays = [_index(array, p) for p in range(array.shape[0])] if len(array.shape) in (4, 5) else []
+    rows = []
+    for p, array in enumerate(arrays[: len(cache.planes)]):
+        plane, shape, steps = cache.planes[p], array.shape, array.steps
+        split = len(shape) == 4
+        inner = (plane.heads, plane.run_bytes) if split else (plane.heads * plane.run_bytes,)
+        if len(shape) not in (3, 4) or shape[0] != cache.layers or (*shape[2:-1], shape[-1] * array.itemsize) != inner:
+            break
+        if shape[-1] > 1 and steps[-1] != array.itemsize:
+            raise ValueError(f"{name}: the elements of a head must be contiguous, not {steps[-1]} bytes apart")
+        head_stride = steps[2] if split else plane.run_bytes
+        rows.append((array.address, steps[0], steps[1], head_stride if plane.heads > 1 else 0))
+    if len(rows) != len(cache.planes) or len(arrays) != len(rows) or len({array.shape[1] for array in arrays}) != 1:
+        needed = f"[{len(cache.planes)}, {cache.layers}, tokens, heads * head_dim] or [..., heads, head_dim] with rows of " + ", ".join(
+            f"{plane.heads} * {plane.run_bytes} bytes" for plane in cache.planes
+        )
+        raise ValueError(f"{name}: {needed} is needed, not {[(array.shape, array.itemsize) for array in whole]}")
+    tokens = arrays[0].shape[1]
+    for array in whole if tokens else ():
+        check_strides(name, array)
+    if len({array.memory for array in arrays}) != 1:
+        raise ValueError(f"{name}: all planes must be in one memory")
+    if gather and not all(array.writable for array in arrays):
+        raise ValueError(f"{name}: it must not be written")
+    return _Staging(rows, tokens, arrays[0].memory)
+
+
+def _index(array: StridedArray, index: int) -> StridedArray:
+    """One plane of an array."""
+    address = array.address + index * array.steps[0]
+    return StridedArray(address, array.shape[1:], array.itemsize, array.steps[1:], array.memory, array.kind, array.writable, array.owner)
+
+
+def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
+    slots = as_strided("slot_mapping", slot_mapping)
+    if slots.kind != "i" or slots.itemsize not in (4, 8):
+        raise TypeError(f"slot_mapping: int32 or int64 is needed, not {slots.kind}{8 * slots.itemsize}")
+    if len(slots.shape) != 1 or slots.shape[0] < tokens:
+        raise ValueError(f"slot_mapping: shape [n] with n at least {tokens} is needed, not {list(slots.shape)}")
+    if slots.shape[0] > 1 and slots.steps[0] != slots.itemsize:
+        raise ValueError(f"slot_mapping: it must be contiguous, not {slots.steps[0]} bytes from one slot to the next")
+    return slots
+
+
+def _check_slots(slots: npt.NDArray[np.int64], skip: int, end: int) -> None:
+    if slots.max() >= end:
+        bad = int(np.argmax(slots >= end))
+        raise ValueError(f"slot_mapping[{skip + bad}]={slots[bad]}: the cache has slots 0 to {end - 1}")
+
+
+def _cuda_launcher() -> Launcher:
+    """The launcher of the only module that may import a driver package; imported when the first launch needs it."""
+    try:
+        module = importlib.import_module("kvpool.device.cuda")
+    except ImportError as error:
+        raise ImportError("memory of a GPU needs the extra 'cuda12' or 'cuda13' of kvpool") from error
+    found: Launcher = module.launcher()
+    return found
+
+
+def _launch(
+    cache: PagedKV, planes: list[KvPlane], staging_memory: str, slots: StridedArray, tokens: tuple[int, int], gather: bool, stream: int,
+    thread_blocks: int | None, launcher: Launcher,
+) -> None:  # fmt: skip
+    """Enqueue the copy of the tokens from the first to before the second number, whose staging the planes point to."""
+    first, end = tokens
+    bases = cache.bases
+    if cache.memory == "host":
+        bases = np.vectorize(launcher.device_address, otypes=[np.int64])(bases)
+    if staging_memory == "host":
+        planes = [plane._replace(staging=launcher.device_address(plane.staging)) for plane in planes]
+    address = slots.address + first * slots.itemsize
+    if slots.memory == "host":
+        wanted = np.ascontiguousarray(slots.host_view()[first:end])
+        _check_slots(wanted, first, cache.slots)
+        address = launcher.upload(wanted, stream)
+    which = KvTokens(address, slots.itemsize, cache.slots, end - first, cache.tokens_per_block)
+    host = "host" in (cache.memory, staging_memory)
+    launch = copies.kv_copy(
+        bases, planes, which, gather=gather, host=host, multiprocessors=launcher.multiprocessors, chosen=thread_blocks
+    )  # fmt: skip
+    launcher.launch(launch, stream)
+
+
+@jit
+def _copy_tokens(bases: Any, planes: Any, slots: Any, tokens_per_block: int, gather: bool) -> None:
+    """The copy on the CPU. ``planes`` int64[planes, 9] has rows as in KvPlane, ``slots`` are checked."""
+    for p in range(bases.shape[0]):
+        block_stride, token_stride, head_stride = planes[p, 0], planes[p, 1], planes[p, 2]
+        staging_layer, staging_token, staging_head = planes[p, 4], planes[p, 5], planes[p, 6]
+        heads, run = planes[p, 7], planes[p, 8]
+        for layer in range(bases.shape[1]):
+            for t in range(slots.shape[0]):
+                if slots[t] < 0:
+                    continue
+                paged = bases[p, layer] + slots[t] // tokens_per_block * block_stride + slots[t] % tokens_per_block * token_stride
+                staging = planes[p, 3] + layer * staging_layer + t * staging_token
+                for _ in range(heads):
+                    if gather:
+                        memcpy(staging, paged, run)
+                    else:
+                        memcpy(paged, staging, run)
+                    paged += head_stride
+                    staging += staging_head

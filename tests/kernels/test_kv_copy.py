@@ -1,0 +1,213 @@
+"""gather_kv and scatter_kv against the plain reference: on the CPU, and as the CUDA kernel run by the shim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool import PagedKV, gather_kv, scatter_kv
+from kvpool.device import reference
+from kvpool.kernels import copies
+from kvpool.layout import BlockLayout
+from kvpool.strided import StridedArray, as_strided
+from tests.kernels.caches import AXES, Cache, Sizes, aligned, make_cache
+from tests.kernels.shim import ShimLauncher
+
+SIZES = [Sizes(), Sizes(2, 2, 4, 3, 3, 5), Sizes(2, 1, 3, 16, 1, 64), Sizes(2, 2, 3, 2, 5, 1)]
+Copy = Callable[..., None]
+
+
+def slots_for(cache: Cache, tokens: int, random: np.random.Generator, dtype: Any = np.int64) -> np.ndarray:
+    """Different slots in any order, some of them negative."""
+    slots = random.permutation(cache.sizes.B * cache.sizes.T)[:tokens].astype(dtype)
+    slots[random.random(tokens) < 0.2] = random.choice([-1, -7])
+    return slots
+
+
+def reference_copy(gather: bool, cache: Cache, slots: np.ndarray, staging: np.ndarray, skip: int) -> None:
+    """The reference, plane by plane and layer by layer, since these need not lie in one array."""
+    call = reference.gather_kv if gather else reference.scatter_kv
+    for p, row in enumerate(cache.views()):
+        for i, view in enumerate(row):
+            call(view[None, None], slots, staging[p : p + 1, i : i + 1], skip)
+
+
+def staging_for(cache: Cache, tokens: int, random: np.random.Generator, order: str) -> np.ndarray:
+    """[planes, layers, tokens, heads, head_dim] of random bytes: in C order, token first, or with heads apart."""
+    s = cache.sizes
+    plain, token_first, apart = (s.P, s.L, tokens, s.H, s.D), (tokens, s.L, s.P, s.H, s.D), (s.H, s.P, s.L, tokens, s.D)
+    shape = {"plain": plain, "tokens first": token_first, "heads apart": apart}
+    content = random.integers(0, 256, int(np.prod(shape[order])) * cache.dtype.itemsize, dtype=np.uint8)
+    found = aligned(content).view(cache.dtype).reshape(shape[order])
+    return found.transpose({"plain": (0, 1, 2, 3, 4), "tokens first": (2, 1, 0, 3, 4), "heads apart": (1, 2, 3, 0, 4)}[order])
+
+
+def as_memory(array: np.ndarray, memory: str) -> StridedArray:
+    """The same bytes, said to be memory of a GPU where they are to be copied by a kernel."""
+    found = as_strided("array", array)
+    return StridedArray(found.address, found.shape, found.itemsize, found.strides, memory, found.kind, owner=array)
+
+
+def check(
+    cache: Cache, slots: np.ndarray, staging: np.ndarray, skip: int, *, gather: bool, memory: str, flat: bool = False, **options: Any
+) -> None:
+    """One copy; every byte of both buffers is compared, so that nothing else is touched."""
+    expected_cache, expected = cache.copy(), staging.copy()
+    reference_copy(gather, expected_cache, slots, expected, skip)
+    given: Any = staging.reshape(*staging.shape[:3], -1) if flat else staging
+    assert np.shares_memory(given, staging)
+    call: Copy = gather_kv if gather else scatter_kv
+    call(cache.paged(memory), as_memory(slots, memory), as_memory(given, memory), skip_prefix_n_tokens=skip, **options)
+    np.testing.assert_array_equal(cache.buffer, expected_cache.buffer)
+    np.testing.assert_array_equal(staging, expected)
+
+
+@pytest.fixture(params=["cpu", "shim", "shim, few threads"])
+def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """How to copy. Few threads go around several times, as in large copies."""
+    if request.param == "cpu":
+        return {"memory": "host"}
+    if request.param == "shim, few threads":
+        monkeypatch.setattr(copies, "THREADS", 32)
+    return {"memory": "device", "launcher": ShimLauncher(1), "thread_blocks": 3}
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", list(AXES))
+def test_shim_and_cpu_copy_as_the_reference_does_in_every_layout(name: str, itemsize: int, options: dict[str, Any]) -> None:
+    random = np.random.default_rng(itemsize)
+    for number, sizes in enumerate(SIZES):
+        cache = make_cache(name, sizes, itemsize, padding=number % 3, seed=number)
+        tokens = int(random.integers(1, min(13, cache.sizes.B * cache.sizes.T) + 1))
+        for gather in (True, False):
+            order = ["plain", "tokens first", "heads apart"][int(random.integers(3))]
+            slots = slots_for(cache, tokens, random, [np.int32, np.int64][number % 2])
+            staging, skip = staging_for(cache, tokens, random, order), int(random.integers(0, tokens + 1))
+            check(cache, slots, staging, skip, gather=gather, flat=order != "heads apart", **options)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("name", ["vllm_flash_attention", "flashinfer_hnd", "mla"])
+def test_shim_and_cpu_skip_is_exact_to_the_token(name: str, gather: bool, options: dict[str, Any]) -> None:
+    random = np.random.default_rng(3)
+    for skip in range(12):
+        cache = make_cache(name, Sizes(), 2)
+        slots, staging = slots_for(cache, 11, random), staging_for(cache, 11, random, "plain")
+        # A slot that would be refused is not looked at before the skip.
+        slots[:skip] = 10**6
+        check(cache, slots, staging, min(skip, 11), gather=gather, **options)
+
+
+def test_shim_moves_words_as_wide_as_everything_divides() -> None:
+    launcher = ShimLauncher()
+    for name, sizes, itemsize, padding, width in [
+        ("flashinfer", Sizes(), 2, 0, 16),
+        ("flashinfer_hnd", Sizes(), 2, 0, 16),
+        ("flashinfer", Sizes(), 2, 4, 8),
+        ("flashinfer", Sizes(), 2, 2, 4),
+        ("flashinfer_hnd", Sizes(D=6), 2, 0, 4),
+        # Heads that follow each other on both sides are one run.
+        ("flashinfer", Sizes(D=4), 2, 0, 16),
+        ("flashinfer_hnd", Sizes(D=4), 2, 0, 8),
+        ("flashinfer_hnd", Sizes(D=7), 2, 0, 2),
+        ("flashinfer_hnd", Sizes(D=7), 1, 0, 1),
+    ]:
+        cache = make_cache(name, sizes, itemsize, padding)
+        staging = staging_for(cache, 3, np.random.default_rng(0), "plain")
+        check(cache, np.arange(3), staging, 0, gather=True, memory="device", launcher=launcher)
+        assert launcher.launches[-1].kernel == f"kv_copy_{width}", (name, sizes, itemsize, padding)
+
+
+def test_shim_leaves_out_slots_past_the_end_that_only_the_gpu_can_see() -> None:
+    cache = make_cache("sglang_paged", Sizes(), 2)
+    staging = staging_for(cache, 4, np.random.default_rng(0), "plain")
+    slots = np.array([3, cache.sizes.B * cache.sizes.T, 2**62, 4])
+    before, expected = cache.buffer.copy(), staging.copy()
+    reference_copy(True, cache, np.where(slots < 20, slots, -1), expected, 0)
+    gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=ShimLauncher())
+    np.testing.assert_array_equal(staging, expected)
+    np.testing.assert_array_equal(cache.buffer, before)
+
+
+def test_shim_slots_of_the_host_are_checked_and_uploaded() -> None:
+    cache = make_cache("sglang_paged", Sizes(), 2)
+    staging = staging_for(cache, 4, np.random.default_rng(0), "plain")
+    launcher = ShimLauncher()
+    expected = staging.copy()
+    reference_copy(True, cache, np.array([3, 1, -1, 4]), expected, 1)
+    gather_kv(cache.paged("device"), np.array([99, 1, -1, 4]), as_memory(staging, "device"), skip_prefix_n_tokens=1, launcher=launcher)
+    np.testing.assert_array_equal(staging, expected)
+    with pytest.raises(ValueError, match=r"slot_mapping\[3\]=20"):
+        gather_kv(cache.paged("device"), np.array([3, 1, -1, 20]), as_memory(staging, "device"), launcher=launcher)
+    assert len(launcher.launches) == 1
+
+
+def test_shim_copies_between_a_gpu_and_pinned_host_memory_with_few_thread_blocks() -> None:
+    launcher = ShimLauncher(multiprocessors=132)
+    cache = make_cache("sglang_paged", Sizes(B=40, T=16, H=8, D=64), 2)
+    staging, slots = staging_for(cache, 600, np.random.default_rng(0), "plain"), np.arange(600)
+    for paged, other in (("device", "host"), ("host", "device")):
+        expected = staging.copy()
+        reference_copy(True, cache, slots, expected, 0)
+        staging[:] = 0
+        gather_kv(cache.paged(paged), as_memory(slots, "device"), as_memory(staging, other), launcher=launcher)
+        np.testing.assert_array_equal(staging, expected)
+    gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=launcher)
+    gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=launcher, thread_blocks=5)
+    assert [launch.thread_blocks for launch in launcher.launches] == [8, 8, 57, 5]
+
+
+def test_nothing_is_launched_when_all_tokens_are_skipped_or_there_are_none() -> None:
+    cache, launcher = make_cache("sglang_paged", Sizes(), 2), ShimLauncher()
+    for tokens in (0, 3):
+        staging = np.zeros((2, 3, tokens, 16), np.uint16)
+        gather_kv(cache.paged("device"), np.arange(3), as_memory(staging, "device"), skip_prefix_n_tokens=tokens, launcher=launcher)
+        gather_kv(cache.paged(), np.arange(3), staging, skip_prefix_n_tokens=tokens)
+    assert not launcher.launches
+
+
+def test_shim_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> None:
+    # Values and scales of quantized keys in one block: not affine as one plane, but as two.
+    B, T, L = 4, 8, 2
+    memory, launcher = options.pop("memory"), options.get("launcher")
+    random = np.random.default_rng(1)
+    blocks = [aligned(random.integers(0, 256, B * T * 132, dtype=np.uint8)).reshape(B, T * 132) for _ in range(L)]
+    values = [block[:, : T * 128].reshape(B, T, 128) for block in blocks]
+    scales = [block[:, T * 128 :].reshape(B, T, 4) for block in blocks]
+    cache = PagedKV.of([[as_memory(view, memory) for view in views] for views in (values, scales)], "P L | B T D")
+    out = [np.zeros((L, 5, 128), np.uint8), np.zeros((L, 5, 4), np.uint8)]
+    slots = np.array([31, 0, -1, 9, 8])
+    gather_kv(cache, as_memory(slots, memory), [as_memory(plane, memory) for plane in out], skip_prefix_n_tokens=1, **options)
+    for plane, views in zip(out, (values, scales), strict=True):
+        for i in range(L):
+            expected = np.where(((slots >= 0) & (np.arange(5) >= 1))[:, None], views[i].reshape(B * T, -1)[slots], 0)
+            np.testing.assert_array_equal(plane[i], expected)
+    assert launcher is None or len(launcher.launches) == 1
+
+
+@pytest.mark.parametrize("order", ["layer_first", "block_first"])
+@pytest.mark.parametrize("tokens", ["NHD", "HND"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_tiers_of_a_pool_are_gathered_and_scattered_on_the_cpu(order: str, tokens: str, tier: str) -> None:
+    layout = BlockLayout(2, 3, 8, 4, order=order, tokens=tokens)
+    with kvpool.KVCacheManager(layout, device_blocks=6, host_blocks=5, device="cpu") as pool:
+        memory = pool.device_pool if tier == "device" else pool.host_pool
+        memory.view(np.uint16)[...] = np.random.default_rng(0).integers(0, 2**16, memory.shape)
+        cache = PagedKV.of_pool(layout, memory, tier)
+        out = np.zeros((2, 2, 3, 3 * 8), np.float16)
+        gather_kv(cache, np.array([17, -1, 5]), out)
+        for t, slot in ((0, 17), (2, 5)):
+            block = slot // 4 + (6 if tier == "host" else 0)
+            view = reference.block_view(layout, pool.device_pool, pool.host_pool, block)[:, :, slot % 4]
+            np.testing.assert_array_equal(out[:, :, t].view(np.uint16), view.swapaxes(0, 1).reshape(2, 2, 24).view(np.uint16))
+        assert not out[:, :, 1].any()
+        before = memory.copy()
+        scatter_kv(cache, np.array([18, 3, 4]), out, skip_prefix_n_tokens=2)
+        again = np.zeros_like(out)
+        gather_kv(cache, np.array([18, 3, 4]), again)
+        np.testing.assert_array_equal(again[:, :, 2].view(np.uint16), out[:, :, 2].view(np.uint16))
+        assert (memory.view(np.uint16) != before.view(np.uint16)).sum() <= 2 * 2 * 24
