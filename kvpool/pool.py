@@ -201,8 +201,9 @@ class Pool:
     # -- the pool as a whole ---------------------------------------------------------------------
 
     @property
-    def device_pool(self) -> npt.NDArray[Any]:
-        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype."""
+    def device_pool(self) -> Any:
+        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype: a NumPy array in main memory, else an
+        array of the device's own kind, with DLPack and ``__cuda_array_interface__``."""
         return self._pools.device_pool
 
     @property
