@@ -22,11 +22,11 @@ _SMALL_BYTES, _MANY, _SOME = 28 << 10, 16, 4
 
 
 class Measurement(NamedTuple):
-    """How fast a batch of ``count`` fragments of ``nbytes`` bytes was copied in a direction, from the call until it was done."""
+    """How fast a batch of ``fragments`` of ``nbytes`` bytes each was copied in a direction, from the call until it was done."""
 
     direction: str
     nbytes: int
-    count: int
+    fragments: int
     path: str
     gigabytes_per_second: float
 
@@ -54,7 +54,7 @@ class Calibration:
 
     def _nearest(self, direction: str, nbytes: int, count: int) -> list[Measurement]:
         def distance(m: Measurement) -> float:
-            return abs(log2(m.nbytes) - log2(max(nbytes, 1))) + abs(log2(m.count) - log2(max(count, 1)))
+            return abs(log2(m.nbytes) - log2(max(nbytes, 1))) + abs(log2(m.fragments) - log2(max(count, 1)))
 
         mine = [m for m in self.measurements if m.direction == direction]
         nearest = min(map(distance, mine), default=0)
