@@ -83,7 +83,7 @@ def _copy(
 ) -> None:
     gather = name == "out"
     if not isinstance(cache, PagedKV):
-        raise TypeError(f"cache={cache!r:.80}: a PagedKV is needed, not {type(cache).__name__}")
+        raise TypeError(f"cache: a PagedKV is needed, not {type(cache).__name__}")
     found = _staging_argument(name, staging, cache, gather)
     slots = _slots_argument(slot_mapping, found.tokens)
     skip = integer_argument("skip_prefix_n_tokens", skip, 0, found.tokens)

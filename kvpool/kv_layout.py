@@ -239,7 +239,7 @@ def check_strides(name: str, array: StridedArray) -> None:
     steps = sorted((step, extent) for step, extent in zip(array.steps, array.shape, strict=True) if extent > 1)
     alignment = array.itemsize & -array.itemsize
     if array.address % alignment or any(step % alignment for step, _ in steps):
-        raise ValueError(f"{name}: address {array.address} and strides {array.steps} must be multiples of {alignment} bytes, as elements are")
+        raise ValueError(f"{name}: address {array.address} and strides {array.steps} must be multiples of {alignment} bytes")
     if steps and steps[0][0] < 0:
         raise ValueError(f"{name}: strides {array.steps} must not be negative")
     span = array.itemsize

@@ -78,7 +78,7 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", list(AXES))
-def test_shim_and_cpu_copy_as_the_reference_does_in_every_layout(name: str, itemsize: int, options: dict[str, Any]) -> None:
+def test_every_layout_is_copied_as_the_reference_does(name: str, itemsize: int, options: dict[str, Any]) -> None:
     random = np.random.default_rng(itemsize)
     for number, sizes in enumerate(SIZES):
         cache = make_cache(name, sizes, itemsize, padding=number % 3, seed=number)
@@ -92,7 +92,7 @@ def test_shim_and_cpu_copy_as_the_reference_does_in_every_layout(name: str, item
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("name", ["vllm_flash_attention", "flashinfer_hnd", "mla"])
-def test_shim_and_cpu_skip_is_exact_to_the_token(name: str, gather: bool, options: dict[str, Any]) -> None:
+def test_skip_is_exact_to_the_token(name: str, gather: bool, options: dict[str, Any]) -> None:
     random = np.random.default_rng(3)
     for skip in range(12):
         cache = make_cache(name, Sizes(), 2)
@@ -170,7 +170,7 @@ def test_nothing_is_launched_when_all_tokens_are_skipped_or_there_are_none() -> 
     assert not launcher.launches
 
 
-def test_shim_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> None:
+def test_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> None:
     # Values and scales of quantized keys in one block: not affine as one plane, but as two.
     B, T, L = 4, 8, 2
     memory, launcher = options.pop("memory"), options.get("launcher")

@@ -1,0 +1,69 @@
+"""Compiles the CUDA sources for GPUs that need not be there, and reads what the compiler made of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvpool.kernels.launch import OPTIONS, cuda_source
+
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+
+
+@functools.cache
+def cubin(source: str, architecture: str) -> bytes:
+    """A source of ``cuda/`` as machine code, by NVRTC as at run time, else by nvcc; skips where there is neither."""
+    if importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None:
+        from cuda.core import Program, ProgramOptions
+
+        try:
+            program = Program(cuda_source(source), "c++", ProgramOptions(arch=architecture, std=OPTIONS[0].partition("=")[2]))
+        except RuntimeError as error:  # cuda.pathfinder does not find the library
+            if "nvrtc" not in str(error):
+                raise
+        else:
+            return bytes(program.compile("cubin").code)
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("neither cuda-core with nvidia-cuda-nvrtc nor nvcc is installed; the cubins are compiled with them")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / source
+        file.write_text(cuda_source(source), encoding="utf-8")
+        command = [compiler, "-cubin", f"-arch={architecture}", *OPTIONS, "-o", f"{folder}/out", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return Path(folder, "out").read_bytes()
+
+
+@functools.cache
+def _tool(name: str) -> str:
+    """The path of one of NVIDIA's tools, from a package of pip or the system."""
+    spec = importlib.util.find_spec("nvidia")
+    places = [str(path) for folder in (spec.submodule_search_locations or [] if spec else []) for path in Path(folder).glob("*/bin")]
+    found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
+    if found is None:
+        pytest.skip(f"{name} is not installed; it comes with the package nvidia-cuda-{name}")
+    return found
+
+
+@functools.cache
+def dump(source: str, architecture: str, what: str) -> dict[str, str]:
+    """What ``cuobjdump -<what>`` prints about each kernel of a source."""
+    tool, environment = _tool("cuobjdump"), dict(os.environ)
+    if what == "sass":
+        environment["PATH"] = os.pathsep.join([str(Path(_tool("nvdisasm")).parent), environment.get("PATH", "")])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin(source, architecture))
+        file.flush()
+        done = subprocess.run([tool, f"-{what}", file.name], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pieces = re.split(r"^\s*Function ?: ?|^\s*Function ", done.stdout, flags=re.MULTILINE)[1:]
+    return {re.match(r"\w+", piece).group(): piece for piece in pieces}  # type: ignore[union-attr]

@@ -1,0 +1,41 @@
+"""What the compiler makes of the CUDA sources: no spills, no local memory, wide words, several of them in flight."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvpool.kernels import cuda_sources
+from kvpool.kernels.launch import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source
+from tests.kernels.cubins import ARCHITECTURES, dump
+from tests.kernels.shim import kernels
+
+SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
+IN_FLIGHT = {"kv_copy": 4, "block_copy": 8}
+REGISTERS = 65536
+SUFFIXES = {16: ".128", 8: ".64", 4: "", 2: ".U16", 1: ".U8"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expect(source: str, architecture: str) -> None:
+    found = dump(source, architecture, "res-usage")
+    assert sorted(found) == sorted(kernels(cuda_source(source)))
+    for kernel, usage in found.items():
+        numbers = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", usage)}
+        assert numbers["STACK"] == numbers["LOCAL"] == 0, (kernel, usage)
+        assert numbers["REG"] * THREADS * BLOCKS_PER_MULTIPROCESSOR <= REGISTERS, (kernel, usage)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_cubin_moves_the_words_that_kernels_are_named_after_several_at_once(source: str, architecture: str) -> None:
+    for kernel, sass in dump(source, architecture, "sass").items():
+        name, _, width = kernel.rpartition("_")
+        # Loads and stores of data are those that leave the caches alone, in the order of the code.
+        moves = re.findall(r"\b(LDG|STG)\.E\.EF((?:\.\w+)*)", sass)
+        assert {suffix for _, suffix in moves} == {SUFFIXES[int(width)]}, kernel
+        letters = "".join(operation[0] for operation, _ in moves)
+        assert f"{'L' * IN_FLIGHT[name]}{'S' * IN_FLIGHT[name]}" in letters, (kernel, letters)
+        assert not re.search(r"\b(LDL|STL|LD|ST)\b", sass), kernel

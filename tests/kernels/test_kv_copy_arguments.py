@@ -1,0 +1,172 @@
+"""What gather_kv and scatter_kv refuse, by name, with nothing copied and nothing launched."""
+
+from __future__ import annotations
+
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import PagedKV, StridedArray, gather_kv, scatter_kv
+from kvpool.kernels import copies
+from kvpool.kernels.copies import KvPlane, KvTokens
+from tests.kernels.caches import Sizes, make_cache
+from tests.kernels.shim import ShimLauncher
+from tests.kernels.test_kv_copy import as_memory
+
+CACHE = make_cache("sglang_paged", Sizes(), 2)
+SLOTS = np.arange(4)
+P, L, H, D = 2, 3, 2, 8
+READ_ONLY = np.zeros((P, L, 4, H * D), np.uint16)
+READ_ONLY.flags.writeable = False
+
+
+def staging(*shape: int, dtype: Any = np.uint16) -> np.ndarray:
+    return np.full(shape or (P, L, 4, H * D), 7, dtype)
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.parametrize("call", [gather_kv, scatter_kv])
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"skip_prefix_n_tokens": -1}, ValueError, "skip_prefix_n_tokens=-1: must be 0 to 4"),
+        ({"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens=5: must be 0 to 4"),
+        ({"skip_prefix_n_tokens": 1.0}, TypeError, "skip_prefix_n_tokens"),
+        ({"skip_prefix_n_tokens": True}, TypeError, "skip_prefix_n_tokens"),
+        ({"stream": "0"}, TypeError, "stream"),
+        ({"thread_blocks": 0}, ValueError, "thread_blocks"),
+        ({"thread_blocks": "all"}, TypeError, "thread_blocks"),
+        ({"slots": np.arange(3)}, ValueError, "slot_mapping: .* at least 4 .* not \\[3\\]"),
+        ({"slots": np.arange(4).reshape(2, 2)}, ValueError, "slot_mapping"),
+        ({"slots": np.arange(8)[::2]}, ValueError, "slot_mapping: it must be contiguous"),
+        ({"slots": np.arange(4.0)}, TypeError, "slot_mapping: int32 or int64"),
+        ({"slots": np.arange(4, dtype=np.int16)}, TypeError, "slot_mapping: int32 or int64"),
+        ({"slots": np.arange(4, dtype=np.uint64)}, TypeError, "slot_mapping: int32 or int64"),
+        ({"slots": [0, 1, 2, 3]}, TypeError, "slot_mapping"),
+        ({"staging": staging(1, L, 4, H * D)}, ValueError, "is needed, not"),
+        ({"staging": staging(3, L, 4, H * D)}, ValueError, "is needed, not"),
+        ({"staging": staging(P, 2, 4, H * D)}, ValueError, "is needed, not"),
+        ({"staging": staging(P, L, 4, H * D + 1)}, ValueError, "is needed, not"),
+        ({"staging": staging(P, L, 4, H * D, dtype=np.float32)}, ValueError, "is needed, not"),
+        ({"staging": staging(P, L, 4, D, H)}, ValueError, "is needed, not"),
+        ({"staging": staging(P, L, 4)}, ValueError, "is needed, not"),
+        ({"staging": [staging(L, 4, H * D)]}, ValueError, "is needed, not"),
+        ({"staging": [staging(L, 4, H * D), staging(L, 3, H * D)]}, ValueError, "is needed, not"),
+        ({"staging": staging(P, L, 4, H * D, 2)[..., 0]}, ValueError, "elements of a head must be contiguous"),
+        ({"staging": np.broadcast_to(staging(P, L, 1, H * D), (P, L, 4, H * D))}, ValueError, "elements overlap"),
+        ({"staging": staging()[:, :, ::-1]}, ValueError, "must not be negative"),
+        ({"staging": None}, TypeError, "out: an array|source: an array"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_copied(
+    call: Any, changes: dict[str, Any], error: type[Exception], match: str, memory: str
+) -> None:
+    launcher, before = ShimLauncher(), CACHE.buffer.copy()
+    rest = {"slots": SLOTS, "staging": staging(), **changes}
+    slots, out = rest.pop("slots"), rest.pop("staging")
+    if memory == "device":
+        slots = as_memory(slots, memory) if isinstance(slots, np.ndarray) else slots
+        out = as_memory(out, memory) if isinstance(out, np.ndarray) else out
+    with pytest.raises(error, match=match):
+        call(CACHE.paged(memory), slots, out, launcher=launcher, **rest)
+    np.testing.assert_array_equal(CACHE.buffer, before)
+    assert not launcher.launches
+
+
+@pytest.mark.parametrize("call", [gather_kv, scatter_kv])
+def test_a_slot_past_the_end_is_named_before_anything_is_copied(call: Any) -> None:
+    out, before = staging(), CACHE.buffer.copy()
+    with pytest.raises(ValueError, match=r"slot_mapping\[2\]=20: the cache has slots 0 to 19"):
+        call(CACHE.paged(), np.array([20, 1, 20, 3]), out, skip_prefix_n_tokens=1)
+    np.testing.assert_array_equal(CACHE.buffer, before)
+    assert (out == 7).all()
+
+
+def test_what_must_not_be_written_is_not() -> None:
+    with pytest.raises(ValueError, match="out: it must not be written"):
+        gather_kv(CACHE.paged(), SLOTS, READ_ONLY)
+    scatter_kv(CACHE.copy().paged(), SLOTS, READ_ONLY)
+    array = np.zeros((4, 2, 8), np.uint16)
+    array.flags.writeable = False
+    cache = PagedKV.of([array], "mla")
+    with pytest.raises(ValueError, match="cache: it must not be written"):
+        scatter_kv(cache, SLOTS, np.ones((1, 1, 4, 8), np.uint16))
+    gather_kv(cache, SLOTS, np.ones((1, 1, 4, 8), np.uint16))
+
+
+def test_a_cache_that_is_none_is_named() -> None:
+    with pytest.raises(TypeError, match="cache: a PagedKV is needed, not ndarray"):
+        gather_kv(np.zeros((2, 2)), SLOTS, staging())  # type: ignore[arg-type]
+
+
+def test_memory_of_a_gpu_is_never_touched_by_the_host() -> None:
+    with pytest.raises(ValueError, match="slot_mapping: memory of a GPU"):
+        gather_kv(CACHE.paged(), as_memory(SLOTS, "device"), staging())
+    mixed = [staging(L, 4, H * D), as_memory(staging(L, 4, H * D), "device")]
+    with pytest.raises(ValueError, match="out: all planes must be in one memory"):
+        gather_kv(CACHE.paged(), SLOTS, mixed)
+
+
+def test_host_memory_that_kernels_cannot_reach_is_refused_before_the_launch() -> None:
+    class Refusing(ShimLauncher):
+        def device_address(self, address: int) -> int:
+            raise ValueError(f"address {address} is not pinned")
+
+    launcher = Refusing()
+    with pytest.raises(ValueError, match="not pinned"):
+        gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), staging(), launcher=launcher)
+    with pytest.raises(ValueError, match="not pinned"):
+        gather_kv(CACHE.paged(), as_memory(SLOTS, "device"), as_memory(staging(), "device"), launcher=launcher)
+    assert not launcher.launches
+
+
+def test_a_gpu_without_its_packages_is_said_to_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr("kvpool.kv_copy.importlib", SimpleNamespace(import_module=missing))
+    with pytest.raises(ImportError, match="'cuda12' or 'cuda13'"):
+        gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), as_memory(staging(), "device"))
+
+
+def test_what_one_launch_cannot_count_is_refused() -> None:
+    plane = KvPlane(32, 16, 0, 64, 0, 16, 0, 1, 16)
+    for layers, slots, tokens in ((385, 8, 4), (1, 2**32, 4), (1, 8, 2**31)):
+        with pytest.raises(ValueError, match="cache: "):
+            which = KvTokens(64, 8, slots, tokens, 4)
+            copies.kv_copy(np.full((1, layers), 64), [plane], which, gather=True, host=False, multiprocessors=1)
+
+
+def test_shim_copies_as_many_layers_and_planes_as_one_launch_takes() -> None:
+    cache, launcher = make_cache("sglang_paged", Sizes(L=192, B=2, T=2, H=1), 2), ShimLauncher()
+    out, again = np.zeros((2, 192, 4, 8), np.uint16), np.zeros((2, 192, 4, 8), np.uint16)
+    gather_kv(cache.paged("device"), as_memory(SLOTS, "device"), as_memory(out, "device"), launcher=launcher)
+    gather_kv(cache.paged(), SLOTS, again)
+    np.testing.assert_array_equal(out, again)
+    assert again.any() and len(launcher.launches) == 1
+
+
+def test_shim_offsets_are_64_bits_wide() -> None:
+    # Two blocks 5 GiB apart, two layers 3 GiB apart: address space of which only the ends are touched.
+    no_reserve = 0x4000
+    try:
+        space = mmap.mmap(-1, 12 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except OSError as error:
+        pytest.skip(f"12 GiB of address space are needed: {error}")
+    memory = np.frombuffer(space, np.uint8)
+    base, stride, layer = -(-memory.ctypes.data // 64) * 64, 5 << 30, 3 << 30
+    array = StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), "device", owner=memory)
+    content = np.random.default_rng(0).integers(0, 256, (1, 2, 2, 16), dtype=np.uint8)
+    slots = np.array([6, 1])
+    scatter_kv(PagedKV.of(array, "| L B T D"), as_memory(slots, "device"), as_memory(content, "device"), launcher=ShimLauncher())
+    start = base - memory.ctypes.data
+    for i, (block, token) in enumerate(((1, 2), (0, 1))):
+        for n in range(2):
+            place = start + n * layer + block * stride + token * 16
+            np.testing.assert_array_equal(memory[place : place + 16], content[0, n, i])
+    back = np.zeros_like(content)
+    gather_kv(PagedKV.of(StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), owner=memory), "| L B T D"), slots, back)
+    np.testing.assert_array_equal(back, content)
