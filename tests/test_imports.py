@@ -23,11 +23,13 @@ SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorte
 LAYERS = [
     ["errors", "layout", "jit", "interrupt", "guards", "strided", "kv_layout"],
     ["state"],
+    ["device.tables"],
     ["device.base", "kernels"],
     ["device"],
     ["memory"],
     ["levels", "order"],
     ["transfer", "block_table", "kv_copy"],
+    ["staging"],
     ["retention", "sequence", "events", "stats", "leases"],
     ["pool"],
     ["pins"],

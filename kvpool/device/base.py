@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.device.tables import StagedRows, Table
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.strided import as_strided
 
@@ -57,9 +59,9 @@ class Device(ABC):
     the order in which it was enqueued; work on two streams is ordered by events and by nothing else. A *synchronous*
     device does everything before the call returns, so that its streams and events mean nothing.
 
-    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``record``, ``wait``: whoever holds the transfer
-    lock); ``query`` and ``synchronize`` may be called by any thread at any time, everything else while no copy is being
-    enqueued.
+    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``stage_rows``, ``record``, ``wait``: whoever holds the
+    transfer lock); ``query``, ``synchronize``, ``as_table``, ``allocate`` and ``free`` of memory that is not bound may be called by
+    any thread at any time, everything else while no copy is being enqueued.
     """
 
     name: str
@@ -122,6 +124,22 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def as_table(self, target: Any) -> Table:
+        """The memory that a public call means by ``target``: int32[..., rows, columns] that this device can write.
+
+        The elements of a row follow each other. Raises TypeError or ValueError, which name the target, for anything else.
+        """
+
+    @abstractmethod
+    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        """Enqueue on ``stream``: write staged block ids into rows of a table, as ``kvpool.device.tables.write_rows`` does.
+
+        The buffer is read when the work is done, not before; the caller leaves it alone until then, and keeps it and the table alive.
+        What is staged fits the table, and was made by ``kvpool.staging``, which has checked it. Raises DeviceError; then nothing has
+        been enqueued.
+        """
+
+    @abstractmethod
     def create_stream(self, name: str) -> Stream:
         """A stream of the pool's own, which no default stream waits for. ``name`` is for people."""
 
@@ -141,10 +159,13 @@ class Device(ABC):
     def synchronize(self, event: Event | None = None) -> None:
         """Return when ``event``, or (None) everything enqueued, is done. Raises DeviceError."""
 
-    def host_access(self, *, reads: Any = None, writes: Any = None) -> AbstractContextManager[Any]:
+    def host_access(
+        self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()
+    ) -> AbstractContextManager[Any]:
         """Say what the calling thread itself reads and writes while the context is open, for devices that watch.
 
-        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None. Costs nothing elsewhere.
+        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None. ``loads``, ``stores``: arrays outside
+        the pools, such as staging buffers and tables, that are read and written. Costs nothing elsewhere.
         """
         return nullcontext()
 

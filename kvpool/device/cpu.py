@@ -20,6 +20,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.block_copy import Plan, copy_moves, describe_bad_move, make_plan
 from kvpool.device.ram import allocate_ram, available_ram
+from kvpool.device.tables import StagedRows, Table, host_table, write_rows
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout
 
@@ -81,6 +82,13 @@ class CpuDevice(Device):
         bad = copy_moves(moves, self._plan_vector)
         if bad >= 0:
             raise ValueError(describe_bad_move(bad, moves[bad], plan))
+
+    def as_table(self, target: Any) -> Table:
+        return host_table(target)
+
+    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        self._check_open()
+        write_rows(*staged[1:], table.address, table.strides[-2])
 
     def create_stream(self, name: str) -> Stream:
         return NULL_STREAM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.device.base import NULL_STREAM, Device, Event, Stream
+from kvpool.device.tables import StagedRows, Table
 from kvpool.layout import BlockLayout
 
 
@@ -44,6 +46,12 @@ class WrappedDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self.inner.copy_blocks(moves, stream)
 
+    def as_table(self, target: Any) -> Table:
+        return self.inner.as_table(target)
+
+    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        self.inner.stage_rows(table, staged, stream)
+
     def create_stream(self, name: str) -> Stream:
         return self.inner.create_stream(name)
 
@@ -59,8 +67,10 @@ class WrappedDevice(Device):
     def synchronize(self, event: Event | None = None) -> None:
         self.inner.synchronize(event)
 
-    def host_access(self, *, reads: Any = None, writes: Any = None) -> AbstractContextManager[Any]:
-        return self.inner.host_access(reads=reads, writes=writes)
+    def host_access(
+        self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()
+    ) -> AbstractContextManager[Any]:
+        return self.inner.host_access(reads=reads, writes=writes, loads=loads, stores=stores)
 
     def close(self) -> None:
         self.inner.close()

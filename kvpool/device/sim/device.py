@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,16 @@ from kvpool.device.block_copy import describe_bad_move, first_bad_move
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, POISON, Bound, Findings
-from kvpool.device.sim.handles import Gate, HostSpan
+from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
 from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import LANE_BITS, HostAccess, Order, Rows, Waits, joined, rows_argument
-from kvpool.device.sim.reports import Access, Deadlock, call_site
+from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument
+from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
+from kvpool.device.tables import StagedRows, Table, host_table, write_rows
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 
+Memory = Sequence[NDArray[Any]]
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
 # So many queries in a row, while nothing can run and nothing else is called, are a loop that cannot end.
@@ -87,7 +90,7 @@ class SimDevice(Device):
         self._allocated: dict[int, NDArray[np.uint8]] = {}
         self._accesses = self._vain = 0
         self._closed = False
-        self._lock, self._inside = threading.Lock(), 0
+        self._lock = EntryLock()
         self._waits = Waits()
 
     def __repr__(self) -> str:
@@ -98,21 +101,9 @@ class SimDevice(Device):
         return self._closed
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The lock, which nothing that runs inside a call may take again."""
-        if self._inside == threading.get_ident():
-            raise RuntimeError("this thread is inside a call of the device: a launched function may touch memory and nothing else")
-        with self._lock:
-            self._inside = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._inside = 0
-
-    @contextmanager
     def _entered(self, query: bool = False) -> Iterator[None]:
         """The lock of an open device, whose memory is compared first, so that no write of the host is hidden by what runs now."""
-        with self._locked():
+        with self._lock:
             if self._closed:
                 raise PoolClosed("the sim device is closed")
             self._vain = self._vain + 1 if query else 0
@@ -134,15 +125,18 @@ class SimDevice(Device):
         Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for what
         ``allocate`` did not give, or what was freed before.
         """
-        with self._locked():
+        with self._lock:
             if self._closed:
                 array.fill(POISON)
                 return
             if id(array) not in self._allocated:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
-            access = _host_call("free")
+            access = host_call("free")
             if self._bound is not None and any(array is pool for pool in self._bound.mirror.pools):
                 self._unbind(self._bound, access)
+            elif self._bound is not None:
+                self._overwrite(self._bound, access, self._bound.arrays.rows("array", [array]))
+                self._bound.arrays.forget(array)
             del self._allocated[id(array)]
             self._findings.freed(array, access)
 
@@ -164,8 +158,7 @@ class SimDevice(Device):
             if self._bound is not None:
                 raise ValueError("device: already bound to a pool; every pool needs a device of its own")
             device_blocks, host_blocks = bind_arguments(layout, device_pool, host_pool, device_blocks, host_blocks)
-            mirror = Mirror(layout, device_pool, host_pool, device_blocks, host_blocks)
-            self._bound = Bound(mirror, Order(mirror.blocks, mirror.tokens))
+            self._bound = Bound.of(Mirror(layout, device_pool, host_pool, device_blocks, host_blocks))
 
     def _pool(self) -> Bound:
         if self._bound is None:
@@ -175,11 +168,15 @@ class SimDevice(Device):
     def _unbind(self, bound: Bound, access: Access) -> None:
         """Let go of the pools, which nobody may use any more; what is still enqueued on them is dropped, and a race."""
         self._findings.compare(bound, access)
-        tokens, blocks = bound.mirror.tokens, np.arange(bound.mirror.blocks)
-        everything = np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, tokens)], axis=1)
-        self._findings.note(bound.order.begin(HostAccess(access, everything[:0], everything), self._waits.of_thread()))
+        self._overwrite(bound, access, bound.everything())
         self._bound = None
         self._scheduler.drop_bound()
+
+    def _overwrite(self, bound: Bound, access: Access, rows: Rows) -> None:
+        """The calling thread takes memory away."""
+        opened = HostAccess(access, rows[:0], rows)
+        self._findings.note(bound.order.begin(opened, self._waits.of_thread()))
+        bound.order.end(opened)
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -198,7 +195,7 @@ class SimDevice(Device):
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         with self._entered():
-            mirror, order = self._pool()
+            mirror, order, _ = self._pool()
             # The caller may use its array again at once.
             moves = moves_argument(moves).copy()
             bad = first_bad_move(moves, mirror.blocks, mirror.tokens)
@@ -214,27 +211,41 @@ class SimDevice(Device):
                 self._submit(queue, Copy(access, writes, moves, mirror, self._chunk_bytes), reads)
             self._scheduler.poll()
 
-    def launch(self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None) -> None:
+    def launch(
+        self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = ()
+    ) -> None:
         """Enqueue an engine's kernel: ``function()`` is called when its turn comes, and reads and writes pool memory directly.
 
         ``stream`` is anything that ``as_stream`` takes. ``reads`` and ``writes`` are int64[n, 3] rows (block id, first token, last token
-        exclusive) that it may touch; a write anywhere else in the pools is a failure, and so is an exception. Changes no pool
-        before it runs. Raises TypeError or ValueError for bad arguments, and ValueError for rows without a bound pool.
+        exclusive) that it may touch, ``loads`` and ``stores`` arrays outside the pools, such as block tables; a write anywhere else there
+        is a failure, and so is an exception. Changes no pool before it runs. Raises TypeError or ValueError for bad arguments, and
+        ValueError for rows without a bound pool.
         """
         if not callable(function):
             raise TypeError(f"function={function!r}: a callable without arguments is needed")
         with self._entered():
-            read, written = self._rows(reads, writes)
-            queue = self._queue(stream)
-            access = Access("launch", queue.name, call_site())
-            self._submit(queue, Launch(access, written, function, bool(len(read) or len(written))), read)
-            self._scheduler.poll()
+            self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores))
 
-    def _rows(self, reads: Any, writes: Any) -> tuple[Rows, Rows]:
-        if reads is None and writes is None:
+    def _launch(self, kind: str, stream: Any, function: Callable[[], object], read: Rows, written: Rows) -> None:
+        queue = self._queue(stream)
+        access = Access(kind, queue.name, call_site())
+        self._submit(queue, Launch(access, written, function, bool(len(read) or len(written))), read)
+        self._scheduler.poll()
+
+    def _rows(self, reads: Any, writes: Any, loads: Memory, stores: Memory) -> tuple[Rows, Rows]:
+        if reads is None and writes is None and not len(loads) and not len(stores):
             return rows_argument("reads", None, 0, 0), rows_argument("writes", None, 0, 0)
-        mirror = self._pool().mirror
-        return rows_argument("reads", reads, mirror.blocks, mirror.tokens), rows_argument("writes", writes, mirror.blocks, mirror.tokens)
+        return self._pool().rows(("reads", "loads"), reads, loads), self._pool().rows(("writes", "stores"), writes, stores)
+
+    def as_table(self, target: Any) -> Table:
+        return host_table(target)
+
+    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        with self._entered():
+            if id(staged.buffer) not in self._allocated:
+                raise ValueError("staged: a buffer that allocate gave, and that was not freed, is needed")
+            write = partial(write_rows, *staged[1:], table.address, table.strides[-2])
+            self._launch("stage_rows", stream, write, *self._rows(None, None, [staged.buffer], [table.owner]))
 
     def _submit(self, queue: Queue, work: Work, reads: Rows) -> None:
         self._accesses += 1
@@ -250,7 +261,7 @@ class SimDevice(Device):
         if self._bound is not None:
             # While a thread of the host writes, a copy may have read more of it than its shadow did; that race has been noted.
             if isinstance(work, Launch) or self._bound.order.open:
-                self._bound.mirror.adopt(work.writes)
+                self._bound.adopt(work.writes)
             self._findings.finished(self._bound, work.access)
 
     def record(self, stream: Stream) -> Event:
@@ -281,7 +292,7 @@ class SimDevice(Device):
             return Gate(lambda: self._open(entry))
 
     def _open(self, entry: Stall) -> None:
-        with self._locked():
+        with self._lock:
             entry.opened = True
             if not self._closed:
                 self._scheduler.settle()
@@ -338,15 +349,15 @@ class SimDevice(Device):
 
     # -- the host --------------------------------------------------------------------------------
 
-    def host_access(self, *, reads: Any = None, writes: Any = None) -> HostSpan:
-        """A context manager: from entry to exit the calling thread reads and writes these rows of the bound pool directly.
+    def host_access(self, *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = ()) -> HostSpan:
+        """A context manager: from entry to exit the calling thread reads and writes these rows of the bound pool, and arrays, directly.
 
-        Rows as in ``launch``. It is a race with whatever touches them that this thread has not waited for (``synchronize``, a true
+        Arguments as in ``launch``. It is a race with whatever touches them that this thread has not waited for (``synchronize``, a true
         ``query``), with whatever is enqueued before its exit, and with another open access. Raises TypeError or ValueError.
         """
         with self._entered():
-            access = _host_call("host_access")
-            opened = HostAccess(access, *self._rows(reads, writes), threading.get_ident())
+            access = host_call("host_access")
+            opened = HostAccess(access, *self._rows(reads, writes, loads, stores), threading.get_ident())
             return HostSpan(lambda: self._begin(opened), lambda: self._end(opened))
 
     def _begin(self, opened: HostAccess) -> None:
@@ -355,7 +366,7 @@ class SimDevice(Device):
             self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
 
     def _end(self, opened: HostAccess) -> None:
-        with self._locked():
+        with self._lock:
             # The pool may have been closed in between, which has been noted.
             if self._bound is not None and opened in self._bound.order.open:
                 self._findings.entered(self._bound)
@@ -375,18 +386,14 @@ class SimDevice(Device):
 
     def close(self) -> None:
         """As every device. What is still enqueued on the pools, or not waited for by this thread, is a race. Raises what ``check`` does."""
-        with self._locked():
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
             if self._bound is not None:
-                self._unbind(self._bound, _host_call("close"))
+                self._unbind(self._bound, host_call("close"))
             else:
                 self._findings.compare(None, None)
             self._allocated.clear()
             self._findings.forget_freed()
             self._findings.raise_first()
-
-
-def _host_call(kind: str) -> Access:
-    return Access(kind, f"thread {threading.current_thread().name!r}", call_site())

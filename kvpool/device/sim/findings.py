@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.device.sim.arrays import Arrays
 from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import Order
+from kvpool.device.sim.order import Order, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
 
 POISON = 0xA5
@@ -22,10 +23,32 @@ _SAMPLE = 4
 
 
 class Bound(NamedTuple):
-    """A pool that the device serves."""
+    """A pool that the device serves, and the arrays beside it."""
 
     mirror: Mirror
     order: Order
+    arrays: Arrays
+
+    @classmethod
+    def of(cls, mirror: Mirror) -> Bound:
+        return cls(mirror, Order(mirror.blocks, mirror.tokens), Arrays(mirror.blocks, mirror.tokens))
+
+    def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[NDArray[Any]]) -> Rows:
+        """Rows of blocks and the places of arrays, named by two arguments. Raises TypeError, ValueError."""
+        found = rows_argument(names[0], rows, self.mirror.blocks, self.mirror.tokens)
+        return np.concatenate([found, self.arrays.rows(names[1], arrays)]) if len(arrays) else found
+
+    def everything(self) -> Rows:
+        """All tokens of all blocks, and all arrays."""
+        blocks = np.arange(self.mirror.blocks)
+        whole = np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, self.mirror.tokens)], axis=1)
+        return np.concatenate([whole, self.arrays.everything()])
+
+    def adopt(self, rows: Rows) -> None:
+        """Take what is in memory for right in these rows."""
+        is_array = rows[:, 0] >= self.mirror.blocks
+        self.mirror.adopt(rows[~is_array])
+        self.arrays.adopt(rows[is_array, 0])
 
 
 class Findings:
@@ -72,6 +95,10 @@ class Findings:
         """Compare everything, right after ``access`` or (None) at the call that is under way."""
         if bound is not None:
             self._compare(bound, access, bound.mirror.differences)
+            for place in bound.arrays.differences():
+                seen = f"seen {_moment(access)}\n    after {self._last or 'nothing was done'}"
+                self.note([UndeclaredWrite(f"array {place - bound.mirror.blocks + 1}", -1, (), seen, self._schedule())])
+                bound.arrays.adopt(np.array([place]))
         for array, freed in list(self._freed):
             if (array != POISON).any():
                 self._freed = [kept for kept in self._freed if kept[0] is not array]
@@ -93,12 +120,12 @@ class Findings:
         if not self._whole(bound):
             seen += "\n    (of a pool of this size few blocks are compared after each operation: compare='all' finds the culprit)"
         self.note([UndeclaredWrite(what, block, tokens, seen, self._schedule())])
-        bound.mirror.adopt(np.stack([cells[:, 0], cells[:, 1], cells[:, 1] + 1], axis=1))
+        bound.adopt(np.stack([cells[:, 0], cells[:, 1], cells[:, 1] + 1], axis=1))
 
     def _adopt_open(self, bound: Bound) -> None:
         """What a thread of the host may be writing now is right, whatever it is."""
         for opened in bound.order.open:
-            bound.mirror.adopt(opened.writes)
+            bound.adopt(opened.writes)
 
     def raise_first(self) -> None:
         """Raise the oldest failure, if there is one: all races together, anything else by itself."""

@@ -1,9 +1,27 @@
-"""What calls of the sim device give to engines and tests: gates, and spans of accesses by the host."""
+"""What calls of the sim device give to engines and tests: gates, and spans of accesses by the host; and the lock of the device."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import TracebackType
+
+
+class EntryLock:
+    """A lock that nothing which runs inside a call may take again: RuntimeError says so where it would wait for itself."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        if self._inside == threading.get_ident():
+            raise RuntimeError("this thread is inside a call of the device: a launched function may touch memory and nothing else")
+        self._lock.acquire()
+        self._inside = threading.get_ident()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._inside = 0
+        self._lock.release()
 
 
 class Gate:

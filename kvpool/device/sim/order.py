@@ -97,7 +97,7 @@ class HostAccess:
 
 
 class Order:
-    """The last write, and the last read of each lane, of every token of ``blocks`` blocks."""
+    """The last write, and the last read of each lane, of every token of ``blocks`` blocks, and of arrays, which have ids behind them."""
 
     def __init__(self, blocks: int, tokens: int) -> None:
         self._blocks, self._tokens = blocks, tokens
@@ -149,8 +149,20 @@ class Order:
         rows = tuple((int(block), 0, self._tokens) for block in np.unique(bad))
         return [Race(access, access, ("a write of one row", "an access of another row of the same call"), rows)]
 
+    def _fit(self, places: int) -> None:
+        """Make room for arrays that were first named after this was made."""
+        more = places - len(self._owner)
+        if more > 0:
+            cells = (0, more * self._tokens)
+            self._owner, self._writer = np.pad(self._owner, (0, more)), np.pad(self._writer, cells)
+            self._readers = {lane: np.pad(reader, cells) for lane, reader in self._readers.items()}
+            for opened in self.open:
+                opened.touched, opened.written = np.pad(opened.touched, cells), np.pad(opened.written, cells)
+
     def _cells(self, rows: Rows) -> NDArray[np.int64]:
         """The numbers of the tokens in rows."""
+        if len(rows):
+            self._fit(int(rows[:, 0].max()) + 1)
         tokens = np.arange(self._tokens)
         inside = (tokens >= rows[:, 1:2]) & (tokens < rows[:, 2:3])
         cells: NDArray[np.int64] = (rows[:, :1] * self._tokens + tokens)[inside]
@@ -187,10 +199,13 @@ class Order:
         return races
 
     def _rows(self, cells: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
-        """Sorted cells as rows of neighbours in one block."""
+        """Sorted cells as rows of neighbours in one block; arrays have the ids -1, -2, ..."""
         breaks = np.flatnonzero((np.diff(cells) > 1) | (cells[1:] % self._tokens == 0)) + 1
-        ends = [(int(part[0]), int(part[-1])) for part in np.split(cells, breaks)]
-        return tuple((first // self._tokens, first % self._tokens, last % self._tokens + 1) for first, last in ends)
+        found = []
+        for part in np.split(cells, breaks):
+            (block, first), last = divmod(int(part[0]), self._tokens), int(part[-1]) % self._tokens
+            found.append((block if block < self._blocks else self._blocks - block - 1, first, last + 1))
+        return tuple(found)
 
     def _forget(self) -> None:
         """Drop what no token remembers."""

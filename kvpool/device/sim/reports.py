@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -48,11 +49,17 @@ class Access:
         return f"{self.kind} on {self.where}, called at{lines_of(self.site)}"
 
 
+def host_call(kind: str) -> Access:
+    """The call that the calling thread of the host is in."""
+    return Access(kind, f"thread {threading.current_thread().name!r}", call_site())
+
+
 @dataclass(frozen=True)
 class Race:
     """Two accesses to the same tokens, one of them a write, that nothing orders, in the order of their calls.
 
-    ``does`` says what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive).
+    ``does`` says what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive). Arrays outside the pools
+    have the ids -1, -2, ... in the order in which they were first named.
     """
 
     first: Access
@@ -61,7 +68,8 @@ class Race:
     rows: tuple[tuple[int, int, int], ...]
 
     def __str__(self) -> str:
-        shown = [f"block {block} tokens {begin}..{end - 1}" for block, begin, end in self.rows[:_SHOWN]]
+        rows = self.rows[:_SHOWN]
+        shown = [f"block {block} tokens {begin}..{end - 1}" if block >= 0 else f"array {-block}" for block, begin, end in rows]
         more = f", and {len(self.rows) - _SHOWN} more" if len(self.rows) > _SHOWN else ""
         return (
             f"nothing orders two accesses to {', '.join(shown)}{more}:\n"
@@ -81,7 +89,7 @@ class RaceError(KVPoolError, AssertionError):
 
 
 class UndeclaredWrite(KVPoolError, AssertionError):
-    """Bytes changed that nobody had declared to write. ``block`` is the first one, -1 for freed memory; ``tokens`` are its changed ones."""
+    """Bytes changed that nobody had declared to write. ``block`` is the first one, -1 outside the pools; ``tokens`` the changed ones."""
 
     def __init__(self, what: str, block: int, tokens: Sequence[int], seen: str, schedule: str) -> None:
         super().__init__(f"{what} changed, and nobody had declared to write there; {seen}\n[{schedule}]")

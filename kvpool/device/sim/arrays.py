@@ -1,0 +1,87 @@
+"""Arrays outside the pools: staging buffers, tables and whatever else kernels and the host share. Each counts as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.sim.order import Rows
+
+
+class _Watched(NamedTuple):
+    """An array, what it should hold, and the bytes between its first and its last one."""
+
+    array: NDArray[Any]
+    shadow: NDArray[Any]
+    begin: int
+    end: int
+
+
+class Arrays:
+    """The arrays that some access has named, each with a place of its own behind the blocks: rows name it like a block.
+
+    Arrays that share bytes are places that are accessed together. So two halves of one array are apart if each is named by itself.
+    """
+
+    def __init__(self, blocks: int, tokens: int) -> None:
+        self._blocks, self._tokens = blocks, tokens
+        self._watched: list[_Watched | None] = []
+
+    def rows(self, name: str, arrays: Sequence[NDArray[Any]]) -> Rows:
+        """The places of arrays, which are watched from now on. Raises TypeError."""
+        found: set[int] = set()
+        for array in arrays:
+            if not isinstance(array, np.ndarray):
+                raise TypeError(f"{name}: arrays are needed, not {type(array).__name__}")
+            begin, end = _extent(array)
+            self._watch(array, begin, end)
+            found.update(i for i, other in enumerate(self._watched) if other is not None and other.begin < end and begin < other.end)
+        return self._rows(sorted(found))
+
+    def everything(self) -> Rows:
+        return self._rows(range(len(self._watched)))
+
+    def _rows(self, numbers: Sequence[int]) -> Rows:
+        return np.array([(self._blocks + i, 0, self._tokens) for i in numbers], np.int64).reshape(-1, 3)
+
+    def _watch(self, array: NDArray[Any], begin: int, end: int) -> None:
+        if not any(other is not None and _same(other.array, array) for other in self._watched):
+            self._watched.append(_Watched(array, array.copy(), begin, end))
+
+    def forget(self, array: NDArray[Any]) -> None:
+        """Watch memory no more. Its place stays, for what was done there before."""
+        begin, end = _extent(array)
+        for i, other in enumerate(self._watched):
+            if other is not None and begin <= other.begin and other.end <= end:
+                self._watched[i] = None
+
+    def adopt(self, places: NDArray[np.int64]) -> None:
+        """Take what is in these arrays for right."""
+        for i in (places - self._blocks).tolist():
+            watched = self._watched[i]
+            if watched is not None:
+                watched.shadow[...] = watched.array
+
+    def differences(self) -> list[int]:
+        """Places of arrays that are not what they should be."""
+        wrong = []
+        for i, watched in enumerate(self._watched):
+            if watched is not None and watched.array.tobytes() != watched.shadow.tobytes():
+                wrong.append(self._blocks + i)
+        return wrong
+
+
+def _extent(array: NDArray[Any]) -> tuple[int, int]:
+    """Address of the first byte, and of the first one behind the array."""
+    address = array.ctypes.data
+    if array.size == 0:
+        return address, address
+    steps = [(count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True)]
+    return address + sum(step for step in steps if step < 0), address + sum(step for step in steps if step > 0) + array.itemsize
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.ctypes.data == b.ctypes.data and a.shape == b.shape and a.strides == b.strides and a.dtype == b.dtype

@@ -1,0 +1,92 @@
+"""Tables of int32 block ids that a device writes: where they lie, what is staged for them, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.jit import jit
+from kvpool.state.atomics import array_at
+
+START, SCALE, OFFSET = range(3)
+"""Columns of the planes of a hand-over."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """int32[..., rows, columns] that a device can write. ``address`` and ``strides`` are in bytes; ``owner`` keeps the memory alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    owner: Any = field(compare=False, repr=False)
+
+
+class StagedRows(NamedTuple):
+    """Rows of block ids on their way into a table, all in one buffer of the host tier that belongs to this hand-over alone.
+
+    ``buffer`` uint8 is what ``Device.allocate`` gave, ``address`` its first byte. From there on it holds, one behind the other:
+
+    - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its offset;
+    - int64[rows]: the row of the table that each row of ids goes to, all different;
+    - int32[rows, width]: the ids, -1 where there is no block.
+
+    Columns [width, columns) of these rows of the table are -1. ``planes``, ``rows`` and ``columns`` are at least 1, ``width`` may be 0.
+    """
+
+    buffer: NDArray[np.uint8]
+    address: int
+    planes: int
+    rows: int
+    width: int
+    columns: int
+
+
+def staged_bytes(planes: int, rows: int, width: int) -> int:
+    """Bytes of the buffer that a hand-over takes."""
+    return 24 * planes + 8 * rows + 4 * rows * width
+
+
+@jit
+def write_rows(address: int, planes: int, rows: int, width: int, columns: int, table: int, row_stride: int) -> None:
+    """What a hand-over means: ``table[plane, row, column] = id * scale + offset``, -1 where there is no id. Addresses and bytes."""
+    plane = array_at(address, (planes, 3), np.int64)
+    row = array_at(address + 24 * planes, (rows,), np.int64)
+    ids = array_at(address + 24 * planes + 8 * rows, (rows, width), np.int32)
+    for p in range(planes):
+        scale, offset = plane[p, SCALE], plane[p, OFFSET]
+        for i in range(rows):
+            target = array_at(table + plane[p, START] + row[i] * row_stride, (columns,), np.int32)
+            for j in range(width):
+                target[j] = ids[i, j] * scale + offset if ids[i, j] >= 0 else -1
+            for j in range(width, columns):
+                target[j] = -1
+
+
+def make_table(address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: Any) -> Table:
+    """Memory of int32 as a table; ValueError where ``shape`` and ``strides`` (bytes) are none that rows can be written to."""
+    if len(shape) < 2 or 0 in shape:
+        raise ValueError(f"target has shape {shape}: accepted is [..., rows, columns], with one of each at least")
+    if strides[-1] != 4 and shape[-1] > 1:
+        raise ValueError(f"target has strides {strides}: accepted are columns that follow each other, 4 bytes apart")
+    end = 4
+    for stride, count in sorted(zip(strides, shape, strict=True)):
+        if count > 1 and (stride < end or stride % 4):
+            raise ValueError(f"target has shape {shape} and strides {strides}: accepted are elements that do not overlap, in rising order")
+        end += (count - 1) * stride
+    if address % 4:
+        raise ValueError(f"target is at {address:#x}: accepted is a multiple of 4")
+    return Table(address, shape, strides, owner)
+
+
+def host_table(target: Any) -> Table:
+    """A NumPy array as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
+    if not isinstance(target, np.ndarray) or target.dtype != np.int32:
+        found = target.dtype if isinstance(target, np.ndarray) else type(target).__name__
+        raise TypeError(f"target: accepted is an int32 array, not {found}")
+    if not target.flags.writeable:
+        raise ValueError("target is read-only: accepted is an array that can be written")
+    return make_table(target.ctypes.data, target.shape, target.strides, target)
