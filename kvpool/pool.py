@@ -255,6 +255,15 @@ class Pool:
         holds.reset(header, ids, now)
         return 0
 
+    def calibrate(self) -> Any:
+        """Measure which way of copying is the fastest on this device, take it from now on, and keep it on disk for other processes.
+
+        Returns what was measured, or None from devices that have nothing to choose. Takes seconds; the pool's blocks are not
+        touched, and other calls go on. Raises DeviceError, MemoryError, PoolClosed.
+        """
+        self._check_open()
+        return self._device.calibrate()
+
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
         now = self.now() if self._leases else 0

@@ -159,6 +159,13 @@ class Device(ABC):
     def synchronize(self, event: Event | None = None) -> None:
         """Return when ``event``, or (None) everything enqueued, is done. Raises DeviceError."""
 
+    def calibrate(self) -> Any:
+        """Measure which way of copying is the fastest here, and take it from now on.
+
+        What was found, a ``calibration.Calibration``; None where there is nothing to choose. Raises DeviceError, MemoryError.
+        """
+        return None
+
     def host_access(
         self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()
     ) -> AbstractContextManager[Any]:

@@ -39,14 +39,14 @@ class PinnedMemory:
     """Zeroed memory for ``array`` uint8[nbytes], at the start of a page, of which ``registrar`` has registered all.
 
     The range is one, however many chunks it is registered in: a copy must not cross from one chunk into the next, at multiples of
-    ``chunk_bytes``. Memory that is given back is no longer pinned; it is there until the last view of ``array`` is gone.
+    ``chunk_bytes`` (default: ``CHUNK_BYTES``). Memory that is given back is no longer pinned; it is there until the last view of ``array`` is gone.
 
     Not thread-safe. Raises MemoryError, with nothing left pinned, where the machine has no room or the driver refuses.
     """
 
-    def __init__(self, nbytes: int, registrar: Registrar, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, nbytes: int, registrar: Registrar, *, chunk_bytes: int | None = None) -> None:
         nbytes = integer_argument("nbytes", nbytes, 0, sys.maxsize - mmap.PAGESIZE)
-        self.chunk_bytes = integer_argument("chunk_bytes", chunk_bytes, mmap.PAGESIZE, sys.maxsize)
+        self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None else integer_argument("chunk_bytes", chunk_bytes, mmap.PAGESIZE, sys.maxsize)
         if self.chunk_bytes % mmap.PAGESIZE:
             raise ValueError(f"chunk_bytes={chunk_bytes}: a multiple of {mmap.PAGESIZE} is needed")
         self._registrar = registrar

@@ -67,6 +67,9 @@ class WrappedDevice(Device):
     def synchronize(self, event: Event | None = None) -> None:
         self.inner.synchronize(event)
 
+    def calibrate(self) -> Any:
+        return self.inner.calibrate()
+
     def host_access(
         self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()
     ) -> AbstractContextManager[Any]:
