@@ -130,7 +130,7 @@ def _allocate(device: Device, sizes: dict[str, int]) -> dict[str, Any]:
             try:
                 pools[tier] = device.allocate(nbytes, tier)
             except MemoryError as error:
-                raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0) from error
+                raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
     except BaseException:
         for pool in pools.values():
             device.free(pool)

@@ -61,10 +61,8 @@ class CudaLauncher:
         return int(found.devicePointer)
 
     def saturated(self) -> bool:
-        """Whether the next upload would wait."""
-        with self._lock:
-            self._reclaim()
-            return len(self._retired) >= _DEPTH
+        """Whether the next upload may have to wait."""
+        return self.retained >= _DEPTH
 
     def upload(self, array: npt.NDArray[Any], stream: int) -> int:
         """As the protocol says. Waits for the oldest upload where too many are under way. Raises DeviceError, MemoryError."""

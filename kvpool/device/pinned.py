@@ -39,7 +39,8 @@ class PinnedMemory:
     """Zeroed memory for ``array`` uint8[nbytes], at the start of a page, of which ``registrar`` has registered all.
 
     The range is one, however many chunks it is registered in: a copy must not cross from one chunk into the next, at multiples of
-    ``chunk_bytes`` (default: ``CHUNK_BYTES``). Memory that is given back is no longer pinned; it is there until the last view of ``array`` is gone.
+    ``chunk_bytes`` (default: ``CHUNK_BYTES``). Memory that is given back is no longer pinned; it is there until the last view of
+    ``array`` is gone.
 
     Not thread-safe. Raises MemoryError, with nothing left pinned, where the machine has no room or the driver refuses.
     """

@@ -27,6 +27,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     def install(batches: bool = True) -> FakeCupy:
         cupy = FakeCupy(batches)
         monkeypatch.setattr("kvpool.device.cuda._cupy", lambda: cupy)
+        monkeypatch.setattr("kvpool.device.cuda._launchers", {})
         monkeypatch.setattr("kvpool.device.cuda.find_batch", lambda: find_batch(cupy.library))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return cupy
