@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvpool.commands import replay, stress
+from kvpool.commands import doctor, replay, stress
 from kvpool.commands.terminal import INTERRUPTED
 
-COMMANDS = (replay, stress)
+COMMANDS = (replay, stress, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from kvpool.device.base import (
 from kvpool.device.block_copy import Plan, describe_bad_move, first_bad_move, make_plan
 from kvpool.device.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PLAIN, WITHIN, Calibration
 from kvpool.device.cuda_batch import find_batch
-from kvpool.device.cuda_calls import STICKY, Calls, status_of
+from kvpool.device.cuda_calls import STICKY, Calls, Gpu, gpus, status_of
 from kvpool.device.cuda_events import CudaEvent, EventPool
 from kvpool.device.cuda_launch import CudaLauncher
 from kvpool.device.fragments import Cutter
@@ -85,6 +85,11 @@ def unusable() -> str | None:
     return None
 
 
+def describe_gpus() -> list[Gpu]:
+    """All GPUs that this process sees. Raises DeviceError."""
+    return gpus(_cupy().cuda.runtime)
+
+
 _launchers: dict[int, CudaLauncher] = {}
 _launchers_lock = threading.Lock()
 
@@ -126,8 +131,7 @@ class CudaDevice(Device):
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = Calls(runtime, self.index)
         with self._calls("cudaGetDeviceProperties"):
-            self.device_name = runtime.getDeviceProperties(self.index)["name"].decode()
-            self.driver = int(runtime.driverGetVersion())
+            _, self.device_name, _, self.driver = gpus(runtime)[self.index]
             # Elsewhere kernels and the driver's batches know pinned memory by another address.
             self._same_addresses = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, self.index))
         self.calibration = self._calibration(calibration)
@@ -137,6 +141,7 @@ class CudaDevice(Device):
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
         self._streams: list[Stream] = []
         self._bound: _Bound | None = None
+        self._kernels = False
         self._closed = False
         self._memory_stream = self.create_stream("memory")
 
@@ -221,6 +226,7 @@ class CudaDevice(Device):
             raise ValueError("host_pool: what allocate gave for the host tier is needed")
         plan = make_plan(layout, device_pool, host_pool, device_blocks, host_blocks)
         cutter = Cutter(plan, host_pool.nbytes, memory.chunk_bytes)
+        self._kernels = self._have_kernels()
         self._bound = _Bound(plan, plan.vector(), cutter, (device_pool, host_pool), layout.token_bytes)
 
     # -- copies ----------------------------------------------------------------------------------
@@ -259,8 +265,11 @@ class CudaDevice(Device):
     def _paths(self, stream: int) -> tuple[str, ...]:
         """What can be taken now: nothing that would wait."""
         batched = (BATCHED,) if self._batch is not None and stream else ()
-        kernel = (KERNEL,) if self._same_addresses and not self._launcher.saturated() else ()
+        kernel = (KERNEL,) if self._kernels and not self._launcher.saturated() else ()
         return PLAIN, *batched, *kernel
+
+    def _have_kernels(self) -> bool:
+        return self._same_addresses and self._launcher.prepare("block_copy.cu")
 
     def _copy_by_kernel(self, bound: _Bound, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         address = self._launcher.upload(moves, stream)
@@ -277,7 +286,7 @@ class CudaDevice(Device):
         Takes seconds, half a gigabyte of each tier at most, and the GPU's attention. Raises DeviceError, MemoryError.
         """
         self._check_open()
-        paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *((KERNEL,) if self._same_addresses else ())]
+        paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *((KERNEL,) if self._have_kernels() else ())]
         found = measure(lambda path: CudaDevice(self.index, calibration=path), paths)
         self.calibration = Calibration(self.device_name, self.driver, tuple(found))
         path = calibrations.place(self.device_name, self.driver)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.errors import DeviceError
 
@@ -38,6 +38,22 @@ STICKY = frozenset(
         999,  # cudaErrorUnknown
     }
 )
+
+
+class Gpu(NamedTuple):
+    """What the driver says of a GPU: memory in bytes, and the driver's CUDA version as in 13010 for 13.1."""
+
+    number: int
+    name: str
+    memory: int
+    driver: int
+
+
+def gpus(runtime: Any) -> list[Gpu]:
+    """All GPUs that this process sees."""
+    driver = int(runtime.driverGetVersion())
+    found = [runtime.getDeviceProperties(number) for number in range(runtime.getDeviceCount())]
+    return [Gpu(number, one["name"].decode(), int(one["totalGlobalMem"]), driver) for number, one in enumerate(found)]
 
 
 def status_of(error: BaseException | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from collections import deque
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvpool.device.base import Stream
 from kvpool.device.cuda_calls import Calls
 from kvpool.device.cuda_events import CudaEvent, EventPool
 from kvpool.device.pinned import PinnedMemory
+from kvpool.errors import DeviceError
 from kvpool.kernels.launch import OPTIONS, Launch, cuda_source
 
 _DEPTH = 64
@@ -29,6 +31,7 @@ class CudaLauncher:
     def __init__(self, cupy: Any, calls: Calls, events: EventPool) -> None:
         self._cupy, self._calls, self._events = cupy, calls, events
         self._lock = threading.Lock()
+        self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
         # What the last upload of a thread to a stream put there; then, oldest first, what events are to set free; then what is free.
         self._open: dict[tuple[int, int], PinnedMemory] = {}
@@ -40,17 +43,34 @@ class CudaLauncher:
     def launch(self, launch: Launch, stream: int) -> None:
         """As the protocol says. The first launch of a kernel compiles its source. Raises DeviceError."""
         with self._calls(launch.kernel):
-            kernel = self._kernel(launch.source, launch.kernel)
+            name = launch.source, launch.kernel
+            if name not in self._kernels:
+                self._kernels[name] = self._module(launch.source).get_function(launch.kernel)
             on = self._cupy.cuda.Stream.from_external(Stream(stream))
             # CuPy passes a NumPy array of one element by value.
-            kernel((launch.thread_blocks,), (launch.threads,), (launch.record,), stream=on)
+            self._kernels[name]((launch.thread_blocks,), (launch.threads,), (launch.record,), stream=on)
 
-    def _kernel(self, source: str, name: str) -> Any:
+    def prepare(self, source: str) -> bool:
+        """Compile a source now; False, with a warning, where that cannot be done."""
+        try:
+            with self._calls("compile"):
+                self._module(source).compile()
+        except DeviceError as error:
+            if error.sticky:
+                raise
+            reason: Exception = error
+        except Exception as error:  # The compiler has its own, and the loader of a library that is missing another.
+            reason = error
+        else:
+            return True
+        warnings.warn(f"{source} cannot be compiled, kernels are not used: {reason}", stacklevel=2)
+        return False
+
+    def _module(self, source: str) -> Any:
         with self._lock:
-            if (source, name) not in self._kernels:
-                module = self._cupy.RawModule(code=cuda_source(source), options=OPTIONS)
-                self._kernels[source, name] = module.get_function(name)
-            return self._kernels[source, name]
+            if source not in self._modules:
+                self._modules[source] = self._cupy.RawModule(code=cuda_source(source), options=OPTIONS)
+            return self._modules[source]
 
     def device_address(self, address: int) -> int:
         """As the protocol says."""

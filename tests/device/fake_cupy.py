@@ -40,6 +40,8 @@ class Point:
 class FakeArray:
     """A cupy.ndarray: NumPy must be asked for explicitly."""
 
+    device = SimpleNamespace(synchronize=lambda: None)
+
     def __init__(self, inner: np.ndarray) -> None:
         self.inner = inner
         self.dtype, self.shape, self.size, self.nbytes, self.ndim = inner.dtype, inner.shape, inner.size, inner.nbytes, inner.ndim
@@ -113,8 +115,8 @@ class FakeRuntime:
         self.note("setDevice")
         self.current = index
 
-    def getDeviceProperties(self, index: int) -> dict[str, bytes]:
-        return {"name": b"Fake GPU"}
+    def getDeviceProperties(self, index: int) -> dict[str, Any]:
+        return {"name": b"Fake GPU", "totalGlobalMem": GPU_BYTES}
 
     def driverGetVersion(self) -> int:
         return 13000
@@ -269,7 +271,7 @@ class FakeCupy:
 
     def RawModule(self, code: str, options: tuple[str, ...]) -> Any:
         source = next(name for name in ("block_copy.cu", "kv_copy.cu", "stage_rows.cu") if library_source(name) == code)
-        return SimpleNamespace(get_function=lambda name: self._kernel(source, name))
+        return SimpleNamespace(compile=lambda: library(source), get_function=lambda name: self._kernel(source, name))
 
     def _kernel(self, source: str, name: str) -> Callable[..., None]:
         run = getattr(library(source), f"run_{name}")

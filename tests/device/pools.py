@@ -33,6 +33,7 @@ def put(array: Any, values: np.ndarray) -> None:
         array[...] = values
     else:
         array.set(values)
+        array.device.synchronize()
 
 
 def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPools:
