@@ -121,9 +121,12 @@ class Replay:
         self.close()
 
     def close(self) -> None:
-        """Close the pool; a second time does nothing."""
-        if not self.cache.closed:
-            self.cache.close()
+        """Close the pool and its device; a second time does nothing."""
+        try:
+            if not self.cache.closed:
+                self.cache.close()
+        finally:
+            self._device.close()
 
     def run(self) -> Summary:
         """Replay all requests and return the summary.
@@ -326,3 +329,4 @@ def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
             cache.commit(ids)
             cache.offload(keys)
             cache.release(int(ids[0]))
+    device.close()
