@@ -21,16 +21,15 @@ ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 @functools.cache
 def cubin(source: str, architecture: str) -> bytes:
     """A source of ``cuda/`` as machine code, by NVRTC as at run time, else by nvcc; skips where there is neither."""
-    if importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None:
+    try:
         from cuda.core import Program, ProgramOptions
 
-        try:
-            program = Program(cuda_source(source), "c++", ProgramOptions(arch=architecture, std=OPTIONS[0].partition("=")[2]))
-        except RuntimeError as error:  # cuda.pathfinder does not find the library
-            if "nvrtc" not in str(error):
-                raise
-        else:
-            return bytes(program.compile("cubin").code)
+        program = Program(cuda_source(source), "c++", ProgramOptions(arch=architecture, std=OPTIONS[0].partition("=")[2]))
+    except (ImportError, RuntimeError) as error:  # no package, or none of the library
+        if isinstance(error, RuntimeError) and "nvrtc" not in str(error):
+            raise
+    else:
+        return bytes(program.compile("cubin").code)
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("neither cuda-core with nvidia-cuda-nvrtc nor nvcc is installed; the cubins are compiled with them")

@@ -157,16 +157,23 @@ def test_shim_offsets_are_64_bits_wide() -> None:
     except OSError as error:
         pytest.skip(f"12 GiB of address space are needed: {error}")
     memory = np.frombuffer(space, np.uint8)
-    base, stride, layer = -(-memory.ctypes.data // 64) * 64, 5 << 30, 3 << 30
-    array = StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), "device", owner=memory)
+    start = -memory.ctypes.data % 64
+    base, stride, layer = memory.ctypes.data + start, 5 << 30, 3 << 30
     content = np.random.default_rng(0).integers(0, 256, (1, 2, 2, 16), dtype=np.uint8)
     slots = np.array([6, 1])
-    scatter_kv(PagedKV.of(array, "| L B T D"), as_memory(slots, "device"), as_memory(content, "device"), launcher=ShimLauncher())
-    start = base - memory.ctypes.data
+
+    def cache(memory_of: str) -> PagedKV:
+        return PagedKV.of(StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), memory_of, owner=memory), "| L B T D")
+
+    scatter_kv(cache("device"), as_memory(slots, "device"), as_memory(content, "device"), launcher=ShimLauncher())
     for i, (block, token) in enumerate(((1, 2), (0, 1))):
         for n in range(2):
             place = start + n * layer + block * stride + token * 16
             np.testing.assert_array_equal(memory[place : place + 16], content[0, n, i])
+    # Staging as far apart, behind the tokens of the cache.
+    far = StridedArray(base + 1024, (1, 2, 2, 16), 1, (64, layer, stride, 1), "device", owner=memory)
+    gather_kv(cache("device"), as_memory(slots, "device"), far, launcher=ShimLauncher())
+    np.testing.assert_array_equal(np.lib.stride_tricks.as_strided(memory[start + 1024 :], far.shape, far.steps), content)
     back = np.zeros_like(content)
-    gather_kv(PagedKV.of(StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), owner=memory), "| L B T D"), slots, back)
+    gather_kv(cache("host"), slots, back)
     np.testing.assert_array_equal(back, content)
