@@ -1,11 +1,29 @@
-"""Block tables: the persistent host table that CPU readers use in place."""
+"""Block tables: the persistent host table that CPU readers use in place, its dense and CSR forms, and what a staged one is asked to be."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from kvpool.device.tables import Table
+from kvpool.jit import jit
+from kvpool.layout import integer_argument
+
+_INT32_MAX = 2**31 - 1
+
+
+class Csr(NamedTuple):
+    """Block ids of n sequences, one behind the other, as attention libraries take them.
+
+    The blocks of sequence i are ``indices[indptr[i]:indptr[i + 1]]``: int32[n + 1] and int32[total]. ``last_page_len`` int32[n] are the
+    tokens in its last block, 1 to tokens_per_block, or 0 where it has no token.
+    """
+
+    indptr: npt.NDArray[np.int32]
+    indices: npt.NDArray[np.int32]
+    last_page_len: npt.NDArray[np.int32]
 
 
 class BlockTable(NamedTuple):
@@ -19,11 +37,84 @@ class BlockTable(NamedTuple):
     table: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
+    tokens_per_block: int
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int64]:
+        """Blocks of each sequence, int64[n]."""
+        return -(-self.lengths // self.tokens_per_block)
 
     def dense(self, width: int | None = None) -> npt.NDArray[np.int32]:
-        """A private copy int32[n, width] of the rows; by default as wide as the columns in use."""
-        found = self.table[self.rows]
-        if width is None:
-            used = found != -1
-            width = int(used.any(axis=0).sum()) if used.size else 0
-        return np.ascontiguousarray(found[:, :width])
+        """A private copy int32[n, width] of the rows, -1 behind the end of each; by default as wide as the longest one.
+
+        Reads the table as it is now: no other call may change these sequences meanwhile. Raises ValueError if a row does not fit.
+        """
+        used = int(self.blocks.max(initial=0))
+        wide = used if width is None else integer_argument("width", width, 0, _INT32_MAX)
+        if wide < used:
+            raise ValueError(f"width={wide}: accepted are the {used} blocks of the longest sequence, or more")
+        found = np.full((len(self.rows), wide), -1, np.int32)
+        found[:, :used] = self.table[self.rows, :used]
+        return found
+
+    def csr(self) -> Csr:
+        """The same without padding, in private arrays. Reads the table as ``dense`` does. Raises ValueError beyond 2**31 - 1 blocks."""
+        indptr = np.concatenate([[0], np.cumsum(self.blocks)])
+        if indptr[-1] > _INT32_MAX:
+            raise ValueError(f"{indptr[-1]} blocks: accepted are {_INT32_MAX}")
+        dense = self.dense()
+        indices = dense[np.arange(dense.shape[1]) < self.blocks[:, None]]
+        last = np.where(self.lengths > 0, (self.lengths - 1) % self.tokens_per_block + 1, 0)
+        return Csr(indptr.astype(np.int32), indices, last.astype(np.int32))
+
+
+def planes_argument(table: Table, scale: Any, v_offset: Any, ids: int) -> npt.NDArray[np.int64]:
+    """For each plane of a target its first byte, scale and offset, int64[planes, 3], if it has the shape that they ask for.
+
+    That is [rows, columns], behind [pools] if ``scale`` is a list, behind [2] for K and V if ``v_offset`` is given. ``ids`` are the
+    block ids there can be. Raises TypeError or ValueError.
+    """
+    pooled, listed = _is_list(scale), _is_list(v_offset)
+    scales = [integer_argument("scale", one, 1, _INT32_MAX) for one in (scale if pooled else [scale])]
+    given = [] if v_offset is None else [integer_argument("v_offset", one, 0, _INT32_MAX) for one in (v_offset if listed else [v_offset])]
+    if listed and not (pooled and len(given) == len(scales)):
+        raise ValueError(f"v_offset has {len(given)} entries: accepted is one number, or one for each pool that scale lists")
+    leading = (len(scales),) * pooled + (2,) * bool(given)
+    if table.shape[:-2] != leading:
+        text = "".join(f"{count}, " for count in leading)
+        raise ValueError(f"target has shape {list(table.shape)}: with this scale and v_offset, accepted is [{text}rows, columns]")
+    planes = []
+    for pool, one in enumerate(scales):
+        for offset in (0, given[pool if listed else 0]) if given else (0,):
+            if (ids - 1) * one + offset > _INT32_MAX:
+                raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
+            planes.append((one, offset))
+    return np.array([(start, *plane) for start, plane in zip(table.starts(), planes, strict=True)], np.int64)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
+def rows_argument(rows: npt.NDArray[np.int64] | None, count: int, available: int) -> npt.NDArray[np.int64]:
+    """The row of a target that each of ``count`` sequences goes to, int64[count]: by default the first ones. Raises ValueError."""
+    if rows is None:
+        if count > available:
+            raise ValueError(f"target has {available} rows: accepted are {count} or more, one for each sequence")
+        return np.arange(count)
+    if len(rows) != count:
+        raise ValueError(f"rows has {len(rows)} entries: accepted is one for each of the {count} sequences")
+    bad = _first_bad(rows, available, np.zeros(available, np.bool_))
+    if bad >= 0:
+        raise ValueError(f"rows[{bad}]={rows[bad]}: accepted are different rows of the target's {available}")
+    return rows
+
+
+@jit
+def _first_bad(rows: npt.NDArray[np.int64], available: int, seen: npt.NDArray[np.bool_]) -> int:
+    """The place of a row that is none or that came before, else -1."""
+    for i in range(rows.shape[0]):
+        if rows[i] < 0 or rows[i] >= available or seen[rows[i]]:
+            return i
+        seen[rows[i]] = True
+    return -1

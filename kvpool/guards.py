@@ -10,6 +10,7 @@ OTHERS_BATCHES_TOO = 512  # a call returns when everything decided before it is 
 TICKET_ORDER = 1024  # batches are enqueued in the order in which they were decided
 READER_WAITS = 2048  # a host reader gets its lease when the bytes have come
 LOST_CONTENT_IS_FORGOTTEN = 4096  # what a failed copy should have brought is not findable
+STAGED_BUFFERS_RETIRE_BY_EVENT = 8192  # a block table on its way to the device is not overwritten before it has been read
 
 GUARDS = {name.lower(): value for name, value in dict(globals()).items() if name.isupper() and isinstance(value, int)}
 ALL = sum(GUARDS.values())

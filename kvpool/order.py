@@ -110,6 +110,10 @@ class Order:
             found = self._slots[stream.handle] = len(self._streams) - 1
         return found
 
+    def stream(self, slot: int) -> Stream:
+        """The stream that has this number."""
+        return self._streams[slot]
+
     def accessed(self, rows: Rows) -> None:
         """Before a batch: take points behind what streams are said to have enqueued, and let streams follow each other."""
         self._grow()

@@ -21,6 +21,7 @@ from kvpool.device.base import Device, Stream
 from kvpool.errors import (
     DeviceError,
     InsufficientMemory,
+    IntegrityError,
     KVPoolError,
     OutOfBlocks,
     OutOfSequences,
@@ -34,6 +35,7 @@ from kvpool.memory import MemoryPools
 from kvpool.order import Order
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, bool_argument
+from kvpool.staging import Staging
 from kvpool.state import admission, blocks, growth, holds, live
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
@@ -60,7 +62,7 @@ class Pool:
     def __init__(
         self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
-        secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
+        secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
     ) -> None:  # fmt: skip
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
@@ -75,6 +77,7 @@ class Pool:
         min_reuse = integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535)
         events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
         sequences = integer_argument("max_sequences", max_sequences, 1, 1 << 24)
+        depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
         if max_sequence_tokens is not None:
             max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
         self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
@@ -95,6 +98,7 @@ class Pool:
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
         self._transfer = Transfer(self._state, self._lock, self._device)
+        self._staging = Staging(self._device, self._transfer, depth)
         self._leases: dict[int, Any] = {}
         self._lease_count = 0
         # One import at a time; the memory is not given back while one writes to it.
@@ -154,10 +158,13 @@ class Pool:
 
     def _prepare_accesses(self, order: Order, stream: Stream | None, moves: int, ids: Ids) -> None:
         """Room for what the next verb says of streams: at most a row for each block it takes, holds or lets go, and three per sequence."""
-        held = self._state.sequences["blocks"]
-        if ids is not None:
-            held = held[(ids & 0xFFFFFFFF) % len(held)]
-        self._state.reserve_accesses(moves + int(held.sum()) + 3 * len(held) + 1)
+        if ids is NO_IDS:
+            self._state.reserve_accesses(moves + 1)
+        else:
+            held = self._state.sequences["blocks"]
+            if ids is not None:
+                held = held[(ids & 0xFFFFFFFF) % len(held)]
+            self._state.reserve_accesses(moves + int(held.sum()) + 3 * len(held) + 1)
         self._state.header[blocks.STREAM] = blocks.NONE if stream is None else order.slot(stream)
 
     def _check_open(self) -> None:
@@ -238,6 +245,8 @@ class Pool:
             self._check_open()
             pinned = [held.ids for held in list(self._leases.values())]
             verify_state(self._state, np.concatenate([self._imported, *pinned]))
+            for check, detail in self._staging.findings():
+                raise IntegrityError(check, detail)
 
     def _live(self) -> npt.NDArray[np.int64]:
         sequences = self._state.sequences
@@ -282,6 +291,7 @@ class Pool:
                 if self._transfer.broken is None:
                     raise
             finally:
+                self._staging.close()
                 with self._importing:
                     self._pools.close()
                 if self._owns_device:

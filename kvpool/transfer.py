@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +25,22 @@ from kvpool.state import blocks, holds
 from kvpool.state.blocks import State
 
 NO_ACCESSES: npt.NDArray[np.int64] = np.zeros((0, 3), np.int64)
+NO_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
+NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 Moves = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state."""
+    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state.
+
+    ``behind`` is called when they are enqueued, with the transfer lock held.
+    """
 
     ticket: int
     moves: Moves
     accesses: npt.NDArray[np.int64]
+    behind: Callable[[], object] | None
 
 
 class Transfer:
@@ -52,7 +59,12 @@ class Transfer:
         self.order = None if device.synchronous else Order(device, len(state.blocks))
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
+        self._behind: Callable[[], object] | None = None
         self.guards = guards.ALL
+
+    def put_behind(self, call: Callable[[], object]) -> None:
+        """Have ``call`` enqueue more behind the decision being made; its DeviceError breaks the device. The caller holds the state lock."""
+        self._behind = call
 
     def collect(self, accesses: npt.NDArray[np.int64] = NO_ACCESSES) -> bool:
         """Give the moves and accesses of the decision just made their ticket; False if it made none. The caller holds the state lock."""
@@ -60,9 +72,10 @@ class Transfer:
         moves, noted = int(header[blocks.MOVES]), int(header[blocks.ACCESSES])
         if noted:
             accesses = self._state.accesses[:noted].copy()
-        if moves or len(accesses):
+        if moves or len(accesses) or self._behind is not None:
             self._decided = int(header[blocks.TICKET])
-            self._queue.append(Batch(self._decided, self._state.moves[:moves].copy(), accesses))
+            behind, self._behind = self._behind, None
+            self._queue.append(Batch(self._decided, self._state.moves[:moves].copy() if moves else NO_MOVES, accesses, behind))
             header[blocks.MOVES] = header[blocks.ACCESSES] = 0
             header[blocks.TICKET] += 1
             return True
@@ -105,7 +118,7 @@ class Transfer:
     def _enqueue(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Hand a batch to the device; returns the (block, ticket) pairs of the targets that it will not reach."""
         order = self.order
-        if order is not None:
+        if order is not None and len(batch.accesses):
             self._attempt_order(order.accessed, batch.accesses)
         if len(batch.moves):
             for level in self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]:
@@ -113,10 +126,12 @@ class Transfer:
                     self._copy(level, batch.ticket, ONBOARD)
                 else:
                     self._copy_by_direction(level, batch.ticket)
-        if order is not None:
+        if order is not None and len(batch.accesses):
             self._attempt_order(order.hold_back, batch.accesses, self.guards)
+        if batch.behind is not None:
+            self._attempt_order(batch.behind)
         lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
-        return np.array(lost, np.int64).reshape(-1, 2)
+        return np.array(lost, np.int64) if lost else NO_LOST
 
     def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
         boundary = self._state.header[blocks.DEVICE_BLOCKS]

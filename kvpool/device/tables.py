@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,15 +25,20 @@ class Table:
     strides: tuple[int, ...]
     owner: Any = field(compare=False, repr=False)
 
+    def starts(self) -> list[int]:
+        """The first byte of each plane, counted from the address; planes are what the dimensions before the rows number."""
+        places = product(*map(range, self.shape[:-2]))
+        return [sum(i * step for i, step in zip(place, self.strides, strict=False)) for place in places]
+
 
 class StagedRows(NamedTuple):
     """Rows of block ids on their way into a table, all in one buffer of the host tier that belongs to this hand-over alone.
 
     ``buffer`` uint8 is what ``Device.allocate`` gave, ``address`` its first byte. From there on it holds, one behind the other:
 
-    - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its offset;
+    - int32[rows, width]: the ids, -1 where there is no block, and up to a multiple of 8 bytes;
     - int64[rows]: the row of the table that each row of ids goes to, all different;
-    - int32[rows, width]: the ids, -1 where there is no block.
+    - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its offset.
 
     Columns [width, columns) of these rows of the table are -1. ``planes``, ``rows`` and ``columns`` are at least 1, ``width`` may be 0.
     """
@@ -45,17 +51,27 @@ class StagedRows(NamedTuple):
     columns: int
 
 
+@jit(inline="always")
+def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
+    """Ids, rows and planes in the buffer at ``address``."""
+    behind_ids = address + (4 * rows * width + 7) // 8 * 8
+    return (
+        array_at(address, (rows, width), np.int32),
+        array_at(behind_ids, (rows,), np.int64),
+        array_at(behind_ids + 8 * rows, (planes, 3), np.int64),
+    )
+
+
+@jit
 def staged_bytes(planes: int, rows: int, width: int) -> int:
-    """Bytes of the buffer that a hand-over takes."""
-    return 24 * planes + 8 * rows + 4 * rows * width
+    """Bytes of the buffer that they take."""
+    return (4 * rows * width + 7) // 8 * 8 + 8 * rows + 24 * planes
 
 
 @jit
 def write_rows(address: int, planes: int, rows: int, width: int, columns: int, table: int, row_stride: int) -> None:
     """What a hand-over means: ``table[plane, row, column] = id * scale + offset``, -1 where there is no id. Addresses and bytes."""
-    plane = array_at(address, (planes, 3), np.int64)
-    row = array_at(address + 24 * planes, (rows,), np.int64)
-    ids = array_at(address + 24 * planes + 8 * rows, (rows, width), np.int32)
+    ids, row, plane = staged_views(address, planes, rows, width)
     for p in range(planes):
         scale, offset = plane[p, SCALE], plane[p, OFFSET]
         for i in range(rows):
@@ -64,6 +80,17 @@ def write_rows(address: int, planes: int, rows: int, width: int, columns: int, t
                 target[j] = ids[i, j] * scale + offset if ids[i, j] >= 0 else -1
             for j in range(width, columns):
                 target[j] = -1
+
+
+def write_checked(table: Table, staged: StagedRows) -> None:
+    """``write_rows`` for devices that watch: a buffer that was taken too early may hold anything. Raises ValueError outside the table."""
+    behind_ids = (4 * staged.rows * staged.width + 7) // 8 * 8
+    numbers = staged.buffer[behind_ids : staged_bytes(*staged[2:5])].view(np.int64)
+    rows, starts = numbers[: staged.rows], numbers[staged.rows :: 3]
+    inside = (rows >= 0).all() and (rows < table.shape[-2]).all() and staged.columns <= table.shape[-1]
+    if not inside or not np.isin(starts, table.starts()).all():
+        raise ValueError(f"staged: rows {rows[:8]} in planes at {starts[:8]} are not all in a table of shape {list(table.shape)}")
+    write_rows(*staged[1:], table.address, table.strides[-2])
 
 
 def make_table(address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: Any) -> Table:

@@ -38,8 +38,12 @@ class Arrays:
                 raise TypeError(f"{name}: arrays are needed, not {type(array).__name__}")
             begin, end = _extent(array)
             self._watch(array, begin, end)
-            found.update(i for i, other in enumerate(self._watched) if other is not None and other.begin < end and begin < other.end)
+            found.update(self._sharing(begin, end))
         return self._rows(sorted(found))
+
+    def _sharing(self, begin: int, end: int) -> list[int]:
+        """Numbers of the arrays that have some of these bytes."""
+        return [i for i, other in enumerate(self._watched) if other is not None and other.begin < end and begin < other.end]
 
     def everything(self) -> Rows:
         return self._rows(range(len(self._watched)))
@@ -59,10 +63,10 @@ class Arrays:
                 self._watched[i] = None
 
     def adopt(self, places: NDArray[np.int64]) -> None:
-        """Take what is in these arrays for right."""
-        for i in (places - self._blocks).tolist():
-            watched = self._watched[i]
-            if watched is not None:
+        """Take what is in these arrays for right, and in those that share bytes with them, which may have been named later."""
+        named = [self._watched[i] for i in (places - self._blocks).tolist()]
+        for i in {i for one in named if one is not None for i in self._sharing(one.begin, one.end)}:
+            if (watched := self._watched[i]) is not None:
                 watched.shadow[...] = watched.array
 
     def differences(self) -> list[int]:

@@ -34,7 +34,7 @@ from kvpool.device.sim.mirror import Mirror
 from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
-from kvpool.device.tables import StagedRows, Table, host_table, write_rows
+from kvpool.device.tables import StagedRows, Table, host_table, write_checked
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 
@@ -244,8 +244,8 @@ class SimDevice(Device):
         with self._entered():
             if id(staged.buffer) not in self._allocated:
                 raise ValueError("staged: a buffer that allocate gave, and that was not freed, is needed")
-            write = partial(write_rows, *staged[1:], table.address, table.strides[-2])
-            self._launch("stage_rows", stream, write, *self._rows(None, None, [staged.buffer], [table.owner]))
+            rows = self._rows(None, None, [staged.buffer], [table.owner])
+            self._launch("stage_rows", stream, partial(write_checked, table, staged), *rows)
 
     def _submit(self, queue: Queue, work: Work, reads: Rows) -> None:
         self._accesses += 1

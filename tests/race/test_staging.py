@@ -1,0 +1,301 @@
+"""Hand-overs of block tables on streams that run late: what was staged is what arrives, and no buffer is taken before it was read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import small_layout
+from kvpool import IntegrityError, KVCacheManager
+from kvpool.device import CpuDevice
+from kvpool.device.base import Event, Stream
+from kvpool.device.sim import ScheduleFailed, SimDevice, explore
+from kvpool.device.wrapper import WrappedDevice
+from tests.race.lab import Lab
+
+GUARD = "staged_buffers_retire_by_event"
+RUNS = [(seed, progress) for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3)]
+GARBAGE = 1234567
+
+
+def target(*shape: int) -> np.ndarray:
+    return np.full(shape, GARBAGE, np.int32)
+
+
+def rows_of(cache: KVCacheManager, ids: Any, columns: int) -> np.ndarray:
+    return cache.block_table(ids).dense(columns)
+
+
+# -- the stalled stream ------------------------------------------------------------------------------------
+
+
+def stalled(seed: int, progress: float, guard: str | None) -> tuple[list[str], list[str]]:
+    """Stage A, release it, give its row and blocks to B, stage B, all behind a closed gate: what is wrong in the table, and elsewhere."""
+    lab = Lab(3, 0, seed=seed, progress=progress, guard=guard)
+    cache, out = lab.cache, target(2, 5)
+    a = lab.add([1, 2, 3, 4, 5])
+    row, expected = a.id & 0xFFFFFFFF, [*lab.table(a), -1, -1]
+    gate = lab.sim.stall(lab.a)
+    cache.copy_batch_block_offsets(out, a.id, rows=0)
+    cache.release(lab.live.pop(a.id).id, store=False)
+    b = cache.add_sequence([11, 12, 13, 14, 15], stream=lab.a)
+    blocks = rows_of(cache, b, 5)[0].tolist()
+    assert b & 0xFFFFFFFF == row and set(blocks) <= set(expected), "B has the row and blocks of A"
+    cache.copy_batch_block_offsets(out, b, rows=1)
+    assert (out == GARBAGE).all()
+    gate.open()
+    lab.sim.run()
+    wrong = []
+    if out[0].tolist() != expected:
+        wrong.append(f"the row of A is {out[0]}, not {expected}")
+    if out[1].tolist() != blocks:
+        wrong.append(f"the row of B is {out[1]}")
+    return wrong, lab.findings()
+
+
+def test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile() -> None:
+    for seed, progress in RUNS:
+        assert stalled(seed, progress, None) == ([], []), f"seed {seed}, progress {progress}"
+
+
+def test_a_buffer_that_is_taken_at_once_gives_a_sequence_the_rows_of_another() -> None:
+    """The proof bites: without the rule both the table and the order of accesses are wrong, in every run."""
+    for seed, progress in RUNS:
+        wrong, found = stalled(seed, progress, GUARD)
+        assert any("row of A" in one for one in wrong), f"seed {seed}, progress {progress}"
+        assert any("RaceError" in one and "stage_rows" in one for one in found), f"seed {seed}, progress {progress}: {found}"
+
+
+def test_the_rule_that_is_broken_is_found_by_verify() -> None:
+    lab = Lab(8, 0, guard=GUARD)
+    gate = lab.sim.stall(lab.a)
+    lab.cache.copy_batch_block_offsets(target(1, 4), lab.add([1]).id)
+    with pytest.raises(IntegrityError, match="staging free"):
+        lab.cache.verify()
+    gate.open()
+    assert not lab.findings()
+
+
+# -- every schedule of a small case --------------------------------------------------------------------------
+
+
+def small_case(guard: str | None) -> Callable[[SimDevice], None]:
+    """Two hand-overs into two rows with a release between; a kernel behind them reads the table."""
+
+    def body(device: SimDevice) -> None:
+        cache = KVCacheManager(small_layout(1), device_blocks=2, host_blocks=0, device=device, max_sequences=1, secret=bytes(32))
+        engine, out, seen = device.create_stream("engine"), target(2, 2), []
+        try:
+            if guard is not None:
+                cache._disable_guard(guard)
+            a = cache.add_sequence([1, 2], stream=engine)
+            cache.copy_batch_block_offsets(out, a, rows=0)
+            expected = [rows_of(cache, a, 2)[0].tolist()]
+            cache.release(a, store=False)
+            b = cache.add_sequence([3], stream=engine)
+            cache.copy_batch_block_offsets(out, b, rows=1)
+            expected.append(rows_of(cache, b, 2)[0].tolist())
+            device.launch(engine, lambda: seen.extend(out.tolist()), loads=[out])
+            device.synchronize()
+            assert seen == expected
+            cache.verify()
+        finally:
+            cache.close()
+
+    return body
+
+
+def test_a_small_case_is_right_in_every_schedule() -> None:
+    count = explore(small_case(None), limit=20_000)
+    print(f"{count} schedules")
+    assert count > 50
+
+
+def test_a_small_case_is_wrong_in_some_schedule_without_the_guard() -> None:
+    with pytest.raises(ScheduleFailed):
+        explore(small_case(GUARD), limit=20_000)
+
+
+# -- how many, and for how long --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
+    for seed, progress in RUNS:
+        lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
+        sequence, out, events = lab.add([1, 2, 3]), target(3, 4), list[Event]()
+        staging = lab.cache._staging
+        for turn in range(50):
+            lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
+            events.append(staging._retained[-1].event or Event())
+            pending = sum(not lab.sim.query(event) for event in events)
+            assert len(staging._buffers) <= depth and staging.retained <= min(depth, pending)
+            lab.cache.verify()
+        lab.sim.synchronize()
+        assert staging.retained == 0 and (out == rows_of(lab.cache, sequence.id, 4)).all()
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+        assert not staging._buffers
+
+
+class Slow(WrappedDevice):
+    """Stages at once, and says so when a test lets it; ``waiting`` is set while somebody waits for an event."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.synchronous = False
+        self.done, self.waiting = threading.Event(), threading.Event()
+
+    def record(self, stream: Stream) -> Event:
+        return Event()
+
+    def query(self, event: Event) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self, event: Event | None = None) -> None:
+        if event is not None:
+            self.waiting.set()
+            assert self.done.wait(30)
+
+
+def test_one_too_many_waits_with_no_lock_held() -> None:
+    device = Slow()
+    cache = KVCacheManager(small_layout(2), device_blocks=8, host_blocks=0, device=device, staging_depth=2)
+    ids, out, errors = [cache.add_sequence([k]) for k in range(3)], target(3, 4), list[BaseException]()
+
+    def stage() -> None:
+        try:
+            for k in range(3):
+                cache.copy_batch_block_offsets(out, ids[k], rows=k)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    assert device.waiting.wait(30)
+    assert (out[2] == GARBAGE).all() and cache._staging.retained == 2
+    cache.release(cache.add_sequence([7, 8, 9]))
+    cache.commit(ids[0])
+    cache.verify()
+    device.done.set()
+    thread.join(30)
+    assert not thread.is_alive() and not errors
+    assert (out == rows_of(cache, ids, 4)).all()
+    cache.release(ids)
+    cache.close()
+
+
+def test_a_pool_that_is_closed_first_lets_everything_arrive() -> None:
+    for seed, progress in RUNS:
+        lab = Lab(8, 0, seed=seed, progress=progress)
+        out, a = target(1, 4), lab.add([1, 2, 3])
+        expected = rows_of(lab.cache, a.id, 4)
+        lab.cache.copy_batch_block_offsets(out, a.id)
+        lab.release(a)
+        lab.cache.close()
+        assert (out == expected).all()
+        lab.sim.close()
+
+
+# -- order -------------------------------------------------------------------------------------------------------
+
+
+def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on() -> None:
+    for seed, progress in RUNS:
+        lab = Lab(8, 0, seed=seed, progress=progress)
+        a, out = lab.add([1, 2, 3]), target(1, 4)
+        lab.cache.copy_batch_block_offsets(out, a.id, stream=lab.b)
+        lab._streams[a.id] = lab.b
+        lab.check(a)  # reads on b what was written on a
+        lab.sim.launch(lab.b, lambda out=out: None, loads=[out])
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
+def test_the_default_is_the_stream_of_all_the_sequences() -> None:
+    lab = Lab(8, 0)
+    on_b, on_a, out = lab.add([1, 2, 3], stream=lab.b), lab.add([4]), target(2, 4)
+    lab.cache.copy_batch_block_offsets(out, on_b.id)
+    lab.sim.launch(lab.b, lambda: None, loads=[out])
+    with pytest.raises(ValueError, match=rf"stream=None: sequence {on_a.id} .* {on_b.id}"):
+        lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id])
+    lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id], stream=lab.b)
+    lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id])
+    assert not lab.findings()
+
+
+@pytest.mark.parametrize("other", ["kernel", "host", "stage"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_table_that_others_use_without_an_order_is_a_race(other: str, ordered: bool) -> None:
+    lab = Lab(8, 0)
+    sequence, twin, out = lab.add([1]), lab.add([2], stream=lab.b), target(2, 4)
+    lab.cache.copy_batch_block_offsets(out, sequence.id, stream=lab.a)
+    if ordered and other == "host":
+        lab.sim.synchronize(lab.sim.record(lab.a))
+    elif ordered:
+        lab.sim.wait(lab.b, lab.sim.record(lab.a))
+    if other == "kernel":
+        lab.sim.launch(lab.b, lambda: None, loads=[out[:1]])
+    elif other == "host":
+        with lab.sim.host_access(loads=[out]):
+            pass
+    else:
+        lab.cache.copy_batch_block_offsets(out, twin.id, rows=1, stream=lab.b)
+    found = lab.findings()
+    assert not found if ordered else any("RaceError" in one and "array" in one for one in found), found
+
+
+def test_halves_of_a_table_that_are_targets_by_themselves_are_apart() -> None:
+    lab = Lab(8, 0)
+    a, b, out = lab.add([1]), lab.add([2], stream=lab.b), target(4, 4)
+    lab.cache.copy_batch_block_offsets(out[:2], a.id)
+    lab.cache.copy_batch_block_offsets(out[2:], b.id)
+    assert not lab.findings()
+    assert (out[[1, 3]] == GARBAGE).all() and (out[[0, 2]] != GARBAGE).all()
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "progress"), [(0, 0.0), (1, 0.4), (2, 1.0)])
+def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
+    print(f"seed {seed}, progress {progress}")
+    device = SimDevice(seed, progress=progress)
+    cache = KVCacheManager(small_layout(2), device_blocks=24, host_blocks=4, device=device, staging_depth=3)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            rng = np.random.default_rng([seed, number])
+            stream, kept, wrong = device.create_stream(f"engine {number}"), list[np.ndarray](), list[str]()
+            for turn in range(25):
+                out = target(1, 6)
+                sequence = cache.add_sequence(rng.integers(0, 1000, rng.integers(1, 10)), stream=stream)
+                expected = rows_of(cache, sequence, 6)
+
+                def read(out: np.ndarray = out, expected: np.ndarray = expected, turn: int = turn) -> None:
+                    if not np.array_equal(out, expected):
+                        wrong.append(f"turn {turn}: {out} and not {expected}")
+
+                cache.copy_batch_block_offsets(out, sequence)
+                device.launch(stream, read, loads=[out])
+                cache.release(sequence, store=False)
+                kept.append(out)
+            device.synchronize(device.record(stream))
+            assert not wrong
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads) and not errors, f"seed {seed}: {errors}"
+    device.synchronize()
+    assert cache._staging.retained == 0
+    cache.verify()
+    cache.close()
+    device.close()
