@@ -11,9 +11,9 @@ struct Plane {
 };
 
 extern "C" __global__ void __launch_bounds__(512) stage_rows(const __grid_constant__ StageRows job) {
-    const Plane* planes = reinterpret_cast<const Plane*>(job.staged);
-    const Int* rows = reinterpret_cast<const Int*>(planes + job.planes);
-    const int* ids = reinterpret_cast<const int*>(rows + job.rows);
+    const int* ids = reinterpret_cast<const int*>(job.staged);
+    const Int* rows = reinterpret_cast<const Int*>(job.staged + (4 * job.rows * job.width + 7) / 8 * 8);
+    const Plane* planes = reinterpret_cast<const Plane*>(rows + job.rows);
     for (Int i = blockIdx.x; i < job.rows; i += gridDim.x) {
         const Int target = job.table + rows[i] * job.row_stride;
         for (Int j = threadIdx.x; j < job.columns; j += blockDim.x) {

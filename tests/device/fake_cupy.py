@@ -59,6 +59,9 @@ class FakeArray:
     def reshape(self, *shape: Any) -> FakeArray:
         return FakeArray(self.inner.reshape(*shape))
 
+    def transpose(self, *axes: int) -> FakeArray:
+        return FakeArray(self.inner.transpose(*axes))
+
     def __getitem__(self, index: Any) -> FakeArray:
         return FakeArray(self.inner[index])
 

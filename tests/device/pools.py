@@ -36,6 +36,15 @@ def put(array: Any, values: np.ndarray) -> None:
         array.device.synchronize()
 
 
+def on_device(device: Device, values: np.ndarray) -> Any:
+    """An array that the device can write, with these values: the one that is given where it can."""
+    if device.name != "cuda":
+        return values
+    array = device.allocate(values.nbytes, "device").view(values.dtype).reshape(values.shape)
+    put(array, values)
+    return array
+
+
 def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPools:
     """Pools full of random bytes."""
     pools = MemoryPools(device, layout, DEVICE_BLOCKS, HOST_BLOCKS)

@@ -115,11 +115,11 @@ def test_shim_staged_rows_are_written_when_the_stream_comes_to_them(
     table = device.as_table(view)
     buffer = device.allocate(staged_bytes(planes, rows, width), "host")
     staged = StagedRows(buffer, buffer.ctypes.data, planes, rows, width, columns)
-    head = buffer[: 24 * planes].view(np.int64).reshape(planes, 3)
-    head[:] = [(plane * table.strides[0], 2 + plane, plane) for plane in range(planes)]
-    buffer[24 * planes : 24 * planes + 8 * rows].view(np.int64)[:] = random.permutation(6)[:rows]
-    ids = buffer[24 * planes + 8 * rows :].view(np.int32)
-    ids[:] = random.integers(-1, 50, ids.size)
+    behind_ids = -(-4 * rows * width // 8) * 8
+    buffer[: 4 * rows * width].view(np.int32)[:] = random.integers(-1, 50, rows * width)
+    numbers = buffer[behind_ids:].view(np.int64)
+    numbers[:rows] = random.permutation(6)[:rows]
+    numbers[rows:].reshape(planes, 3)[:] = [(start, 2 + plane, plane) for plane, start in enumerate(table.starts())]
     expected = target.get()
     write_rows(*staged[1:], expected.ctypes.data, expected.strides[-2])
     cupy.runtime.stalled.add(stream.handle)
@@ -198,3 +198,24 @@ def test_a_replay_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main(["replay", "--device", "cuda"]) == 2
     assert "needs CuPy" in capsys.readouterr().err
+
+
+def test_a_handed_over_table_is_the_one_of_the_call_however_late_the_gpu_comes_to_it(fake_cuda: Fake) -> None:
+    cupy = fake_cuda()
+    with KVCacheManager(LAYOUT, device_blocks=8, device="cuda", max_sequences=4) as cache:
+        engine = Stream(cupy.runtime.streamCreateWithFlags(1))
+        target = FakeArray(np.full((2, 6), -7, np.int32))
+        first = cache.add_sequence(list(range(9)), stream=engine)
+        expected = cache.block_table(first).dense()[0].copy()
+        cupy.runtime.stalled.add(engine.handle)
+        cache.copy_batch_block_offsets(target, [first], stream=engine)
+        cache.release(first, store=False, stream=engine)
+        second = cache.add_sequence(list(range(50, 63)), stream=engine)
+        cache.copy_batch_block_offsets(target, [second], rows=[1], scale=2, stream=engine)
+        assert (target.inner == -7).all()
+        cupy.runtime.stalled.clear()
+        cupy.runtime.deviceSynchronize()
+        np.testing.assert_array_equal(target.inner[0], [*expected, *[-1] * (6 - len(expected))])
+        blocks = 2 * cache.block_table(second).dense()[0]
+        np.testing.assert_array_equal(target.inner[1], [*blocks, *[-1] * (6 - len(blocks))])
+        cache.release(second)
