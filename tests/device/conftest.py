@@ -58,6 +58,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fake
         cupy = fake_cuda()
         made = CudaDevice(calibration=FAKES[request.param])
     elif request.param in GPUS:
+        monkeypatch.setattr("kvpool.device.pinned.CHUNK_BYTES", 4096)
         made = gpu_device(GPUS[request.param])
     yield made
     made.close()

@@ -214,8 +214,7 @@ class FakeRuntime:
             return self.fails["eventQuery"]
         if point is None or point.done:
             return 0
-        if point.stream not in self.stalled:
-            self.step(point.stream)
+        self.advance(point.stream)
         return NOT_READY
 
     def eventSynchronize(self, event: int) -> None:
@@ -233,8 +232,16 @@ class FakeRuntime:
         for stream in list(self.streams):
             self.streamSynchronize(stream)
 
+    def advance(self, stream: int) -> None:
+        """Do what is next on a stream, or on the one that it waits for, unless that is stalled."""
+        kind, work = self.streams[stream][0] if self.streams[stream] else ("", None)
+        if kind == "wait" and not work.done:
+            self.advance(work.stream)
+        elif kind and stream not in self.stalled:
+            self.step(stream)
+
     def step(self, stream: int) -> None:
-        """Do what is next on a stream, and what it waits for."""
+        """Do what is next on a stream, and before it what it waits for."""
         assert stream not in self.stalled, "a wait for a stalled stream"
         kind, work = self.streams[stream].popleft()
         if kind == "wait":
