@@ -81,14 +81,18 @@ class Pool:
         if max_sequence_tokens is not None:
             max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
         self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
-        self._device = get_device(device)
-        self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
-        self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
-        self._owns_device = not isinstance(device, Device)
+        self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
-            self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
+            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
+            try:
+                self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
+                self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
+            except BaseException:
+                self._pools.close()
+                raise
         except BaseException:
-            self._pools.close()
+            if self._owns_device:
+                self._device.close()
             raise
         self._columns = self._state.table.shape[1]
         self._origin = (self._state.fingerprint, width)

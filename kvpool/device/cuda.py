@@ -240,8 +240,11 @@ class CudaDevice(Device):
         if bad >= 0:
             raise ValueError(describe_bad_move(bad, moves[bad], plan))
         handle = self.as_stream(stream).handle
-        for direction, rows in _by_direction(moves, plan.device_blocks):
-            self._copy(self._bound, direction, rows, handle)
+        try:
+            for direction, rows in _by_direction(moves, plan.device_blocks):
+                self._copy(self._bound, direction, rows, handle)
+        except MemoryError as error:
+            raise DeviceError(str(error)) from error
 
     def _copy(self, bound: _Bound, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         """Moves of one direction, by the path that is the fastest for so many fragments of such a size."""

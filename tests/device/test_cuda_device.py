@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvpool import KVCacheManager
 from kvpool.device import cuda
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.calibration import PATHS
@@ -16,7 +17,7 @@ from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda_batch import find_batch
 from kvpool.device.cuda_calls import STICKY
 from kvpool.device.sim import SimDevice
-from kvpool.errors import DeviceError, PoolClosed
+from kvpool.errors import DeviceError, InsufficientMemory, PoolClosed
 from kvpool.layout import BlockLayout
 from kvpool.memory import MemoryPools
 from tests.device.fake_cupy import INVALID, NOT_READY, OUT_OF_MEMORY, FakeCupy
@@ -252,6 +253,30 @@ def test_memory_that_is_not_there_is_a_memory_error_and_nothing_stays(fake_cuda:
     gc.collect()
     assert not cupy.runtime.registered and not cupy.runtime.allocated
     device.close()
+
+
+def test_a_copy_that_finds_no_memory_is_refused_and_goes_through_when_there_is_some(fake_cuda: Fake) -> None:
+    cupy = fake_cuda()
+    device = CudaDevice(calibration="kernel")
+    pools = make_pools(device, LAYOUT)
+    status(cupy, "hostRegister", OUT_OF_MEMORY)
+    with pytest.raises(DeviceError, match="pinned 0 of") as caught:
+        device.copy_blocks(OFFLOADS)
+    assert not caught.value.sticky
+    cupy.runtime.fails.clear()
+    assert_same_as_reference(pools, OFFLOADS)
+    device.close()
+
+
+def test_a_pool_that_does_not_fit_leaves_nothing(fake_cuda: Fake) -> None:
+    cupy = fake_cuda()
+    with pytest.raises(InsufficientMemory, match="device tier asks for"):
+        KVCacheManager(LAYOUT, device_blocks=1 << 30, device="cuda")
+    status(cupy, "hostRegister", INVALID)
+    with pytest.raises(InsufficientMemory, match="host tier asks for .* the driver pinned 0 of"):
+        KVCacheManager(LAYOUT, device_blocks=1, host_blocks=1, device="cuda")
+    gc.collect()
+    assert not cupy.runtime.allocated and not cupy.runtime.registered and list(cupy.runtime.streams) == [0]
 
 
 def test_a_gpu_that_has_failed_for_good_can_be_closed(fake_cuda: Fake) -> None:
