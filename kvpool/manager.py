@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from kvpool import staging
 from kvpool.block_table import BlockTable, planes_argument, rows_argument
 from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.errors import DeviceError
+from kvpool.errors import DeviceError, KVPoolError
 from kvpool.layout import integer_argument
 from kvpool.pins import PinPool
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
@@ -176,7 +177,16 @@ class KVCacheManager(PinPool):
         if self._columns < min(longest, self.device_blocks):
             raise ValueError(f"a prompt of {longest} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
         out = np.zeros((len(keys), requests.OUTCOME), np.int64)
-        n = self._decide(moves, NULL_STREAM if stream is None else stream, admission.admit, rows, out, self.now(), allow_partial)
+        out[:, requests.O_ID] = blocks.NONE
+        try:
+            n = self._decide(moves, NULL_STREAM if stream is None else stream, admission.admit, rows, out, self.now(), allow_partial)
+        except BaseException:
+            # Ctrl-C is delivered behind the decision: nobody gets the ids.
+            admitted = out[out[:, requests.O_ID] != blocks.NONE, requests.O_ID]
+            if len(admitted) and not self.closed:
+                with suppress(KVPoolError):
+                    self.release(admitted)
+            raise
         return out[:n]
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:

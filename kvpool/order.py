@@ -8,6 +8,7 @@ a commit says that tokens are written, a release that a sequence's blocks are no
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ OFFLOAD, ONBOARD, WITHIN = 0, 1, 2
 """Streams of the pool's own: device to host, host to device, and inside a tier, which need not wait for the slow link."""
 _OWN = 3
 _SLOT_BITS = 16
+STREAMS_KEPT = 16
+"""So many streams keep their numbers; of more, those at rest give theirs to new ones."""
 
 Rows = npt.NDArray[np.int64]
 
@@ -101,40 +104,58 @@ class Order:
         # [a, b]: the last point of stream b that stream a has waited for.
         self._waited: npt.NDArray[np.int64] = np.zeros((_OWN, _OWN), np.int64)
 
-    def slot(self, stream: Stream) -> int:
-        """The small number of a stream, for as long as the pool lives."""
-        found = self._slots.get(stream.handle)
-        if found is None:
-            # The stream is kept alive: its handle must not become another stream's while work on it counts.
-            self._streams.append(stream)
-            found = self._slots[stream.handle] = len(self._streams) - 1
-        return found
-
     def stream(self, slot: int) -> Stream:
         """The stream that has this number."""
         return self._streams[slot]
+
+    def slot(self, stream: Stream, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:
+        """The small number of a stream. Where there are many, a new one takes the number of an old one whose work is done.
+
+        ``idle`` tells which numbers are named by nothing that lives or is queued, bool[n] for n numbers at least.
+        """
+        found = self._slots.get(stream.handle)
+        if found is None:
+            found = self._reusable(idle) if len(self._streams) >= STREAMS_KEPT else len(self._streams)
+            # The stream is kept alive: its handle must not become another stream's while work on it counts.
+            if found == len(self._streams):
+                self._streams.append(stream)
+            else:
+                del self._slots[self._streams[found].handle]
+                self._streams[found] = stream
+                self._waited[found] = 0
+            self._slots[stream.handle] = found
+        return found
+
+    def _reusable(self, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:
+        """Points go on counting when a number changes hands, so that old marks stay complete."""
+        known = len(self._points)
+        free = np.flatnonzero((self._complete == self._points) & idle()[:known])
+        free = free[free >= _OWN]
+        return int(free[0]) if len(free) else len(self._streams)
 
     def accessed(self, rows: Rows) -> None:
         """Before a batch: take points behind what streams are said to have enqueued, and let streams follow each other."""
         self._grow()
         for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
             self._wait(stream, other, self._record(other))
+        if len(self._points) >= STREAMS_KEPT:
+            for stream in range(len(self._points)):
+                self._forget_complete(stream)
         done = rows[(rows[:, 0] == ACCESSED) | (rows[:, 0] == WROTE)]
         if len(done):
             for stream in np.unique(done[:, 1]).tolist():
                 self._record(stream)
             _mark_accesses(self._write, self._read, done, self._points)
 
-    def copy(self, moves: Rows, stream: int, guards: int) -> None:
-        """Enqueue independent copies on one of the pool's own streams, behind every access that they must not overtake."""
+    def before_copies(self, moves: Rows, stream: int, guards: int) -> None:
+        """Have one of the pool's own streams wait for every access that independent copies on it must not overtake."""
         need = np.zeros(len(self._points), np.int64)
         _need_of_copies(self._write, self._read, moves, stream, guards, need)
         self._wait_all(stream, need)
-        try:
-            self._device.copy_blocks(moves, self._streams[stream])
-        finally:
-            # Also when the device took only some: the others' marks cost a wait at most.
-            _mark_copies(self._write, self._read, moves, stream, self._record(stream))
+
+    def after_copies(self, moves: Rows, stream: int) -> None:
+        """Note copies that were enqueued; marks of some that were not cost a wait at most."""
+        _mark_copies(self._write, self._read, moves, stream, self._record(stream))
 
     def hold_back(self, rows: Rows, guards: int) -> None:
         """After a batch: have streams wait for what they will use."""
@@ -164,10 +185,14 @@ class Order:
         events = self._events[stream]
         events.append(self._device.record(self._streams[stream]))
         self._points[stream] += 1
+        self._forget_complete(stream)
+        return int(self._points[stream])
+
+    def _forget_complete(self, stream: int) -> None:
+        events = self._events[stream]
         while events and self._device.query(events[0]):
             events.popleft()
             self._complete[stream] += 1
-        return int(self._points[stream])
 
     def _event(self, stream: int, point: int) -> Event:
         return self._events[stream][point - int(self._complete[stream]) - 1]

@@ -58,7 +58,10 @@ class PinPool(Pool):
         return None if isinstance(lease, int) else lease
 
     def pin_blocks(self, ids: Any, *, owner: str = "", stream: Any = None) -> Lease:
-        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned. Readiness is as for ``pin``."""
+        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
+
+        Readiness is as for ``pin``; of a block that a sequence is filling, only for its committed tokens, behind which the engine goes on.
+        """
         which = id_array("ids", ids)
         lease = self._pin(owner, None, which.copy(), holds.ANY_TIER, stream)
         if isinstance(lease, int):
@@ -70,20 +73,28 @@ class PinPool(Pool):
         if not isinstance(owner, str):
             raise TypeError(f"owner={owner!r:.80}: accepted is a string")
         now, on = self.now(), None if stream is None else self._device.as_stream(stream)
-        with DeferInterrupt():
-            with self._lock:
-                self._check_open()
-                lease = self._take_lease(owner, keys, ids, tier, now, on)
-                if isinstance(lease, int):
-                    return lease
-                behind = self._transfer.waiting or stream is not None
-            if behind:
-                self._transfer.drain()
-                lost = self._drop_lost(lease, ids, now)
-                if lost is not None:
-                    return lost
-        if on is None and self._transfer.order is not None:
-            self._await(lease, ids)
+        lease: Lease | int | None = None
+        try:
+            with DeferInterrupt():
+                inside = self._inside()
+                with self._lock:
+                    self._check_open()
+                    lease = self._take_lease(owner, keys, ids, tier, now, on)
+                    if isinstance(lease, int):
+                        return lease
+                    behind = self._note(WILL_READ, on, ids) and self._transfer.collect() or self._transfer.waiting
+                if behind and not inside:
+                    self._transfer.drain()
+                    lost = self._drop_lost(lease, ids, now)
+                    if lost is not None:
+                        return lost
+            if on is None and self._transfer.order is not None:
+                self._await(lease, ids)
+        except BaseException:
+            # Whatever went wrong, Ctrl-C included: nobody got the lease.
+            if isinstance(lease, Lease) and self.is_leased(lease):
+                self.close_lease(lease)
+            raise
         return lease
 
     def _take_lease(self, owner: str, keys: Ids | None, ids: Ids, tier: int, now: int, stream: Stream | None) -> Lease | int:
@@ -100,15 +111,14 @@ class PinPool(Pool):
             holds.unpin(header, ids, now)
             raise
         self._lease_count += 1
-        self._note(WILL_READ, stream, ids)
         return lease
 
-    def _note(self, kind: int, stream: Stream | None, ids: Ids) -> None:
-        """Queue what a stream does to blocks, as a decision of its own. The state lock is held by the caller."""
-        if stream is not None and self._transfer.order is not None:
-            self._transfer.collect()
-            slot = self._transfer.order.slot(stream)
-            self._transfer.collect(np.stack([np.full(len(ids), kind), np.full(len(ids), slot), ids], axis=1))
+    def _note(self, kind: int, stream: Stream | None, ids: Ids) -> bool:
+        """Have the next decision tell what a stream does to blocks; False if there is none. The state lock is held by the caller."""
+        if stream is None or self._transfer.order is None:
+            return False
+        self._transfer.note(np.stack([np.full(len(ids), kind), np.full(len(ids), self._transfer.slot(stream)), ids], axis=1))
+        return True
 
     def _drop_lost(self, lease: Lease, ids: Ids, now: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
@@ -121,20 +131,18 @@ class PinPool(Pool):
             return int(lost[0])
 
     def _await(self, lease: Lease, ids: Ids) -> None:
-        """Wait, with no lock held, until the host can read the bytes of a lease; whatever goes wrong closes it."""
-        try:
-            self._wait_for(self._transfer.pending(ids))
-            access = self._device.host_access(reads=self._whole(ids))
+        """Wait, with no lock held, until the host can read the bytes of a lease. Raises LeaseExpired if it was revoked meanwhile."""
+        self._wait_for(self._transfer.pending(ids))
+        if self.is_leased(lease):
+            access = self._device.host_access(reads=self._filled(ids))
             access.__enter__()
             with self._lock:
                 if self.is_leased(lease):
                     self._leases[lease.id] = Held(lease, ids, access)
                     return
             access.__exit__(None, None, None)
-        except BaseException:
-            if not lease.closed:
-                lease.close()
-            raise
+        self._check_open()
+        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was revoked while it waited")
 
     def _wait_for(self, events: Sequence[Any]) -> None:
         try:
@@ -144,9 +152,10 @@ class PinPool(Pool):
             self._transfer.broken = self._transfer.broken or error
             raise
 
-    def _whole(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """All tokens of blocks, as rows for the device."""
-        return np.stack([ids, np.zeros_like(ids), np.full_like(ids, self.tokens_per_block)], axis=1)
+    def _filled(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """The tokens that blocks have, as rows (block, first, end) for the device: in an unfull one, the engine may go on behind them."""
+        filled = self._state.blocks["filled"][ids].astype(np.int64)
+        return np.stack([ids, np.zeros_like(ids), filled], axis=1)[filled > 0]
 
     def is_leased(self, lease: Lease) -> bool:
         """Whether a lease is open."""
@@ -154,7 +163,7 @@ class PinPool(Pool):
         return held is not None and held.lease is lease
 
     def close_lease(self, lease: Lease, stream: Any = None) -> None:
-        """What ``Lease.close`` does. Enqueues nothing, so that a destructor may call it anywhere."""
+        """What ``Lease.close`` does. Enqueues and waits for nothing, so that a destructor may call it anywhere."""
         now, on = self.now(), lease.stream if stream is None else self._device.as_stream(stream)
         with DeferInterrupt(), self._lock:
             if self._report is not None:
@@ -165,9 +174,9 @@ class PinPool(Pool):
 
     def _end(self, held: Held, now: int, stream: Stream | None = None) -> None:
         """Unpin what a lease held. The state lock is held by the caller."""
-        held.access.__exit__(None, None, None)
         holds.unpin(self._state.header, held.ids, now)
         self._note(ACCESSED, stream, held.ids)
+        held.access.__exit__(None, None, None)
 
     @property
     def leases(self) -> list[Lease]:
@@ -182,10 +191,13 @@ class PinPool(Pool):
         now = self.now()
         with DeferInterrupt(), self._lock:
             self._check_open()
-            mine = [number for number, held in list(self._leases.items()) if held.lease.owner == owner]
-            for number in mine:
-                self._end(self._leases.pop(number), now)
-        return len(mine)
+            count = 0
+            for number, held in list(self._leases.items()):
+                # A destructor may close one meanwhile.
+                if held.lease.owner == owner and self._leases.pop(number, None) is not None:
+                    self._end(held, now)
+                    count += 1
+        return count
 
     # -- content from elsewhere ------------------------------------------------------------------
 
@@ -205,53 +217,64 @@ class PinPool(Pool):
         buffers = [self._block_bytes(i, buffer) for i, buffer in enumerate(list_argument("data", data))]
         if first + len(buffers) > len(keys.keys):
             raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {len(keys.keys)}")
+        now = self.now()
         with self._importing:
-            ids = np.full(len(buffers), blocks.NONE, np.int64)
+            ids, held = np.full(len(buffers), blocks.NONE, np.int64), np.full(len(keys.keys), blocks.NONE, np.int64)
             try:
-                generation = self._take_imports(keys, first, priority, ids)
+                generation = self._take_imports(keys, first, priority, ids, held, now)
                 self._fill(ids, buffers)
-                return int(self._decide(0, None, self._publish_imports, keys, first, priority, ids, generation))
+                return int(self._decide(0, None, _publish, keys, first, priority, ids, generation, now))
             finally:
-                self._give_back_imports(ids)
+                self._give_back_imports(ids, held, now)
 
-    def _take_imports(self, keys: BlockKeys, first: int, priority: int, ids: Ids) -> int:
+    def _take_imports(self, keys: BlockKeys, first: int, priority: int, ids: Ids, held: Ids, now: int) -> int:
         """The generation in which the blocks were taken."""
         if keys.extra_ids is not None:
             self._enable_extra()
 
-        def take(header: Ids, request: Ids, now: int) -> int:
-            imports.take(header, request, first, priority, ids, now)
-            self._imported = ids[ids != blocks.NONE]
+        def take(header: Ids, request: Ids) -> int:
+            imports.take(header, request, first, priority, ids, held, now)
+            self._imported = np.concatenate([_named(held), _named(ids)])
             return int(header[blocks.GENERATION])
 
-        return int(self._decide(0, None, take, keys.request[0], self.now()))
-
-    def _publish_imports(self, header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int) -> int:
-        if generation != header[blocks.GENERATION]:
-            return 0
-        return int(imports.publish(header, keys.request[0], first, priority, ids, self.now()))
+        return int(self._decide(0, None, take, keys.request[0]))
 
     def _fill(self, ids: Ids, buffers: list[npt.NDArray[np.uint8]]) -> None:
-        taken = ids[ids != blocks.NONE]
+        taken = _named(ids)
         self._wait_for(self._transfer.pending(taken, writes=True))
         rows = self._pools.host_bytes.reshape(-1, self.layout.block_bytes)
-        with self._device.host_access(writes=self._whole(taken)):
+        whole = np.stack([taken, np.zeros_like(taken), np.full_like(taken, self.tokens_per_block)], axis=1)
+        with self._device.host_access(writes=whole):
             for block, buffer in zip(ids.tolist(), buffers, strict=True):
                 if block != blocks.NONE:
                     rows[block - self.device_blocks] = buffer
 
-    def _give_back_imports(self, ids: Ids) -> None:
-        """Unpin, tail first so that leaves age first."""
+    def _give_back_imports(self, ids: Ids, held: Ids, now: int) -> None:
+        """Unpin, tail first so that leaves age first, and what was cached before last."""
         with DeferInterrupt(), self._lock:
             if self._report is None:
-                holds.unpin(self._state.header, ids[ids != blocks.NONE][::-1].copy(), self.now())
+                for which in (ids, held):
+                    holds.unpin(self._state.header, _named(which)[::-1].copy(), now)
             self._imported = np.empty(0, np.int64)
 
     def _block_bytes(self, place: int, buffer: Any) -> npt.NDArray[np.uint8]:
         try:
+            if getattr(getattr(buffer, "dtype", None), "hasobject", False):
+                raise TypeError("objects are no bytes")
             found = np.frombuffer(buffer, np.uint8)
         except (TypeError, ValueError, BufferError):
             raise TypeError(f"data[{place}] is a {type(buffer).__name__}: accepted are contiguous buffers") from None
         if found.nbytes != self.layout.block_bytes:
             raise ValueError(f"data[{place}] has {found.nbytes} bytes: accepted are the {self.layout.block_bytes} of a block")
         return found
+
+
+def _named(ids: Ids) -> Ids:
+    return ids[ids != blocks.NONE]
+
+
+def _publish(header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
+    """Blocks published: none if the pool was reset since they were taken."""
+    if generation != header[blocks.GENERATION]:
+        return 0
+    return int(imports.publish(header, keys.request[0], first, priority, ids, now))

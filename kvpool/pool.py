@@ -32,7 +32,6 @@ from kvpool.errors import (
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.memory import MemoryPools
-from kvpool.order import Order
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
@@ -144,23 +143,33 @@ class Pool:
         whose streams the call concerns (None: all that live); ``stream`` is what the caller named.
         """
         on = None if stream is None else self._device.as_stream(stream)
+        inside, header = self._inside(), self._state.header
         with DeferInterrupt():
             with self._lock:
                 self._check_open()
-                # A signal handler or destructor that calls the pool from inside a decision finds its moves here, and keeps them in order.
+                # A signal handler or destructor that decides inside another call finds that one's moves here, and keeps them in order.
                 self._transfer.collect()
                 self._state.reserve_moves(moves)
-                if self._transfer.order is not None:
-                    self._prepare_accesses(self._transfer.order, on, moves, ids)
-                result = verb(self._state.header, *args)
+                before = header[blocks.STREAM]
+                try:
+                    if self._transfer.order is not None:
+                        self._prepare_accesses(on, moves, ids)
+                    result = verb(header, *args)
+                finally:
+                    header[blocks.STREAM] = before
                 if result < 0:
                     raise self._error(result, args[0])
                 mine = self._transfer.collect()
-            if mine or self._transfer.waiting:
+            if (mine or self._transfer.waiting) and not inside:
                 self._transfer.drain()
         return result
 
-    def _prepare_accesses(self, order: Order, stream: Stream | None, moves: int, ids: Ids) -> None:
+    def _inside(self) -> bool:
+        """Whether this thread is in a call already, and holds the state lock: then this is a destructor or a signal handler."""
+        owned = getattr(self._lock, "_is_owned", None)
+        return owned is not None and bool(owned())
+
+    def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
         """Room for what the next verb says of streams: at most a row for each block it takes, holds or lets go, and three per sequence."""
         if ids is NO_IDS:
             self._state.reserve_accesses(moves + 1)
@@ -169,7 +178,7 @@ class Pool:
             if ids is not None:
                 held = held[(ids & 0xFFFFFFFF) % len(held)]
             self._state.reserve_accesses(moves + int(held.sum()) + 3 * len(held) + 1)
-        self._state.header[blocks.STREAM] = blocks.NONE if stream is None else order.slot(stream)
+        self._state.header[blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
 
     def _check_open(self) -> None:
         if self._report is not None:
@@ -287,9 +296,9 @@ class Pool:
                 owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
                 self._report = CloseReport(self._live().tolist(), owners)
                 self._leases.clear()
-            # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
-            self._transfer.drain()
             try:
+                # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
+                self._transfer.drain()
                 self._device.synchronize()
             except DeviceError:
                 if self._transfer.broken is None:

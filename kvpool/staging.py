@@ -24,6 +24,7 @@ from kvpool.transfer import Transfer
 SEVERAL_STREAMS, TOO_WIDE, TOO_SMALL = -8, -9, -10
 SMALLEST_BYTES = 4096
 
+
 @jit
 def columns_now(h, ids):  # type: ignore[no-untyped-def]
     """Blocks of the longest of these sequences. A guess: nothing is held, and ids may be wrong."""
@@ -209,7 +210,7 @@ class HandOver:
 
     def nbytes(self, width: int) -> int:
         """Bytes of the buffer for so many columns in use."""
-        return staged_bytes(len(self.planes), len(self.rows), min(width, self.columns))
+        return int(staged_bytes(len(self.planes), len(self.rows), min(width, self.columns)))
 
     def stage(self, header: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], buffer: Buffer) -> int:
         """Snapshot the tables into ``buffer``; returns what the jitted ``stage`` does. The state lock is held by the caller."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import guards
-from kvpool.device.base import SOURCE, TARGET, TICKET, Device, Event
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, Device, Event, Stream
 from kvpool.errors import DeviceError
 from kvpool.levels import Levels
 from kvpool.order import OFFLOAD, ONBOARD, WITHIN, Order
 from kvpool.state import blocks, holds
+from kvpool.state.accesses import hand_over
 from kvpool.state.blocks import State
 
-NO_ACCESSES: npt.NDArray[np.int64] = np.zeros((0, 3), np.int64)
-NO_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
 NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 Moves = npt.NDArray[np.int64]
 
@@ -52,7 +51,9 @@ class Transfer:
     def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device) -> None:
         self._state, self._state_lock, self._device = state, state_lock, device
         self._lock = threading.Lock()
-        self._queue: deque[Batch] = deque()
+        self._queue: dict[int, Batch] = {}
+        self._notes: deque[npt.NDArray[np.int64]] = deque()
+        self._draining = 0
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
         self._levels = Levels(len(state.blocks), int(state.header[blocks.WIDTH]))
@@ -66,20 +67,31 @@ class Transfer:
         """Have ``call`` enqueue more behind the decision being made; its DeviceError breaks the device. The caller holds the state lock."""
         self._behind = call
 
-    def collect(self, accesses: npt.NDArray[np.int64] = NO_ACCESSES) -> bool:
-        """Give the moves and accesses of the decision just made their ticket; False if it made none. The caller holds the state lock."""
+    def note(self, accesses: npt.NDArray[np.int64]) -> None:
+        """Have accesses, int64[n, 3], go with the next decision. Safe in a destructor that runs inside any call."""
+        self._notes.append(accesses)
+
+    def collect(self) -> bool:
+        """Give the moves and accesses of the decision just made their ticket; False if it made none. The caller holds the state lock.
+
+        A destructor or signal handler may decide in the middle of this: what it finds in the buffers goes before its own.
+        """
         header = self._state.header
-        moves, noted = int(header[blocks.MOVES]), int(header[blocks.ACCESSES])
-        if noted:
-            accesses = self._state.accesses[:noted].copy()
-        if moves or len(accesses) or self._behind is not None:
-            self._decided = int(header[blocks.TICKET])
-            behind, self._behind = self._behind, None
-            self._queue.append(Batch(self._decided, self._state.moves[:moves].copy() if moves else NO_MOVES, accesses, behind))
-            header[blocks.MOVES] = header[blocks.ACCESSES] = 0
-            header[blocks.TICKET] += 1
-            return True
+        while header[blocks.MOVES] or header[blocks.ACCESSES] or self._notes or self._behind is not None:
+            moves, own = np.empty((header[blocks.MOVES], 4), np.int64), np.empty((header[blocks.ACCESSES], 3), np.int64)
+            ticket = int(hand_over(header, moves, own))
+            if ticket != blocks.NONE:
+                behind, self._behind = self._behind, None
+                self._queue[ticket] = Batch(ticket, moves, self._with_notes(own), behind)
+                self._decided = max(self._decided, ticket)
+                return True
         return False
+
+    def _with_notes(self, accesses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        with suppress(IndexError):
+            while True:
+                accesses = np.concatenate([self._notes.popleft(), accesses])
+        return accesses
 
     @property
     def waiting(self) -> bool:
@@ -87,16 +99,32 @@ class Transfer:
         return self._enqueued < self._decided and bool(self.guards & guards.OTHERS_BATCHES_TOO)
 
     def drain(self) -> None:
-        """Enqueue every batch decided before this call, oldest first. Takes the transfer lock; the caller holds no lock."""
-        last = self._decided
-        while self._enqueued < last:
+        """Enqueue every batch decided before this call, oldest first. Takes the transfer lock; the caller holds no lock.
+
+        Does nothing in a destructor or signal handler that runs inside it: the call that was interrupted goes on with all that is queued.
+        """
+        if self._draining == threading.get_ident():
+            return
+        while self._enqueued < self._decided:
             with self._lock:
-                if self._enqueued < last:
-                    batch = self._queue[0 if self.guards & guards.TICKET_ORDER else -1]
-                    self._acknowledge(batch, self._enqueue(batch))
-                    if self._exit is not None:
-                        leaving, self._exit = self._exit, None
-                        raise leaving
+                self._draining = threading.get_ident()
+                try:
+                    more = self._enqueue_next()
+                finally:
+                    self._draining = 0
+            if not more:
+                return
+
+    def _enqueue_next(self) -> bool:
+        """Enqueue one batch; False if the next one is not queued yet, as whoever decided it will see to it."""
+        batch = self._queue.get(self._enqueued + 1 if self.guards & guards.TICKET_ORDER else max(self._queue, default=-1))
+        if batch is None:
+            return False
+        self._acknowledge(batch, self._enqueue(batch))
+        leaving, self._exit = self._exit, None
+        if leaving is not None:
+            raise leaving
+        return True
 
     def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
         """Events to wait for before the host reads (``writes``: or writes) blocks whose copies are enqueued. Takes the transfer lock."""
@@ -105,13 +133,25 @@ class Transfer:
         with self._lock:
             return self.order.pending(ids, writes)
 
+    def slot(self, stream: Stream) -> int:
+        """The small number of a stream. The caller holds the state lock."""
+        assert self.order is not None
+        return self.order.slot(stream, self._idle)
+
+    def _idle(self) -> npt.NDArray[np.bool_]:
+        """Streams that no sequence uses and no batch names: none while there are batches."""
+        sequences = self._state.sequences
+        idle = np.full(1 << 16, not self._queue and not self._notes)
+        idle[sequences["stream"][sequences["live"] != 0]] = False
+        return idle
+
     def _acknowledge(self, batch: Batch, lost: npt.NDArray[np.int64]) -> None:
         """A batch is on its way, except for the moves to ``lost`` targets (block, ticket), which lose their content."""
         with self._state_lock:
             if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:
                 holds.lose(self._state.header, lost)
-            self._queue.remove(batch)
-            self._enqueued = self._queue[0].ticket - 1 if self._queue else self._decided
+            del self._queue[batch.ticket]
+            self._enqueued += 1
             if not self._queue:
                 self._lost.clear()
 
@@ -159,19 +199,23 @@ class Transfer:
 
     def _attempt_copies(self, moves: Moves, stream: int) -> int:
         """Moves that the device took."""
+        order = self.order
+        if order is not None:
+            self._attempt_order(order.before_copies, moves, stream, self.guards)
+        completed = len(moves)
         try:
-            if self.order is None:
-                self._attempt(self._device.copy_blocks, moves)
-            else:
-                self._attempt(self.order.copy, moves, stream, self.guards)
+            self._attempt(self._device.copy_blocks, moves, NULL_STREAM if order is None else order.stream(stream))
         except DeviceError as error:
+            completed = error.completed
             if error.sticky:
                 self.broken = error
-            return error.completed
-        return len(moves) if self.broken is None else 0
+                return completed
+        if order is not None:
+            self._attempt_order(order.after_copies, moves, stream)
+        return completed if self.broken is None else 0
 
     def _attempt_order(self, call: Any, *args: Any) -> None:
-        """Streams that cannot be ordered break the device: the engine would read too early, or be overwritten."""
+        """Streams that cannot be ordered break the device: somebody would read too early, or be overwritten."""
         try:
             self._attempt(call, *args)
         except DeviceError as error:

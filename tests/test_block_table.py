@@ -299,6 +299,24 @@ class Refusing(WrappedDevice):
         return super().allocate(nbytes, tier)
 
 
+def test_only_columns_in_use_travel() -> None:
+    engine, device = refusing()
+    ids, out, widths = [engine.add(range(n)).id for n in (1, 5)], target(2, 9), list[tuple[int, int]]()
+    stage = device.stage_rows
+
+    def noted(table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        widths.append((staged.width, staged.columns))
+        stage(table, staged, stream)
+
+    device.stage_rows = noted  # type: ignore[method-assign]
+    for most in (None, 2, 5):
+        engine.cache.copy_batch_block_offsets(out, ids, max_blocks=most)
+    engine.cache.copy_batch_block_offsets(out, ids[0])
+    assert widths == [(3, 9), (2, 2), (3, 5), (1, 9)]
+    engine.cache.release(ids)
+    engine.cache.close()
+
+
 def refusing() -> tuple[Engine, Refusing]:
     device = Refusing()
     return Engine(KVCacheManager(small_layout(2), device_blocks=16, host_blocks=0, device=device)), device
@@ -353,7 +371,7 @@ def test_buffers_are_taken_again_and_never_more_than_may_be_under_way(make: Make
     engine = make(T=1, P=4000, staging_depth=2, max_sequences=40)
     ids = [engine.cache.add_sequence(range(k, k + 90)) for k in range(0, 3600, 90)]
     sizes: list[int] = []
-    for count in (1, 40, 3, 20, 40, 1):
+    for count in (1, 15, 40, 3, 20, 40, 1):
         out = target(count, 90)
         engine.cache.copy_batch_block_offsets(out, ids[:count])
         np.testing.assert_array_equal(out, whole(engine, ids[:count], 90))

@@ -251,7 +251,13 @@ def test_an_interrupt_waits_until_nothing_is_half_way(rig: Callable[..., Rig], n
             one.device.before = None
             one.live.clear()
         else:
+            before = set(one.cache._live().tolist())
             act(one)
+            admitted = [new for new in one.cache._live().tolist() if new not in before]
+            # Nobody gets the ids of an admission that is interrupted.
+            if admitted:
+                one.live.clear()
+                one.cache.release(admitted)
         one.check_everything()
         assert one.lost == fails
         dumps.append(debug.dump(one.cache._state))
@@ -278,7 +284,9 @@ def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatc
 
     interrupted("pin_keys", lambda: one.cache.pin(keys, owner="a"))
     interrupted("pin_blocks", lambda: one.cache.pin_blocks([0], owner="b"))
-    assert [lease.owner for lease in one.cache.leases] == ["a", "b"]
+    assert one.cache.leases == [], "nobody got them"
+    one.cache.pin(keys, owner="a")
+    one.cache.pin_blocks([0], owner="b")
     interrupted("unpin", one.cache.leases[0].close)
     interrupted("unpin", lambda: one.cache.revoke("b"))
     assert one.cache.leases == [] and one.free() == 6

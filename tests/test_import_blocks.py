@@ -199,3 +199,18 @@ def test_the_memory_stays_until_an_import_has_written(make: Make, monkeypatch: p
         engine.cache.import_blocks(*prompt_of(engine, 12))
     closer.join(10)
     assert engine.cache._pools.closed
+
+
+def test_a_prompt_does_not_push_its_own_prefix_out(make: Make) -> None:
+    engine = make(4, 2, 2)
+    prompt, data = prompt_of(engine, 12)
+    assert engine.cache.import_blocks(prompt, data[:1]) == 1
+    assert engine.cache.import_blocks(prompt, data[1:], first=1) == 1
+    assert engine.cache.match_prefix(engine.prompt(range(13))).host_tokens == 8
+
+
+def test_objects_are_no_bytes(make: Make) -> None:
+    engine = make(4, 2, 2)
+    prompt, _ = prompt_of(engine, 4)
+    with pytest.raises(TypeError, match=r"data\[0\]"):
+        engine.cache.import_blocks(prompt, [np.array([None] * (engine.cache.layout.block_bytes // 8))])

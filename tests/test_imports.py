@@ -35,6 +35,7 @@ LAYERS = [
     ["pins"],
     ["manager"],
     [""],
+    ["remote"],
     ["replay"],
     ["commands"],
     ["__main__"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
@@ -44,6 +44,8 @@ class ReplayConfig:
     """How eagerly the `sim` device works, 0 to 1: 0 is as late as it may be, 1 at once."""
     events: int = 0
     """Events that the pool keeps for whoever asks for them."""
+    secret: bytes | None = field(default=None, repr=False)
+    """Of the pool's keys; random by default."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
@@ -97,6 +99,7 @@ class Replay:
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
             event_capacity=config.events,
+            secret=config.secret,
         )
         self._verifier: Verifier | None = None
         if isinstance(self._device, VerifyingDevice):

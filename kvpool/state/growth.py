@@ -205,9 +205,8 @@ def commit(h, ids, counts, now):
 
 @jit
 def _shared(h, slot, i):
-    """Whether others hold block ``i`` of a sequence and it has a key, so that it may not be written."""
-    b = table_of(h)[slot, i]
-    return blocks_of(h)[b].flags & KEYED != 0 and blocks_of(h)[b].word != 1
+    """Whether others, sequences or readers, hold block ``i`` of a sequence too, so that its tokens may not be written again."""
+    return blocks_of(h)[table_of(h)[slot, i]].word != 1
 
 
 @jit
@@ -263,7 +262,7 @@ def rewind(h, ids, counts, now):
             return BAD_COUNT
         length -= counts[i]
         free += _returned(h, slot, blocks_for(h, length))
-        need += 1 if length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
+        need += 1 if counts[i] > 0 and length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
         if need > free:
             h[DETAIL], h[DETAIL2] = need, free
             return SHORT_OF_BLOCKS
@@ -272,19 +271,21 @@ def rewind(h, ids, counts, now):
         expire(h, EXPIRIES_PER_CALL)
     copied = 0
     for i in range(ids.shape[0]):
+        slot = slot_of(h, ids[i])
+        stream = stream_of(h, slot)
         if counts[i] > 0:
-            copied += _rewind(h, slot_of(h, ids[i]), counts[i])
+            copied += _rewind(h, slot, counts[i], stream)
     counters_of(h)[C_COPIED] += copied
     return copied
 
 
 @jit
-def _rewind(h, slot, count):
+def _rewind(h, slot, count, stream):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
-    length, stream = sequence.length - count, stream_of(h, slot)
+    length = sequence.length - count
     keep = blocks_for(h, length)
     if length % h[WIDTH]:
-        emit_access(h, ACCESSED, stream, row[keep - 1])
+        emit_access(h, WROTE, stream, row[keep - 1])  # committed or not, what stays may be copied now
     for i in range(sequence.blocks - 1, keep - 1, -1):
         emit_access(h, ACCESSED, stream, row[i])
         if change_word(blocks, row[i], -1, 0) == 0:

@@ -49,7 +49,7 @@ ANY_TIER = -1
 
 
 @jit
-def _pin(h, b):
+def pin_block(h, b):
     blocks = blocks_of(h)
     if change_word(blocks, b, 0, 1) == 1 << 32:
         heap_remove(blocks, heap_of(h), b)
@@ -72,7 +72,7 @@ def pin_keys(h, keys, tier, out):
             return -1
         out[i] = b
     for i in range(keys.shape[0]):
-        _pin(h, out[i])
+        pin_block(h, out[i])
     return 0
 
 
@@ -86,7 +86,7 @@ def pin_blocks(h, ids):
             h[DETAIL] = i
             return -1
     for i in range(ids.shape[0]):
-        _pin(h, ids[i])
+        pin_block(h, ids[i])
     return 0
 
 

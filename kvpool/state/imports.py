@@ -7,21 +7,28 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.admission import EXPIRIES_PER_CALL, write_tokens
 from kvpool.state.blocks import CHILD_BUCKETS, KEYED, NONE, PUBLISHED, WIDTH, blocks_of, change_word
-from kvpool.state.prefix import find_key
+from kvpool.state.holds import pin_block
+from kvpool.state.prefix import find_key, host_copy
 from kvpool.state.requests import R_NAMESPACE, parent_of, request_extra, request_keys, request_tokens
 from kvpool.state.tiers import begin, enter, expire, supersede, take_host
 
 
 @jit
-def take(h, request, first, priority, out, now):
+def take(h, request, first, priority, out, held, now):
     """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has room.
 
-    Ids go into ``out`` int64[n], NONE where none was taken; the blocks hold nothing that can be found. Returns how many.
+    Ids go into ``out`` int64[n], NONE where none was taken; the blocks hold nothing that can be found. Host copies of the prompt's
+    other blocks are pinned too, so that it does not push itself out: ids into ``held`` int64[full blocks].
     """
     blocks, keys = blocks_of(h), request_keys(h, request)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
-    taken, room = 0, True
+    for i in range(held.shape[0]):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        held[i] = NONE if b == NONE else host_copy(h, b)
+        if held[i] != NONE:
+            pin_block(h, held[i])
+    room = True
     for i in range(out.shape[0]):
         out[i] = NONE
         if room and find_key(h, keys[first + i, 0], keys[first + i, 1]) == NONE:
@@ -31,8 +38,6 @@ def take(h, request, first, priority, out, now):
                 blocks[g].filled, blocks[g].uses, blocks[g].ticket, blocks[g].ttl = 0, 0, NONE, NONE
                 change_word(blocks, g, 0, 1)
                 out[i] = g
-                taken += 1
-    return taken
 
 
 @jit

@@ -92,11 +92,11 @@ class Model(Admission):
             self._rewind_one(seq, length)
 
     def _is_shared(self, seq: Seq, length: int) -> bool:
-        """Whether a rewind to this length ends inside a keyed block that others hold too."""
-        if length % self.T == 0:
+        """Whether a rewind to this length ends inside a block that others, sequences or readers, hold too."""
+        if length % self.T == 0 or length == len(seq.items):
             return False
         block = seq.blocks[length // self.T]
-        return block.content is not None and block.refs + block.pins > 1
+        return block.refs + block.pins > 1
 
     def _rewind_one(self, seq: Seq, length: int) -> None:
         while len(seq.blocks) > self._ceil(length):

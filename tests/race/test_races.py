@@ -127,6 +127,47 @@ def a_pin_between_the_start_of_an_onboard_and_its_end(lab: Lab) -> None:
         lab.read(lease, X[:2])
 
 
+def partial_copy_from_tokens_that_the_engine_is_still_writing(lab: Lab) -> None:
+    lab.seed([1], committed=1)  # an unfull block
+    assert lab.add([1, 9], stream=lab.b).cached == 1
+
+
+def rewound_blocks_reused_on_another_stream(lab: Lab) -> None:
+    lab.rewind(lab.add(Y), 3)
+    lab.add([31, 32, 33], stream=lab.b)
+
+
+def rewind_into_a_block_that_is_being_offloaded(lab: Lab) -> None:
+    sequence = lab.commit(lab.add([1, 2, 3, 4]))
+    lab.sim.synchronize()
+    assert lab.cache.offload([1, 2, 3, 4]) == 2
+    lab.append(lab.rewind(sequence, 1), [9])
+
+
+def growth_into_a_block_that_is_being_offloaded(lab: Lab) -> None:
+    cached(lab, X)
+    sequence = lab.add([11, 12, 13, 14])
+    lab.sim.synchronize()
+    lab.append(sequence, [15])
+
+
+def a_reader_on_a_stream_of_a_block_that_is_being_onboarded(lab: Lab) -> None:
+    cached(lab, X)
+    lab.release(lab.add(Y), store=False)
+    lab.sim.synchronize()
+    lab.cache.prefetch(X)
+    with lab.cache.pin(lab.keys(X), tier="device", stream=lab.b) as lease:
+        lab.read(lease, X[:2], lab.b)
+
+
+def an_import_into_a_block_that_is_being_onboarded(lab: Lab) -> None:
+    cached(lab, X)
+    lab.release(lab.add(Y), store=False)
+    lab.sim.synchronize()
+    lab.cache.prefetch(X)
+    assert lab.cache.import_blocks(lab.prompt([31, 32]), [bytes(lab.cache.layout.block_bytes)]) == 1
+
+
 def between_decision_and_enqueue(lab: Lab, act: Callable[[], None]) -> None:
     """Another thread comes in where the next decision is made and not yet handed over."""
     drain = lab.cache._transfer.drain
@@ -172,6 +213,12 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     partial_copy_from_a_block_that_is_being_onboarded: ("copy_reads_after_copies", {"P": 5, "S": 1}),
     a_host_block_reused_while_a_copy_of_its_reader_is_pending: ("copy_writes_after_engine", {"P": 3, "S": 1}),
     a_pin_between_the_start_of_an_onboard_and_its_end: ("reader_waits", {"P": 3, "S": 2}),
+    partial_copy_from_tokens_that_the_engine_is_still_writing: ("copy_reads_after_engine", {"P": 3, "S": 0}),
+    rewound_blocks_reused_on_another_stream: ("engine_writes_after_engine", {"P": 3, "S": 0}),
+    rewind_into_a_block_that_is_being_offloaded: ("engine_writes_after_copies", {"P": 3, "S": 2}),
+    growth_into_a_block_that_is_being_offloaded: ("engine_writes_after_copies", {"P": 3, "S": 2}),
+    a_reader_on_a_stream_of_a_block_that_is_being_onboarded: ("engine_reads_after_copies", {"P": 3, "S": 2}),
+    an_import_into_a_block_that_is_being_onboarded: ("reader_waits", {"P": 3, "S": 1}),
     a_pin_between_decision_and_enqueue: ("others_batches_too", {"P": 3, "S": 2}),
     a_second_admission_between_decision_and_enqueue: ("ticket_order", {"P": 3, "S": 2}),
 }

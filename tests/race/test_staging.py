@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +187,23 @@ def test_one_too_many_waits_with_no_lock_held() -> None:
     assert not thread.is_alive() and not errors
     assert (out == rows_of(cache, ids, 4)).all()
     cache.release(ids)
+    cache.close()
+
+
+def test_a_table_lives_until_it_was_written() -> None:
+    device = Slow()
+    cache = KVCacheManager(small_layout(2), device_blocks=8, host_blocks=0, device=device)
+    sequence, out = cache.add_sequence([1]), target(1, 4)
+    cache.copy_batch_block_offsets(out, sequence)
+    table = weakref.ref(out)
+    del out
+    gc.collect()
+    assert table() is not None and cache._staging.retained == 1
+    device.done.set()
+    assert cache._staging.retained == 0
+    gc.collect()
+    assert table() is None
+    cache.release(sequence)
     cache.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -89,8 +90,9 @@ class SimDevice(Device):
         self._bound: Bound | None = None
         self._allocated: dict[int, NDArray[np.uint8]] = {}
         self._accesses = self._vain = 0
+        self._ended: deque[HostAccess] = deque()
         self._closed = False
-        self._lock = EntryLock()
+        self._lock = EntryLock(lambda: self._findings.settle(self._bound, self._ended))
         self._waits = Waits()
 
     def __repr__(self) -> str:
@@ -366,12 +368,9 @@ class SimDevice(Device):
             self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
 
     def _end(self, opened: HostAccess) -> None:
-        with self._lock:
-            # The pool may have been closed in between, which has been noted.
-            if self._bound is not None and opened in self._bound.order.open:
-                self._findings.entered(self._bound)
-                self._scheduler.poll()
-                self._bound.order.end(opened)
+        """Never waits: a destructor may end an access inside any call. What cannot be done now is the first thing of the next call."""
+        self._ended.append(opened)
+        self._lock.pass_through()
 
     # -- failures --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.device.sim.arrays import Arrays
 from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import Order, Rows, rows_argument
+from kvpool.device.sim.order import HostAccess, Order, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
 
 POISON = 0xA5
@@ -81,6 +82,14 @@ class Findings:
             self._adopt_open(bound)
             if self._whole(bound):
                 self.compare(bound, None)
+
+    def settle(self, bound: Bound | None, ended: deque[HostAccess]) -> None:
+        """Accesses of the host that have ended since the last call are over."""
+        while ended:
+            opened = ended.popleft()
+            if bound is not None and opened in bound.order.open:
+                self.entered(bound)
+                bound.order.end(opened)
 
     def finished(self, bound: Bound, access: Access) -> None:
         """After an operation has been done."""

@@ -8,20 +8,31 @@ from types import TracebackType
 
 
 class EntryLock:
-    """A lock that nothing which runs inside a call may take again: RuntimeError says so where it would wait for itself."""
+    """A lock that nothing which runs inside a call may take again: RuntimeError says so where it would wait for itself.
 
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
+    ``first`` is called whenever it has been taken.
+    """
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._lock, self._inside, self._first = threading.Lock(), 0, first
 
     def __enter__(self) -> None:
         if self._inside == threading.get_ident():
             raise RuntimeError("this thread is inside a call of the device: a launched function may touch memory and nothing else")
         self._lock.acquire()
         self._inside = threading.get_ident()
+        self._first()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._inside = 0
         self._lock.release()
+
+    def pass_through(self) -> None:
+        """Take and leave the lock, if it is free."""
+        if self._lock.acquire(blocking=False):
+            self._inside = threading.get_ident()
+            self._first()
+            self.__exit__(None, None, None)
 
 
 class Gate:

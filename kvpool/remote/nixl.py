@@ -1,0 +1,180 @@
+"""The NIXL transport: readers take blocks out of the host tier themselves, and their notification says that they are done."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.remote.messages import Malformed
+from kvpool.remote.transport import Arrival, Buffer, ClientTransport, HostBytes, Offer, ServerTransport
+
+INSTALL = "pip install --no-deps nixl nixl-cu13"
+_TAG_BYTES = 16
+_ADDRESS = np.dtype("<u8")
+MEMORY = "DRAM"
+
+
+def available() -> str:
+    """Empty where NIXL can be used, else why not and what to install."""
+    try:
+        _api()
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def _api() -> Any:
+    try:
+        import nixl._api as api
+    except ImportError as error:
+        raise ImportError(f"the NIXL transport needs NIXL: {INSTALL} ({error})") from error
+    return api
+
+
+def new_agent() -> Any:
+    """An agent under a name of its own. Metadata goes through the server's socket, so no listener claims NIXL's fixed port."""
+    api = _api()
+    # Without the progress thread a reader would wait until the server's thread calls into NIXL.
+    config = api.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
+    return api.nixl_agent(f"kvpool-{secrets.token_hex(8)}", config)
+
+
+class _Reading:
+    """One offer, as long as somebody wants to know what became of it."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def released(self) -> bool:
+        return self.done
+
+
+class NixlServer(ServerTransport):
+    """Registers the whole host tier once; an offer is a tag and the addresses of its blocks.
+
+    Whoever has been welcomed can read all of the host tier: let in only readers that may. Raises ImportError without NIXL.
+    """
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self._agent: Any = new_agent()
+        self._memory: Any = None
+        self._reading: WeakValueDictionary[bytes, _Reading] = WeakValueDictionary()
+
+    def start(self, host: HostBytes) -> None:
+        self._base, self._block_bytes = address(host), host.shape[1]
+        self._memory = self._agent.register_memory(regions([self._base], host.nbytes), MEMORY)
+
+    def welcome(self) -> list[bytes]:
+        return [self._agent.get_agent_metadata()]
+
+    def offer(self, rows: npt.NDArray[np.int64]) -> Offer:
+        tag, reading = secrets.token_bytes(_TAG_BYTES), _Reading()
+        self._reading[tag] = reading
+        addresses = (self._base + rows * self._block_bytes).astype(_ADDRESS)
+        return Offer([tag, addresses.tobytes()], False, reading.released)
+
+    def poll(self) -> None:
+        found = {} if self._agent is None else self._agent.get_new_notifs()
+        for tags in found.values():
+            for tag in tags:
+                reading = self._reading.get(tag)
+                if reading is not None:
+                    reading.done = True
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if self._memory is not None:
+            agent.deregister_memory(self._memory)
+        # Nobody can read the memory any more.
+        for reading in list(self._reading.values()):
+            reading.done = True
+
+
+class NixlClient(ClientTransport):
+    """Reads offered blocks into slots of its own memory, one slot for each message in flight. Raises ImportError without NIXL."""
+
+    name = "nixl"
+    reuses_memory = True
+
+    def __init__(self) -> None:
+        self._agent: Any = None
+        _api()
+
+    def connect(self, frames: Sequence[Buffer], block_bytes: int, blocks: int, messages: int) -> None:
+        self.close()
+        if len(frames) != 1:
+            raise Malformed(f"{len(frames)} frames behind the welcome: accepted is one with NIXL's metadata")
+        self._agent = new_agent()
+        self._slots = np.zeros((messages, blocks, block_bytes), np.uint8)
+        self._memory = self._agent.register_memory(regions([address(self._slots)], self._slots.nbytes), MEMORY)
+        self._free, self._handles = list(range(messages)), dict[int, Any]()
+        try:
+            self._server = self._agent.add_remote_agent(bytes(frames[0]))
+        except Exception as error:
+            raise Malformed(f"metadata that NIXL does not take: {type(error).__name__}") from error
+
+    def receive(self, frames: Sequence[Buffer], count: int) -> Arrival:
+        if [frame.nbytes for frame in frames] != [_TAG_BYTES, count * _ADDRESS.itemsize]:
+            raise Malformed(f"frames of {[frame.nbytes for frame in frames]!r:.80} bytes for {count} blocks to be read")
+        number = self._free.pop()
+        slot = self._slots[number]
+        size, agent = slot.shape[1], self._agent
+        here = agent.get_xfer_descs(regions(address(slot) + size * np.arange(count), size), MEMORY)
+        there = agent.get_xfer_descs(regions(np.frombuffer(frames[1], _ADDRESS), size), MEMORY)
+        try:
+            handle = agent.initialize_xfer("READ", here, there, self._server, bytes(frames[0]))
+            self._handles[number] = handle
+            agent.transfer(handle)
+        except Exception as error:
+            raise Malformed(f"an offer that NIXL cannot read: {type(error).__name__}: {error}") from error
+
+        def ready() -> bool:
+            if number not in self._handles:
+                return True
+            state = agent.check_xfer_state(handle)
+            if state == "ERR":
+                raise Malformed("an offer that NIXL failed to read")
+            if state == "DONE":
+                agent.release_xfer_handle(self._handles.pop(number))
+            return state == "DONE"
+
+        return Arrival([memoryview(slot[i]) for i in range(count)], ready, lambda: self._free.append(number))
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        for handle in self._handles.values():
+            try:
+                agent.release_xfer_handle(handle)
+            except Exception:
+                # NIXL will not give up a read that is on its way: its memory stays, for as long as the process.
+                _abandoned.append((agent, handle, self._slots))
+        if not any(slots is self._slots for _, _, slots in _abandoned):
+            agent.deregister_memory(self._memory)
+
+
+_abandoned: list[tuple[Any, Any, Any]] = []
+"""Reads that could not be stopped, with what they may still write to."""
+
+
+def regions(firsts: Any, nbytes: int) -> npt.NDArray[np.uint64]:
+    """Regions of memory as NIXL takes them: rows of (address, bytes, device)."""
+    firsts = np.asarray(firsts, np.uint64)
+    return np.stack([firsts, np.full_like(firsts, nbytes), np.zeros_like(firsts)], axis=1)
+
+
+def address(array: npt.NDArray[np.uint8]) -> int:
+    """Of the first byte."""
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,263 @@
+"""Whatever a server does, the client's pool gets whole blocks or none, and the caller a clear error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+from relay import Relay
+from workers import HUGE, LARGE, Make, expected, stored, worker
+
+from engine import Engine
+from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
+from kvpool.remote.messages import Blocks, Failed, Get, Hello, Message, Released, Welcome, decode, encode
+
+Script = Callable[[Get, list[bytes]], list[list[Any]]]
+
+
+@contextmanager
+def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]:
+    """A server that answers every ``get`` with the messages that a script makes of it, and the blocks that it would have."""
+    context: zmq.Context[Any] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.bind("tcp://127.0.0.1:*")
+    size = engine.cache.layout.block_bytes
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            if not router.poll(10):
+                continue
+            client, header, *frames = router.recv_multipart()
+            request = decode(header, (Hello, Get))
+            if isinstance(request, Get):
+                replies = script(request, [bytes([i]) * size for i in range(len(frames[0]) // 16)])
+            else:
+                limits = {"block_bytes": size, "blocks_per_request": 64, "requests": 8, "bytes": 1 << 26}
+                replies = [[Welcome(request.id, **(limits | welcome))]]
+            for reply in replies:
+                router.send_multipart([client, *(encode(one) if isinstance(one, Message) else one for one in reply)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield router.last_endpoint.decode()
+    finally:
+        stop.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+TOKENS = list(range(33))
+WRONG: dict[str, Script] = {
+    "no JSON": lambda get, blocks: [[b"what?"]],
+    "empty": lambda get, blocks: [[b""]],
+    "another version": lambda get, blocks: [[encode(Released(get.id)).replace(b'"v": 1', b'"v": 9')]],
+    "a request": lambda get, blocks: [[get]],
+    "an unknown id": lambda get, blocks: [[Blocks(get.id + 1, "1" * len(blocks), True), *blocks]],
+    "id 0": lambda get, blocks: [[Blocks(0, "1" * len(blocks), True), *blocks]],
+    "too few places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) - 1), True), *blocks[1:]]],
+    "too many places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) + 1), True), *blocks, blocks[0]]],
+    "places that are no digits": lambda get, blocks: [[Blocks(get.id, "x" * len(blocks), True)]],
+    "a frame too few": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:]]],
+    "a frame too many": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks, blocks[0]]],
+    "a short frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:], blocks[0][1:]]],
+    "a long frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:], blocks[0] + b"x"]],
+    "one frame of another length": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), b"".join(blocks)[1:]]],
+    "frames without blocks": lambda get, blocks: [[Blocks(get.id, "0" * len(blocks), True), blocks[0]]],
+    "release first": lambda get, blocks: [[Released(get.id)]],
+    "release twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks], [Released(get.id)], [Released(get.id)]],
+    "release with frames": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks], [Released(get.id), b""]],
+    "blocks twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks]] * 2,
+}
+
+
+@pytest.mark.parametrize("script", WRONG.values(), ids=WRONG)
+def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make, script: Script) -> None:
+    here = worker(make)
+    with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache, timeout_ms=20_000, messages_in_flight=1) as client:
+        with pytest.raises(RemoteError, match="malformed: the server sent"):
+            client.fetch(TOKENS)
+            # What comes behind a complete answer is met by the next call, as an answer to nobody.
+            assert script is WRONG["release twice"]
+            client.fetch_blocks(here.keys(TOKENS))
+    assert here.reusable(TOKENS) == (32 if script is WRONG["release twice"] else 0)
+
+
+@pytest.mark.parametrize("welcome", [{"block_bytes": 1}, {"blocks_per_request": 0}, {"requests": 0}, {"bytes": 0}], ids=str)
+def test_a_welcome_that_makes_no_sense_is_an_error(make: Make, welcome: dict[str, int]) -> None:
+    here = worker(make)
+    with fake_server(here, lambda get, blocks: [], **welcome) as endpoint, BlockClient(endpoint, here.cache) as client:
+        with pytest.raises(RemoteError, match="malformed"):
+            client.fetch(TOKENS)
+
+
+def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
+    here = worker(make)
+    with fake_server(here, lambda get, blocks: []) as endpoint:
+        with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
+            with pytest.raises(RemoteTimeout, match="silent for 100 ms") as caught:
+                client.fetch(TOKENS)
+            assert caught.value.blocks == 0 and caught.value.code == "timeout"
+    with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
+        with pytest.raises(TimeoutError, match="did not answer for 100 ms"):
+            client.fetch(TOKENS)
+    assert here.reusable(TOKENS) == 0
+
+
+def test_blocks_without_the_word_that_they_are_whole_do_not_enter_the_pool(make: Make) -> None:
+    here = worker(make)
+    with fake_server(here, lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks]]) as endpoint:
+        with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
+            with pytest.raises(RemoteTimeout):
+                client.fetch(TOKENS)
+    assert here.reusable(TOKENS) == 0
+
+
+def test_what_came_before_an_error_has_entered_the_pool(make: Make) -> None:
+    there, here = worker(make), worker(make)
+    content = expected(there, TOKENS)
+    count = [0]
+
+    def script(get: Get, blocks: list[bytes]) -> list[list[Any]]:
+        count[0] += 1
+        if count[0] == 3:
+            return [[Failed(get.id, "busy", "come back later")]]
+        start = (count[0] - 1) * 2
+        return [[Blocks(get.id, "11", False), *content[start : start + 2]], [Released(get.id)]]
+
+    with fake_server(here, script) as endpoint:
+        with BlockClient(endpoint, here.cache, blocks_per_message=2, messages_in_flight=1) as client:
+            with pytest.raises(RemoteError, match="busy: come back later") as caught:
+                client.fetch(TOKENS)
+            assert caught.value.blocks == 4 and caught.value.code == "busy"
+    assert here.add(TOKENS).cached == 16
+
+
+def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
+    there, here = worker(make), worker(make)
+    content = expected(there, TOKENS)
+    asked: list[Get] = []
+
+    def script(get: Get, blocks: list[bytes]) -> list[list[Any]]:
+        asked.append(get)
+        if len(asked) < 4:
+            return []
+        replies: list[list[Any]] = [[Blocks(one.id, "11", i == 2), *content[2 * i : 2 * i + 2]] for i, one in enumerate(asked)]
+        return replies[::-1] + [[Released(one.id)] for i, one in enumerate(asked) if i != 2]
+
+    with fake_server(here, script) as endpoint:
+        with BlockClient(endpoint, here.cache, blocks_per_message=2, messages_in_flight=4) as client:
+            assert client.fetch(TOKENS) == 8
+    assert here.add(TOKENS).cached == 32
+
+
+def test_a_late_answer_is_not_taken_for_the_next_request(make: Make) -> None:
+    there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
+    first, second = stored(there, 6), stored(there, 6, 1000)
+    with BlockServer(there.cache) as server, Relay(server.endpoint) as relay:
+        with BlockClient(relay.endpoint, here.cache, timeout_ms=300) as client:
+            assert client.fetch([1]) == 0
+            assert client.fetch_blocks([bytes(16)]) == [None]
+            relay.hold()
+            with pytest.raises(RemoteTimeout):
+                client.fetch(first)
+            relay.pass_on()
+            client._timeout_ms = 20_000
+            assert client.fetch(second) == 6
+            assert client.fetch(first) == 6
+    assert here.add(second).cached == 24 and here.add(first).cached == 24
+
+
+def test_a_server_that_dies_in_mid_transfer_leaves_nothing_half_written(make: Make) -> None:
+    there, here = worker(make, 20, 20, layout=HUGE), worker(make, 20, 20, layout=HUGE)
+    tokens = stored(there, 16)
+    server = BlockServer(there.cache)
+    with server, Relay(server.endpoint) as relay:
+        with BlockClient(relay.endpoint, here.cache, timeout_ms=500, blocks_per_message=4, messages_in_flight=2) as client:
+            assert client.fetch(tokens[:9]) == 2
+            relay.hold()
+            with pytest.raises(RemoteTimeout) as caught:
+                client.fetch(tokens)
+            relay.cut()
+            server.close(linger_ms=0)
+            relay.pass_on()
+            assert here.reusable(tokens) == 4 * (2 + caught.value.blocks) < 64
+            with pytest.raises(RemoteTimeout):
+                client.fetch(tokens)
+    assert here.add(tokens).cached < 64  # compares every byte
+
+
+def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 8)
+    with BlockServer(there.cache) as server:
+        client = BlockClient(server.endpoint, here.cache, timeout_ms=300)
+        assert client.fetch(tokens[:9]) == 2
+    with client:
+        with pytest.raises(RemoteTimeout):
+            client.fetch(tokens)
+        with BlockServer(there.cache, server.endpoint):
+            client._timeout_ms = 20_000
+            assert client.fetch(tokens) == 6
+
+
+def test_a_second_thread_is_sent_away(make: Make) -> None:
+    here = worker(make)
+    with fake_server(here, lambda get, blocks: []) as endpoint, BlockClient(endpoint, here.cache, timeout_ms=500) as client:
+        inside = threading.Event()
+        take = client._transport.connect
+
+        def connect(*arguments: Any) -> None:
+            inside.set()
+            take(*arguments)
+
+        client._transport.connect = connect  # type: ignore[method-assign]
+        outcome: list[BaseException] = []
+
+        def fetch() -> None:
+            try:
+                client.fetch(TOKENS)
+            except RemoteTimeout as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        assert inside.wait(20)
+        for call in (lambda: client.fetch(TOKENS), client.close):
+            with pytest.raises(RuntimeError, match="another thread"):
+                call()
+        thread.join()
+        assert len(outcome) == 1, "the first thread was disturbed"
+
+
+def test_a_closed_client_says_so(make: Make) -> None:
+    here = worker(make)
+    client = BlockClient("tcp://127.0.0.1:1", here.cache)
+    client.close()
+    client.close()
+    with pytest.raises(ValueError, match="the client is closed"):
+        client.fetch(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"name": "a" * 65}, {"name": "a\nb"}, {"name": 3}, {"timeout_ms": 0}, {"timeout_ms": 1.5}, {"blocks_per_message": 0},
+     {"blocks_per_message": 5000}, {"messages_in_flight": 0}],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments_are_named(make: Make, options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        BlockClient("tcp://127.0.0.1:1", worker(make).cache, **options)
+
+
+def test_keys_of_a_pool_with_another_secret_are_refused_before_anything_is_sent(make: Make) -> None:
+    here, other = worker(make), worker(make, secret=bytes(32))
+    with BlockClient("tcp://127.0.0.1:1", here.cache, timeout_ms=100) as client:
+        with pytest.raises(ValueError, match="another secret"):
+            client.fetch(other.prompt(TOKENS))

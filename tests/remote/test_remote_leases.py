@@ -1,0 +1,212 @@
+"""Blocks stay pinned until the transport has let go of them, whatever the client does, and nobody but the server's thread waits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from relay import Relay
+from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
+
+from engine import Engine
+from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
+from kvpool.remote.server import GUARDS
+
+BLOCKS = 16
+ALL = Limits(bytes_in_total=BLOCKS << 20)
+
+
+class Fetch(threading.Thread):
+    """Fetches the blocks of a prompt by key on a thread; ``result`` is them, or the exception."""
+
+    def __init__(self, client: BlockClient, keys: list[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._client, self._keys = client, keys
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = [None if one is None else bytes(one) for one in self._client.fetch_blocks(self._keys)]
+        except Exception as error:
+            self.result = error
+
+    def wait(self) -> Any:
+        self.join(30)
+        assert not self.is_alive(), "the fetch did not end within 30 s"
+        return self.result
+
+
+@contextmanager
+def stalled(make: Make, *, timeout_ms: int = 25_000, **options: Any) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
+    """A server whose whole host tier is on its way to a client that reads nothing."""
+    there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
+    tokens = stored(there, BLOCKS)
+    guards = options.pop("guards", GUARDS)
+    with BlockServer(there.cache, limits=ALL, **options) as server, Relay(server.endpoint) as relay:
+        server._guards = guards
+        with BlockClient(relay.endpoint, there.cache, name="slow", timeout_ms=timeout_ms) as client:
+            assert client.fetch_blocks([bytes(16)]) == [None]  # is connected
+            relay.hold()
+            fetch = Fetch(client, there.keys(tokens))
+            until(lambda: server.stats().transfers == 1, "transfer")
+            yield there, tokens, server, relay, fetch
+            relay.pass_on()
+            fetch.wait()
+
+
+def overwrite(engine: Engine) -> int:
+    """Let the scheduler go on with other prompts, and offload them; how many host blocks they took."""
+    other = list(range(7000, 7000 + BLOCKS * engine.T + 1))
+    engine.seed(other)
+    return engine.cache.offload(engine.prompt(other))
+
+
+def test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on(make: Make) -> None:
+    with stalled(make) as (there, tokens, server, relay, fetch):
+        [lease] = there.cache.leases
+        assert lease.owner.startswith("remote slow ") and len(lease.blocks) == BLOCKS
+        assert overwrite(there) == 0, "pinned blocks were taken"
+        relay.pass_on()
+        assert fetch.wait() == expected(there, tokens)
+        until(lambda: not there.cache.leases, "end of the lease")
+        assert overwrite(there) == BLOCKS
+        assert server.stats().transfers == server.stats().transfer_bytes == 0
+
+
+def test_without_the_guard_a_slow_client_gets_torn_blocks(make: Make) -> None:
+    with stalled(make, guards=frozenset()) as (there, tokens, server, relay, fetch):
+        assert not there.cache.leases
+        assert overwrite(there) == BLOCKS
+        relay.pass_on()
+        got, right = fetch.wait(), expected(there, tokens)
+        assert len(got) == BLOCKS and got[-1] != right[-1], "the test does not reach the guard"
+
+
+def test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void(make: Make) -> None:
+    with stalled(make) as (there, tokens, server, relay, fetch):
+        [lease] = there.cache.leases
+        assert lease.age_ms >= 0
+        assert there.cache.revoke(lease.owner) == 1
+        assert overwrite(there) == BLOCKS
+        relay.pass_on()
+        error = fetch.wait()
+        assert isinstance(error, RemoteError) and error.code == "revoked", error
+        assert server.stats().revoked == 1
+        assert fetch._client.fetch_blocks(there.keys(tokens)[:1]) == [None]
+
+
+def test_a_lost_connection_releases_what_was_on_its_way(make: Make) -> None:
+    with stalled(make, timeout_ms=1000) as (there, tokens, server, relay, fetch):
+        relay.cut()
+        until(lambda: not there.cache.leases, "end of the lease")
+        assert overwrite(there) == BLOCKS
+        assert isinstance(fetch.wait(), RemoteTimeout)
+
+
+def test_a_client_that_takes_nothing_for_too_long_is_disconnected(make: Make) -> None:
+    with stalled(make, stall_ms=300, timeout_ms=5000) as (there, tokens, server, relay, fetch):
+        until(lambda: not there.cache.leases, "end of the lease")
+        assert fetch.is_alive(), "the client gave up first"
+        assert overwrite(there) == BLOCKS
+
+
+def test_a_server_that_closes_leaves_no_lease(make: Make) -> None:
+    with stalled(make, timeout_ms=1000) as (there, tokens, server, relay, fetch):
+        server.close(linger_ms=10)
+        assert server.closed and not there.cache.leases and server.stats().transfers == 0
+        server.close()
+        assert overwrite(there) == BLOCKS
+        relay.cut()
+
+
+def test_a_client_process_that_is_killed_in_mid_transfer_releases_its_blocks(make: Make) -> None:
+    there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
+    tokens = stored(there, BLOCKS)
+    script = """
+import sys, zmq
+endpoint, hello, get, keys = sys.argv[1], *map(bytes.fromhex, sys.argv[2:])
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(endpoint)
+socket.send(hello)
+socket.recv_multipart()
+print("connected", flush=True)
+sys.stdin.readline()
+socket.send_multipart([get, keys])
+sys.stdin.read()
+"""
+    with BlockServer(there.cache, limits=ALL) as server, Relay(server.endpoint) as relay, Raw(server.endpoint, there) as raw:
+        frames = raw.hello(client="victim"), raw.get(client="victim"), b"".join(there.keys(tokens))
+        arguments = [sys.executable, "-c", script, relay.endpoint, *(frame.hex() for frame in frames)]
+        with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline() == "connected\n"
+            relay.hold()
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            until(lambda: server.stats().transfers == 1, "transfer")
+            [lease] = there.cache.leases
+            assert lease.owner.startswith("remote victim ") and overwrite(there) == 0
+            process.kill()
+        until(lambda: not there.cache.leases, "end of the lease")
+        raw.send(raw.hello())
+        assert b"welcome" in raw.receive()[0], "the server goes on"
+
+
+def test_clients_that_read_nothing_get_no_more_than_their_limits(make: Make) -> None:
+    there = worker(make, 2 * BLOCKS, 2 * BLOCKS, layout=LARGE)
+    tokens = stored(there, BLOCKS)
+    limits = Limits(blocks_per_request=BLOCKS, requests_per_client=2, bytes_per_client=3 << 20, bytes_in_total=1 << 22)
+    with BlockServer(there.cache, limits=limits) as server, Relay(server.endpoint) as relay:
+        with Raw(relay.endpoint, there, rcvhwm=1) as raw:
+            raw.send(raw.hello())
+            raw.receive()
+            relay.hold()
+            for number in range(2, 200):
+                raw.send(raw.get(id=number), b"".join(there.keys(tokens)))
+            until(lambda: server.stats().refused + server.stats().dropped > 0, "refusal")
+            assert server.stats().transfers <= 2 and server.stats().transfer_bytes <= 3 << 20
+            with BlockClient(server.endpoint, there.cache) as other:
+                assert bytes(other.fetch_blocks(there.keys(tokens)[:1])[0] or b"") == expected(there, tokens)[0]
+    assert not there.cache.leases
+
+
+def test_small_blocks_are_copied_and_pinned_no_longer_than_that(make: Make) -> None:
+    there = worker(make)
+    tokens = stored(there, 8)
+    with BlockServer(there.cache) as server, Relay(server.endpoint) as relay, Raw(relay.endpoint, there) as raw:
+        raw.send(raw.hello())
+        raw.receive()
+        relay.hold()
+        raw.send(raw.get(id=2), b"".join(there.keys(tokens)))
+        until(lambda: server.stats().blocks == 8, "answer")
+        assert not there.cache.leases
+        relay.pass_on()
+        header, frame = raw.receive()
+        assert b'"done": true' in header and frame == b"".join(expected(there, tokens))
+
+
+def test_two_processes_agree_on_keys_by_the_secret_alone(make: Make, tmp_path: Path) -> None:
+    there = worker(make, layout=LARGE)
+    tokens = stored(there, 6)
+    script = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]!r}
+from engine import open_engine
+from kvpool.remote import BlockClient
+engine = open_engine(4, 16, 16, layout={LARGE!r}, secret={SECRET!r})
+with BlockClient(sys.argv[1], engine.cache, name="child") as client:
+    assert client.fetch({tokens!r}) == 6
+assert engine.add({tokens!r}).cached == 24
+engine.finish(next(iter(engine.live.values())))
+engine.cache.verify()
+engine.cache.close()
+"""
+    with BlockServer(there.cache) as server:
+        subprocess.run([sys.executable, "-c", script, server.endpoint], check=True, timeout=120)
+        until(lambda: not there.cache.leases, "end of the lease")

@@ -1,0 +1,74 @@
+"""Headers are checked when they are written and when they are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvpool.remote.messages import HEADER_BYTES_MAX, Blocks, Failed, Get, Hello, Malformed, Message, Released, Welcome, decode, encode
+
+MESSAGES = [
+    Hello(1, "client", "a" * 32, "b" * 32, "inline"),
+    Get(2, "", "a" * 32, "b" * 32, "inline"),
+    Welcome(3, 4096, 64, 8, 1 << 26),
+    Blocks(4, "1101", False),
+    Released(5),
+    Failed(0, "limit", "too \"many\" \u00fc \ud800"),
+]
+KINDS = tuple(type(message) for message in MESSAGES)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_kind_comes_back_as_it_was(message: Message) -> None:
+    assert decode(encode(message), KINDS) == message
+    with pytest.raises(Malformed, match="accepted are"):
+        decode(encode(message), tuple(kind for kind in KINDS if kind is not type(message)))
+
+
+def header(**changes: Any) -> bytes:
+    values: dict[str, Any] = {"v": 1, "kind": "blocks", "id": 7, "found": "11", "done": True} | changes
+    return json.dumps({name: value for name, value in values.items() if value is not ...}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "id"),
+    [
+        (b"", "not JSON", 0),
+        (b"\xff\x00", "not JSON", 0),
+        (b"[" * 5000, "not JSON", 0),
+        (b"9" * 5000, "not JSON", 0),
+        (b"[1]", "not a JSON object", 0),
+        (b" " * (HEADER_BYTES_MAX + 1), "accepted are up to", 0),
+        (header(v=2), "version 2", 7),
+        (header(v=True), "version True", 7),
+        (header(v=...), "version None", 7),
+        (header(kind="hello"), "kind 'hello'", 7),
+        (header(kind=["blocks"]), "kind", 7),
+        (header(kind=...), "kind None", 7),
+        (header(id=...), "missing or unknown", 0),
+        (header(more=1), "missing or unknown", 7),
+        (header(found=...), "missing or unknown", 7),
+        (header(id=-1), "id=-1", 0),
+        (header(id=1 << 63), "id=9223372036854775808", 0),
+        (header(id=1.0), "id=1.0", 0),
+        (header(id=True), "id=True", 0),
+        (header(id="7"), "id='7'", 0),
+        (header(found=11), "found=11", 7),
+        (header(found="1" * 4097), "found=", 7),
+        (header(done=1), "done=1", 7),
+        (header(done=None), "done=None", 7),
+    ],
+    ids=range(24),
+)  # fmt: skip
+def test_what_is_no_message_is_named(data: bytes, reason: str, id: int) -> None:
+    with pytest.raises(Malformed, match=reason) as caught:
+        decode(data, (Blocks, Released))
+    assert caught.value.id == id
+
+
+def test_what_no_reader_would_accept_is_not_written() -> None:
+    for message in (Released(-1), Blocks(1, "1" * 5000, True), Failed(1, "x", "\u00fc" * 4000)):
+        with pytest.raises(Malformed):
+            encode(message)
