@@ -53,13 +53,13 @@ class PoolBusy(KVPoolError):
 
 
 class InsufficientMemory(KVPoolError, MemoryError):
-    """A tier does not fit into the memory that is there. ``requested`` and ``available`` are bytes."""
+    """A tier does not fit into the memory that is there. ``requested`` and ``available`` are bytes; ``reason`` is what the system said."""
 
-    def __init__(self, tier: str, requested: int, available: int) -> None:
+    def __init__(self, tier: str, requested: int, available: int, reason: str = "") -> None:
         gib = 1 << 30
         super().__init__(
             f"{tier} tier asks for {requested} bytes ({requested / gib:.2f} GiB), "
-            f"{available} bytes ({available / gib:.2f} GiB) are available"
+            f"{available} bytes ({available / gib:.2f} GiB) are available{reason and ': '}{reason}"
         )
         self.tier, self.requested, self.available = tier, requested, available
 

@@ -49,7 +49,7 @@ class KVCacheManager(PinPool):
     ----------
     layout : shape and bytes of a block.
     device_blocks, host_blocks : capacities; ids [0, device_blocks) are device blocks, the rest host blocks.
-    device : "auto", "cpu", or a ``kvpool.device.base.Device`` that serves no other pool.
+    device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no other pool.
     max_sequences, max_sequence_tokens : bounds of what lives at once; they size the block table (default: 256 sequences of as many
         tokens as fit on the device, at most 262,144).
     partial_reuse : also reuse the first tokens of a block that matches in part, by copying them.

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from kvpool.device.base import Device
 from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
+from kvpool.strided import as_strided
 
 BLOCKS_MAX = 2**31 - 1
 """Blocks of both tiers together: ids are int32."""
 ADDRESSABLE_BYTES = sys.maxsize // 2
 """More than any tier can have, where nobody knows how much memory there is."""
+_GONE = "the memory of this pool has been given back"
 
 
 class MemoryPools:
@@ -37,7 +39,7 @@ class MemoryPools:
         ``layout.host_shape(host_blocks)``. They raise PoolClosed after ``close``; views made before stay readable, and
         keep the memory until they are gone.
     device_bytes, host_bytes
-        The same memory as flat uint8 arrays.
+        The same memory as flat uint8 arrays. The host tier is NumPy's; the device tier is the device's own kind of array.
 
     Raises
     ------
@@ -59,7 +61,8 @@ class MemoryPools:
         self.device, self.layout = device, layout
         sizes = {"device": self.device_blocks * layout.block_bytes, "host": self.host_blocks * layout.block_bytes}
         _check_room(device, sizes)
-        self._pools: dict[str, NDArray[np.uint8]] | None = _allocate(device, sizes)
+        self._pools: dict[str, Any] | None = _allocate(device, sizes)
+        self._bases = [as_strided(tier, pool).address for tier, pool in self._pools.items()]
         try:
             device.bind(layout, self.device_bytes, self.host_bytes, self.device_blocks, self.host_blocks)
         except BaseException:
@@ -67,7 +70,7 @@ class MemoryPools:
             raise
 
     @property
-    def device_bytes(self) -> NDArray[np.uint8]:
+    def device_bytes(self) -> Any:
         return self._bytes("device")
 
     @property
@@ -75,7 +78,7 @@ class MemoryPools:
         return self._bytes("host")
 
     @property
-    def device_pool(self) -> NDArray[Any]:
+    def device_pool(self) -> Any:
         return self.device_bytes.view(self.layout.storage_dtype).reshape(self.layout.device_shape(self.device_blocks))
 
     @property
@@ -84,10 +87,12 @@ class MemoryPools:
 
     def addresses(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Address of the first byte of each block by id; all bytes of a host block follow its first."""
+        if self.closed:
+            raise PoolClosed(_GONE)
         host = ids >= self.device_blocks
         device_step = self.layout.device_strides(self.device_blocks).block
-        at_device = _address(self.device_bytes) + ids * device_step
-        at_host = _address(self.host_bytes) + (ids - self.device_blocks) * self.layout.block_bytes
+        at_device = self._bases[0] + ids * device_step
+        at_host = self._bases[1] + (ids - self.device_blocks) * self.layout.block_bytes
         return np.where(host, at_host, at_device)
 
     @property
@@ -100,14 +105,10 @@ class MemoryPools:
         for pool in (pools or {}).values():
             self.device.free(pool)
 
-    def _bytes(self, tier: str) -> NDArray[np.uint8]:
+    def _bytes(self, tier: str) -> Any:
         if self._pools is None:
-            raise PoolClosed("the memory of this pool has been given back")
+            raise PoolClosed(_GONE)
         return self._pools[tier]
-
-
-def _address(memory: NDArray[np.uint8]) -> int:
-    return int(memory.__array_interface__["data"][0])
 
 
 def _check_room(device: Device, sizes: dict[str, int]) -> None:
@@ -121,15 +122,15 @@ def _check_room(device: Device, sizes: dict[str, int]) -> None:
             raise InsufficientMemory(tiers, requested, limit)
 
 
-def _allocate(device: Device, sizes: dict[str, int]) -> dict[str, NDArray[np.uint8]]:
+def _allocate(device: Device, sizes: dict[str, int]) -> dict[str, Any]:
     """Both tiers, or InsufficientMemory and none of them."""
-    pools: dict[str, NDArray[np.uint8]] = {}
+    pools: dict[str, Any] = {}
     try:
         for tier, nbytes in sizes.items():
             try:
                 pools[tier] = device.allocate(nbytes, tier)
             except MemoryError as error:
-                raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0) from error
+                raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
     except BaseException:
         for pool in pools.values():
             device.free(pool)

@@ -81,14 +81,18 @@ class Pool:
         if max_sequence_tokens is not None:
             max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
         self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
-        self._device = get_device(device)
-        self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
-        self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
-        self._owns_device = not isinstance(device, Device)
+        self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
-            self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
+            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
+            try:
+                self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
+                self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
+            except BaseException:
+                self._pools.close()
+                raise
         except BaseException:
-            self._pools.close()
+            if self._owns_device:
+                self._device.close()
             raise
         self._columns = self._state.table.shape[1]
         self._origin = (self._state.fingerprint, width)
@@ -218,8 +222,9 @@ class Pool:
     # -- the pool as a whole ---------------------------------------------------------------------
 
     @property
-    def device_pool(self) -> npt.NDArray[Any]:
-        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype."""
+    def device_pool(self) -> Any:
+        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype: a NumPy array in main memory, else an
+        array of the device's own kind, with DLPack and ``__cuda_array_interface__``."""
         return self._pools.device_pool
 
     @property
@@ -277,6 +282,15 @@ class Pool:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
         holds.reset(header, ids, now)
         return 0
+
+    def calibrate(self) -> Any:
+        """Measure which way of copying is the fastest on this device, take it from now on, and keep it on disk for other processes.
+
+        Returns what was measured, or None from devices that have nothing to choose. Takes seconds; the pool's blocks are not
+        touched, and other calls go on. Raises DeviceError, MemoryError, PoolClosed.
+        """
+        self._check_open()
+        return self._device.calibrate()
 
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""

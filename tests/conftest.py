@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,9 @@ import pytest
 
 if TYPE_CHECKING:
     from engine import Engine
+
+# Most tests read device memory through NumPy; those of the GPU ask for it by name.
+os.environ.setdefault("KVPOOL_DEVICE", "cpu")
 
 
 @pytest.fixture(autouse=True, scope="session")

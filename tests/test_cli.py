@@ -116,7 +116,7 @@ def test_sizes_become_blocks(
         (["replay", "--model", "llama-3-8b"], "--model needs --device-memory or --device-blocks"),
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
         (["replay", "--format", "qwen"], "--format describes a TRACE, and none is given"),
-        (["replay", "--device", "cuda"], "invalid choice: 'cuda'"),
+        (["replay", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["stress", "--reads", "0"], "argument --reads: 0 is not within 1..2147483647"),
         (["stress", "--host-blocks", "0"], "argument --host-blocks: 0 is not within 1..2147483647"),
         (["stress", "--block-bytes", "100"], "--block-bytes: .*100"),

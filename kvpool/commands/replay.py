@@ -18,7 +18,7 @@ from kvpool.commands.terminal import (
     progress_bar,
     size_argument,
 )
-from kvpool.errors import InsufficientMemory
+from kvpool.errors import DeviceError, InsufficientMemory
 from kvpool.layout import PRESETS, BlockLayout
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
     add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
     add("--block-bytes", type=size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--device", choices=("cpu", "sim", "auto"), default="auto", help="what holds and copies the blocks (default: auto)")
+    add("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help="what holds and copies the blocks (default: auto)")
     add("--progress", type=fraction_argument, metavar="P", help="how early --device sim works: 0 late, 1 at once (default: 0.5)")
     add = replay.add_argument_group("run").add_argument
     add("--active", type=count_argument(1), default=64, metavar="N", help="requests at the same time, at most (default: 64)")
@@ -131,7 +131,7 @@ def _replay(trace: Trace, config: ReplayConfig, *, as_json: bool) -> int:
     with progress_bar(len(trace.requests), "requests") as progress:
         try:
             replay = Replay(trace, config, progress=progress)
-        except (InsufficientMemory, ValueError) as error:
+        except (DeviceError, InsufficientMemory, ValueError) as error:
             return complain(error)
         try:
             replay.run()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool.device.tables import StagedRows, Table
 from kvpool.layout import BlockLayout, integer_argument
+from kvpool.strided import as_strided
 
 TIERS = ("device", "host")
 ALIGNMENT = 4096
@@ -28,6 +29,10 @@ class Stream:
 
     handle: int
     owner: Any = field(default=None, compare=False, repr=False)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol by which other packages take a stream: its version, and the handle."""
+        return 0, self.handle
 
 
 NULL_STREAM = Stream(0)
@@ -66,14 +71,15 @@ class Device(ABC):
     """Whether both tiers are taken from the same memory, so that only their sum has to fit."""
 
     @abstractmethod
-    def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+    def allocate(self, nbytes: int, tier: str) -> Any:
         """Zeroed memory of a tier: uint8[nbytes], starting at a multiple of ``ALIGNMENT``.
 
-        Pages are not touched where the system gives memory on first use. Raises MemoryError.
+        A NumPy array for the host; for the device, what its packages have for one, with ``__cuda_array_interface__`` and DLPack where it
+        is not main memory. Pages are not touched where the system gives memory on first use. Raises MemoryError.
         """
 
     @abstractmethod
-    def free(self, array: NDArray[np.uint8]) -> None:
+    def free(self, array: Any) -> None:
         """Give back what ``allocate`` gave. A device that was bound to it is unbound; views stay readable on the CPU."""
 
     @abstractmethod
@@ -92,7 +98,7 @@ class Device(ABC):
     def bind(
         self,
         layout: BlockLayout,
-        device_pool: NDArray[np.uint8],
+        device_pool: Any,
         host_pool: NDArray[np.uint8],
         device_blocks: int,
         host_blocks: int,
@@ -113,7 +119,8 @@ class Device(ABC):
         the caller's.
 
         Raises TypeError or ValueError, before anything is copied, for rows that are no moves of this pool, and
-        DeviceError where the device fails: then exactly the first ``completed`` rows have been enqueued.
+        DeviceError where the device fails: then the first ``completed`` rows have been enqueued, and of the others any may have
+        been. Copying those again does no harm.
         """
 
     @abstractmethod
@@ -151,6 +158,13 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self, event: Event | None = None) -> None:
         """Return when ``event``, or (None) everything enqueued, is done. Raises DeviceError."""
+
+    def calibrate(self) -> Any:
+        """Measure which way of copying is the fastest here, and take it from now on.
+
+        What was found, a ``calibration.Calibration``; None where there is nothing to choose. Raises DeviceError, MemoryError.
+        """
+        return None
 
     def host_access(
         self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()
@@ -209,13 +223,24 @@ def moves_argument(moves: Any) -> NDArray[np.int64]:
     return np.ascontiguousarray(moves)
 
 
-def bind_arguments(layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: Any, host_blocks: Any) -> tuple[int, int]:
-    """The block counts that ``bind`` was given, once everything fits together; else TypeError or ValueError."""
+def bind_arguments(
+    layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: Any, host_blocks: Any, device_memory: str = "host"
+) -> tuple[int, int]:
+    """The block counts that ``bind`` was given, once everything fits together; else TypeError or ValueError.
+
+    ``device_memory`` says where the device tier lies, as in ``StridedArray``.
+    """
     counts = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1), integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
-    for name, pool, blocks in (("device_pool", device_pool, counts[0]), ("host_pool", host_pool, counts[1])):
-        if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 1 or not pool.flags.c_contiguous:
-            raise ValueError(f"{name}: a contiguous uint8 array of one dimension is needed")
+    tiers = ("device_pool", device_pool, counts[0], device_memory), ("host_pool", host_pool, counts[1], "host")
+    for name, pool, blocks, memory in tiers:
+        try:
+            found = as_strided(name, pool)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        kind = (found.memory, found.kind, found.itemsize, len(found.shape))
+        if kind != (memory, "u", 1, 1) or (found.shape[0] > 1 and found.steps != (1,)):
+            raise ValueError(f"{name}: a contiguous uint8 array of one dimension in {memory} memory is needed")
         nbytes = blocks * layout.block_bytes
-        if pool.nbytes != nbytes or not pool.flags.writeable:
-            raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {pool.nbytes} with writeable={pool.flags.writeable}")
+        if found.shape[0] != nbytes or not found.writable:
+            raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {found.shape[0]} with writable={found.writable}")
     return counts

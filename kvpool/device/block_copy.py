@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.jit import intrinsic, jit
 from kvpool.layout import BlockLayout
+from kvpool.strided import as_strided
 
 # Pools that together are no larger than this may live in a cache, where libc's memcpy is best. Copies in larger ones
 # go around the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.
@@ -59,9 +60,7 @@ class Plan(NamedTuple):
         return np.array([*self.device, *self.host, *self[2:]], dtype=np.int64)
 
 
-def make_plan(
-    layout: BlockLayout, device_pool: NDArray[np.uint8], host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
-) -> Plan:
+def make_plan(layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int) -> Plan:
     """Merge the contiguous dimensions of a block, once, and choose how to copy."""
     strides = [layout.device_strides(device_blocks), layout.host_strides(host_blocks)]
     layers_planes = [(layout.layers, *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
@@ -71,7 +70,7 @@ def make_plan(
     # The run grows with the number of tokens, so no dimension can be merged into it.
     part, _ = _merge(layers_planes + heads, 0)
     (outer, *outer_strides), (inner, *inner_strides) = [(1, 0, 0)] * (2 - len(part)) + part
-    bases = [device_pool.ctypes.data, host_pool.ctypes.data]
+    bases = [as_strided("pool", pool).address for pool in (device_pool, host_pool)]
     device, host = (_Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2))
     lined_up = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
     streaming = device_pool.nbytes + host_pool.nbytes > _CACHED_BYTES_MAX and all(n % _LINE == 0 for n in lined_up)

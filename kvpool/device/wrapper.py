@@ -21,10 +21,10 @@ class WrappedDevice(Device):
         self.inner = inner
         self.name, self.synchronous, self.one_memory = inner.name, inner.synchronous, inner.one_memory
 
-    def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+    def allocate(self, nbytes: int, tier: str) -> Any:
         return self.inner.allocate(nbytes, tier)
 
-    def free(self, array: NDArray[np.uint8]) -> None:
+    def free(self, array: Any) -> None:
         self.inner.free(array)
 
     def available_bytes(self, tier: str) -> int | None:
@@ -36,7 +36,7 @@ class WrappedDevice(Device):
     def bind(
         self,
         layout: BlockLayout,
-        device_pool: NDArray[np.uint8],
+        device_pool: Any,
         host_pool: NDArray[np.uint8],
         device_blocks: int,
         host_blocks: int,
@@ -66,6 +66,9 @@ class WrappedDevice(Device):
 
     def synchronize(self, event: Event | None = None) -> None:
         self.inner.synchronize(event)
+
+    def calibrate(self) -> Any:
+        return self.inner.calibrate()
 
     def host_access(
         self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()

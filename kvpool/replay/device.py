@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,36 @@ from kvpool.errors import DeviceError
 from kvpool.layout import BlockLayout
 from kvpool.replay.content import Ids
 from kvpool.replay.verifier import Verifier
+
+
+class Image:
+    """A copy in main memory of a device tier that NumPy cannot reach, brought up to date block by block.
+
+    ``pool`` uint8[n] has ``get`` and ``set`` as CuPy's arrays do.
+    """
+
+    def __init__(self, layout: BlockLayout, pool: Any, blocks: int) -> None:
+        self.array = np.zeros(layout.device_shape(blocks), layout.storage_dtype)
+        self._pool, self._bytes, self._blocks = pool, self.array.reshape(-1).view(np.uint8), blocks
+        strides = layout.device_strides(blocks)
+        self._step, self._segment = strides.block, layout.segment_bytes
+        self._offsets = [layer * strides.layer + plane * strides.plane for layer in range(layout.layers) for plane in range(layout.planes)]
+
+    def _spans(self, blocks: Ids) -> Iterator[slice]:
+        for block in np.unique(blocks[blocks < self._blocks]).tolist():
+            for offset in self._offsets:
+                start = offset + block * self._step
+                yield slice(start, start + self._segment)
+
+    def fetch(self, blocks: Ids) -> None:
+        """Read blocks; ids of the host tier are left out."""
+        for span in self._spans(blocks):
+            self._bytes[span] = self._pool[span].get()
+
+    def store(self, blocks: Ids) -> None:
+        """Write blocks back; done when the GPU is."""
+        for span in self._spans(blocks):
+            self._pool[span].set(self._bytes[span])
 
 
 class MeteredDevice(WrappedDevice):
@@ -29,11 +60,23 @@ class MeteredDevice(WrappedDevice):
         self.copy_ns = self.away_ns = 0
         self.copied_bytes = np.zeros(3, dtype=np.int64)
         self._device_blocks = self._token_bytes = 0
+        self._image: Image | None = None
 
     def launch(self, stream: Stream, function: Callable[[], None], reads: Ids, writes: Ids) -> None:
         """Have the engine do something behind what is enqueued on ``stream``; the tokens that it may touch as rows (block, first, end)."""
-        assert isinstance(self.inner, SimDevice)
-        self.inner.launch(stream, function, reads=reads, writes=writes)
+        if isinstance(self.inner, SimDevice):
+            self.inner.launch(stream, function, reads=reads, writes=writes)
+            return
+        assert self._image is not None
+        self.inner.synchronize(self.inner.record(stream))
+        self._image.fetch(np.concatenate([reads[:, 0], writes[:, 0]]))
+        function()
+        self._image.store(writes[:, 0])
+        self.inner.synchronize()
+
+    def engine_pool(self, pool: Any) -> npt.NDArray[Any]:
+        """The device tier for an engine that runs on the CPU: the pool itself, or an image of it that ``launch`` keeps up with."""
+        return pool if self._image is None else self._image.array
 
     def check(self) -> None:
         """Have a device that watches say what it has seen."""
@@ -43,12 +86,13 @@ class MeteredDevice(WrappedDevice):
     def bind(
         self,
         layout: BlockLayout,
-        device_pool: npt.NDArray[np.uint8],
+        device_pool: Any,
         host_pool: npt.NDArray[np.uint8],
         device_blocks: int,
         host_blocks: int,
     ) -> None:
         self._device_blocks, self._token_bytes = device_blocks, layout.token_bytes
+        self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, device_blocks)
         self.inner.bind(layout, device_pool, host_pool, device_blocks, host_blocks)
 
     def copy_blocks(self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:

@@ -103,7 +103,7 @@ class Replay:
         )
         self._verifier: Verifier | None = None
         if isinstance(self._device, VerifyingDevice):
-            pools = self.cache.device_pool, self.cache.host_pool
+            pools = self._device.engine_pool(self.cache.device_pool), self.cache.host_pool
             enqueue = None if self._device.synchronous else self._device.launch
             self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
             self._device.verifier = self._verifier
@@ -124,9 +124,12 @@ class Replay:
         self.close()
 
     def close(self) -> None:
-        """Close the pool; a second time does nothing."""
-        if not self.cache.closed:
-            self.cache.close()
+        """Close the pool and its device; a second time does nothing."""
+        try:
+            if not self.cache.closed:
+                self.cache.close()
+        finally:
+            self._device.close()
 
     def run(self) -> Summary:
         """Replay all requests and return the summary.
@@ -329,3 +332,4 @@ def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
             cache.commit(ids)
             cache.offload(keys)
             cache.release(int(ids[0]))
+    device.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +17,41 @@ DEVICE_BLOCKS, HOST_BLOCKS = 6, 5
 BLOCKS = DEVICE_BLOCKS + HOST_BLOCKS
 
 
+def seen(array: Any) -> np.ndarray:
+    """An array of a device in NumPy: itself where it is one, else a copy."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def images(pools: MemoryPools) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of both tiers."""
+    return seen(pools.device_pool).copy(), pools.host_pool.copy()
+
+
+def put(array: Any, values: np.ndarray) -> None:
+    """Write all of an array of a device."""
+    if isinstance(array, np.ndarray):
+        array[...] = values
+    else:
+        array.set(values)
+        array.device.synchronize()
+
+
+def on_device(device: Device, values: np.ndarray) -> Any:
+    """An array that the device can write, with these values: the one that is given where it can."""
+    if device.name != "cuda":
+        return values
+    array = device.allocate(values.nbytes, "device").view(values.dtype).reshape(values.shape)
+    put(array, values)
+    return array
+
+
 def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPools:
     """Pools full of random bytes."""
     pools = MemoryPools(device, layout, DEVICE_BLOCKS, HOST_BLOCKS)
     random = np.random.default_rng(seed)
     with host_writes(pools):
         for tier in (pools.device_bytes, pools.host_bytes):
-            tier[:] = random.integers(0, 256, tier.size, dtype=np.uint8)
+            put(tier, random.integers(0, 256, tier.size, dtype=np.uint8))
     return pools
 
 
@@ -49,9 +78,9 @@ def random_moves(layout: BlockLayout, random: np.random.Generator) -> np.ndarray
 
 
 def assert_same_as_reference(pools: MemoryPools, moves: np.ndarray) -> None:
-    expected = [pools.device_pool.copy(), pools.host_pool.copy()]
-    reference.copy_blocks(pools.layout, expected[0], expected[1], moves)
+    expected = images(pools)
+    reference.copy_blocks(pools.layout, *expected, moves)
     pools.device.copy_blocks(moves)
     pools.device.synchronize()
-    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected[0].view(np.uint8))
-    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), expected[1].view(np.uint8))
+    for found, wanted in zip(images(pools), expected, strict=True):
+        np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))

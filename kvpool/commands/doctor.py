@@ -1,0 +1,197 @@
+"""``python -m kvpool doctor``: what of kvpool can be used on this machine, and what is missing for the rest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import resource
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from kvpool.commands.terminal import FAILED, OK, print_text
+from kvpool.device import DEVICES, automatic, calibration
+from kvpool.device.calibration import Calibration
+from kvpool.device.cuda import COPY_PATH, describe_gpus, unusable
+from kvpool.device.ram import available_ram
+
+_HELP = """\
+Say what is installed, which device "auto" is and why, what limits pinned memory, how
+copies are chosen, and what each missing part is good for and how to get it.
+
+exit status: 0 the device that was asked for can be used, 1 it cannot
+"""
+
+_GPU_EXTRA = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]'"
+
+
+class Part(NamedTuple):
+    """A package, what it is needed for, and how to get it."""
+
+    module: str
+    package: str
+    use: str
+    install: str
+
+
+_PARTS = (
+    Part("numpy", "numpy", "everything", ""),
+    Part("numba", "numba", "everything", ""),
+    Part("cupy", "cupy", "the cuda device", _GPU_EXTRA),
+    Part("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA),
+    Part("tqdm", "tqdm", "progress bars", "pip install 'kvpool[cli]'"),
+    Part("matplotlib", "matplotlib", "plots", "pip install 'kvpool[plot]'"),
+    Part("zmq", "pyzmq", "serving host blocks to other machines", "pip install 'kvpool[remote]'"),
+    Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
+)
+_CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command and its options."""
+    doctor = subparsers.add_parser(
+        "doctor",
+        help="say what can be used on this machine, and what is missing for the rest",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.set_defaults(run=run)
+    doctor.add_argument("--device", choices=("auto", *DEVICES), default="auto", help="the device that has to work (default: auto)")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look, print, and return the exit status."""
+    found = examine(options.device)
+    print_text(json.dumps(found, indent=2) if options.json else text(found))
+    return OK if found["usable"] else FAILED
+
+
+def examine(device: str = "auto") -> dict[str, Any]:
+    """Everything that the command says. Starts no device but asks the driver for its GPUs."""
+    packages = {part.package: _look(part) for part in _PARTS}
+    missing = unusable()
+    try:
+        chosen, because = automatic()
+    except ValueError as error:
+        chosen, because = None, str(error)
+    gpus = [] if missing else describe_gpus()
+    wanted = chosen if device == "auto" else device
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "numba.cuda": _numba_cuda(packages["numba-cuda"]["version"]),
+        "gpus": [gpu._asdict() for gpu in gpus],
+        "auto": {"device": chosen, "because": because},
+        "memory": {"locked_limit": _locked_limit(), "available": available_ram()},
+        "copies": _copies(gpus),
+        "device": device,
+        "usable": wanted is not None and (wanted != "cuda" or missing is None),
+        "missing": missing if wanted == "cuda" else None,
+    }
+
+
+def _look(part: Part) -> dict[str, Any]:
+    names = _CUPY_PACKAGES if part.module == "cupy" else (part.package,)
+    version = next(filter(None, map(_version, names)), None)
+    # Installed is not yet importable, and some installations leave no metadata.
+    there = version is not None or find_spec(part.module) is not None
+    error = _failure(lambda: importlib.import_module(part.module)) if there else "not installed"
+    return {"version": version, "error": error, "use": part.use, "install": part.install}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _failure(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _numba_cuda(installed: str | None) -> dict[str, Any]:
+    """Which package ``numba.cuda`` is: the old one inside Numba shows up silently where numba-cuda's redirector did not run."""
+    try:
+        place = str(importlib.import_module("numba.cuda").__file__)
+    except Exception as error:
+        return {"place": None, "error": f"{type(error).__name__}: {error}"}
+    redirected = "numba_cuda" in place
+    wrong = "numba-cuda is installed, but numba.cuda is Numba's own: is site-packages on PYTHONPATH?"
+    return {"place": place, "error": wrong if installed and not redirected else None}
+
+
+def _locked_limit() -> int | None:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _copies(gpus: list[Any]) -> dict[str, Any] | None:
+    """How copies are chosen on the first GPU, from what is stored."""
+    if not gpus:
+        return None
+    path = calibration.place(gpus[0].name, gpus[0].driver)
+    stored, problem = None, None
+    try:
+        stored = calibration.load(path)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    table = [m._asdict() for m in stored.measurements] if stored else []
+    return {"file": str(path), "error": problem, "table": table, "environment": os.environ.get(COPY_PATH)}
+
+
+def text(found: dict[str, Any]) -> str:
+    """The findings in lines."""
+    lines = [f"python {found['python']}"]
+    for package, part in found["packages"].items():
+        state = part["version"] or "installed" if part["error"] is None else part["error"]
+        hint = f"  ({part['use']}: {part['install']})" if part["error"] is not None and part["install"] else ""
+        lines.append(f"{package} {state}{hint}")
+    if found["numba.cuda"]["error"]:
+        lines.append(f"numba.cuda: {found['numba.cuda']['error']}")
+    lines += ["", *(_gpu_line(gpu) for gpu in found["gpus"])]
+    lines += [] if found["gpus"] else ["no GPU that kvpool can use"]
+    limit, available = found["memory"]["locked_limit"], found["memory"]["available"]
+    locked = "unlimited" if limit is None else _gib(limit)
+    lines.append(f"locked memory (ulimit -l) {locked}; memory left by the system and its control groups {_gib(available)}")
+    lines.append(f'device "auto" is {found["auto"]["device"]}: {found["auto"]["because"]}')
+    lines += _copy_lines(found["copies"])
+    if not found["usable"]:
+        lines += ["", f"device {found['device']!r} cannot be used: {found['missing'] or found['auto']['because']}"]
+    return "\n".join(lines)
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    return f"GPU {gpu['number']}: {gpu['name']}, {_gib(gpu['memory'])}, CUDA {gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}"
+
+
+def _gib(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def _copy_lines(copies: dict[str, Any] | None) -> list[str]:
+    if copies is None:
+        return []
+    if copies["environment"]:
+        return [f"copies: {copies['environment']}, by {COPY_PATH}"]
+    if not copies["table"]:
+        return [f"copies: chosen by rule; cache.calibrate() measures them ({copies['error'] or copies['file']})"]
+    table: dict[tuple[str, int, int], dict[str, float]] = {}
+    for m in copies["table"]:
+        table.setdefault((m["direction"], m["nbytes"], m["fragments"]), {})[m["path"]] = m["gigabytes_per_second"]
+    measured = Calibration("", 0, tuple(calibration.Measurement(**m) for m in copies["table"]))
+    lines = [f"copies: as measured in {copies['file']}", f"{'direction':9} {'KiB':>6} {'count':>6}  GB/s"]
+    for (direction, nbytes, count), speeds in table.items():
+        best = measured.choose(direction, nbytes, count)
+        shown = "  ".join(f"{path} {speed:.1f}{'*' if path == best else ''}" for path, speed in speeds.items())
+        lines.append(f"{direction:9} {nbytes / 1024:6.0f} {count:6}  {shown}")
+    return lines

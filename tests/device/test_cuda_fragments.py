@@ -1,0 +1,90 @@
+"""Fragments copy exactly what the moves say, are as few as they can be, and cross no chunk of registered memory."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvpool.device import CpuDevice, reference
+from kvpool.device.block_copy import make_plan
+from kvpool.device.fragments import BYTES, FROM, TO, Cutter
+from kvpool.layout import BlockLayout
+from kvpool.memory import MemoryPools
+from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
+
+LAYOUTS = [
+    BlockLayout(*shape, dtype="uint8", planes=planes, order=order, tokens=tokens)
+    for shape, order, tokens, planes in product([(2, 2, 16, 8), (3, 1, 5, 3)], ["layer_first", "block_first"], ["NHD", "HND"], [1, 2])
+]
+
+
+def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
+    plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
+    return Cutter(plan, pools.host_bytes.nbytes, chunk)
+
+
+def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:
+    cutter = cutter_of(pools, chunk)
+    ordered = cutter.order(moves)
+    return cutter.cut(ordered, cutter.count(ordered))
+
+
+@pytest.mark.parametrize("chunk", [64, 4096, 1 << 30])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fragments_copy_what_the_moves_say(layout: BlockLayout, chunk: int) -> None:
+    pools = make_pools(CpuDevice(), layout)
+    start, end = pools.host_bytes.ctypes.data, pools.host_bytes.ctypes.data + pools.host_bytes.nbytes
+    for seed in range(8):
+        moves = random_moves(layout, np.random.default_rng(seed))
+        expected = [pools.device_pool.copy(), pools.host_pool.copy()]
+        reference.copy_blocks(layout, expected[0], expected[1], moves)
+        for source, target, nbytes in cut(pools, moves, chunk).tolist():
+            for address in (source, target):
+                if start <= address < end:
+                    assert (address - start) // chunk == (address + nbytes - 1 - start) // chunk
+            ctypes.memmove(target, source, nbytes)
+        np.testing.assert_array_equal(pools.device_pool, expected[0])
+        np.testing.assert_array_equal(pools.host_pool, expected[1])
+
+
+def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> None:
+    pools = make_pools(CpuDevice(), BlockLayout(2, 1, 16, 4, order="block_first"))
+    size, tokens = pools.layout.block_bytes, 4
+    moves = as_moves(*((block, DEVICE_BLOCKS + place, tokens) for block, place in ((2, 2), (0, 0), (1, 1), (5, 3))))
+    found = cut(pools, moves)
+    assert found[:, BYTES].tolist() == [3 * size, size]
+    assert found[0, FROM] == pools.device_bytes.ctypes.data and found[0, TO] == pools.host_bytes.ctypes.data
+
+
+def test_neighbours_are_one_fragment_per_layer_and_plane_inside_a_layer_first_tier() -> None:
+    pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4))
+    assert cut(pools, as_moves((0, 3, 4), (1, 4, 4), (2, 5, 4)))[:, BYTES].tolist() == [3 * pools.layout.segment_bytes] * 6
+
+
+def test_a_block_is_a_fragment_per_layer_and_plane_between_a_layer_first_tier_and_the_host() -> None:
+    pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4))
+    moves = as_moves((0, DEVICE_BLOCKS, 4), (1, DEVICE_BLOCKS + 1, 4))
+    assert cut(pools, moves)[:, BYTES].tolist() == [pools.layout.segment_bytes] * 12
+
+
+def test_a_part_of_a_block_is_no_neighbour_and_a_move_inside_the_host_is_one_fragment() -> None:
+    pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4, order="block_first"))
+    token = pools.layout.segment_bytes // 4
+    found = cut(pools, as_moves((0, 3, 4), (1, 4, 2), (2, 5, 4)))
+    whole = pools.layout.block_bytes
+    # The first part follows the block before it.
+    assert found[:, BYTES].tolist() == [whole + 2 * token, *[2 * token] * 5, whole]
+    assert cut(pools, as_moves((DEVICE_BLOCKS, BLOCKS - 1, 4)))[:, BYTES].tolist() == [whole]
+
+
+def test_the_last_device_block_and_the_first_host_block_are_no_neighbours() -> None:
+    pools = make_pools(CpuDevice(), BlockLayout(1, 1, 16, 4, order="block_first"))
+    found = cut(pools, as_moves((DEVICE_BLOCKS - 1, 0, 4), (DEVICE_BLOCKS, 1, 4)))
+    assert len(found) == 2 and found[1, FROM] == pools.host_bytes.ctypes.data
+
+
+def test_no_moves_are_no_fragments() -> None:
+    assert cut(make_pools(CpuDevice(), LAYOUTS[0]), as_moves()).shape == (0, 3)

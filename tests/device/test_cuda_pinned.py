@@ -1,0 +1,121 @@
+"""Pinned memory is registered whole and in order, and all of it is given back, also when the driver refuses half-way."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import numpy as np
+import pytest
+
+from kvpool.device import pinned
+from kvpool.device.pinned import PinnedMemory
+
+PAGE = mmap.PAGESIZE
+
+
+class FakeRegistrar:
+    """Pins nothing, and notes what is pinned; refuses the call number ``refused``."""
+
+    def __init__(self, refused: int | None = None) -> None:
+        self.refused = refused
+        self.calls: list[tuple[int, int, int]] = []
+        self.pinned: dict[int, int] = {}
+
+    def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        if len(self.calls) == self.refused:
+            raise RuntimeError("no more of it")
+        assert address % PAGE == 0 and nbytes % PAGE == 0
+        assert all(address + nbytes <= other or other + size <= address for other, size in self.pinned.items())
+        self.calls.append((address, nbytes, flags))
+        self.pinned[address] = nbytes
+
+    def hostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunks"), [(0, []), (1, [1]), (PAGE, [1]), (2 * PAGE, [2]), (5 * PAGE, [2, 2, 1]), (5 * PAGE + 1, [2, 2, 2])]
+)
+def test_all_of_it_is_registered_in_chunks_from_its_start_to_its_end(nbytes: int, chunks: list[int]) -> None:
+    registrar = FakeRegistrar()
+    memory = PinnedMemory(nbytes, registrar, chunk_bytes=2 * PAGE)
+    assert memory.array.shape == (nbytes,) and memory.array.dtype == np.uint8 and not memory.array.any()
+    start = memory.array.ctypes.data
+    assert registrar.calls == [(start + 2 * PAGE * i, pages * PAGE, 0) for i, pages in enumerate(chunks)]
+    memory.array[:] = 7
+    memory.free()
+    assert not registrar.pinned
+    assert (memory.array == 7).all()
+
+
+def test_pages_are_touched_before_they_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_TOUCHED_BYTES", PAGE)
+    touched: list[int] = []
+    touch = pinned._touch
+    monkeypatch.setattr(pinned, "_touch", lambda array, start: (touch(array, start), touched.append(start)))
+
+    class Watching(FakeRegistrar):
+        def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
+            first = 3 * PAGE * len(self.calls)
+            assert set(range(first, first + nbytes, PAGE)) <= set(touched)
+            super().hostRegister(address, nbytes, flags)
+
+    registrar = Watching()
+    PinnedMemory(10 * PAGE, registrar, chunk_bytes=3 * PAGE).free()
+    assert len(registrar.calls) == 4
+
+
+@pytest.mark.parametrize("refused", [0, 2])
+def test_a_refusal_gives_everything_back_and_says_how_far_it_came(refused: int) -> None:
+    registrar = FakeRegistrar(refused)
+    with pytest.raises(MemoryError, match=rf"pinned {refused * PAGE} of {4 * PAGE} bytes .* no more of it .*ulimit -l"):
+        PinnedMemory(4 * PAGE, registrar, chunk_bytes=PAGE)
+    assert len(registrar.calls) == refused and not registrar.pinned
+
+
+def test_freeing_twice_unregisters_once() -> None:
+    registrar = FakeRegistrar()
+    memory = PinnedMemory(3 * PAGE, registrar, chunk_bytes=PAGE)
+    memory.free()
+    memory.free()
+    assert not registrar.pinned
+
+
+def test_one_chunk_that_cannot_be_unregistered_does_not_keep_the_others() -> None:
+    registrar = FakeRegistrar()
+    memory = PinnedMemory(3 * PAGE, registrar, chunk_bytes=PAGE)
+    middle = registrar.calls[1][0]
+    del registrar.pinned[middle]
+    with pytest.raises(KeyError):
+        memory.free()
+    assert not registrar.pinned
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    registrar = FakeRegistrar()
+    monkeypatch.setattr(pinned, "available_ram", lambda: 10 * PAGE)
+    with pytest.raises(MemoryError, match=f"{11 * PAGE} bytes .* {10 * PAGE} can be taken"):
+        PinnedMemory(11 * PAGE, registrar)
+    assert not registrar.calls
+
+
+def test_a_range_that_no_system_has_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available_ram", lambda: None)
+    with pytest.raises(MemoryError, match="no range"):
+        PinnedMemory(1 << 62, FakeRegistrar())
+
+
+@pytest.mark.parametrize("bad", [{"nbytes": -1}, {"nbytes": 2**63}, *({"nbytes": 1, "chunk_bytes": size} for size in (100, PAGE + 1))])
+def test_sizes_that_cannot_be_are_named(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="bytes="):
+        PinnedMemory(registrar=FakeRegistrar(), **bad)
+
+
+def test_the_bar_is_shown_on_a_terminal_only_and_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    registrar = FakeRegistrar()
+    PinnedMemory(2 * PAGE, registrar, chunk_bytes=PAGE).free()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    PinnedMemory(2 * PAGE, registrar, chunk_bytes=PAGE).free()
+    assert len(registrar.calls) == 4 and not registrar.pinned
