@@ -25,7 +25,7 @@ from kvpool.remote.transport import InlineClient, InlineServer
 
 _SECRET = bytes(32)
 """Nothing but made-up content is ever stored under it."""
-_WIDTH, _IN_FLIGHT = 16, 8
+_WIDTH, _IN_FLIGHT = 16, 16
 
 
 class _Size(NamedTuple):

@@ -6,7 +6,19 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.admission import EXPIRIES_PER_CALL, write_tokens
-from kvpool.state.blocks import CHILD_BUCKETS, KEYED, NONE, PUBLISHED, WIDTH, blocks_of, change_word
+from kvpool.state.blocks import (
+    CHILD_BUCKETS,
+    EMPTY,
+    HOST,
+    KEYED,
+    LISTS_PER_TIER,
+    NONE,
+    PUBLISHED,
+    WIDTH,
+    blocks_of,
+    change_word,
+    lists_of,
+)
 from kvpool.state.holds import pin_block
 from kvpool.state.prefix import find_key, host_copy
 from kvpool.state.requests import R_NAMESPACE, parent_of, request_extra, request_keys, request_tokens
@@ -17,13 +29,15 @@ from kvpool.state.tiers import begin, enter, expire, supersede, take_host
 def take(h, request, first, priority, out, held, now):
     """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has room.
 
-    Ids go into ``out`` int64[n], NONE where none was taken; the blocks hold nothing that can be found. Host copies of the prompt's
-    other blocks are pinned too, so that it does not push itself out: ids into ``held`` int64[full blocks].
+    Ids go into ``out`` int64[n], NONE where none was taken; the blocks hold nothing that can be found. Where something is evicted for
+    them, host copies of the prompt's other blocks are pinned too, so that it does not push itself out: ids into ``held`` int64[full
+    blocks], which is all NONE before.
     """
     blocks, keys = blocks_of(h), request_keys(h, request)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
-    for i in range(held.shape[0]):
+    evicts = lists_of(h)[HOST * LISTS_PER_TIER + EMPTY, 2] < out.shape[0]
+    for i in range(held.shape[0] if evicts else 0):
         b = find_key(h, keys[i, 0], keys[i, 1])
         held[i] = NONE if b == NONE else host_copy(h, b)
         if held[i] != NONE:
