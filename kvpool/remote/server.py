@@ -41,8 +41,8 @@ from kvpool.remote.underway import Refused, Transfer, UnderWay, Waiting
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-POLL_MS, POLL_MS_MAX = 1, 32
-"""How often the thread looks after blocks that are on their way: less and less often while nothing happens. With none it sleeps."""
+POLL_MS, POLL_MS_STALLED, STALLED_TURNS = 1, 32, 100
+"""How often the thread looks after blocks that are on their way: less often when so many looks found nothing. With none it sleeps."""
 REQUESTS_PER_TURN = 16
 GUARDS = frozenset({"unpin_after_release"})
 """Rules that only a test switches off, to show that its proof bites."""
@@ -169,16 +169,17 @@ class BlockServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
-        wait = POLL_MS
+        idle_turns = 0
         try:
             while not self._stopping.is_set():
+                wait = POLL_MS if idle_turns < STALLED_TURNS else POLL_MS_STALLED
                 asked = dict(poller.poll(wait if self._under_way.transfers else None)).get(self._socket)
                 if asked:
                     self._answer_some()
                 settled = self._settle()
                 if settled:
                     self._serve()
-                wait = POLL_MS if settled or asked else min(2 * wait, POLL_MS_MAX)
+                idle_turns = 0 if settled or asked else idle_turns + 1
             self._linger(self._linger_ms)
         finally:
             self._stopping.set()

@@ -86,9 +86,9 @@ class Serving:
             Figure("host blocks evicted meanwhile", evicted, "", True),
             Figure("blocks served", served.blocks, "", True),
             Figure("blocks asked for that were not there", served.missing_blocks, "", True),
+            Figure("requests refused", served.refused, "", True),
         ]
         zero = {
-            "requests refused": served.refused,
             "answers dropped": served.dropped,
             "transfers left": served.transfers,
             "leases left": stats.leases,
