@@ -130,8 +130,12 @@ class NixlClient(ClientTransport):
         number = self._free.pop()
         slot = self._slots[number]
         size, agent = slot.shape[1], self._agent
-        here = agent.get_xfer_descs(regions(address(slot) + size * np.arange(count), size), MEMORY)
-        there = agent.get_xfer_descs(regions(np.frombuffer(frames[1], _ADDRESS), size), MEMORY)
+        places = np.frombuffer(frames[1], _ADDRESS)
+        # Neighbours come in one piece.
+        firsts = np.flatnonzero(np.append(True, np.diff(places) != size))
+        lengths = size * np.diff(np.append(firsts, count))
+        here = agent.get_xfer_descs(regions(address(slot) + size * firsts, lengths), MEMORY)
+        there = agent.get_xfer_descs(regions(places[firsts], lengths), MEMORY)
         try:
             handle = agent.initialize_xfer("READ", here, there, self._server, bytes(frames[0]))
             self._handles[number] = handle
@@ -169,10 +173,11 @@ _abandoned: list[tuple[Any, Any, Any]] = []
 """Reads that could not be stopped, with what they may still write to."""
 
 
-def regions(firsts: Any, nbytes: int) -> npt.NDArray[np.uint64]:
-    """Regions of memory as NIXL takes them: rows of (address, bytes, device)."""
-    firsts = np.asarray(firsts, np.uint64)
-    return np.stack([firsts, np.full_like(firsts, nbytes), np.zeros_like(firsts)], axis=1)
+def regions(firsts: Any, nbytes: Any) -> npt.NDArray[np.uint64]:
+    """Regions of memory as NIXL takes them: rows of (address, bytes, device). ``nbytes`` is one length, or one for each."""
+    rows = np.zeros((len(firsts), 3), np.uint64)
+    rows[:, 0], rows[:, 1] = firsts, nbytes
+    return rows
 
 
 def address(array: npt.NDArray[np.uint8]) -> int:
