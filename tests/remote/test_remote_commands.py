@@ -57,7 +57,7 @@ def test_a_server_of_ones_own_is_fetched_from_and_ends_with_its_input(capsys: py
         process.stdin.close()
         served = process.stdout.read()
         assert process.wait(60) == 0
-    assert "FAILED" not in served and re.search("requests refused +1\n", served)
+    assert "FAILED" not in served and re.search("requests refused +0\n", served)
 
 
 def test_wrong_bytes_are_found() -> None:

@@ -77,6 +77,15 @@ def test_unknown_keys_among_known_ones_are_missing_in_place(make: Make, layout: 
         assert client.fetch_blocks([]) == []
 
 
+@pytest.mark.parametrize("places", [[0, 1, 3, 4, 7], [7, 5, 4, 2], [3, 3, 4, 0, 1, 2]], ids=str)
+def test_blocks_that_lie_apart_come_as_what_was_asked_for(make: Make, places: list[int]) -> None:
+    there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
+    tokens = stored(there, 8)
+    keys, content = there.keys(tokens), expected(there, tokens)
+    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+        assert [bytes(one or b"") for one in client.fetch_blocks([keys[place] for place in places])] == [content[place] for place in places]
+
+
 def test_blocks_of_the_device_tier_are_not_served(make: Make) -> None:
     there, here = worker(make), worker(make)
     tokens = list(range(17))

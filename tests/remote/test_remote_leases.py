@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,22 @@ def test_clients_that_read_nothing_get_no_more_than_their_limits(make: Make) -> 
             with BlockClient(server.endpoint, there.cache) as other:
                 assert bytes(other.fetch_blocks(there.keys(tokens)[:1])[0] or b"") == expected(there, tokens)[0]
     assert not there.cache.leases
+
+
+def test_an_answer_to_a_client_that_has_gone_is_counted_and_its_blocks_unpinned(make: Make) -> None:
+    there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
+    keys = b"".join(there.keys(stored(there, BLOCKS)))
+    with BlockServer(there.cache, limits=replace(ALL, requests_per_client=1)) as server, Relay(server.endpoint) as relay:
+        with Raw(relay.endpoint, there) as raw:
+            raw.send(raw.hello())
+            raw.receive()
+            relay.hold()
+            raw.send(raw.get(id=2), keys)
+            raw.send(raw.get(id=3), keys)  # waits for the first
+            until(lambda: server.stats().transfers == 1, "transfer")
+            relay.cut()
+            until(lambda: server.stats().dropped >= 1 and not there.cache.leases, "drop")
+            assert server.stats().transfers == server.stats().transfer_bytes == 0
 
 
 def test_small_blocks_are_copied_and_pinned_no_longer_than_that(make: Make) -> None:
