@@ -214,7 +214,8 @@ class PinPool(Pool):
         keys = self._own_keys(prompt)
         first = integer_argument("first", first, 0, (1 << 31) - 1)
         priority = priority_argument("priority", priority)
-        buffers = [self._block_bytes(i, buffer) for i, buffer in enumerate(list_argument("data", data))]
+        size = self.layout.block_bytes
+        buffers = [_block_bytes(i, buffer, size) for i, buffer in enumerate(list_argument("data", data))]
         if first + len(buffers) > len(keys.keys):
             raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {len(keys.keys)}")
         now = self.now()
@@ -257,16 +258,17 @@ class PinPool(Pool):
                     holds.unpin(self._state.header, _named(which)[::-1].copy(), now)
             self._imported = np.empty(0, np.int64)
 
-    def _block_bytes(self, place: int, buffer: Any) -> npt.NDArray[np.uint8]:
-        try:
-            if getattr(getattr(buffer, "dtype", None), "hasobject", False):
-                raise TypeError("objects are no bytes")
-            found = np.frombuffer(buffer, np.uint8)
-        except (TypeError, ValueError, BufferError):
-            raise TypeError(f"data[{place}] is a {type(buffer).__name__}: accepted are contiguous buffers") from None
-        if found.nbytes != self.layout.block_bytes:
-            raise ValueError(f"data[{place}] has {found.nbytes} bytes: accepted are the {self.layout.block_bytes} of a block")
-        return found
+
+def _block_bytes(place: int, buffer: Any, size: int) -> npt.NDArray[np.uint8]:
+    try:
+        if getattr(getattr(buffer, "dtype", None), "hasobject", False):
+            raise TypeError("objects are no bytes")
+        found = np.frombuffer(buffer, np.uint8)
+    except (TypeError, ValueError, BufferError):
+        raise TypeError(f"data[{place}] is a {type(buffer).__name__}: accepted are contiguous buffers") from None
+    if found.nbytes != size:
+        raise ValueError(f"data[{place}] has {found.nbytes} bytes: accepted are the {size} of a block")
+    return found
 
 
 def _named(ids: Ids) -> Ids:
