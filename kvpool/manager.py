@@ -290,6 +290,7 @@ class KVCacheManager(PinPool):
 
     def _hand_over(self, hand_over: HandOver, which: npt.NDArray[np.int64], stream: Stream | None) -> None:
         """Stage and enqueue; again where a sequence has outgrown the buffer meanwhile."""
+        self._refuse_inside("copy_batch_block_offsets")
         while not hand_over.enqueued:
             buffer = self._staging.take(hand_over.nbytes(columns_now(self._state.header, which)))
             try:

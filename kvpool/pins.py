@@ -73,17 +73,19 @@ class PinPool(Pool):
         if not isinstance(owner, str):
             raise TypeError(f"owner={owner!r:.80}: accepted is a string")
         now, on = self.now(), None if stream is None else self._device.as_stream(stream)
+        self._refuse_inside("pin")
         lease: Lease | int | None = None
         try:
             with DeferInterrupt():
-                inside = self._inside()
                 with self._lock:
                     self._check_open()
                     lease = self._take_lease(owner, keys, ids, tier, now, on)
                     if isinstance(lease, int):
                         return lease
-                    behind = self._note(WILL_READ, on, ids) and self._transfer.collect() or self._transfer.waiting
-                if behind and not inside:
+                    self._note(WILL_READ, on, ids)
+                    # Asked here: a copy that another thread hands over, and loses, right after this must be seen below.
+                    behind = self._transfer.collect() or self._transfer.waiting
+                if behind:
                     self._transfer.drain()
                     lost = self._drop_lost(lease, ids, now)
                     if lost is not None:
@@ -113,12 +115,10 @@ class PinPool(Pool):
         self._lease_count += 1
         return lease
 
-    def _note(self, kind: int, stream: Stream | None, ids: Ids) -> bool:
-        """Have the next decision tell what a stream does to blocks; False if there is none. The state lock is held by the caller."""
-        if stream is None or self._transfer.order is None:
-            return False
-        self._transfer.note(np.stack([np.full(len(ids), kind), np.full(len(ids), self._transfer.slot(stream)), ids], axis=1))
-        return True
+    def _note(self, kind: int, stream: Stream | None, ids: Ids) -> None:
+        """Have the next decision tell what a stream, if there is one, does to blocks. The state lock is held by the caller."""
+        if stream is not None and self._transfer.order is not None:
+            self._transfer.note(np.stack([np.full(len(ids), kind), np.full(len(ids), self._transfer.slot(stream)), ids], axis=1))
 
     def _drop_lost(self, lease: Lease, ids: Ids, now: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
@@ -218,6 +218,7 @@ class PinPool(Pool):
         buffers = [_block_bytes(i, buffer, size) for i, buffer in enumerate(list_argument("data", data))]
         if first + len(buffers) > len(keys.keys):
             raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {len(keys.keys)}")
+        self._refuse_inside("import_blocks")
         now = self.now()
         with self._importing:
             ids, held = np.full(len(buffers), blocks.NONE, np.int64), np.full(len(keys.keys), blocks.NONE, np.int64)

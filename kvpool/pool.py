@@ -170,6 +170,11 @@ class Pool:
         owned = getattr(self._lock, "_is_owned", None)
         return owned is not None and bool(owned())
 
+    def _refuse_inside(self, call: str) -> None:
+        """Raise where waiting for another lock or the device would hold up whoever waits for the state lock, which this thread has."""
+        if self._inside():
+            raise RuntimeError(f"{call} inside another call of this pool: destructors and signal handlers may close leases and release")
+
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
         """Room for what the next verb says of streams: at most a row for each block it takes, holds or lets go, and three per sequence."""
         if ids is NO_IDS:

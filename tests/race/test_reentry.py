@@ -118,6 +118,31 @@ def test_a_call_inside_a_decision_keeps_the_stream_of_that_decision(monkeypatch:
     assert not lab.findings()
 
 
+@pytest.mark.parametrize("call", ["pin", "import_blocks", "copy_batch_block_offsets"])
+def test_what_waits_is_refused_inside_a_decision(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """There it would wait for others with the lock that they wait for."""
+    with KVCacheManager(small_layout(2), device_blocks=4, host_blocks=4, device="cpu") as cache:
+        sequence = cache.add_sequence([1, 2, 3])
+        cache.commit(sequence)
+        keys, reserve = cache.block_keys([1, 2, 3]), cache._state.reserve_moves
+        calls: dict[str, Callable[[], object]] = {
+            "pin": lambda: cache.pin(keys),
+            "import_blocks": lambda: cache.import_blocks(keys, [bytes(cache.layout.block_bytes)]),
+            "copy_batch_block_offsets": lambda: cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence),
+        }
+
+        def meanwhile(count: int) -> None:
+            monkeypatch.setattr(cache._state, "reserve_moves", reserve)
+            with pytest.raises(RuntimeError, match=f"{call} inside another call"):
+                calls[call]()
+            reserve(count)
+
+        monkeypatch.setattr(cache._state, "reserve_moves", meanwhile)
+        cache.release(sequence)
+        assert cache._state.reserve_moves == reserve and cache.leases == []
+        cache.verify()
+
+
 # -- ends at the worst moment ------------------------------------------------------------------------
 
 
