@@ -73,7 +73,7 @@ def refused(cache: KVCacheManager, call: Callable[[], object], error: type[Excep
 
 # -- prompts -----------------------------------------------------------------------------------------
 
-PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "prefetch", "offload"]
+PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "reserve", "prefetch", "offload"]
 BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
     ([], ValueError, "empty"), (np.zeros(0, np.int32), ValueError, "empty"), (None, TypeError, "None"), ("abc", TypeError, "abc"),
     (b"abc", TypeError, "abc"), ([1.5], TypeError, r"1\.5"), (["a"], TypeError, "a"), ([None], TypeError, "None"),
