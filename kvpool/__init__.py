@@ -20,6 +20,7 @@ from kvpool.kv_layout import PagedKV as PagedKV
 from kvpool.layout import BlockLayout as BlockLayout
 from kvpool.leases import Lease as Lease
 from kvpool.manager import KVCacheManager as KVCacheManager
+from kvpool.reservations import Loadable as Loadable
 from kvpool.reservations import Reservation as Reservation
 from kvpool.retention import RetentionRange as RetentionRange
 from kvpool.sequence import Admission as Admission

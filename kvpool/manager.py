@@ -237,14 +237,6 @@ class KVCacheManager(ReservePool):
             found, times = np.unique(named[named != blocks.NONE], return_counts=True)
             return int(np.count_nonzero(self._state.blocks["word"][found] == times))
 
-    def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of live sequences. The state lock is held by the caller."""
-        self._check_open()
-        error = live.check(self._state.header, which, True)
-        if error:
-            raise self._error(error, which)
-        return which & 0xFFFFFFFF
-
     def block_table(self, ids: Ids, stream: Any = None) -> BlockTable:
         """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError.
 

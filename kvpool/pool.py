@@ -212,6 +212,14 @@ class Pool:
             return ValueError(f"sequence {which} would pass max_sequence_tokens={self._columns * self.tokens_per_block}")
         return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")
 
+    def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of live sequences. The state lock is held by the caller."""
+        self._check_open()
+        error = live.check(self._state.header, which, True)
+        if error:
+            raise self._error(error, which)
+        return which & 0xFFFFFFFF
+
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if that gives anything else."""
         return integer_argument("clock()", self._clock(), 0, MAX_MS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from kvpool.errors import DeviceError, PoolClosed, ReservationExpired
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.pins import PinPool
-from kvpool.sequence import BlockKeys, address
+from kvpool.sequence import BlockKeys, address, id_array
 from kvpool.state import admission, blocks, live, requests, reservations
 
 Ids = npt.NDArray[np.int64]
@@ -29,6 +29,22 @@ class Loader(Protocol):
     def is_reserved(self, reservation: Reservation) -> bool: ...
     def commit_reserved(self, reservation: Reservation, tokens: int | None = None, stream: Any = None) -> None: ...
     def abort_reserved(self, reservation: Reservation, stream: Any = None) -> None: ...
+
+
+def _slots(blocks: npt.NDArray[np.int32], width: int, skip: int, tokens: int) -> Ids:
+    """Slots of the tokens of a prompt that lies in ``blocks``; -1 for the first ``skip``."""
+    slots = (blocks.astype(np.int64)[:, None] * width + np.arange(width)).reshape(-1)[:tokens]
+    slots[:skip] = -1
+    return slots
+
+
+class Loadable(NamedTuple):
+    """What a store may fill of a live sequence; the fields mean what those of a ``Reservation`` do."""
+
+    blocks: npt.NDArray[np.int32]
+    slot_mapping: npt.NDArray[np.int64]
+    skip_prefix_n_tokens: int
+    tokens: int
 
 
 class Reservation:
@@ -58,10 +74,7 @@ class Reservation:
 
         ``scatter_kv`` takes it, for ``PagedKV.of_pool(cache.layout, cache.device_pool)``.
         """
-        width = self._pool.tokens_per_block
-        slots = (self.blocks.astype(np.int64)[:, None] * width + np.arange(width)).reshape(-1)[: self.tokens]
-        slots[: self.skip_prefix_n_tokens] = blocks.NONE
-        return slots
+        return _slots(self.blocks, self._pool.tokens_per_block, self.skip_prefix_n_tokens, self.tokens)
 
     @property
     def age_ms(self) -> int:
@@ -143,7 +156,8 @@ class ReservePool(PinPool):
         try:
             self._decide(2 * count, on, take, row)
             if on is None and self._transfer.order is not None:
-                self._wait_until_free(new[0])
+                self._wait_until_free(new[0].blocks[new[0].skip_prefix_n_tokens // self.tokens_per_block :])
+                self._check_reserved(new[0])
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the reservation.
             if new and self.is_reserved(new[0]):
@@ -151,12 +165,10 @@ class ReservePool(PinPool):
             raise
         return new[0]
 
-    def _wait_until_free(self, new: Reservation) -> None:
-        """Wait, with no lock held, until nothing touches the blocks to be filled. Raises ReservationExpired if revoked meanwhile."""
-        first = new.skip_prefix_n_tokens // self.tokens_per_block
-        self._wait_for(self._transfer.pending(new.blocks[first:].astype(np.int64), writes=True))
+    def _wait_until_free(self, which: npt.NDArray[np.int32]) -> None:
+        """Wait, with no lock held, until nothing that is enqueued touches these blocks."""
+        self._wait_for(self._transfer.pending(which.astype(np.int64), writes=True))
         self._check_open()
-        self._check_reserved(new)
 
     def is_reserved(self, reservation: Reservation) -> bool:
         """Whether a reservation is open."""
@@ -195,6 +207,30 @@ class ReservePool(PinPool):
         """Open reservations, oldest first."""
         with self._lock:
             return list(self._reservations.values())
+
+    def loadable(self, ids: Any, *, stream: Any = None) -> list[Loadable]:
+        """What a store may fill of live sequences, in place of the engine: for each, all behind its committed tokens.
+
+        ``stream``: the loader's, which takes these sequences over; without one, waits as ``reserve`` does. Then ``commit`` says how
+        much came, on the loader's stream or when the bytes are there, and the engine goes on with ``block_table(ids, stream)``, or
+        any other call that names its own. Nothing else changes, whether a store took part or not. Thread-safe as long as nobody else
+        changes these sequences. Raises UnknownSequence, DeviceError, ValueError, TypeError.
+        """
+        which, width = id_array("ids", ids), self.tokens_per_block
+        self._refuse_inside("loadable")
+        self._decide(0, stream, live.use, which, ids=which)
+        with self._lock:
+            rows = self._rows(which)
+            found = []
+            for row in rows.tolist():
+                sequence = self._state.sequences[row]
+                own = self._table[row, : sequence["blocks"]].copy()
+                skip, tokens = int(sequence["committed"]), int(sequence["length"])
+                found.append(Loadable(own, _slots(own, width, skip, tokens), skip, tokens))
+        if stream is None and self._transfer.order is not None:
+            free = [one.blocks[one.skip_prefix_n_tokens // width :] for one in found]
+            self._wait_until_free(np.concatenate([np.empty(0, np.int32), *free]))
+        return found
 
     def revoke(self, owner: str) -> int:
         """Close all leases and abort all reservations of an owner that is gone; returns how many.

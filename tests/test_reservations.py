@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import KVPoolError, OutOfBlocks, PagedKV, scatter_kv
+from kvpool import KVPoolError, OutOfBlocks, PagedKV, UnknownSequence, scatter_kv
 from loading import kv, load
 
 Make = Callable[..., Engine]
@@ -40,6 +40,39 @@ def test_a_loader_brings_what_the_pool_lacks_and_touches_nothing_else(
     engine.cache.verify()
     assert engine.reusable([*tokens, 77]) == length
     assert engine.add([*tokens, 77]).cached == length, "the engine compares every byte of it"
+
+
+@pytest.mark.parametrize("filled", [0, 3, 8, 11])
+def test_a_sequence_goes_on_the_same_whether_or_not_a_store_took_part(make: Make, filled: int) -> None:
+    tables = []
+    for store in (False, True):
+        engine = make(T=4, P=12, secret=bytes(32))
+        engine.seed([*range(6), 99], committed=6)
+        ids = engine.cache.add_sequence_batch([list(range(13)), list(range(50, 54))]).ids
+        parts = engine.cache.loadable(ids) if store else []
+        if store:
+            assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 13), (0, 4)]
+            assert parts[0].slot_mapping[:6].tolist() == [-1] * 6 and (parts[0].slot_mapping[6:] >= 0).all()
+            assert parts[0].blocks.tolist() == engine.cache.block_table(ids).dense()[0].tolist() and parts[1].blocks.shape == (1,)
+            load(engine, parts[0], list(range(13)))
+            engine.cache.commit(ids, [max(6, filled), 0])
+            assert engine.reusable(range(13)) == max(6, filled // 4 * 4)
+        engine.cache.append_tokens(ids, [7, 8, 9], [1, 2])
+        engine.cache.commit(ids[:1], [13])
+        engine.cache.release(ids)
+        engine.cache.verify()
+        tables.append((engine.order(), engine.cached()))
+    assert tables[0] == tables[1]
+    assert engine.add(range(14)).cached == 13, "the engine compares every byte of it"
+
+
+def test_what_a_store_may_fill_is_asked_of_live_sequences(make: Make) -> None:
+    engine = make(T=4, P=8)
+    with engine.cache.reserve([1, 2]) as reservation:
+        for wrong, error in ((reservation.id, UnknownSequence), ([-1], UnknownSequence), ("x", TypeError), ([1.5], TypeError)):
+            with pytest.raises(error):
+                engine.cache.loadable(wrong)
+    assert engine.cache.loadable([]) == []
 
 
 def test_a_prompt_that_is_cached_whole_leaves_nothing_to_load(make: Make) -> None:

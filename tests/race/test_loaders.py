@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvpool import Reservation
+from kvpool import Loadable, Reservation
 from kvpool.device.base import Stream
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, Z, cached, run
 
 
-def load(lab: Lab, reservation: Reservation, tokens: Sequence[int], stream: Stream) -> None:
+def load(lab: Lab, reservation: Reservation | Loadable, tokens: Sequence[int], stream: Stream) -> None:
     """Enqueue the loader's writes of all tokens that the pool lacks."""
     table, skip = reservation.blocks.tolist(), reservation.skip_prefix_n_tokens
     expected = lab.expected.of((None, None), [(token, 0) for token in tokens])
@@ -111,6 +111,42 @@ def a_loader_without_a_stream_in_a_block_that_is_being_offloaded(lab: Lab) -> No
     lab.add([*Y, 6])
 
 
+def prefill_behind_a_store(lab: Lab) -> None:
+    """A store brings the first tokens of a sequence, the engine computes the others behind it, in the same block too."""
+    tokens = lab.prompt([*Y, 16])
+    sequence = lab.cache.add_sequence(tokens, stream=lab.a)
+    (part,) = lab.cache.loadable(sequence, stream=lab.b)
+    expected = lab.expected.of((None, None), [(token, 0) for token in [*Y, 16]])
+    table = part.blocks.tolist()
+
+    def write(first: int, last: int, stream: Stream) -> None:
+        def kernel() -> None:
+            for i in range(first, last):
+                lab.block(table[i // lab.T])[:, :, i % lab.T] = expected[i]
+
+        lab.sim.launch(stream, kernel, reads=lab.rows(table, 0, first) if first else (), writes=lab.rows(table, first, last))
+
+    write(0, 3, lab.b)
+    lab.cache.commit(sequence, [3], stream=lab.b)
+    lab.cache.block_table(sequence, lab.a)
+    write(3, 6, lab.a)
+    lab.cache.commit(sequence, stream=lab.a)
+    lab.cache.release(sequence)
+    assert lab.add([*Y, 16, 7], stream=lab.sim.create_stream("c")).cached == 6
+
+
+def a_store_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
+    cached(lab, X)
+    lab.sim.synchronize()
+    sequence = lab.cache.add_sequence(lab.prompt(Y), stream=lab.a)
+    elsewhere = lab.sim.create_stream("elsewhere")
+    (part,) = lab.cache.loadable([sequence])
+    load(lab, part, Y, elsewhere)
+    lab.sim.synchronize(lab.sim.record(elsewhere))
+    lab.cache.commit(sequence)
+    lab.cache.release(sequence)
+
+
 RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     a_hit_on_what_a_loader_is_still_bringing: ("engine_reads_after_engine", {"P": 4, "S": 2}),
     a_hit_on_the_unfull_end_of_what_a_loader_is_still_bringing: ("copy_reads_after_engine", {"P": 3, "S": 0}),
@@ -124,6 +160,8 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     a_loader_in_a_block_that_the_engine_is_still_using: ("engine_writes_after_engine", {"P": 3, "S": 0}),
     a_loader_behind_tokens_that_are_being_copied: ("engine_writes_after_copies", {"P": 4, "S": 0}),
     a_loader_without_a_stream_in_a_block_that_is_being_offloaded: ("reader_waits", {"P": 4, "S": 2}),
+    prefill_behind_a_store: ("engine_reads_after_engine", {"P": 5, "S": 0}),
+    a_store_in_a_block_that_is_being_offloaded: ("reader_waits", {"P": 3, "S": 2}),
 }
 
 
