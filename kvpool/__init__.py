@@ -11,6 +11,7 @@ from kvpool.errors import OutOfBlocks as OutOfBlocks
 from kvpool.errors import OutOfSequences as OutOfSequences
 from kvpool.errors import PoolBusy as PoolBusy
 from kvpool.errors import PoolClosed as PoolClosed
+from kvpool.errors import ReservationExpired as ReservationExpired
 from kvpool.errors import UnknownSequence as UnknownSequence
 from kvpool.events import Event as Event
 from kvpool.kv_copy import gather_kv as gather_kv
@@ -19,6 +20,8 @@ from kvpool.kv_layout import PagedKV as PagedKV
 from kvpool.layout import BlockLayout as BlockLayout
 from kvpool.leases import Lease as Lease
 from kvpool.manager import KVCacheManager as KVCacheManager
+from kvpool.reservations import Loadable as Loadable
+from kvpool.reservations import Reservation as Reservation
 from kvpool.retention import RetentionRange as RetentionRange
 from kvpool.sequence import Admission as Admission
 from kvpool.sequence import BlockKeys as BlockKeys

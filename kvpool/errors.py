@@ -44,12 +44,16 @@ class LeaseExpired(KVPoolError):
     """The lease was closed or revoked before."""
 
 
+class ReservationExpired(KVPoolError):
+    """The reservation was committed, aborted or revoked before, or given back by a reset."""
+
+
 class PoolClosed(KVPoolError):
     """The pool was closed, or a device error that will not go away has closed it."""
 
 
 class PoolBusy(KVPoolError):
-    """The call needs a pool without live sequences."""
+    """The call needs a pool without live sequences and open reservations."""
 
 
 class InsufficientMemory(KVPoolError, MemoryError):

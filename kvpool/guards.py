@@ -8,7 +8,7 @@ ENGINE_READS_AFTER_COPIES, ENGINE_READS_AFTER_ENGINE, ENGINE_WRITES_AFTER_COPIES
 LEVELS = 256  # moves of one batch that depend on each other are not handed over together
 OTHERS_BATCHES_TOO = 512  # a call returns when everything decided before it is enqueued, by whichever thread
 TICKET_ORDER = 1024  # batches are enqueued in the order in which they were decided
-READER_WAITS = 2048  # a host reader gets its lease when the bytes have come
+READER_WAITS = 2048  # the host gets a lease when the bytes have come, and a block to write to when nobody uses it
 LOST_CONTENT_IS_FORGOTTEN = 4096  # what a failed copy should have brought is not findable
 STAGED_BUFFERS_RETIRE_BY_EVENT = 8192  # a block table on its way to the device is not overwritten before it has been read
 

@@ -15,7 +15,7 @@ from kvpool.block_table import BlockTable, planes_argument, rows_argument
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.errors import DeviceError, KVPoolError
 from kvpool.layout import integer_argument
-from kvpool.pins import PinPool
+from kvpool.reservations import Reservation, ReservePool
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
 from kvpool.sequence import (
     Admission,
@@ -42,7 +42,7 @@ Prompt = Any
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class KVCacheManager(PinPool):
+class KVCacheManager(ReservePool):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -174,8 +174,7 @@ class KVCacheManager(PinPool):
                 rows[i, requests.R_RANGES], rows[i, requests.R_RANGE_COUNT] = address(own), len(own)
             if key.extra_ids is not None:
                 self._enable_extra()
-        if self._columns < min(longest, self.device_blocks):
-            raise ValueError(f"a prompt of {longest} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
+        self._check_columns(longest)
         out = np.zeros((len(keys), requests.OUTCOME), np.int64)
         out[:, requests.O_ID] = blocks.NONE
         try:
@@ -237,14 +236,6 @@ class KVCacheManager(PinPool):
             named = self._table[self._rows(which)]
             found, times = np.unique(named[named != blocks.NONE], return_counts=True)
             return int(np.count_nonzero(self._state.blocks["word"][found] == times))
-
-    def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of live sequences. The state lock is held by the caller."""
-        self._check_open()
-        error = live.check(self._state.header, which, True)
-        if error:
-            raise self._error(error, which)
-        return which & 0xFFFFFFFF
 
     def block_table(self, ids: Ids, stream: Any = None) -> BlockTable:
         """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError.
@@ -339,6 +330,22 @@ class KVCacheManager(PinPool):
     def committed_tokens(self, ids: Ids) -> Any:
         """Leading tokens of each sequence whose KV is written."""
         return self._field("committed", ids)
+
+    # -- a loader's way in ----------------------------------------------------------------------
+
+    def reserve(self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None) -> Reservation:
+        """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere. Changes the pool.
+
+        What the pool has of the prompt is held (and onboarded), as for a sequence, and the loader leaves it alone; the rest can be
+        found by nobody before ``Reservation.commit``. ``stream``: the loader's. Without one, waits outside the locks until nothing
+        that is enqueued touches the blocks, so that anybody may write to them, from any process and stream.
+
+        ``owner`` is who to ask about it, and what ``revoke`` takes; ``retention`` as in ``add_sequence``. A reservation takes one of
+        ``max_sequences``, and counts as no reuse in the statistics. Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError,
+        ValueError, TypeError.
+        """
+        own = None if retention is None else retention_rows(retention)
+        return self._reserve(self._prompt(prompt), own, owner, stream)
 
     # -- moving content between the tiers --------------------------------------------------------
 

@@ -50,10 +50,11 @@ Ids = npt.NDArray[np.int64] | None
 
 
 class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases."""
+    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and reservations."""
 
     sequences: list[int]
     leases: list[tuple[str, int]]
+    reservations: list[tuple[str, int]]
 
 
 class Pool:
@@ -105,6 +106,7 @@ class Pool:
         self._staging = Staging(self._device, self._transfer, depth)
         self._leases: dict[int, Any] = {}
         self._lease_count = 0
+        self._reservations: dict[int, Any] = {}
         # One import at a time; the memory is not given back while one writes to it.
         self._importing = threading.Lock()
         self._imported = NO_IDS
@@ -210,6 +212,14 @@ class Pool:
             return ValueError(f"sequence {which} would pass max_sequence_tokens={self._columns * self.tokens_per_block}")
         return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")
 
+    def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of live sequences. The state lock is held by the caller."""
+        self._check_open()
+        error = live.check(self._state.header, which, True)
+        if error:
+            raise self._error(error, which)
+        return which & 0xFFFFFFFF
+
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if that gives anything else."""
         return integer_argument("clock()", self._clock(), 0, MAX_MS)
@@ -219,6 +229,11 @@ class Pool:
         if keys.origin is not self._origin and keys.origin != self._origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
         return keys
+
+    def _check_columns(self, needed: int) -> None:
+        """Raise ValueError for a prompt whose blocks have no place in a row of the block table."""
+        if self._columns < min(needed, self.device_blocks):
+            raise ValueError(f"a prompt of {needed} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
 
     def _enable_extra(self) -> None:
         with self._lock:
@@ -271,21 +286,30 @@ class Pool:
             verify_state(self._state, np.concatenate([self._imported, *pinned]))
             for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
+            if set(self._live(blocks.RESERVED).tolist()) != set(self._reservations):
+                raise IntegrityError("reservations", "the rows that are reserved are not those of the open reservations")
 
-    def _live(self) -> npt.NDArray[np.int64]:
+    def _live(self, kind: int = blocks.LIVE) -> npt.NDArray[np.int64]:
         sequences = self._state.sequences
-        rows = np.flatnonzero(sequences["live"])
+        rows = np.flatnonzero(sequences["live"] == kind)
         return (sequences["generation"][rows].astype(np.int64) << 32) | rows
 
     def reset(self, force: bool = False) -> None:
-        """Forget all content. Raises PoolBusy while sequences live, unless ``force`` releases them. Pinned blocks stay readable."""
+        """Forget all content. Pinned blocks stay readable.
+
+        Raises PoolBusy while sequences live or reservations are open, unless ``force`` releases and aborts them; then their loaders
+        must not write any more.
+        """
         self._decide(0, None, self._reset, bool_argument("force", force), self.now(), ids=None)
 
     def _reset(self, header: npt.NDArray[np.int64], force: bool, now: int) -> int:
-        ids = self._live()
+        ids, reserved = self._live(), self._live(blocks.RESERVED)
+        if len(reserved) and not force:
+            raise PoolBusy(f"{len(ids)} sequences are live and {len(reserved)} reservations open: end them, or reset(force=True)")
         if len(ids) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-        holds.reset(header, ids, now)
+        holds.reset(header, np.concatenate([ids, reserved]), now)
+        self._reservations.clear()
         return 0
 
     def calibrate(self) -> Any:
@@ -299,14 +323,16 @@ class Pool:
 
     def close(self) -> CloseReport:
         """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
-        now = self.now() if self._leases else 0
+        now = self.now() if self._leases or self._reservations else 0
         with DeferInterrupt():
             with self._lock:
                 if self._report is not None:
                     return self._report
                 owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
-                self._report = CloseReport(self._live().tolist(), owners)
+                loaders = [(one.owner, now - one.since) for one in self._reservations.values()]
+                self._report = CloseReport(self._live().tolist(), owners, loaders)
                 self._leases.clear()
+                self._reservations.clear()
             try:
                 # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
                 self._transfer.drain()
@@ -327,8 +353,8 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         report = self.close()
-        if kind is None and (report.sequences or report.leases):
-            held = f"{len(report.sequences)} sequences and {len(report.leases)} leases"
+        if kind is None and any(report):
+            held = f"{len(report.sequences)} sequences, {len(report.leases)} leases and {len(report.reservations)} reservations"
             raise KVPoolError(f"the pool was closed while {held} were held: {report}")
 
 

@@ -33,7 +33,7 @@ class BlockKeys:
         self.extra_ids = None if extra_ids is None else _read_only(extra_ids)
         self.salt, self.adapter_id, self.namespace, self.origin = salt, adapter_id, root[0], origin
         place = 0 if extra_ids is None else address(extra_ids)
-        self.request = np.array([[address(tokens), len(tokens), address(keys), place, *root, 0, 0, 0, 0]], np.int64)
+        self.request = np.array([[address(tokens), len(tokens), address(keys), place, *root, 0, 0, 0, 0, 0]], np.int64)
 
     def __len__(self) -> int:
         return len(self.tokens)

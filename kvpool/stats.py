@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.state.blocks import COUNTERS, DEVICE_BLOCKS, EMPTY, IDLE, LIFETIME, LISTS_PER_TIER, REDUNDANT, REUSE_GAP, State
+from kvpool.state.blocks import COUNTERS, DEVICE_BLOCKS, EMPTY, IDLE, LIFETIME, LISTS_PER_TIER, LIVE, REDUNDANT, RESERVED, REUSE_GAP, State
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TierStats:
     free: int
     """nobody holds them: the next calls can have them"""
     used: int
-    """held by sequences or pins"""
+    """held by sequences, reservations or pins"""
     evictable: int
     """free with content that is reusable until it is evicted"""
     pinned: int
@@ -66,6 +66,8 @@ class Stats:
     """live now"""
     leases: int = 0
     """open now"""
+    reservations: int = 0
+    """open now"""
     lifetime_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """from storing to eviction from the device"""
     idle_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -97,7 +99,8 @@ def snapshot(state: State, block_bytes: int, leases: int) -> Stats:
         host=_tier(state, 1, slice(device, None)),
         offloaded_bytes=counters["offloaded_blocks"] * block_bytes,
         onboarded_bytes=counters["onboarded_blocks"] * block_bytes,
-        sequences=int(np.count_nonzero(state.sequences["live"])),
+        sequences=int(np.count_nonzero(state.sequences["live"] == LIVE)),
+        reservations=int(np.count_nonzero(state.sequences["live"] == RESERVED)),
         leases=leases,
         lifetime_ms=histograms[LIFETIME],
         idle_ms=histograms[IDLE],

@@ -119,7 +119,7 @@ class Rig(Engine):
             for use in (
                 lambda i=i: self.cache.append_tokens(i, [1]), lambda i=i: self.cache.commit(i), lambda i=i: self.cache.rewind(i, [1]),
                 lambda i=i: self.cache.block_table(i), lambda i=i: self.cache.copy_batch_block_offsets(np.zeros((1, 32), np.int32), i),
-                lambda i=i: self.cache.cached_tokens(i),
+                lambda i=i: self.cache.cached_tokens(i), lambda i=i: self.cache.loadable(i),
                 lambda i=i: self.cache.blocks_needed(sequences=i, new_tokens=9), lambda i=i: self.cache.evictable_if_released(i),
             ):  # fmt: skip
                 with pytest.raises(DeviceError, match=rf"sequence {i} lost a block"):

@@ -73,7 +73,7 @@ def refused(cache: KVCacheManager, call: Callable[[], object], error: type[Excep
 
 # -- prompts -----------------------------------------------------------------------------------------
 
-PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "prefetch", "offload"]
+PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "reserve", "prefetch", "offload"]
 BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
     ([], ValueError, "empty"), (np.zeros(0, np.int32), ValueError, "empty"), (None, TypeError, "None"), ("abc", TypeError, "abc"),
     (b"abc", TypeError, "abc"), ([1.5], TypeError, r"1\.5"), (["a"], TypeError, "a"), ([None], TypeError, "None"),
@@ -198,6 +198,7 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "evictable_if_released": lambda cache, ids: cache.evictable_if_released(ids),
     "block_table": lambda cache, ids: cache.block_table(ids),
     "copy_batch_block_offsets": lambda cache, ids: cache.copy_batch_block_offsets(np.zeros((4, 16), np.int32), ids),
+    "loadable": lambda cache, ids: cache.loadable(ids),
     "cached_tokens": lambda cache, ids: cache.cached_tokens(ids),
     "sequence_length": lambda cache, ids: cache.sequence_length(ids),
     "committed_tokens": lambda cache, ids: cache.committed_tokens(ids),
@@ -343,6 +344,8 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "commit": lambda busy, stream: busy.cache.commit(busy.live, stream=stream),
     "rewind": lambda busy, stream: busy.cache.rewind(busy.live, [1], stream=stream),
     "release": lambda busy, stream: busy.cache.release(busy.live, stream=stream),
+    "reserve": lambda busy, stream: busy.cache.reserve([1], stream=stream),
+    "loadable": lambda busy, stream: busy.cache.loadable(busy.live, stream=stream),
     "block_table": lambda busy, stream: busy.cache.block_table(busy.live, stream=stream),
     "copy_batch_block_offsets": lambda busy, stream: busy.cache.copy_batch_block_offsets(
         np.zeros((1, 16), np.int32), busy.live, stream=stream

@@ -33,6 +33,7 @@ LAYERS = [
     ["retention", "sequence", "events", "stats", "leases"],
     ["pool"],
     ["pins"],
+    ["reservations"],
     ["manager"],
     [""],
     ["remote"],

@@ -300,7 +300,7 @@ def test_a_closed_pool_takes_no_prompt(make: Make) -> None:
     cache = make().cache
     keys = cache.block_keys([1, 2, 3])
     report = cache.close()
-    assert report == ([], []) and cache.close() is report and cache.stats().device.capacity == 8
+    assert not any(report) and cache.close() is report and cache.stats().device.capacity == 8
     for call in (lambda: cache.block_keys([1]), lambda: cache.match_prefix(keys), lambda: cache.add_sequence(keys), cache.verify):
         with pytest.raises(PoolClosed):
             call()

@@ -377,4 +377,4 @@ def test_a_hundred_thousand_operations_of_two_threads_and_a_reader() -> None:
     assert library.operations >= 100_000 and len(checks) >= 5 and counts[1] > 100 and library.hits > 10_000
     assert stats.offloaded_blocks > 100 and stats.onboarded_blocks > 100 and stats.partial_blocks > 100 and stats.copied_blocks > 100
     assert stats.device.free == 48 and stats.host.free == 40 and stats.lost_blocks == 0
-    assert library.cache.close() == ([], [])
+    assert not any(library.cache.close())

@@ -15,7 +15,7 @@ WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = range(5)
 @jit
 def emit_access(h, kind, stream, b):
     n = h[ACCESSES]
-    if h[ACCESSES_CAPACITY] == 0:
+    if h[ACCESSES_CAPACITY] == 0 or stream == NONE:
         return
     if n >= h[ACCESSES_CAPACITY]:
         raise RuntimeError("more accesses than were reserved")

@@ -31,10 +31,12 @@ from kvpool.state.blocks import (
     HOST,
     KEYED,
     LISTS_PER_TIER,
+    LIVE,
     MOVES,
     NONE,
     NOW,
     ONBOARDING,
+    RESERVED,
     REUSE_GAP,
     STREAM,
     WIDTH,
@@ -66,6 +68,7 @@ from kvpool.state.requests import (
     R_LENGTH,
     R_NAMESPACE,
     R_PRIORITY,
+    R_RESERVES,
     R_ROOT0,
     R_ROOT1,
     R_TTL,
@@ -76,6 +79,7 @@ from kvpool.state.requests import (
     request_keys,
     request_tokens,
     retention_at,
+    reusable,
     walk,
 )
 from kvpool.state.ring import STORED, UPDATED, emit
@@ -104,7 +108,7 @@ def let_go(h, b):
 def _claim(h, request, row, out):
     """Phase 1 of one request: hold what matches; a host block stands in ``row`` for the device block that it will need."""
     blocks = blocks_of(h)
-    matched = walk(h, request, (request[R_LENGTH] - 1) // h[WIDTH], row)
+    matched = walk(h, request, reusable(request) // h[WIDTH], row)
     onboards = 0
     for i in range(matched):
         b = device_copy(h, row[i])
@@ -215,12 +219,13 @@ def write_tokens(h, b, at, tokens, extra, start, count):
 
 @jit
 def _reuse(h, request, b, i):
-    """Account for a hit on block ``b`` at place ``i`` of the prompt; a retention range of the request applies to it."""
+    """A hit on block ``b`` at place ``i`` of the prompt: a use, unless a loader's, and a retention range of the request applies to it."""
     blocks = blocks_of(h)
-    record(h, REUSE_GAP, blocks[b].used_at)
-    blocks[b].used_at = np.uint32(h[NOW])
-    if blocks[b].uses < 65535:
-        blocks[b].uses += 1
+    if not request[R_RESERVES]:
+        record(h, REUSE_GAP, blocks[b].used_at)
+        blocks[b].used_at = np.uint32(h[NOW])
+        if blocks[b].uses < 65535:
+            blocks[b].uses += 1
     given, priority, ttl = retention_at(request, i * h[WIDTH])
     if given and (blocks[b].priority != priority or blocks[b].ttl != ttl):
         blocks[b].priority, blocks[b].ttl = priority, ttl
@@ -243,13 +248,10 @@ def onboard(h, host):
 
 @jit
 def _grant_hit(h, request, row, i, out):
-    counters = counters_of(h)
     b = np.int64(row[i])
     if b < h[DEVICE_BLOCKS]:
-        counters[C_DEVICE_HITS] += 1
         out[O_DEVICE_TOKENS] += h[WIDTH]
     else:
-        counters[C_HOST_HITS] += 1
         out[O_HOST_TOKENS] += h[WIDTH]
         blocks_of(h)[b].flags &= ~ONBOARDING
         twin = np.int64(blocks_of(h)[b].twin)
@@ -293,9 +295,22 @@ def _grant_new(h, request, i, out):
 
 
 @jit
+def _count(h, request, out):
+    counters = counters_of(h)
+    counters[C_PROMPT] += request[R_LENGTH]
+    counters[C_DEVICE_TOKENS] += out[O_DEVICE_TOKENS]
+    counters[C_HOST_TOKENS] += out[O_HOST_TOKENS]
+    counters[C_DEVICE_HITS] += out[O_DEVICE_TOKENS] // h[WIDTH]
+    counters[C_HOST_HITS] += out[O_HOST_TOKENS] // h[WIDTH]
+    counters[C_PARTIAL_TOKENS] += out[O_PARTIAL]
+    counters[C_PARTIAL] += 1 if out[O_PARTIAL] else 0
+    counters[C_MISSED] += out[O_MISSED]
+
+
+@jit
 def _grant(h, request, slot, out):
     """Phase 2 of one request."""
-    counters, sequence, row = counters_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
     total = blocks_for(h, request[R_LENGTH])
     out[O_DEVICE_TOKENS] = out[O_HOST_TOKENS] = 0
     for i in range(out[O_MATCHED]):
@@ -307,13 +322,9 @@ def _grant(h, request, slot, out):
     out[O_CACHED] = out[O_MATCHED] * h[WIDTH] + out[O_PARTIAL]
     out[O_MISSED] = total - out[O_MATCHED]
     out[O_ID] = (np.int64(sequence.generation) << 32) | slot
-    counters[C_PROMPT] += request[R_LENGTH]
-    counters[C_DEVICE_TOKENS] += out[O_DEVICE_TOKENS]
-    counters[C_HOST_TOKENS] += out[O_HOST_TOKENS]
-    counters[C_PARTIAL_TOKENS] += out[O_PARTIAL]
-    counters[C_PARTIAL] += 1 if out[O_PARTIAL] else 0
-    counters[C_MISSED] += out[O_MISSED]
-    sequence.live, sequence.failed, sequence.duplicates = 1, 0, NONE
+    if not request[R_RESERVES]:
+        _count(h, request, out)
+    sequence.live, sequence.failed, sequence.duplicates = RESERVED if request[R_RESERVES] else LIVE, 0, NONE
     sequence.length, sequence.blocks = request[R_LENGTH], total
     sequence.committed = sequence.cached = out[O_CACHED]
     sequence.reused, sequence.stream = out[O_MATCHED], h[STREAM]

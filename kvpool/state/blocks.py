@@ -58,7 +58,7 @@ INDEXED = PUBLISHED | TAIL
 SEQUENCE = np.dtype(
     [
         ("generation", "i4"),
-        ("live", "i4"),
+        ("live", "i4"),  # 0, LIVE or RESERVED
         ("length", "i4"),  # tokens
         ("committed", "i4"),  # tokens whose KV the engine has written
         ("blocks", "i4"),
@@ -72,11 +72,14 @@ SEQUENCE = np.dtype(
         ("priority", "i4"),  # of decoded blocks
         ("ttl", "i4"),
         ("failed", "i4"),  # a block of it was lost on the way
-        ("stream", "i4"),  # which the engine used for it last
+        ("stream", "i4"),  # which the engine used for it last; NONE = the host has waited for everything
         ("mark", "i4"),  # scratch within one call
     ],
     align=True,
 )
+
+# A row of the engine's, or one whose blocks a loader fills: nobody else may name that.
+LIVE, RESERVED = 1, 2
 
 EVENT = np.dtype(
     [

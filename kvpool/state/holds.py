@@ -20,6 +20,7 @@ from kvpool.state.blocks import (
     HOST,
     INDEXED,
     LISTS_PER_TIER,
+    LIVE,
     LOST,
     NONE,
     NOW,
@@ -225,7 +226,7 @@ def _fail_sequences(h):
 
 @jit
 def reset(h, ids, now):
-    """Drop all content with one event, and the sequences ``ids``, all that live.
+    """Drop all content with one event, and ``ids``, all sequences and reservations that live.
 
     Pinned blocks become keyless and keep their bytes until the last unpin.
     """
@@ -241,6 +242,8 @@ def reset(h, ids, now):
             h[REMOVALS] += 1
         blocks[b].flags &= LOST
         blocks[b].twin = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
+    for i in range(ids.shape[0]):
+        sequences_of(h)[ids[i] & 0xFFFFFFFF].live = LIVE
     release(h, ids, False, now)
     for b in range(h[BLOCKS]):
         if blocks[b].list != NONE:

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import FOLLOWS, emit_access
-from kvpool.state.blocks import DETAIL, NONE, SEQUENCES, STREAM, sequences_of
+from kvpool.state.blocks import DETAIL, LIVE, NONE, SEQUENCES, STREAM, sequences_of
 
 UNKNOWN, DUPLICATE, FAILED = -3, -4, -5
 
@@ -18,7 +18,7 @@ def slot_of(h, sequence_id):
     if sequence_id < 0 or slot >= h[SEQUENCES]:
         return NONE
     sequence = sequences_of(h)[slot]
-    return slot if sequence.live and sequence.generation == sequence_id >> 32 else NONE
+    return slot if sequence.live == LIVE and sequence.generation == sequence_id >> 32 else NONE
 
 
 @jit
@@ -60,6 +60,7 @@ def stream_of(h, slot):
     """The stream that a call means for a sequence: the one it names, which then follows the one used last, or that one."""
     sequence = sequences_of(h)[slot]
     if h[STREAM] != NONE and h[STREAM] != sequence.stream:
-        emit_access(h, FOLLOWS, h[STREAM], sequence.stream)
+        if sequence.stream != NONE:
+            emit_access(h, FOLLOWS, h[STREAM], sequence.stream)
         sequence.stream = h[STREAM]
     return np.int64(sequence.stream)

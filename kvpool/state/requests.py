@@ -11,10 +11,11 @@ from kvpool.state.hashing import block_key
 from kvpool.state.prefix import best_child, device_copy, find
 
 # One request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention ranges
-# (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of what it decodes.
+# (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of what it decodes; whether it is a loader's.
 (
-    R_TOKENS, R_LENGTH, R_KEYS, R_EXTRA, R_NAMESPACE, R_ROOT0, R_ROOT1, R_RANGES, R_RANGE_COUNT, R_PRIORITY, R_TTL, REQUEST,
-) = range(12)  # fmt: skip
+    R_TOKENS, R_LENGTH, R_KEYS, R_EXTRA, R_NAMESPACE, R_ROOT0, R_ROOT1, R_RANGES, R_RANGE_COUNT, R_PRIORITY, R_TTL,
+    R_RESERVES, REQUEST,
+) = range(13)  # fmt: skip
 # What the call says of each request. The last ones are the call's own notes between its phases.
 (
     O_ID, O_CACHED, O_DEVICE_TOKENS, O_HOST_TOKENS, O_PARTIAL, O_MISSED, O_MATCHED, O_ONBOARDS, O_SOURCE, O_TAKES, OUTCOME,
@@ -34,6 +35,12 @@ def request_keys(h, request):
 @jit(inline="always")
 def request_extra(request):
     return array_at(request[R_EXTRA], (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
+
+
+@jit
+def reusable(request):
+    """Leading tokens that may be matched. An engine computes the last one itself, as its KV does not say what comes next."""
+    return request[R_LENGTH] - (0 if request[R_RESERVES] else 1)
 
 
 @jit
@@ -79,7 +86,7 @@ def walk(h, request, limit, ids):
 def partial_match(h, request, matched):
     """(block, tokens) of the best partial match behind ``matched`` full blocks; prefers the device copy. Changes nothing."""
     start = matched * h[WIDTH]
-    limit = min(h[WIDTH], request[R_LENGTH] - 1 - start)
+    limit = min(h[WIDTH], reusable(request) - start)
     if h[CHILD_BUCKETS] == 0 or limit <= 0:
         return NONE, 0
     parent0, parent1 = parent_of(h, request, matched)
@@ -103,7 +110,7 @@ def retention_at(request, position):
 def match(h, request, ids, out):
     """What ``admit`` would reuse now, into ``out`` int64[6]: device, host, partial tokens; blocks; full blocks in use. Changes nothing."""
     blocks = blocks_of(h)
-    matched = walk(h, request, (request[R_LENGTH] - 1) // h[WIDTH], ids)
+    matched = walk(h, request, reusable(request) // h[WIDTH], ids)
     device = in_use = 0
     for i in range(matched):
         b = device_copy(h, ids[i])

@@ -58,6 +58,8 @@ class Seq:
     reused: int
     cached: int
     decode: tuple[int, int | None]
+    owner: str = ""
+    """Of a reservation."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Plan:
     partial: int
     from_host: list[bool] = field(default_factory=list)
     taken: Block | None = None
+    loads: bool = False
+    """It is a reservation: no request, whose uses count."""
 
 
 class Admission(Store):
@@ -99,6 +103,7 @@ class Admission(Store):
         )
         self.max_sequences = max_sequences
         self.sequences: dict[int, Seq] = {}
+        self.reservations: dict[int, Seq] = {}
         self.leases: dict[int, Lease] = {}
         self.next_id = 0
         self.next_lease = 0
@@ -180,15 +185,23 @@ class Admission(Store):
                     raise
         raise AssertionError("an empty head always fits")
 
+    def reserve(self, prompt: Prompt, *, owner: str = "", retention: Sequence[Range] | None = None) -> Admitted:
+        ranges = [check_ranges(retention or ())]
+        with self._all_or_nothing():
+            (admitted,) = self._admit([prompt], ranges, (DEFAULT_PRIORITY, None), loads=True)
+        self.reservations[admitted.id] = self.sequences.pop(admitted.id)
+        self.reservations[admitted.id].owner = owner
+        return admitted
+
     def _admit(
-        self, prompts: Sequence[Prompt], ranges: Sequence[list[Range]], decode: tuple[int, int | None]
+        self, prompts: Sequence[Prompt], ranges: Sequence[list[Range]], decode: tuple[int, int | None], loads: bool = False
     ) -> list[Admitted]:
-        if len(self.sequences) + len(prompts) > self.max_sequences:
+        if len(self.sequences) + len(self.reservations) + len(prompts) > self.max_sequences:
             raise OutOfSequences(len(prompts))
         plans = []
         for prompt, own in zip(prompts, ranges, strict=True):
-            walk = self.walk(prompt)
-            plan = Plan(prompt, own, walk.rows, walk.source, walk.partial)
+            walk = self.walk(prompt, len(prompt.tokens) if loads else None)
+            plan = Plan(prompt, own, walk.rows, walk.source, walk.partial, loads=loads)
             plans.append(plan)
             for row in plan.rows:
                 plan.from_host.append(row.device is None)
@@ -246,6 +259,7 @@ class Admission(Store):
         prompt, blocks = plan.prompt, []
         for row in plan.rows:
             blocks.append(self._hit(row, onboarded))
+            blocks[-1].uses += not plan.loads
             ranged = range_of((len(blocks) - 1) * self.T, plan.ranges)
             if ranged is not None:
                 blocks[-1].priority, blocks[-1].ttl = ranged
@@ -278,7 +292,6 @@ class Admission(Store):
         elif any(row.host is source for source in onboarded):
             row.device.refs += 1
         assert row.device is not None
-        row.device.uses += 1
         return row.device
 
     def _onboard(self, row: Row) -> None:
@@ -301,6 +314,9 @@ class Admission(Store):
 
     def _count_admission(self, plan: Plan, match: Match, missed: int) -> None:
         counts = self.counts
+        counts["copied_blocks"] += plan.source is not None
+        if plan.loads:
+            return
         counts["prompt_tokens"] += len(plan.prompt.tokens)
         counts["reused_device_tokens"] += match.device_tokens
         counts["reused_host_tokens"] += match.host_tokens
@@ -308,7 +324,6 @@ class Admission(Store):
         counts["reused_device_blocks"] += match.device_tokens // self.T
         counts["reused_host_blocks"] += match.host_tokens // self.T
         counts["partial_blocks"] += plan.partial > 0
-        counts["copied_blocks"] += plan.source is not None
         counts["missed_blocks"] += missed
 
 

@@ -23,6 +23,10 @@ Readings of the rules where they leave room:
 - "Forgotten" counts every content that a call leaves without a copy, whatever the reason, but not
   what a reset drops.
 - `release(store=True)` publishes what waits for it front to back, then lets go tail first.
+- A reservation matches the last token too, and takes a row like a sequence. Its matches are no uses and
+  count in no statistics of requests; a retention range applies to them.
+- Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
+  to the front, tail first; what had matched goes to the back, tail first.
 - `prefetch` stops at the first block that neither tier has; `offload` looks at each key by itself,
   and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.
 """
@@ -32,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .admission import EXPIRIES_PER_CALL, Admission, Seq
-from .tiers import Block, BlockNotFound, Content, Lease, LeaseExpired, PoolBusy, Prompt, Tier
+from .tiers import Block, BlockNotFound, Content, Lease, LeaseExpired, PoolBusy, Prompt, ReservationExpired, Tier
 
 
 class Model(Admission):
@@ -135,6 +139,27 @@ class Model(Admission):
             self.store_tail(block, (seq.namespace, tuple(seq.items[:start])), tail)
         self.shelve(block)
 
+    # -- reservations --------------------------------------------------------------------------
+
+    def _reserved(self, reservation: int) -> Seq:
+        if reservation not in self.reservations:
+            raise ReservationExpired(reservation)
+        return self.reservations[reservation]
+
+    def commit_reserved(self, reservation: int, count: int) -> None:
+        seq = self._reserved(reservation)
+        if not seq.cached <= count <= len(seq.items):
+            raise ValueError(f"tokens: {count}")
+        self.sequences[reservation] = self.reservations.pop(reservation)
+        self.commit([reservation], [count])
+        self.release([reservation])
+
+    def abort_reserved(self, reservation: int) -> None:
+        seq = self._reserved(reservation)
+        del self.reservations[reservation]
+        for index in range(len(seq.blocks) - 1, -1, -1):
+            self.drop_ref(seq.blocks[index], front=index >= seq.reused)
+
     # -- tiers ---------------------------------------------------------------------------------
 
     def prefetch(self, prompt: Prompt) -> int:
@@ -222,7 +247,10 @@ class Model(Admission):
         mine = [lease for lease, held in self.leases.items() if held.owner == owner]
         for lease in mine:
             self.close_lease(lease)
-        return len(mine)
+        loading = [i for i, seq in self.reservations.items() if seq.owner == owner]
+        for reservation in loading:
+            self.abort_reserved(reservation)
+        return len(mine) + len(loading)
 
     # -- the whole pool ------------------------------------------------------------------------
 
@@ -231,9 +259,10 @@ class Model(Admission):
 
     def reset(self, force: bool = False) -> None:
         """Drop all content; pinned blocks are empty once the last pin is gone."""
-        if self.sequences and not force:
+        if (self.sequences or self.reservations) and not force:
             raise PoolBusy(len(self.sequences))
         self.sequences.clear()
+        self.reservations.clear()
         self.rows.clear()
         self.children.clear()
         for tier in (self.device, self.host):
@@ -255,7 +284,7 @@ class Model(Admission):
             assert all(child.content in self.rows for child in bucket if child.block is None)
 
     def _check_holds(self, tier: Tier) -> None:
-        named = [b.id for seq in self.sequences.values() for b in seq.blocks]
+        named = [b.id for held in (self.sequences, self.reservations) for seq in held.values() for b in seq.blocks]
         pinned = [b.id for lease in self.leases.values() for b in lease.blocks]
         for block in tier.blocks.values():
             assert block.refs == named.count(block.id), block

@@ -59,6 +59,7 @@ class Pair:
         self.engine = Engine(self.cache)
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Any] = {}
+        self.reservations: dict[int, Any] = {}
         self.released: list[tuple[int, int]] = []
         self.events = EventReplay()
         self.keys: dict[Content, bytes] = {}
@@ -178,6 +179,35 @@ class Pair:
         else:
             assert leases in ([], [None])
 
+    def reserve(self, prompt: Prompt, **options: Any) -> None:
+        """Reserve, and write what the pool lacks."""
+        note(f"reserve({prompt}, {options})")
+        found: list[Any] = []
+        ours = self.both(
+            lambda: found.append(self.cache.reserve(self.keyed(prompt), **options)),
+            lambda: self.model.reserve(prompt, **options),
+            compare=False,
+        )
+        if ours is None:
+            return
+        (reservation,) = found
+        self.reservations[ours.id] = reservation
+        assert reservation.skip_prefix_n_tokens == ours.match.tokens
+        expected = self.engine.expected.of(prompt.namespace, prompt.items)
+        for i, slot in enumerate(reservation.slot_mapping.tolist()):
+            assert (slot < 0) == (i < ours.match.tokens)
+            if slot >= 0:
+                self.engine.block(slot // self.model.T)[:, :, slot % self.model.T] = expected[i]
+
+    def end_reserved(self, reservation: int, count: int | None) -> None:
+        """Commit ``count`` tokens, or abort."""
+        note(f"end_reserved({reservation}, {count})")
+        real = self.reservations[reservation]
+        if count is None:
+            self.both(real.abort, lambda: self.model.abort_reserved(reservation))
+        else:
+            self.both(lambda: real.commit(count), lambda: self.model.commit_reserved(reservation, count))
+
     # -- comparison ----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -208,7 +238,8 @@ class Pair:
             blocks = self.cache._state.blocks
             for block in listed[empty + len(tier.redundant) :]:
                 assert blocks["priority"][block.id] == block.priority, f"priority of {block}"
-        assert (stats.sequences, stats.leases) == (len(self.model.sequences), len(self.model.leases))
+        open_now = (len(self.model.sequences), len(self.model.reservations), len(self.model.leases))
+        assert (stats.sequences, stats.reservations, stats.leases) == open_now
         got = {counter: getattr(stats, counter) for counter in COUNTERS}
         assert got == {counter: self.model.counts[counter] for counter in COUNTERS}
 
@@ -222,10 +253,17 @@ class Pair:
             told = [int(getattr(self.cache, name)(request.id)) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
             assert told == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items
+        open_now = {self.reservations[i].id: [b.id for b in seq.blocks] for i, seq in self.model.reservations.items()}
+        assert {one.id: one.blocks.tolist() for one in self.cache.reservations} == open_now
         assert sorted(lease.id for lease in self.cache.leases) == sorted(self.leases[i].id for i in self.model.leases)
 
     def _check_bytes(self) -> None:
         self.engine.check_all()
+        for i, seq in self.model.reservations.items():
+            expected = self.engine.expected.of(seq.namespace, seq.items)
+            for place, token in enumerate(expected):
+                block = int(self.reservations[i].blocks[place // self.model.T])
+                self.engine.check_token(block, place % self.model.T, token, f"token {place} of reservation {i}")
         for name in ("device", "host"):
             tier = getattr(self.model, name)
             for (namespace, items), block in self.model.cached(name).items():

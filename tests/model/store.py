@@ -245,9 +245,9 @@ class Store:
 
     # -- matching ------------------------------------------------------------------------------
 
-    def walk(self, prompt: Prompt) -> Walk:
-        """What an admission of this prompt would reuse now; the last token is never matched."""
-        usable = max(len(prompt.tokens) - 1, 0)
+    def walk(self, prompt: Prompt, usable: int | None = None) -> Walk:
+        """What an admission of this prompt would reuse now; by default the last token is not matched."""
+        usable = max(len(prompt.tokens) - 1, 0) if usable is None else usable
         rows = self.cached_rows(prompt, usable // self.T)
         done = len(rows) * self.T
         source, partial = None, 0

@@ -203,7 +203,8 @@ class PoolMachine(RuleBasedStateMachine):
         """A stale, foreign or repeated id at the end of a batch: an error, and nothing has changed."""
         ids = self.some(random)
         real = self.pair.real_ids(ids)
-        ours, foreign = random.choice([*self.pair.released, (-1, 77 << 32), (ids[0], real[0])])
+        reserved = [(i, self.pair.reservations[i].id) for i in self.model.reservations]
+        ours, foreign = random.choice([*self.pair.released, *reserved, (-1, 77 << 32), (ids[0], real[0])])
         bad, wrong = [*ids, ours], [*real, foreign]
         each: dict[str, tuple[list[Any], list[Any]]] = {
             "append_tokens": ([[0] * len(bad), [1] * len(bad)], [[[0]] * len(bad)]),
@@ -212,6 +213,23 @@ class PoolMachine(RuleBasedStateMachine):
         args, model_args = each.get(verb, ([], []))
         failed = self.pair.both(lambda: getattr(self.pair.cache, verb)(wrong, *args), lambda: getattr(self.model, verb)(bad, *model_args))
         assert failed is None
+
+    # -- loaders -------------------------------------------------------------------------------
+
+    @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
+    def reserve(self, random: Random, owner: str) -> None:
+        prompt = self.prompt(random)
+        self.pair.reserve(prompt, owner=owner, retention=some_ranges(random, len(prompt.tokens), self.T))
+
+    @precondition(lambda self: bool(self.pair.reservations))
+    @rule(random=RANDOM)
+    def end_reserved(self, random: Random) -> None:
+        """Mostly one that is open; closed and revoked ones too."""
+        known = self.model.reservations if self.model.reservations and random.random() < 0.9 else self.pair.reservations
+        reservation = random.choice(sorted(known))
+        length = self.pair.reservations[reservation].tokens
+        skip = self.pair.reservations[reservation].skip_prefix_n_tokens
+        self.pair.end_reserved(reservation, random.choice((None, length, random.randint(skip, length))))
 
     # -- looking and moving --------------------------------------------------------------------
 
@@ -280,7 +298,7 @@ class PoolMachine(RuleBasedStateMachine):
         lease = random.choice(leases)
         self.pair.both(self.pair.leases[lease].close, lambda: self.model.close_lease(lease))
 
-    @precondition(lambda self: bool(self.model.leases))
+    @precondition(lambda self: bool(self.model.leases or self.model.reservations))
     @rule(owner=st.sampled_from(OWNERS))
     def revoke(self, owner: str) -> None:
         self.pair.both(lambda: self.pair.cache.revoke(owner), lambda: self.model.revoke(owner))

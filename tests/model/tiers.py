@@ -35,8 +35,12 @@ class LeaseExpired(Exception):
     """The lease was closed or revoked before."""
 
 
+class ReservationExpired(Exception):
+    """The reservation was committed, aborted or revoked before."""
+
+
 class PoolBusy(Exception):
-    """Reset without force while sequences live."""
+    """Reset without force while sequences live or reservations are open."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only judges (verify, debug).
 _STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")}
-FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in ("pool", "pins", "manager", "transfer")))}
+FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in ("pool", "pins", "reservations", "manager", "transfer")))}
 
 
 class Cast(Engine):
@@ -240,6 +240,22 @@ def unpin_and_revoke(without: str | None) -> Scene:
     return _two_ends(without, lambda cast, lease: lambda: cast.cache.revoke("one"), right)
 
 
+def load_and_revoke(without: str | None) -> Scene:
+    """A loader commits what it has brought while its owner's name is revoked."""
+    cast = Cast(2, 0, without)
+    cast.admission([1])  # nobody adds it; what it would be is known
+    reservation = cast.cache.reserve(cast.prompt([1]), owner="one")
+    cast.block(int(reservation.blocks[0]))[:, :, 0] = cast.expected.of((None, None), [(1, 0)])[0]
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        came = len(debug.cached(cast.cache._state)["device"])
+        assert cast.free() == 2 and reservation.closed and cast.cache.reservations == []
+        assert (outcomes == [None, 0] and came == 1) or (_kinds(outcomes)[0] == "ReservationExpired" and outcomes[1] == 1 and came == 0)
+
+    return cast.scene([reservation.commit, lambda: cast.cache.revoke("one")], check)
+
+
 def two_commits(without: str | None) -> Scene:
     """Two sequences commit the same content."""
     cast = Cast(2, 0, without)
@@ -332,6 +348,7 @@ BUILDS: dict[str, tuple[Build, int | None]] = {
     "victim": (victim, 1), "victim_of_growth": (victim_of_growth, 1),
     "host_pin": (host_pin, 1), "device_pin": (device_pin, 1), "pin_of_a_copy": (pin_of_a_copy, 1),
     "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 2),
+    "load_and_revoke": (load_and_revoke, 1),
     "unpin_and_revoke": (unpin_and_revoke, 2), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
     "two_locks": (two_locks, 1), "a_wait": (a_wait, 1),
     "word_gains_both": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1)]), None),

@@ -24,6 +24,7 @@ PROMISES = [
     ("a closing lease and an eviction agree who holds the block", "unpin_and_eviction", ["state_lock"]),
     ("of two who close a lease, one is told that it came late", "two_unpins", ["state_lock"]),
     ("a lease is closed or revoked, not both", "unpin_and_revoke", ["state_lock"]),
+    ("a reservation is committed or revoked, not both", "load_and_revoke", ["state_lock"]),
     ("content that two sequences commit is published once", "two_commits", ["state_lock"]),
     ("a block is reused while its last holder releases it", "release_and_hit", ["state_lock"]),
     ("a word gains a reference and a pin", "word_gains_both", ["compare_exchange"]),
