@@ -69,6 +69,10 @@ def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int)
     return same
 
 
+def _plain_prefetch(array: Any, index: int) -> None:
+    pass
+
+
 def _plain_bit_length(value: Any) -> int:
     return int(value).bit_length()
 
@@ -148,3 +152,22 @@ def bit_length(typingctx: Any, value: Any) -> Any:
         return builder.sub(ir.IntType(64)(64), builder.ctlz(word, ir.IntType(1)(0)))
 
     return types.int64(value), codegen
+
+
+@intrinsic(_plain_prefetch)
+def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+    """Begin to load the cache line of ``array[index]``, which may be any integer; says nothing about memory, so it cannot fault."""
+    if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i = context.cast(builder, args[1], signature.args[1], types.intp)
+        struct = context.make_array(signature.args[0])(context, builder, args[0])
+        place = builder.bitcast(builder.gep(struct.data, [i]), cgutils.voidptr_t)
+        word = ir.IntType(32)
+        declared = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], declared)
+        builder.call(function, [place, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, index), codegen

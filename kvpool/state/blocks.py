@@ -199,7 +199,7 @@ def histograms_of(h):
     return array_at(h[A_HISTOGRAMS], (3, BINS), np.int64)
 
 
-@jit
+@jit(forceinline=True)
 def change_word(blocks, b, refs, pins):
     """Add to both halves of a block's word at once; returns the new word, or -1 with nothing changed if a half would fall below zero."""
     words = blocks["word"]
@@ -218,7 +218,7 @@ _POOLS = itertools.count(1)
 
 def state_bytes(count: int, width: int, sequences: int, columns: int, events: int) -> int:
     """Bytes that a State of ``count`` blocks will take."""
-    per_block = BLOCK.itemsize + 12 + 4 * width
+    per_block = BLOCK.itemsize + 24 + 4 * width
     return count * per_block + sequences * (SEQUENCE.itemsize + 4 + 4 * columns) + events * (EVENT.itemsize + 4 * width)
 
 
@@ -240,7 +240,7 @@ class State:
         self.tokens = np.zeros((count, width), np.int32)
         self.extra = np.zeros((1, 1), np.int64)
         self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
-        self.index = np.full(count, NONE, np.int32)
+        self.index = np.full(4 * count, NONE, np.int32)
         self.children = np.full(count if partial_reuse else 0, NONE, np.int32)
         self.heap = np.zeros(count + 1, np.int32)
         self.sequences = np.zeros(sequences, SEQUENCE)

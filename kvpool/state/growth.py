@@ -40,14 +40,16 @@ from kvpool.state.blocks import (
     tokens_of,
 )
 from kvpool.state.hashing import block_key
+from kvpool.state.index import expect, find_key
 from kvpool.state.live import check, slot_of, stream_of
 from kvpool.state.lru import free_blocks, heap_remove, unlink
-from kvpool.state.prefix import device_copy, find, find_key, rival_child
+from kvpool.state.prefix import device_copy, holds, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.tiers import begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
 
 TOO_LONG, BAD_COUNT = -6, -7
+AHEAD = 4  # blocks whose place in the index is loaded beforehand
 
 
 @jit
@@ -119,14 +121,14 @@ def _publish(h, b):
     """Make a full keyed block the device copy of its content; False if the content has one already."""
     blocks = blocks_of(h)
     extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
-    found = find(h, blocks[b].key0, blocks[b].key1, blocks[b].namespace, tokens_of(h)[b], extra, 0)
+    found = find_key(h, blocks[b].key0, blocks[b].key1)
     if found == NONE:
-        if find_key(h, blocks[b].key0, blocks[b].key1) != NONE:
-            return False  # other content has this key
         enter(h, b, PUBLISHED)
         if h[CHILD_BUCKETS]:
             supersede(h, b)
         return True
+    if not holds(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):
+        return False  # other content has this key
     if device_copy(h, found) != NONE:
         return False
     blocks[b].twin, blocks[found].twin = found, b
@@ -153,6 +155,8 @@ def _publish_range(h, slot, first, last):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     for i in range(first, last):
         b = row[i]
+        if i + AHEAD < last:
+            expect(h, blocks[row[i + AHEAD]].key0)  # a guess where it has no key yet
         if blocks[b].flags & PUBLISHED:
             continue
         if not blocks[b].flags & KEYED:

@@ -39,8 +39,9 @@ from kvpool.state.blocks import (
 )
 from kvpool.state.growth import release
 from kvpool.state.hashing import TICKET_AT_LOSS
+from kvpool.state.index import find_key
 from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
-from kvpool.state.prefix import device_copy, find_key, host_copy
+from kvpool.state.prefix import device_copy, host_copy
 from kvpool.state.requests import R_LENGTH, walk
 from kvpool.state.ring import STORED, emit, emit_cleared
 from kvpool.state.tiers import begin, copy_content, emit_move, expire, shelve, take_host, unpublish

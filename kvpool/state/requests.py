@@ -36,7 +36,7 @@ def request_extra(request):
     return array_at(request[R_EXTRA], (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
 
 
-@jit
+@jit(forceinline=True)
 def blocks_for(h, tokens):
     return (tokens + h[WIDTH] - 1) // h[WIDTH]
 
@@ -89,7 +89,7 @@ def partial_match(h, request, matched):
     return b, n
 
 
-@jit
+@jit(forceinline=True)
 def retention_at(request, position):
     """(given, priority, ttl) of the retention range that holds a token position."""
     ranges = array_at(request[R_RANGES], (request[R_RANGE_COUNT], 4), np.int64)

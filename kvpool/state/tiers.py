@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import bit_length
+from kvpool.state.atomics import array_at, bit_length, prefetch
 from kvpool.state.blocks import (
+    A_TOKENS,
+    BLOCKS,
     C_EXPIRED,
     C_FORGOTTEN_DEVICE,
     C_FORGOTTEN_HOST,
@@ -50,19 +52,20 @@ from kvpool.state.blocks import (
     moves_of,
     tokens_of,
 )
+from kvpool.state.index import expect
 from kvpool.state.lru import heap_push, heap_remove, lowest, push_back, push_front, unlink
 from kvpool.state.prefix import link, rival_child, unlink_content
 from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
 
 
-@jit
+@jit(forceinline=True)
 def begin(h, now):
     """Start of the part of a call that changes the pool."""
     h[NOW] = now
     h[CALL_EVENT] = h[EVENT_NEXT]
 
 
-@jit
+@jit(forceinline=True)
 def emit_move(h, source, target, tokens):
     """Append a move to the call's batch; the target's content then waits for the batch's ticket."""
     n = h[MOVES]
@@ -74,7 +77,7 @@ def emit_move(h, source, target, tokens):
     blocks[target].ticket = h[TICKET]
 
 
-@jit
+@jit(forceinline=True)
 def record(h, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
     span = (h[NOW] - np.int64(since)) & 0xFFFFFFFF
@@ -108,7 +111,7 @@ def copy_content(h, source, target):
     copy_tokens(h, source, target, h[WIDTH])
 
 
-@jit
+@jit(forceinline=True)
 def start_clock(h, b, deadline):
     """Enter a listed block that has a ttl into the expiries, from now on or with the ``deadline`` that it already has.
 
@@ -123,7 +126,7 @@ def start_clock(h, b, deadline):
     heap_push(blocks, heap_of(h), b, deadline)
 
 
-@jit
+@jit(forceinline=True)
 def shelve(h, b, front):
     """Put a block that nobody holds any more into the list that its content says."""
     blocks, lists = blocks_of(h), lists_of(h)
@@ -251,6 +254,22 @@ def _evict(h, b):
         forget(h, b, NONE)
 
 
+@jit(forceinline=True)
+def _expect_victims(h, b):
+    """Begin to load what the evictions behind that of ``b`` will touch: the index two ahead, the block itself three ahead."""
+    blocks = blocks_of(h)
+    for _ in range(2):
+        b = np.int64(blocks[b].next)
+        if b == NONE:
+            return
+    expect(h, blocks[b].key0)
+    b = np.int64(blocks[b].next)
+    if b != NONE:
+        prefetch(blocks, b)
+        prefetch(blocks["parent0"], b)
+        prefetch(array_at(h[A_TOKENS], (h[BLOCKS] * h[WIDTH],), np.int32), b * h[WIDTH])
+
+
 @jit
 def take_device(h):
     """An empty device block out of its list, made by evicting if need be. The caller has counted that there is one."""
@@ -261,6 +280,7 @@ def take_device(h):
         if b == NONE:
             raise RuntimeError("a block was taken that was not counted")
         unlink(blocks, lists, b)
+        _expect_victims(h, b)
         _evict(h, b)
     else:
         unlink(blocks, lists, b)
