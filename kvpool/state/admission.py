@@ -10,6 +10,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
 from kvpool.state.blocks import (
+    ACCESSES_CAPACITY,
     C_COPIED,
     C_DEVICE_HITS,
     C_DEVICE_TOKENS,
@@ -38,9 +39,10 @@ from kvpool.state.blocks import (
     REUSE_GAP,
     STREAM,
     WIDTH,
+    add_reference,
     blocks_of,
-    change_word,
     counters_of,
+    drop_reference,
     extra_of,
     heap_of,
     lists_of,
@@ -70,7 +72,6 @@ from kvpool.state.requests import (
     R_ROOT1,
     R_TTL,
     blocks_for,
-    parent_of,
     partial_match,
     request_extra,
     request_keys,
@@ -85,18 +86,18 @@ SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES = -1, -2
 EXPIRIES_PER_CALL = 64
 
 
-@jit
+@jit(forceinline=True)
 def hold(h, b):
     """Add a reference; a block that nobody held leaves its list."""
     blocks = blocks_of(h)
-    if change_word(blocks, b, 1, 0) == 1:
+    if add_reference(blocks, b) == 1:
         unlink(blocks, lists_of(h), b)
 
 
-@jit
+@jit(forceinline=True)
 def let_go(h, b):
     """Drop a reference; a block that nobody holds then is shelved."""
-    if change_word(blocks_of(h), b, -1, 0) == 0:
+    if drop_reference(blocks_of(h), b) == 0:
         shelve(h, b, False)
 
 
@@ -125,7 +126,7 @@ def _claim(h, request, row, out):
 def _unhold(h, b):
     """Undo ``hold``; to be called in the reverse order."""
     blocks = blocks_of(h)
-    if change_word(blocks, b, -1, 0) == 0:
+    if drop_reference(blocks, b) == 0:
         tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
         relink(blocks, lists_of(h), b, tier * LISTS_PER_TIER + blocks[b].priority)
 
@@ -190,11 +191,11 @@ def _give_up_partials(h, requests, out, n):
             out[r, O_TAKES] = 1
             short -= 1
         elif claims > 1:
-            change_word(blocks_of(h), out[r, O_SOURCE], -1, 0)
+            drop_reference(blocks_of(h), out[r, O_SOURCE])
             out[r, O_SOURCE], out[r, O_PARTIAL] = NONE, 0
 
 
-@jit
+@jit(forceinline=True)
 def write_tokens(h, b, at, tokens, extra, start, count):
     """Note the ids of ``count`` tokens of block ``b`` from its position ``at`` on; the engine writes the bytes."""
     blocks, own = blocks_of(h), tokens_of(h)
@@ -213,7 +214,7 @@ def write_tokens(h, b, at, tokens, extra, start, count):
     blocks[b].filled = at + count
 
 
-@jit
+@jit(forceinline=True)
 def _reuse(h, request, b, i):
     """Account for a hit on block ``b`` at place ``i`` of the prompt; a retention range of the request applies to it."""
     blocks = blocks_of(h)
@@ -234,14 +235,14 @@ def onboard(h, host):
     b = take_device(h)
     copy_content(h, host, b)
     blocks[b].twin, blocks[host].twin = host, b
-    change_word(blocks, b, 1, 0)
+    add_reference(blocks, b)
     emit_move(h, host, b, h[WIDTH])
     emit(h, STORED, b)
     counters_of(h)[C_ONBOARDED] += 1
     return b
 
 
-@jit
+@jit(forceinline=True)
 def _grant_hit(h, request, row, i, out):
     counters = counters_of(h)
     b = np.int64(row[i])
@@ -255,7 +256,7 @@ def _grant_hit(h, request, row, i, out):
         twin = np.int64(blocks_of(h)[b].twin)
         if twin != NONE:
             hold(h, twin)
-            change_word(blocks_of(h), b, -1, 0)
+            drop_reference(blocks_of(h), b)
             b = twin
         else:
             b = onboard(h, b)
@@ -263,8 +264,8 @@ def _grant_hit(h, request, row, i, out):
     _reuse(h, request, b, i)
 
 
-@jit
-def _grant_new(h, request, i, out):
+@jit(forceinline=True)
+def _grant_new(h, request, tokens, keys, extra, width, i, out):
     """A block for place ``i`` that is not a full hit: fresh, a copy of the partial source, or the source itself."""
     blocks = blocks_of(h)
     partial = i == out[O_MATCHED] and out[O_SOURCE] != NONE
@@ -275,17 +276,19 @@ def _grant_new(h, request, i, out):
         out[O_SOURCE] = NONE
     else:
         b = take_device(h)
-        change_word(blocks, b, 1, 0)
+        add_reference(blocks, b)
         if partial:
             emit_move(h, out[O_SOURCE], b, out[O_PARTIAL])
             counters_of(h)[C_COPIED] += 1
-    start = i * h[WIDTH]
-    count = min(h[WIDTH], request[R_LENGTH] - start)
-    write_tokens(h, b, 0, request_tokens(request), request_extra(request), start, count)
-    blocks[b].parent0, blocks[b].parent1 = parent_of(h, request, i)
+    start = i * width
+    count = min(width, tokens.shape[0] - start)
+    write_tokens(h, b, 0, tokens, extra, start, count)
+    if i > 0:
+        blocks[b].parent0, blocks[b].parent1 = keys[i - 1, 0], keys[i - 1, 1]
+    else:
+        blocks[b].parent0, blocks[b].parent1 = request[R_ROOT0], request[R_ROOT1]
     blocks[b].namespace = request[R_NAMESPACE]
-    if count == h[WIDTH]:
-        keys = request_keys(h, request)
+    if count == width:
         blocks[b].key0, blocks[b].key1 = keys[i, 0], keys[i, 1]
         blocks[b].flags |= KEYED
     _, blocks[b].priority, blocks[b].ttl = retention_at(request, start)
@@ -300,9 +303,10 @@ def _grant(h, request, slot, out):
     out[O_DEVICE_TOKENS] = out[O_HOST_TOKENS] = 0
     for i in range(out[O_MATCHED]):
         _grant_hit(h, request, row, i, out)
+    tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h[WIDTH]
     for i in range(out[O_MATCHED], total):
-        row[i] = _grant_new(h, request, i, out)
-    for i in range(total):
+        row[i] = _grant_new(h, request, tokens, keys, extra, width, i, out)
+    for i in range(total if h[ACCESSES_CAPACITY] else 0):
         emit_access(h, WILL_READ if i < out[O_MATCHED] else WILL_WRITE, h[STREAM], row[i])
     out[O_CACHED] = out[O_MATCHED] * h[WIDTH] + out[O_PARTIAL]
     out[O_MISSED] = total - out[O_MATCHED]

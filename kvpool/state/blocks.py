@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at, compare_exchange, load
+from kvpool.state.atomics import array_at, compare_exchange, load, store
 from kvpool.state.hashing import GUARDS, block_secret, fingerprint
 
 NONE = -1
@@ -211,6 +211,29 @@ def change_word(blocks, b, refs, pins):
         new = (new_pins << 32) | new_refs
         if compare_exchange(words, b, old, new):
             return new
+
+
+@jit(forceinline=True)
+def add_reference(blocks, b):
+    """Add a reference to a block, under the state lock; returns the new word.
+
+    Only who holds a block may change its word without the lock. A word of zero is nobody's, and needs no exchange.
+    """
+    words = blocks["word"]
+    if load(words, b) == 0:
+        store(words, b, 1)
+        return np.int64(1)
+    return change_word(blocks, b, 1, 0)
+
+
+@jit(forceinline=True)
+def drop_reference(blocks, b):
+    """Drop a reference that the caller has, under the state lock; returns the new word. The last hold needs no exchange either."""
+    words = blocks["word"]
+    if load(words, b) == 1:
+        store(words, b, 0)
+        return np.int64(0)
+    return change_word(blocks, b, -1, 0)
 
 
 _POOLS = itertools.count(1)

@@ -27,6 +27,7 @@ from kvpool.state.blocks import (
     REMOVALS,
     SEQUENCES,
     WIDTH,
+    add_reference,
     blocks_of,
     change_word,
     children_of,
@@ -156,7 +157,7 @@ def offload(h, keys, now):
             break
         copy_content(h, b, g)
         blocks[b].twin, blocks[g].twin = g, b
-        change_word(blocks, g, 1, 0)
+        add_reference(blocks, g)
         emit_move(h, b, g, h[WIDTH])
         emit(h, STORED, g)
         blocks[g].next = NONE

@@ -118,7 +118,7 @@ def _remove_child(h, b, successor):
     blocks[b].child_prev = blocks[b].child_next = NONE
 
 
-@jit
+@jit(forceinline=True)
 def link(h, b):
     """Enter a block into the index (unless it is an unfull tail) and among the children of its parent."""
     blocks = blocks_of(h)
@@ -129,7 +129,7 @@ def link(h, b):
     blocks[b].flags |= LINKED
 
 
-@jit
+@jit(forceinline=True)
 def unlink_content(h, b, successor):
     """Take the representative ``b`` out, or put its other copy ``successor`` in its place."""
     blocks = blocks_of(h)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at
+from kvpool.state.atomics import address_of, array_at
 from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, GUARD, NONE, SECRET0, SECRET1, WIDTH, blocks_of
 from kvpool.state.hashing import block_key
 from kvpool.state.prefix import best_child, device_copy, find
@@ -34,6 +34,14 @@ def request_keys(h, request):
 @jit(inline="always")
 def request_extra(request):
     return array_at(request[R_EXTRA], (request[R_LENGTH] if request[R_EXTRA] else 0,), np.int64)
+
+
+@jit
+def describe(request, tokens, keys, extra, namespace, root0, root1):
+    """Fill int64[1, REQUEST] for a prompt whose arrays outlive it: int32[n], 64-bit [full blocks, 2], and int64[n] or int64[0]."""
+    request[0, R_TOKENS], request[0, R_LENGTH], request[0, R_KEYS] = address_of(tokens), tokens.shape[0], address_of(keys)
+    request[0, R_EXTRA] = address_of(extra) if extra.shape[0] else 0
+    request[0, R_NAMESPACE], request[0, R_ROOT0], request[0, R_ROOT1] = namespace, root0, root1
 
 
 @jit(forceinline=True)

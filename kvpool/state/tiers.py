@@ -186,7 +186,7 @@ def unpublish(h, b, deadline):
     return True
 
 
-@jit
+@jit(forceinline=True)
 def forget(h, b, deadline):
     """``unpublish`` that counts content of which no copy is left."""
     if not unpublish(h, b, deadline):
@@ -239,7 +239,7 @@ def _offload(h, b, timed):
     return True
 
 
-@jit
+@jit(forceinline=True)
 def _evict(h, b):
     """Empty a device victim that has left its list: its content stays on the host, goes there, or is forgotten."""
     blocks = blocks_of(h)
@@ -322,7 +322,7 @@ def supersede(h, b):
             shelve(h, tail, False)
 
 
-@jit
+@jit(forceinline=True)
 def enter(h, b, flag):
     """Make the full (PUBLISHED) or unfull (TAIL) content of ``b`` findable; nobody else may represent its key."""
     blocks = blocks_of(h)
