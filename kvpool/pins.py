@@ -216,12 +216,13 @@ class PinPool(Pool):
         priority = priority_argument("priority", priority)
         size = self.layout.block_bytes
         buffers = [_block_bytes(i, buffer, size) for i, buffer in enumerate(list_argument("data", data))]
-        if first + len(buffers) > len(keys.keys):
-            raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {len(keys.keys)}")
+        full = len(keys) // self.tokens_per_block
+        if first + len(buffers) > full:
+            raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {full}")
         self._refuse_inside("import_blocks")
         now = self.now()
         with self._importing:
-            ids, held = np.full(len(buffers), blocks.NONE, np.int64), np.full(len(keys.keys), blocks.NONE, np.int64)
+            ids, held = np.full(len(buffers), blocks.NONE, np.int64), np.full(full, blocks.NONE, np.int64)
             try:
                 generation = self._take_imports(keys, first, priority, ids, held, now)
                 self._fill(ids, buffers)

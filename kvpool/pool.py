@@ -201,6 +201,8 @@ class Pool:
             return OutOfBlocks("device", detail, more)
         if code == admission.SHORT_OF_SEQUENCES:
             return OutOfSequences(detail, more)
+        if code == growth.BAD_TOTAL:
+            return ValueError(f"counts add up to {detail}, tokens has {more} entries")
         which = int(ids[detail])
         if code == live.UNKNOWN:
             return UnknownSequence(f"{which} is not a live sequence of this pool")

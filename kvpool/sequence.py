@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.jit import jit
 from kvpool.layout import integer_argument
+from kvpool.state import requests
 
 INT32 = np.iinfo(np.int32)
+TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
+NO_EXTRA = np.empty(0, np.int64)
 
 
 class BlockKeys:
@@ -21,22 +25,32 @@ class BlockKeys:
     digest of salt and adapter that blocks carry. Can be copied and pickled, for pools with the same secret.
     """
 
-    __slots__ = ("_owned", "_root", "adapter_id", "extra_ids", "keys", "namespace", "origin", "request", "salt", "tokens")
+    __slots__ = ("_owned", "_root", "adapter_id", "namespace", "origin", "request", "salt")
 
     def __init__(
         self, tokens: npt.NDArray[np.int32], keys: npt.NDArray[np.uint64], salt: bytes | str | None, adapter_id: int | str | None,
         extra_ids: npt.NDArray[np.int64] | None, root: tuple[int, int, int], origin: tuple[str, int],
     ) -> None:  # fmt: skip
-        # What the request points to lives as long as this object, whatever becomes of its attributes.
+        # What the request points to lives as long as this object, and nobody else can write to it.
         self._owned, self._root = (tokens, keys, extra_ids), root
-        self.tokens, self.keys = _read_only(tokens), _read_only(keys)
-        self.extra_ids = None if extra_ids is None else _read_only(extra_ids)
         self.salt, self.adapter_id, self.namespace, self.origin = salt, adapter_id, root[0], origin
-        place = 0 if extra_ids is None else address(extra_ids)
-        self.request = np.array([[address(tokens), len(tokens), address(keys), place, *root, 0, 0, 0, 0, 0]], np.int64)
+        self.request = np.zeros((1, requests.REQUEST), np.int64)
+        requests.describe(self.request, tokens, keys, NO_EXTRA if extra_ids is None else extra_ids, *root)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        return _read_only(self._owned[0])
+
+    @property
+    def keys(self) -> npt.NDArray[np.uint64]:
+        return _read_only(self._owned[1])
+
+    @property
+    def extra_ids(self) -> npt.NDArray[np.int64] | None:
+        return None if self._owned[2] is None else _read_only(self._owned[2])
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._owned[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         tokens, keys, extra = self._owned
@@ -108,6 +122,11 @@ def _integers(name: str, values: Any) -> npt.NDArray[Any]:
     return found
 
 
+def _is_plain(values: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether an array can be used as it is, found out quickly; a False says nothing."""
+    return type(values) is np.ndarray and values.dtype is dtype and values.ndim == 1 and values.flags.carray
+
+
 def _plain(values: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
     """Contiguous, aligned and writable: jitted code is compiled for nothing else. A copy only where needed."""
     found = np.ascontiguousarray(values, dtype)
@@ -119,6 +138,8 @@ def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[n
 
     Raises TypeError for other than integers, ValueError for other shapes, ids outside int32, or (unless ``empty``) no token.
     """
+    if _is_plain(tokens, TOKENS) and len(tokens):
+        return tokens
     found = _integers(name, tokens)
     if len(found) == 0 and not empty:
         raise ValueError(f"{name} is empty: at least one token is accepted")
@@ -131,6 +152,8 @@ def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[n
 
 def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
     """Integers as int64[n], contiguous."""
+    if _is_plain(values, INTEGERS):
+        return values
     if isinstance(values, (list, tuple)) and any(isinstance(value, bool) for value in values):
         raise TypeError(f"{name}={values!r:.80}: accepted are integers, no bools")
     found = _integers(name, values)
@@ -173,10 +196,19 @@ def count_array(name: str, counts: Any, ids: npt.NDArray[np.int64]) -> npt.NDArr
     found = id_array(name, counts)
     if len(found) != len(ids):
         raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(ids)} ids")
-    if len(found) and (int(found.min()) < 0 or int(found.max()) > INT32.max):
-        wrong = int(found.min()) if found.min() < 0 else int(found.max())
-        raise ValueError(f"{name}: {wrong} is out of range: accepted are 0 to {INT32.max}")
+    wrong = _first_outside(found, INT32.max)
+    if wrong >= 0:
+        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32.max}")
     return found
+
+
+@jit
+def _first_outside(values: npt.NDArray[np.int64], highest: int) -> int:
+    """The place of the first value below 0 or above ``highest``, else -1."""
+    for i in range(values.shape[0]):
+        if values[i] < 0 or values[i] > highest:
+            return i
+    return -1
 
 
 def salt_argument(salt: Any) -> bytes | str | None:

@@ -139,3 +139,9 @@ def test_cuda_sources_hide_no_nvidia_package(tmp_path: Path) -> None:
     script = "import cuda, cuda.bindings, cuda.core, cuda.pathfinder; assert cuda.__file__ is None"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=True)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if name_of(path).startswith("state.")], ids=name_of)
+def test_an_edit_outside_the_state_compiles_no_state_anew(path: Path) -> None:
+    stamped = jit._visible(f"kvpool.{name_of(path)}", jit._SOURCES)
+    assert all(file.startswith("state/") or file == "jit.py" for file in stamped), sorted(stamped)

@@ -12,10 +12,17 @@ from kvpool.state.blocks import ACCESSES, ACCESSES_CAPACITY, MOVES, NONE, TICKET
 WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = range(5)
 
 
-@jit
+@jit(forceinline=True)
 def emit_access(h, kind, stream, b):
+    """Note an access; where the device orders nothing by them there is no room, and this costs one comparison."""
+    if h[ACCESSES_CAPACITY] != 0:
+        _note(h, kind, stream, b)
+
+
+@jit
+def _note(h, kind, stream, b):
     n = h[ACCESSES]
-    if h[ACCESSES_CAPACITY] == 0 or stream == NONE:
+    if stream == NONE:
         return
     if n >= h[ACCESSES_CAPACITY]:
         raise RuntimeError("more accesses than were reserved")

@@ -1,6 +1,6 @@
 """Admitting requests: match and claim for the whole batch, decide whether it fits, and only then take blocks.
 
-Phase 1 (`_claim`) changes nothing but holds, and `_unclaim` undoes it to the byte; phase 2 (`_grant`) cannot fail.
+Phase 1 (`_claim`) changes nothing but holds, and `_unclaim` undoes it to the byte; phase 2 (`grants`) cannot fail.
 """
 
 from __future__ import annotations
@@ -8,100 +8,43 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
 from kvpool.state.blocks import (
-    C_COPIED,
-    C_DEVICE_HITS,
-    C_DEVICE_TOKENS,
-    C_HOST_HITS,
-    C_HOST_TOKENS,
-    C_MISSED,
-    C_ONBOARDED,
-    C_PARTIAL,
-    C_PARTIAL_TOKENS,
-    C_PROMPT,
     COLUMNS,
     DETAIL,
     DETAIL2,
     DEVICE,
     DEVICE_BLOCKS,
-    EXTRA,
     FREE_ROWS,
-    HAS_EXTRA,
     HOST,
-    KEYED,
     LISTS_PER_TIER,
-    LIVE,
-    MOVES,
     NONE,
-    NOW,
     ONBOARDING,
-    RESERVED,
-    REUSE_GAP,
-    STREAM,
     WIDTH,
     blocks_of,
-    change_word,
-    counters_of,
-    extra_of,
+    drop_reference,
     heap_of,
     lists_of,
-    moves_of,
     rows_of,
-    sequences_of,
     table_of,
-    tokens_of,
 )
-from kvpool.state.lru import free_blocks, heap_remove, relink, unlink
+from kvpool.state.grants import grant, release_sources
+from kvpool.state.lru import free_blocks, heap_remove, relink
 from kvpool.state.prefix import device_copy
 from kvpool.state.requests import (
-    O_CACHED,
-    O_DEVICE_TOKENS,
-    O_HOST_TOKENS,
-    O_ID,
     O_MATCHED,
-    O_MISSED,
     O_ONBOARDS,
     O_PARTIAL,
     O_SOURCE,
     O_TAKES,
     R_LENGTH,
-    R_NAMESPACE,
-    R_PRIORITY,
-    R_RESERVES,
-    R_ROOT0,
-    R_ROOT1,
-    R_TTL,
     blocks_for,
-    parent_of,
     partial_match,
-    request_extra,
-    request_keys,
-    request_tokens,
-    retention_at,
     reusable,
     walk,
 )
-from kvpool.state.ring import STORED, UPDATED, emit
-from kvpool.state.tiers import begin, copy_content, emit_move, expire, forget, record, shelve, take_device
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, hold, let_go
 
 SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES = -1, -2
-EXPIRIES_PER_CALL = 64
-
-
-@jit
-def hold(h, b):
-    """Add a reference; a block that nobody held leaves its list."""
-    blocks = blocks_of(h)
-    if change_word(blocks, b, 1, 0) == 1:
-        unlink(blocks, lists_of(h), b)
-
-
-@jit
-def let_go(h, b):
-    """Drop a reference; a block that nobody holds then is shelved."""
-    if change_word(blocks_of(h), b, -1, 0) == 0:
-        shelve(h, b, False)
 
 
 @jit
@@ -129,7 +72,7 @@ def _claim(h, request, row, out):
 def _unhold(h, b):
     """Undo ``hold``; to be called in the reverse order."""
     blocks = blocks_of(h)
-    if change_word(blocks, b, -1, 0) == 0:
+    if drop_reference(blocks, b) == 0:
         tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
         relink(blocks, lists_of(h), b, tier * LISTS_PER_TIER + blocks[b].priority)
 
@@ -194,142 +137,8 @@ def _give_up_partials(h, requests, out, n):
             out[r, O_TAKES] = 1
             short -= 1
         elif claims > 1:
-            change_word(blocks_of(h), out[r, O_SOURCE], -1, 0)
+            drop_reference(blocks_of(h), out[r, O_SOURCE])
             out[r, O_SOURCE], out[r, O_PARTIAL] = NONE, 0
-
-
-@jit
-def write_tokens(h, b, at, tokens, extra, start, count):
-    """Note the ids of ``count`` tokens of block ``b`` from its position ``at`` on; the engine writes the bytes."""
-    blocks, own = blocks_of(h), tokens_of(h)
-    for i in range(count):
-        own[b, at + i] = tokens[start + i]
-    if h[HAS_EXTRA] and (extra.shape[0] > 0 or blocks[b].flags & EXTRA):
-        mine, some = extra_of(h), False
-        for i in range(at + count):
-            if i >= at:
-                mine[b, i] = extra[start + i - at] if extra.shape[0] > 0 else 0
-            elif not blocks[b].flags & EXTRA:
-                mine[b, i] = 0
-            some |= mine[b, i] != 0
-        if some:
-            blocks[b].flags |= EXTRA
-    blocks[b].filled = at + count
-
-
-@jit
-def _reuse(h, request, b, i):
-    """A hit on block ``b`` at place ``i`` of the prompt: a use, unless a loader's, and a retention range of the request applies to it."""
-    blocks = blocks_of(h)
-    if not request[R_RESERVES]:
-        record(h, REUSE_GAP, blocks[b].used_at)
-        blocks[b].used_at = np.uint32(h[NOW])
-        if blocks[b].uses < 65535:
-            blocks[b].uses += 1
-    given, priority, ttl = retention_at(request, i * h[WIDTH])
-    if given and (blocks[b].priority != priority or blocks[b].ttl != ttl):
-        blocks[b].priority, blocks[b].ttl = priority, ttl
-        emit(h, UPDATED, b)
-
-
-@jit
-def onboard(h, host):
-    """Copy a held host block's content to a device block, publish that, and return it with one reference."""
-    blocks = blocks_of(h)
-    b = take_device(h)
-    copy_content(h, host, b)
-    blocks[b].twin, blocks[host].twin = host, b
-    change_word(blocks, b, 1, 0)
-    emit_move(h, host, b, h[WIDTH])
-    emit(h, STORED, b)
-    counters_of(h)[C_ONBOARDED] += 1
-    return b
-
-
-@jit
-def _grant_hit(h, request, row, i, out):
-    b = np.int64(row[i])
-    if b < h[DEVICE_BLOCKS]:
-        out[O_DEVICE_TOKENS] += h[WIDTH]
-    else:
-        out[O_HOST_TOKENS] += h[WIDTH]
-        blocks_of(h)[b].flags &= ~ONBOARDING
-        twin = np.int64(blocks_of(h)[b].twin)
-        if twin != NONE:
-            hold(h, twin)
-            change_word(blocks_of(h), b, -1, 0)
-            b = twin
-        else:
-            b = onboard(h, b)
-        row[i] = b
-    _reuse(h, request, b, i)
-
-
-@jit
-def _grant_new(h, request, i, out):
-    """A block for place ``i`` that is not a full hit: fresh, a copy of the partial source, or the source itself."""
-    blocks = blocks_of(h)
-    partial = i == out[O_MATCHED] and out[O_SOURCE] != NONE
-    if partial and out[O_TAKES]:
-        b = out[O_SOURCE]
-        forget(h, b, NONE)
-        blocks[b].flags, blocks[b].uses = 0, 0
-        out[O_SOURCE] = NONE
-    else:
-        b = take_device(h)
-        change_word(blocks, b, 1, 0)
-        if partial:
-            emit_move(h, out[O_SOURCE], b, out[O_PARTIAL])
-            counters_of(h)[C_COPIED] += 1
-    start = i * h[WIDTH]
-    count = min(h[WIDTH], request[R_LENGTH] - start)
-    write_tokens(h, b, 0, request_tokens(request), request_extra(request), start, count)
-    blocks[b].parent0, blocks[b].parent1 = parent_of(h, request, i)
-    blocks[b].namespace = request[R_NAMESPACE]
-    if count == h[WIDTH]:
-        keys = request_keys(h, request)
-        blocks[b].key0, blocks[b].key1 = keys[i, 0], keys[i, 1]
-        blocks[b].flags |= KEYED
-    _, blocks[b].priority, blocks[b].ttl = retention_at(request, start)
-    return b
-
-
-@jit
-def _count(h, request, out):
-    counters = counters_of(h)
-    counters[C_PROMPT] += request[R_LENGTH]
-    counters[C_DEVICE_TOKENS] += out[O_DEVICE_TOKENS]
-    counters[C_HOST_TOKENS] += out[O_HOST_TOKENS]
-    counters[C_DEVICE_HITS] += out[O_DEVICE_TOKENS] // h[WIDTH]
-    counters[C_HOST_HITS] += out[O_HOST_TOKENS] // h[WIDTH]
-    counters[C_PARTIAL_TOKENS] += out[O_PARTIAL]
-    counters[C_PARTIAL] += 1 if out[O_PARTIAL] else 0
-    counters[C_MISSED] += out[O_MISSED]
-
-
-@jit
-def _grant(h, request, slot, out):
-    """Phase 2 of one request."""
-    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-    total = blocks_for(h, request[R_LENGTH])
-    out[O_DEVICE_TOKENS] = out[O_HOST_TOKENS] = 0
-    for i in range(out[O_MATCHED]):
-        _grant_hit(h, request, row, i, out)
-    for i in range(out[O_MATCHED], total):
-        row[i] = _grant_new(h, request, i, out)
-    for i in range(total):
-        emit_access(h, WILL_READ if i < out[O_MATCHED] else WILL_WRITE, h[STREAM], row[i])
-    out[O_CACHED] = out[O_MATCHED] * h[WIDTH] + out[O_PARTIAL]
-    out[O_MISSED] = total - out[O_MATCHED]
-    out[O_ID] = (np.int64(sequence.generation) << 32) | slot
-    if not request[R_RESERVES]:
-        _count(h, request, out)
-    sequence.live, sequence.failed, sequence.duplicates = RESERVED if request[R_RESERVES] else LIVE, 0, NONE
-    sequence.length, sequence.blocks = request[R_LENGTH], total
-    sequence.committed = sequence.cached = out[O_CACHED]
-    sequence.reused, sequence.stream = out[O_MATCHED], h[STREAM]
-    sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]
-    sequence.priority, sequence.ttl = request[R_PRIORITY], request[R_TTL]
 
 
 @jit
@@ -340,15 +149,6 @@ def _untime(h, row, out):
         heap_remove(blocks, heap, row[i])
     if out[O_SOURCE] != NONE:
         heap_remove(blocks, heap, out[O_SOURCE])
-
-
-@jit
-def release_sources(h, first):
-    """Let go of the host blocks that the call's onboards, from move ``first`` on, read."""
-    moves = moves_of(h)
-    for i in range(first, h[MOVES]):
-        if moves[i, 0] >= h[DEVICE_BLOCKS] and moves[i, 2] == h[WIDTH]:
-            let_go(h, moves[i, 0])
 
 
 @jit
@@ -389,7 +189,7 @@ def admit(h, requests, out, now, allow_partial):
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
     for r in range(n):
-        _grant(h, requests[r], rows[top - 1 - r], out[r])
+        grant(h, requests[r], rows[top - 1 - r], out[r])
     h[FREE_ROWS] = top - n
     release_sources(h, 0)
     for r in range(n):

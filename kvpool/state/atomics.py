@@ -1,7 +1,7 @@
-"""Atomic operations on array elements, views of raw addresses and bit lengths, as Numba intrinsics.
+"""What Numba lacks, as intrinsics: atomic operations on array elements, views of raw addresses, loads ahead of time, bit lengths.
 
-The atomics are sequentially consistent. All work in nogil functions that are cached on disk. Beside each stands what it does in the
-interpreter, under NUMBA_DISABLE_JIT: the same for one thread at a time, slowly.
+The atomics are sequentially consistent, but for ``store``. All work in nogil functions that are cached on disk. Beside each
+stands what it does in the interpreter, under NUMBA_DISABLE_JIT: the same for one thread at a time, slowly.
 """
 
 from __future__ import annotations
@@ -62,11 +62,23 @@ def _plain_load(array: Any, index: int) -> np.int64:
     return np.int64(array[index])
 
 
+def _plain_store(array: Any, index: int, value: int) -> None:
+    array[index] = value
+
+
 def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int) -> bool:
     same = bool(array[index] == expected)
     if same:
         array[index] = desired
     return same
+
+
+def _plain_address_of(array: Any) -> int:
+    return int(array.ctypes.data)
+
+
+def _plain_prefetch(array: Any, index: int) -> None:
+    pass
 
 
 def _plain_bit_length(value: Any) -> int:
@@ -95,6 +107,22 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
         return builder.load_atomic(pointer, "seq_cst", array.dtype.bitwidth // 8)
 
     return array.dtype(array, index), codegen
+
+
+@intrinsic(_plain_store)
+def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """Atomic write of ``array[index]``, behind everything this thread has written before."""
+    if not _valid(array, index):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i = context.cast(builder, args[1], signature.args[1], types.intp)
+        pointer = _pointer(context, builder, signature.args[0], args[0], i)
+        new = context.cast(builder, args[2], signature.args[2], array.dtype)
+        builder.store_atomic(new, pointer, "release", array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.none(array, index, value), codegen
 
 
 @intrinsic(_plain_compare_exchange)
@@ -137,6 +165,18 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     return array_type(address, shape, dtype), codegen
 
 
+@intrinsic(_plain_address_of)
+def address_of(typingctx: Any, array: Any) -> Any:
+    """The address of the first element as an int64; whoever keeps it keeps the array alive."""
+    if not isinstance(array, types.Array):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, ir.IntType(64))
+
+    return types.int64(array), codegen
+
+
 @intrinsic(_plain_bit_length)
 def bit_length(typingctx: Any, value: Any) -> Any:
     """Bits of a non-negative int64 up to its highest one."""
@@ -148,3 +188,22 @@ def bit_length(typingctx: Any, value: Any) -> Any:
         return builder.sub(ir.IntType(64)(64), builder.ctlz(word, ir.IntType(1)(0)))
 
     return types.int64(value), codegen
+
+
+@intrinsic(_plain_prefetch)
+def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+    """Begin to load the cache line of ``array[index]``, which may be any integer; says nothing about memory, so it cannot fault."""
+    if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i = context.cast(builder, args[1], signature.args[1], types.intp)
+        struct = context.make_array(signature.args[0])(context, builder, args[0])
+        place = builder.bitcast(builder.gep(struct.data, [i]), cgutils.voidptr_t)
+        word = ir.IntType(32)
+        declared = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], declared)
+        builder.call(function, [place, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, index), codegen

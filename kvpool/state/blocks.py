@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at, compare_exchange, load
+from kvpool.state.atomics import array_at, compare_exchange, load, store
 from kvpool.state.hashing import GUARDS, block_secret, fingerprint
 
 NONE = -1
@@ -202,7 +202,7 @@ def histograms_of(h):
     return array_at(h[A_HISTOGRAMS], (3, BINS), np.int64)
 
 
-@jit
+@jit(forceinline=True)
 def change_word(blocks, b, refs, pins):
     """Add to both halves of a block's word at once; returns the new word, or -1 with nothing changed if a half would fall below zero."""
     words = blocks["word"]
@@ -216,12 +216,35 @@ def change_word(blocks, b, refs, pins):
             return new
 
 
+@jit(forceinline=True)
+def add_reference(blocks, b):
+    """Add a reference to a block, under the state lock; returns the new word.
+
+    Only who holds a block may change its word without the lock. A word of zero is nobody's, and needs no exchange.
+    """
+    words = blocks["word"]
+    if load(words, b) == 0:
+        store(words, b, 1)
+        return np.int64(1)
+    return change_word(blocks, b, 1, 0)
+
+
+@jit(forceinline=True)
+def drop_reference(blocks, b):
+    """Drop a reference that the caller has, under the state lock; returns the new word. The last hold needs no exchange either."""
+    words = blocks["word"]
+    if load(words, b) == 1:
+        store(words, b, 0)
+        return np.int64(0)
+    return change_word(blocks, b, -1, 0)
+
+
 _POOLS = itertools.count(1)
 
 
 def state_bytes(count: int, width: int, sequences: int, columns: int, events: int) -> int:
     """Bytes that a State of ``count`` blocks will take."""
-    per_block = BLOCK.itemsize + 12 + 4 * width
+    per_block = BLOCK.itemsize + 24 + 4 * width
     return count * per_block + sequences * (SEQUENCE.itemsize + 4 + 4 * columns) + events * (EVENT.itemsize + 4 * width)
 
 
@@ -243,7 +266,7 @@ class State:
         self.tokens = np.zeros((count, width), np.int32)
         self.extra = np.zeros((1, 1), np.int64)
         self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
-        self.index = np.full(count, NONE, np.int32)
+        self.index = np.full(4 * count, NONE, np.int32)
         self.children = np.full(count if partial_reuse else 0, NONE, np.int32)
         self.heap = np.zeros(count + 1, np.int32)
         self.sequences = np.zeros(sequences, SEQUENCE)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
-from kvpool.state.admission import EXPIRIES_PER_CALL, SHORT_OF_BLOCKS, write_tokens
+from kvpool.state.admission import SHORT_OF_BLOCKS
 from kvpool.state.blocks import (
     C_COPIED,
     CHILD_BUCKETS,
@@ -28,9 +28,10 @@ from kvpool.state.blocks import (
     SECRET1,
     TAIL,
     WIDTH,
+    add_reference,
     blocks_of,
-    change_word,
     counters_of,
+    drop_reference,
     extra_of,
     heap_of,
     lists_of,
@@ -39,15 +40,18 @@ from kvpool.state.blocks import (
     table_of,
     tokens_of,
 )
+from kvpool.state.grants import write_tokens
 from kvpool.state.hashing import block_key
+from kvpool.state.index import expect, find_key
 from kvpool.state.live import check, slot_of, stream_of
 from kvpool.state.lru import free_blocks, heap_remove, unlink
-from kvpool.state.prefix import device_copy, find, find_key, rival_child
+from kvpool.state.prefix import device_copy, holds, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
-from kvpool.state.tiers import begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
 
-TOO_LONG, BAD_COUNT = -6, -7
+TOO_LONG, BAD_COUNT, BAD_TOTAL = -6, -7, -8
+AHEAD = 4  # blocks whose place in the index is loaded beforehand
 
 
 @jit
@@ -72,7 +76,7 @@ def _append(h, slot, tokens, start, count):
         at = sequence.length % h[WIDTH]
         if at == 0:
             b = take_device(h)
-            change_word(blocks, b, 1, 0)
+            add_reference(blocks, b)
             blocks[b].namespace, blocks[b].priority, blocks[b].ttl = sequence.namespace, sequence.priority, sequence.ttl
             row[sequence.blocks] = b
             emit_access(h, WILL_WRITE, stream, b)
@@ -89,6 +93,12 @@ def append(h, ids, counts, tokens, now):
     error = check(h, ids, True)
     if error:
         return error
+    total = 0
+    for i in range(counts.shape[0]):
+        total += counts[i]
+    if total != tokens.shape[0]:
+        h[DETAIL], h[DETAIL2] = total, tokens.shape[0]
+        return BAD_TOTAL
     need, free = growth(h, ids, counts), free_blocks(lists_of(h), DEVICE)
     if need < 0:
         return need
@@ -114,19 +124,19 @@ def _parent(h, slot, i):
     return before.key0, before.key1
 
 
-@jit
+@jit(forceinline=True)
 def _publish(h, b):
     """Make a full keyed block the device copy of its content; False if the content has one already."""
     blocks = blocks_of(h)
     extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
-    found = find(h, blocks[b].key0, blocks[b].key1, blocks[b].namespace, tokens_of(h)[b], extra, 0)
+    found = find_key(h, blocks[b].key0, blocks[b].key1)
     if found == NONE:
-        if find_key(h, blocks[b].key0, blocks[b].key1) != NONE:
-            return False  # other content has this key
         enter(h, b, PUBLISHED)
         if h[CHILD_BUCKETS]:
             supersede(h, b)
         return True
+    if not holds(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):
+        return False  # other content has this key
     if device_copy(h, found) != NONE:
         return False
     blocks[b].twin, blocks[found].twin = found, b
@@ -153,6 +163,8 @@ def _publish_range(h, slot, first, last):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     for i in range(first, last):
         b = row[i]
+        if i + AHEAD < last:
+            expect(h, blocks[row[i + AHEAD]].key0)  # a guess where it has no key yet
         if blocks[b].flags & PUBLISHED:
             continue
         if not blocks[b].flags & KEYED:
@@ -178,13 +190,13 @@ def _retry_duplicates(h, slot):
 
 @jit
 def commit(h, ids, counts, now):
-    """Publish the first ``counts`` tokens of each sequence (NONE = all). Returns 0 or an error with nothing changed."""
+    """Publish the first ``counts`` tokens of each sequence (int64[0] = all of all). Returns 0 or an error with nothing changed."""
     error = check(h, ids, True)
     if error:
         return error
-    for i in range(ids.shape[0]):
+    for i in range(counts.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
-        if counts[i] != NONE and (counts[i] > sequence.length or counts[i] < sequence.committed):
+        if counts[i] > sequence.length or counts[i] < sequence.committed:
             h[DETAIL], h[DETAIL2] = i, sequence.length if counts[i] > sequence.length else sequence.committed
             return BAD_COUNT
     begin(h, now)
@@ -193,7 +205,7 @@ def commit(h, ids, counts, now):
         sequence = sequences_of(h)[slot]
         _retry_duplicates(h, slot)
         before, first = sequence.committed, sequence.committed // h[WIDTH]
-        sequence.committed = counts[i] if counts[i] != NONE else sequence.length
+        sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
         stream = stream_of(h, slot)
         for at in range(first, blocks_for(h, sequence.committed) if sequence.committed > before else 0):
             emit_access(h, WROTE, stream, table_of(h)[slot, at])
@@ -214,11 +226,11 @@ def _private_copy(h, b, count):
     """A fresh block with the first ``count`` tokens of ``b``, which other holders keep."""
     blocks = blocks_of(h)
     fresh = take_device(h)
-    change_word(blocks, fresh, 1, 0)
+    add_reference(blocks, fresh)
     copy_tokens(h, b, fresh, count)
     blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = blocks[b].namespace, blocks[b].priority, blocks[b].ttl
     emit_move(h, b, fresh, count)
-    change_word(blocks, b, -1, 0)
+    drop_reference(blocks, b)
     return fresh
 
 
@@ -288,7 +300,7 @@ def _rewind(h, slot, count, stream):
         emit_access(h, WROTE, stream, row[keep - 1])  # committed or not, what stays may be copied now
     for i in range(sequence.blocks - 1, keep - 1, -1):
         emit_access(h, ACCESSED, stream, row[i])
-        if change_word(blocks, row[i], -1, 0) == 0:
+        if drop_reference(blocks, row[i]) == 0:
             shelve(h, row[i], True)
         row[i] = NONE
     copied = 0
@@ -339,7 +351,7 @@ def _release(h, slot, store):
         b = row[i]
         row[i] = NONE
         emit_access(h, ACCESSED, stream, b)
-        word = change_word(blocks, b, -1, 0)
+        word = drop_reference(blocks, b)
         if not store and i >= sequence.reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
             _forget_everywhere(h, b)
         if word != 0:

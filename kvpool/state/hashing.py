@@ -24,7 +24,7 @@ TOKENS_AT_HIT = 8
 TICKET_AT_LOSS = 16
 
 
-@jit
+@jit(forceinline=True)
 def _round(v0, v1, v2, v3):
     v0 += v1
     v2 += v3
@@ -39,7 +39,7 @@ def _round(v0, v1, v2, v3):
     return v0, v1, v2, v3
 
 
-@jit
+@jit(forceinline=True)
 def _absorb(v0, v1, v2, v3, word):
     v3 ^= word
     v0, v1, v2, v3 = _round(v0, v1, v2, v3)
@@ -47,14 +47,14 @@ def _absorb(v0, v1, v2, v3, word):
     return v0 ^ word, v1, v2, v3
 
 
-@jit
+@jit(forceinline=True)
 def _four_rounds(v0, v1, v2, v3):
     for _ in range(4):
         v0, v1, v2, v3 = _round(v0, v1, v2, v3)
     return v0, v1, v2, v3
 
 
-@jit
+@jit(forceinline=True)
 def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     """Key of one full block.
 
@@ -63,9 +63,7 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     """
     v0, v1 = V0 ^ U(secret0), V1 ^ U(secret1) ^ U(0xEE)
     v2, v3 = V2 ^ U(secret0), V3 ^ U(secret1)
-    if guards & PARENT_IN_KEY:
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent0))
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent1))
+    # The parent comes last, so that a processor absorbs the tokens of the next blocks while the chain of keys is under way.
     n = tokens.shape[0]
     for i in range(n >> 1):
         word = U(np.uint32(tokens[2 * i])) | (U(np.uint32(tokens[2 * i + 1])) << U(32))
@@ -79,6 +77,9 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     if some:
         for i in range(extra.shape[0]):
             v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))
+    if guards & PARENT_IN_KEY:
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent0))
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent1))
     v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, tail)
     v0, v1, v2, v3 = _four_rounds(v0, v1, v2 ^ U(0xEE), v3)
     low = v0 ^ v1 ^ v2 ^ v3
@@ -121,7 +122,7 @@ def namespace_root(secret: bytes, salt: bytes | str | None, adapter_id: int | st
 
 def remote_password(secret: bytes) -> str:
     """What workers of one secret show each other before they talk. Not public."""
-    return hashlib.blake2b(key=secret, digest_size=32, person=b"kvpool.remote").hexdigest()
+    return hashlib.blake2b(key=secret, digest_size=32, person=b"kvpool.password").hexdigest()
 
 
 def fingerprint(secret: bytes) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.admission import EXPIRIES_PER_CALL, hold, let_go, onboard, release_sources
 from kvpool.state.blocks import (
     BLOCKS,
     C_LOST,
@@ -28,6 +27,7 @@ from kvpool.state.blocks import (
     REMOVALS,
     SEQUENCES,
     WIDTH,
+    add_reference,
     blocks_of,
     change_word,
     children_of,
@@ -38,13 +38,15 @@ from kvpool.state.blocks import (
     sequences_of,
     table_of,
 )
+from kvpool.state.grants import onboard, release_sources
 from kvpool.state.growth import release
 from kvpool.state.hashing import TICKET_AT_LOSS
+from kvpool.state.index import find_key
 from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
-from kvpool.state.prefix import device_copy, find_key, host_copy
+from kvpool.state.prefix import device_copy, host_copy
 from kvpool.state.requests import R_LENGTH, walk
 from kvpool.state.ring import STORED, emit, emit_cleared
-from kvpool.state.tiers import begin, copy_content, emit_move, expire, shelve, take_host, unpublish
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_content, emit_move, expire, hold, let_go, shelve, take_host, unpublish
 
 ANY_TIER = -1
 
@@ -156,7 +158,7 @@ def offload(h, keys, now):
             break
         copy_content(h, b, g)
         blocks[b].twin, blocks[g].twin = g, b
-        change_word(blocks, g, 1, 0)
+        add_reference(blocks, g)
         emit_move(h, b, g, h[WIDTH])
         emit(h, STORED, g)
         blocks[g].next = NONE

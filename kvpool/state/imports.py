@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.admission import EXPIRIES_PER_CALL, write_tokens
 from kvpool.state.blocks import (
     CHILD_BUCKETS,
     EMPTY,
@@ -19,10 +18,12 @@ from kvpool.state.blocks import (
     change_word,
     lists_of,
 )
+from kvpool.state.grants import write_tokens
 from kvpool.state.holds import pin_block
-from kvpool.state.prefix import find_key, host_copy
+from kvpool.state.index import find_key
+from kvpool.state.prefix import host_copy
 from kvpool.state.requests import R_NAMESPACE, parent_of, request_extra, request_keys, request_tokens
-from kvpool.state.tiers import begin, enter, expire, supersede, take_host
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, supersede, take_host
 
 
 @jit

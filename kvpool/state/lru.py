@@ -10,7 +10,7 @@ from kvpool.jit import jit
 from kvpool.state.blocks import EMPTY, LISTS_PER_TIER, LOWEST, NONE
 
 
-@jit
+@jit(forceinline=True)
 def unlink(blocks, lists, b):
     which, before, after = blocks[b].list, blocks[b].prev, blocks[b].next
     if before == NONE:
@@ -25,7 +25,7 @@ def unlink(blocks, lists, b):
     blocks[b].list = NONE
 
 
-@jit
+@jit(forceinline=True)
 def relink(blocks, lists, b, which):
     """Put the block back between the neighbours it was unlinked from; nothing may have changed there since."""
     before, after = blocks[b].prev, blocks[b].next
@@ -41,7 +41,7 @@ def relink(blocks, lists, b, which):
     blocks[b].list = which
 
 
-@jit
+@jit(forceinline=True)
 def _lower(lists, which):
     tier = which // LISTS_PER_TIER
     priority = which - tier * LISTS_PER_TIER
@@ -49,7 +49,7 @@ def _lower(lists, which):
         lists[LOWEST + tier, 0] = priority
 
 
-@jit
+@jit(forceinline=True)
 def push_back(blocks, lists, b, which):
     last = lists[which, 1]
     blocks[b].prev, blocks[b].next = last, NONE
@@ -57,7 +57,7 @@ def push_back(blocks, lists, b, which):
     _lower(lists, which)
 
 
-@jit
+@jit(forceinline=True)
 def push_front(blocks, lists, b, which):
     first = lists[which, 0]
     blocks[b].prev, blocks[b].next = NONE, first
@@ -65,7 +65,7 @@ def push_front(blocks, lists, b, which):
     _lower(lists, which)
 
 
-@jit
+@jit(forceinline=True)
 def lowest(lists, tier):
     """First block of the lowest non-empty priority, or NONE. Moves the search's starting point only."""
     base = tier * LISTS_PER_TIER
@@ -120,12 +120,16 @@ def heap_push(blocks, heap, b, deadline):
     _sift_up(blocks, heap, heap[0])
 
 
-@jit
+@jit(forceinline=True)
 def heap_remove(blocks, heap, b):
     """Does nothing for a block that is not in the heap."""
+    if blocks[b].heap != NONE:
+        _heap_remove(blocks, heap, b)
+
+
+@jit
+def _heap_remove(blocks, heap, b):
     place = blocks[b].heap
-    if place == NONE:
-        return
     last = heap[heap[0]]
     heap[0] -= 1
     blocks[b].heap = NONE

@@ -1,6 +1,6 @@
-"""The index key -> blocks, and the children of a key for partial matches: both are bucket heads with links inside the blocks.
+"""What is cached of a prefix: full blocks by key, and the children of a key for partial matches, bucket heads with links inside the blocks.
 
-A cached content has one representative in each, marked LINKED: its device or its host copy; ``twin`` leads to the other.
+A cached content has one representative in both, marked LINKED: its device or its host copy; ``twin`` leads to the other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.blocks import (
-    BUCKETS,
     CHILD_BUCKETS,
     DEVICE_BLOCKS,
     EXTRA,
@@ -21,23 +20,17 @@ from kvpool.state.blocks import (
     blocks_of,
     children_of,
     extra_of,
-    index_of,
     tokens_of,
 )
 from kvpool.state.hashing import NAMESPACE_AT_HIT, TOKENS_AT_HIT
+from kvpool.state.index import bucket, enter_key, find_key, remove_key
 
 CANDIDATES = 16  # children that a lookup compares at most, most recent first
 
 
-@jit
-def _bucket(key, count):
-    """Multiply-shift range reduction of the upper half of a uniform 64-bit key (Lemire, 2019)."""
-    return (np.int64(np.uint64(key) >> np.uint64(32)) * count) >> 32
-
-
-@jit
-def _child_bucket(parent, first_token, count):
-    return _bucket(np.uint64(parent) + np.uint64(np.uint32(first_token)) * np.uint64(0x9E3779B97F4A7C15), count)
+@jit(forceinline=True)
+def child_bucket(parent, first_token, count):
+    return bucket(np.uint64(parent) + np.uint64(np.uint32(first_token)) * np.uint64(0x9E3779B97F4A7C15), count)
 
 
 @jit
@@ -60,35 +53,39 @@ def same_tokens(h, b, tokens, extra, start, count):
     return n
 
 
-@jit
-def find_key(h, key0, key1):
-    """The representative of a key, or NONE."""
-    blocks = blocks_of(h)
-    b = index_of(h)[_bucket(key0, h[BUCKETS])]
-    while b != NONE and (blocks[b].key0 != key0 or blocks[b].key1 != key1):
-        b = blocks[b].chain
-    return b
-
-
-@jit
-def find(h, key0, key1, namespace, tokens, extra, start):
-    """The representative of a key whose namespace, tokens and extra ids are those asked for, or NONE: a hash alone is never a hit."""
-    b = find_key(h, key0, key1)
-    if b == NONE:
-        return NONE
+@jit(forceinline=True)
+def holds(h, b, namespace, tokens, extra, start):
+    """Whether the namespace, tokens and extra ids of full block ``b`` are those asked for: a hash alone is never a hit."""
     if (h[GUARD] & NAMESPACE_AT_HIT) and blocks_of(h)[b].namespace != namespace:
-        return NONE
-    if (h[GUARD] & TOKENS_AT_HIT) and same_tokens(h, b, tokens, extra, start, h[WIDTH]) != h[WIDTH]:
-        return NONE
+        return False
+    if not h[GUARD] & TOKENS_AT_HIT:
+        return True
+    own, width = tokens_of(h), h[WIDTH]
+    different = np.int32(0)
+    for i in range(width):
+        different |= own[b, i] ^ tokens[start + i]
+    if different != 0:
+        return False
+    if extra.shape[0] > 0 or blocks_of(h)[b].flags & EXTRA:
+        return same_tokens(h, b, tokens, extra, start, width) == width
+    return True
+
+
+@jit(forceinline=True)
+def find(h, key0, key1, namespace, tokens, extra, start):
+    """The representative of a key whose namespace, tokens and extra ids are those asked for, or NONE."""
+    b = find_key(h, key0, key1)
+    if b != NONE and not holds(h, b, namespace, tokens, extra, start):
+        return np.int64(NONE)
     return b
 
 
-@jit
+@jit(forceinline=True)
 def device_copy(h, b):
     return b if b < h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
 
 
-@jit
+@jit(forceinline=True)
 def host_copy(h, b):
     return b if b >= h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
 
@@ -96,7 +93,7 @@ def host_copy(h, b):
 @jit
 def _add_child(h, b):
     blocks, heads = blocks_of(h), children_of(h)
-    at = _child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])
+    at = child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])
     first = heads[at]
     blocks[b].child_prev, blocks[b].child_next = NONE, first
     if first != NONE:
@@ -111,7 +108,7 @@ def _remove_child(h, b, successor):
     before, after = blocks[b].child_prev, blocks[b].child_next
     into_before = after if successor == NONE else successor
     if before == NONE:
-        children_of(h)[_child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])] = into_before
+        children_of(h)[child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])] = into_before
     else:
         blocks[before].child_next = into_before
     if after != NONE:
@@ -121,39 +118,23 @@ def _remove_child(h, b, successor):
     blocks[b].child_prev = blocks[b].child_next = NONE
 
 
-@jit
+@jit(forceinline=True)
 def link(h, b):
     """Enter a block into the index (unless it is an unfull tail) and among the children of its parent."""
     blocks = blocks_of(h)
     if not blocks[b].flags & TAIL:
-        heads = index_of(h)
-        at = _bucket(blocks[b].key0, h[BUCKETS])
-        blocks[b].chain = heads[at]
-        heads[at] = b
+        enter_key(h, b)
     if h[CHILD_BUCKETS]:
         _add_child(h, b)
     blocks[b].flags |= LINKED
 
 
-@jit
+@jit(forceinline=True)
 def unlink_content(h, b, successor):
     """Take the representative ``b`` out, or put its other copy ``successor`` in its place."""
     blocks = blocks_of(h)
     if not blocks[b].flags & TAIL:
-        heads = index_of(h)
-        at = _bucket(blocks[b].key0, h[BUCKETS])
-        after = blocks[b].chain
-        if successor != NONE:
-            blocks[successor].chain = after
-            after = successor
-        if heads[at] == b:
-            heads[at] = after
-        else:
-            i = heads[at]
-            while blocks[i].chain != b:
-                i = blocks[i].chain
-            blocks[i].chain = after
-        blocks[b].chain = NONE
+        remove_key(h, b, successor)
     if h[CHILD_BUCKETS]:
         _remove_child(h, b, successor)
     blocks[b].flags &= ~LINKED
@@ -173,7 +154,7 @@ def _is_child(h, b, parent0, parent1, namespace):
 def best_child(h, parent0, parent1, namespace, tokens, extra, start, limit):
     """(block, n): the child that begins with most of ``tokens[start : start + limit]``, most recent first, and how many; n may be 0."""
     best, most = NONE, 0
-    b = children_of(h)[_child_bucket(parent0, tokens[start], h[CHILD_BUCKETS])]
+    b = children_of(h)[child_bucket(parent0, tokens[start], h[CHILD_BUCKETS])]
     seen = 0
     while b != NONE and seen < CANDIDATES:
         if _is_child(h, b, parent0, parent1, namespace):
@@ -191,7 +172,7 @@ def rival_child(h, b, longer):
     blocks = blocks_of(h)
     tokens = tokens_of(h)[b]
     extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
-    i = children_of(h)[_child_bucket(blocks[b].parent0, tokens[0], h[CHILD_BUCKETS])]
+    i = children_of(h)[child_bucket(blocks[b].parent0, tokens[0], h[CHILD_BUCKETS])]
     seen = 0
     while i != NONE and seen < CANDIDATES:
         if i != b and _is_child(h, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace):

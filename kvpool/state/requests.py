@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at
+from kvpool.state.atomics import address_of, array_at
 from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, GUARD, NONE, SECRET0, SECRET1, WIDTH, blocks_of
 from kvpool.state.hashing import block_key
 from kvpool.state.prefix import best_child, device_copy, find
@@ -44,6 +44,14 @@ def reusable(request):
 
 
 @jit
+def describe(request, tokens, keys, extra, namespace, root0, root1):
+    """Fill int64[1, REQUEST] for a prompt whose arrays outlive it: int32[n], 64-bit [full blocks, 2], and int64[n] or int64[0]."""
+    request[0, R_TOKENS], request[0, R_LENGTH], request[0, R_KEYS] = address_of(tokens), tokens.shape[0], address_of(keys)
+    request[0, R_EXTRA] = address_of(extra) if extra.shape[0] else 0
+    request[0, R_NAMESPACE], request[0, R_ROOT0], request[0, R_ROOT1] = namespace, root0, root1
+
+
+@jit(forceinline=True)
 def blocks_for(h, tokens):
     return (tokens + h[WIDTH] - 1) // h[WIDTH]
 
@@ -96,7 +104,7 @@ def partial_match(h, request, matched):
     return b, n
 
 
-@jit
+@jit(forceinline=True)
 def retention_at(request, position):
     """(given, priority, ttl) of the retention range that holds a token position."""
     ranges = array_at(request[R_RANGES], (request[R_RANGE_COUNT], 4), np.int64)

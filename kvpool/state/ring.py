@@ -33,11 +33,15 @@ def _slot(h):
     return (h[EVENT_NEXT] - 1) % h[EVENTS]
 
 
-@jit
+@jit(forceinline=True)
 def emit(h, kind, b):
     """Record an event about block ``b`` as it is now. Costs one comparison where nobody asked for events."""
-    if h[EVENTS] == 0:
-        return
+    if h[EVENTS] != 0:
+        _record(h, kind, b)
+
+
+@jit
+def _record(h, kind, b):
     blocks, events = blocks_of(h), events_of(h)
     before = (h[EVENT_NEXT] - 1) % h[EVENTS]
     first = h[EVENT_NEXT] == max(h[CALL_EVENT], h[EVENT_READ])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import bit_length
+from kvpool.state.atomics import array_at, bit_length, prefetch
 from kvpool.state.blocks import (
+    A_TOKENS,
+    BLOCKS,
     C_EXPIRED,
     C_FORGOTTEN_DEVICE,
     C_FORGOTTEN_HOST,
@@ -41,8 +43,10 @@ from kvpool.state.blocks import (
     TICKET,
     TIE_BITS,
     WIDTH,
+    add_reference,
     blocks_of,
     counters_of,
+    drop_reference,
     extra_of,
     heap_of,
     histograms_of,
@@ -50,19 +54,22 @@ from kvpool.state.blocks import (
     moves_of,
     tokens_of,
 )
+from kvpool.state.index import expect
 from kvpool.state.lru import heap_push, heap_remove, lowest, push_back, push_front, unlink
 from kvpool.state.prefix import link, rival_child, unlink_content
 from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
 
+EXPIRIES_PER_CALL = 64
 
-@jit
+
+@jit(forceinline=True)
 def begin(h, now):
     """Start of the part of a call that changes the pool."""
     h[NOW] = now
     h[CALL_EVENT] = h[EVENT_NEXT]
 
 
-@jit
+@jit(forceinline=True)
 def emit_move(h, source, target, tokens):
     """Append a move to the call's batch; the target's content then waits for the batch's ticket."""
     n = h[MOVES]
@@ -74,7 +81,7 @@ def emit_move(h, source, target, tokens):
     blocks[target].ticket = h[TICKET]
 
 
-@jit
+@jit(forceinline=True)
 def record(h, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
     span = (h[NOW] - np.int64(since)) & 0xFFFFFFFF
@@ -108,7 +115,7 @@ def copy_content(h, source, target):
     copy_tokens(h, source, target, h[WIDTH])
 
 
-@jit
+@jit(forceinline=True)
 def start_clock(h, b, deadline):
     """Enter a listed block that has a ttl into the expiries, from now on or with the ``deadline`` that it already has.
 
@@ -123,7 +130,7 @@ def start_clock(h, b, deadline):
     heap_push(blocks, heap_of(h), b, deadline)
 
 
-@jit
+@jit(forceinline=True)
 def shelve(h, b, front):
     """Put a block that nobody holds any more into the list that its content says."""
     blocks, lists = blocks_of(h), lists_of(h)
@@ -183,7 +190,7 @@ def unpublish(h, b, deadline):
     return True
 
 
-@jit
+@jit(forceinline=True)
 def forget(h, b, deadline):
     """``unpublish`` that counts content of which no copy is left."""
     if not unpublish(h, b, deadline):
@@ -236,7 +243,7 @@ def _offload(h, b, timed):
     return True
 
 
-@jit
+@jit(forceinline=True)
 def _evict(h, b):
     """Empty a device victim that has left its list: its content stays on the host, goes there, or is forgotten."""
     blocks = blocks_of(h)
@@ -251,6 +258,22 @@ def _evict(h, b):
         forget(h, b, NONE)
 
 
+@jit(forceinline=True)
+def _expect_victims(h, b):
+    """Begin to load what the evictions behind that of ``b`` will touch: the index two ahead, the block itself three ahead."""
+    blocks = blocks_of(h)
+    for _ in range(2):
+        b = np.int64(blocks[b].next)
+        if b == NONE:
+            return
+    expect(h, blocks[b].key0)
+    b = np.int64(blocks[b].next)
+    if b != NONE:
+        prefetch(blocks, b)
+        prefetch(blocks["parent0"], b)
+        prefetch(array_at(h[A_TOKENS], (h[BLOCKS] * h[WIDTH],), np.int32), b * h[WIDTH])
+
+
 @jit
 def take_device(h):
     """An empty device block out of its list, made by evicting if need be. The caller has counted that there is one."""
@@ -261,6 +284,7 @@ def take_device(h):
         if b == NONE:
             raise RuntimeError("a block was taken that was not counted")
         unlink(blocks, lists, b)
+        _expect_victims(h, b)
         _evict(h, b)
     else:
         unlink(blocks, lists, b)
@@ -302,7 +326,7 @@ def supersede(h, b):
             shelve(h, tail, False)
 
 
-@jit
+@jit(forceinline=True)
 def enter(h, b, flag):
     """Make the full (PUBLISHED) or unfull (TAIL) content of ``b`` findable; nobody else may represent its key."""
     blocks = blocks_of(h)
@@ -313,3 +337,18 @@ def enter(h, b, flag):
     link(h, b)
     if flag == PUBLISHED:
         emit(h, STORED, b)
+
+
+@jit(forceinline=True)
+def hold(h, b):
+    """Add a reference; a block that nobody held leaves its list."""
+    blocks = blocks_of(h)
+    if add_reference(blocks, b) == 1:
+        unlink(blocks, lists_of(h), b)
+
+
+@jit(forceinline=True)
+def let_go(h, b):
+    """Drop a reference; a block that nobody holds then is shelved."""
+    if drop_reference(blocks_of(h), b) == 0:
+        shelve(h, b, False)

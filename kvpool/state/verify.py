@@ -41,7 +41,8 @@ from kvpool.state.blocks import (
     tokens_of,
 )
 from kvpool.state.hashing import block_key
-from kvpool.state.prefix import _bucket, _child_bucket
+from kvpool.state.index import bucket
+from kvpool.state.prefix import child_bucket
 
 IntArray = npt.NDArray[np.integer]
 
@@ -75,7 +76,7 @@ def _walk_index(h, seen):
             if b < 0 or b >= blocks.shape[0]:
                 return b
             seen[b] += 1
-            if seen[b] > 1 or _bucket(blocks[b].key0, heads.shape[0]) != at:
+            if seen[b] > 1 or bucket(blocks[b].key0, heads.shape[0]) != at:
                 return b
             b = blocks[b].chain
     return NONE
@@ -92,7 +93,7 @@ def _walk_children(h, seen):
             seen[b] += 1
             if seen[b] > 1 or blocks[b].child_prev != before:
                 return b
-            if _child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], heads.shape[0]) != at:
+            if child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], heads.shape[0]) != at:
                 return b
             before, b = b, blocks[b].child_next
     return NONE
