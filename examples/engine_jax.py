@@ -59,12 +59,10 @@ class JaxModel:
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
         n = len(batch.tokens)
-        # JAX compiles for shapes: tokens are padded to a power of two, by some that no sequence has and that are stored nowhere.
-        padding = (0, (1 << (n - 1).bit_length()) - n)
-        tokens, owner, positions, slots = (
-            np.pad(values, padding, constant_values=none)
-            for values, none in ((batch.tokens, 0), (batch.owner, 0), (batch.positions, COLUMNS * LAYOUT.tokens_per_block), (batch.slots, -1))
-        )
+        # JAX compiles for shapes: tokens are padded to 32 and its doubles, by some that no sequence has and that are stored nowhere.
+        more, nowhere = max(32, 1 << (n - 1).bit_length()) - n, COLUMNS * LAYOUT.tokens_per_block
+        fillers = ((batch.tokens, 0), (batch.owner, 0), (batch.positions, nowhere), (batch.slots, -1))
+        tokens, owner, positions, slots = (np.pad(values, (0, more), constant_values=filler) for values, filler in fillers)
         table = np.full((Engine.running_max, COLUMNS), -1)
         table[: len(batch.table), : batch.table.shape[1]] = batch.table
         # JAX does not show its streams, so the host waits where they meet the pool's: for onboards, for JAX, and for the scatter.
