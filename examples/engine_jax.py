@@ -1,6 +1,6 @@
 """The engine of engine_numpy.py with its model in JAX, which reads the pool in place through DLPack: on the CPU, and on a GPU where one is.
 
-    python examples/engine_jax.py [--device cpu|cuda]
+    python examples/engine_jax.py [--device auto|cpu|cuda]
 
 JAX takes arrays to be immutable, and a pool is not. So a step is one pure function, (pool, new tokens) -> (logits, new K and V); what it
 returns is scattered into the pool by ``kvpool.scatter_kv``, when JAX is done reading; and the view is taken anew for the next step.
@@ -18,6 +18,7 @@ from engine_numpy import HEAD_DIM, HEADS, KV_HEADS, LAYOUT, Batch, Engine, Float
 import kvpool
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream
+from kvpool.device.cuda import unusable
 
 try:
     import jax
@@ -75,8 +76,15 @@ class JaxModel:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("cpu", "cuda")).parse_args(arguments)
-    device = get_device(given.device)
+    given = options(("auto", "cpu", "cuda")).parse_args(arguments)
+    missing = unusable() or (None if jax.default_backend() == "gpu" else "this JAX sees no GPU (pip install 'jax[cuda13]')")
+    if given.device == "cuda" and missing:
+        sys.exit(f"engine_jax.py cannot run on a GPU here: {missing}")
+    if given.device == "cpu" or missing:
+        jax.config.update("jax_default_device", jax.devices("cpu")[0])
+        device = get_device("cpu")
+    else:
+        device = get_device("cuda")
     return serve(device, partial(JaxModel, device=device), chats=given.chats, seed=given.seed, check=given.check)
 
 

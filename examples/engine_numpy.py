@@ -164,6 +164,8 @@ class Chat:
     """Leading tokens whose K and V are in the pool."""
     guessed: list[int] = field(default_factory=list)
     """What the sequence holds behind ``tokens`` in this step: the engine's guess of what the model will say."""
+    wrong: int = 0
+    """Guesses of the last step that the model did not say."""
     logits: list[tuple[int, Floats]] = field(default_factory=list)
     """What was computed: position, logits [vocabulary]."""
 
@@ -191,7 +193,10 @@ def make_chats(count: int, seed: int) -> list[Chat]:
 
 
 class Engine:
-    """Continuous batching: each step computes prompts that were just admitted and the next token of all others, in one batch."""
+    """Continuous batching: each step computes prompts that were just admitted and the next token of all others, in one batch.
+
+    ``model.run(batch)`` gives the logits [n, vocabulary] of a Batch.
+    """
 
     running_max, guesses_max = 6, 3
 
@@ -209,10 +214,10 @@ class Engine:
             self.admit()
         batch, chats = self.batch(), list(self.running)
         result = self.launch(batch)
-        # The kernels may not have run yet. What is behind them on the stream, and whoever is admitted now, sees what they will have
-        # written: so prompts are shared before they are computed, and blocks are evicted while the step is under way.
-        ends = [len(chat.tokens) for chat in chats]
-        self.cache.commit([chat.sequence for chat in chats], ends, stream=self.stream)
+        # The kernels may not have run yet, and need not have: what the pool does with their blocks from now on comes behind them. So
+        # prompts are shared before they are computed, and chats whose last token comes now make room for others at once.
+        self.cache.commit([chat.sequence for chat in chats], [len(chat.tokens) for chat in chats], stream=self.stream)
+        self.leave([chat for chat in chats if chat.answer == 1])
         self.admit()
         self.device.synchronize(self.device.record(self.stream))
         self.sample(chats, batch, result.logits)
@@ -225,7 +230,7 @@ class Engine:
             chat = self.waiting.popleft()
             chat.sequence, chat.computed = sequence, cached
             self.running.append(chat)
-        if not self.running:
+        if ready and not self.running:
             raise RuntimeError("the pool is too small for a single chat")
 
     def grow(self) -> None:
@@ -245,8 +250,8 @@ class Engine:
 
     def preempt(self) -> None:
         """The last chat waits again, in front. Its blocks stay cached, so that it goes on where it was unless they are evicted."""
-        chat = self.running.pop()
-        self.cache.release(chat.sequence, stream=self.stream)
+        chat = self.running[-1]
+        self.leave([chat])
         self.waiting.appendleft(chat)
         self.happened["preemptions"] += 1
 
@@ -278,7 +283,6 @@ class Engine:
 
     def sample(self, chats: list[Chat], batch: Batch, logits: Floats) -> None:
         """Take the model's next token, and as many guesses as it agrees with; what was guessed wrong is taken back."""
-        rejected = []
         for row, chat in enumerate(chats):
             mine = batch.owner == row
             computed, positions = logits[mine], batch.positions[mine].tolist()
@@ -290,23 +294,24 @@ class Engine:
             chat.logits += [(at, one) for at, one in zip(positions, computed, strict=True) if at < chat.computed]
             chat.tokens += said[: agreed + 1]
             chat.answer -= agreed + 1
+            chat.wrong, chat.guessed = len(chat.guessed) - agreed, []
             self.happened["guessed tokens that were right"] += agreed
-            rejected.append(len(chat.guessed) - agreed)
-            chat.guessed = []
-        ids = [chat.sequence for chat in chats]
-        self.cache.rewind(ids, rejected, stream=self.stream)
-        self.cache.commit(ids, [chat.computed for chat in chats], stream=self.stream)
-        self.happened["guessed tokens that were wrong, and rewound"] += sum(rejected)
-        self.finish([chat for chat in chats if chat.answer == 0])
+            self.happened["guessed tokens that were wrong, and rewound"] += chat.wrong
+        staying = [chat for chat in chats if chat in self.running]
+        ids = [chat.sequence for chat in staying]
+        self.cache.rewind(ids, [chat.wrong for chat in staying], stream=self.stream)
+        self.cache.commit(ids, [chat.computed for chat in staying], stream=self.stream)
+        self.leave([chat for chat in staying if chat.answer == 0])
+        for chat in chats:
+            if chat.answer == 0 and chat.turns:  # the user comes back behind all others
+                chat.next_turn()
+                self.waiting.append(chat)
 
-    def finish(self, chats: list[Chat]) -> None:
-        """Give back what has answered. The user thinks, and comes back behind all others with one more question."""
+    def leave(self, chats: list[Chat]) -> None:
+        """Give blocks back. What was committed stays cached until somebody else needs the room."""
         self.cache.release([chat.sequence for chat in chats], stream=self.stream)
         for chat in chats:
             self.running.remove(chat)
-            if chat.turns:
-                chat.next_turn()
-                self.waiting.append(chat)
 
 
 # -- the proof ---------------------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def engine(load: Callable[[str], ModuleType]) -> ModuleType:
 def run(*arguments: str, expected: int = 0) -> str:
     """What an example prints in a process of its own."""
     path = os.pathsep.join([str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -120,6 +120,21 @@ def test_calls_that_do_not_name_the_stream_are_a_race(engine: ModuleType, monkey
         engine.main(["--device", "sim"])
 
 
+@pytest.mark.parametrize(
+    "rule", ["copy_writes_after_copies", "copy_writes_after_engine", "engine_reads_after_copies", "engine_writes_after_copies"]
+)
+def test_the_engine_needs_the_order_of_copies(engine: ModuleType, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = kvpool.KVCacheManager.__init__
+
+    def without(self: kvpool.KVCacheManager, *arguments: Any, **options: Any) -> None:
+        opened(self, *arguments, **options)
+        self._disable_guard(rule)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "__init__", without)
+    with pytest.raises(RaceError, match="nothing orders"):
+        engine.main(["--device", "sim"])
+
+
 # -- other packages ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +149,7 @@ def in_place(array):
     assert found.unsafe_buffer_pointer() == array.__array_interface__["data"][0], "a copy"
     return found
 engine_jax.jax.dlpack.from_dlpack = in_place
-sys.exit(engine_jax.main(["--chats", "16", "--check"]))
+sys.exit(engine_jax.main(["--chats", "16", "--device", "cpu", "--check"]))
 """
     assert_everything_happened(run("-c", script))
 
@@ -152,13 +167,13 @@ def test_the_cupy_engine_says_what_it_needs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("example", ["engine_cupy.py", "engine_torch.py"])
-def test_the_engine_runs_on_a_gpu(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = unusable()
-    if missing or (example == "engine_torch.py" and importlib.util.find_spec("torch") is None):
-        pytest.skip(missing or "torch is not installed")
+@pytest.mark.parametrize("package", ["cupy", "jax", "torch"])
+def test_the_engine_runs_on_a_gpu(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = unusable() or (None if importlib.util.find_spec(package) else f"{package} is not installed")
+    if missing:
+        pytest.skip(missing)
     monkeypatch.setenv("KVPOOL_DEVICE", "cuda")
-    run(f"examples/{example}")
+    run(f"examples/engine_{package}.py")
 
 
 # -- the engine in CuPy, on the CPU ------------------------------------------------------------------------------------------------------
