@@ -1,0 +1,378 @@
+"""A tiny but real language model in NumPy whose attention reads the pool through block tables: the logits are those without a cache.
+
+    python examples/engine_numpy.py                 # chats on a pool far too small for them, every logit compared
+    python examples/engine_numpy.py --device sim    # the same on a stream that really runs behind
+
+Read it in this order: `forward` (the model, which knows nothing of caches), `PagedModel` (its attention through block tables),
+`Engine.step` (all that an engine says to the pool), `compare` (the proof).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvpool
+from kvpool.device import get_device
+from kvpool.device.base import Device, Stream
+from kvpool.device.sim import SimDevice
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 2, 4, 2, 8, 32, 61
+# In float64 the order of summation, which differs from batch to batch, shows in the last digits only: a wrong token shows in the first.
+LAYOUT = kvpool.BlockLayout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, tokens_per_block=8, dtype="float64")
+TOLERANCE = 1e-9
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------------------------
+
+
+def make_weights(seed: int) -> dict[str, Any]:
+    """Random weights: what the model says is nonsense, but every token depends on all that came before it."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> Floats:
+        return rng.normal(0, 1.5 / np.sqrt(rows), (rows, columns))
+
+    layers = [
+        {
+            "q": matrix(WIDTH, HEADS * HEAD_DIM), "k": matrix(WIDTH, KV_HEADS * HEAD_DIM), "v": matrix(WIDTH, KV_HEADS * HEAD_DIM),
+            "out": matrix(HEADS * HEAD_DIM, WIDTH), "gate": matrix(WIDTH, 64), "up": matrix(WIDTH, 64), "down": matrix(64, WIDTH),
+        }
+        for _ in range(LAYERS)
+    ]  # fmt: skip
+    frequencies = 100.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    return {"embed": rng.normal(0, 1, (VOCABULARY, WIDTH)), "layers": layers, "head": matrix(WIDTH, VOCABULARY), "rope": frequencies}
+
+
+def rms_norm(x: Any) -> Any:
+    return x / ((x * x).mean(-1, keepdims=True) + 1e-6) ** 0.5
+
+
+def rope(x: Any, positions: Any, frequencies: Any, np: Any = np) -> Any:
+    """Rotate the halves of each head by its token's position: x [n, heads, head_dim], positions [n]."""
+    angle = positions[:, None, None] * frequencies
+    left, right = x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]
+    return np.concatenate([left * np.cos(angle) - right * np.sin(angle), left * np.sin(angle) + right * np.cos(angle)], -1)
+
+
+def forward(weights: dict[str, Any], tokens: Any, positions: Any, attend: Callable[..., Any], np: Any = np) -> Any:
+    """Logits [n, vocabulary] of n tokens. Tokens meet each other only in ``attend(layer, q, k, v)``, which gives [n, heads, head_dim].
+
+    Written without an array package of its own (``np`` is any that speaks NumPy), so that other engines take it as it is.
+    """
+    n, x = len(tokens), weights["embed"][tokens]
+    for layer, w in enumerate(weights["layers"]):
+        h = rms_norm(x)
+        q = rope((h @ w["q"]).reshape(n, HEADS, HEAD_DIM), positions, weights["rope"], np)
+        k = rope((h @ w["k"]).reshape(n, KV_HEADS, HEAD_DIM), positions, weights["rope"], np)
+        v = (h @ w["v"]).reshape(n, KV_HEADS, HEAD_DIM)
+        x = x + attend(layer, q, k, v).reshape(n, HEADS * HEAD_DIM) @ w["out"]
+        h = rms_norm(x)
+        gate = h @ w["gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
+    return rms_norm(x) @ weights["head"]
+
+
+def attention(q: Floats, k: Floats, v: Floats, positions: Ints) -> Floats:
+    """Grouped-query attention within one sequence: q [n, heads, d] at ``positions`` sees k, v [m, kv_heads, d] up to its own."""
+    q = q.reshape(len(q), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    scores = np.einsum("nkgd,mkd->nkgm", q, k) / np.sqrt(HEAD_DIM)
+    scores[np.broadcast_to(np.arange(len(k)) > positions[:, None, None, None], scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nkgm,mkd->nkgd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), HEADS, HEAD_DIM)
+
+
+def uncached(weights: dict[str, Any], tokens: list[int]) -> Floats:
+    """The same model without any cache: all logits of a whole conversation at once."""
+    positions = np.arange(len(tokens))
+    return np.asarray(forward(weights, np.array(tokens), positions, lambda layer, q, k, v: attention(q, k, v, positions)))
+
+
+# -- the model on a paged cache ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """The tokens that a step computes, of all its sequences one behind the other: int64[n] each.
+
+    ``owner`` is the place of each token's sequence in ``sequences`` and in ``table``, the block ids int32[sequences, most blocks] with
+    -1 behind the last. ``slots`` is where its K and V go: block * tokens_per_block + token in the block.
+    """
+
+    sequences: list[int]
+    tokens: Ints
+    positions: Ints
+    owner: Ints
+    table: npt.NDArray[np.int32]
+
+    @property
+    def slots(self) -> Ints:
+        size = LAYOUT.tokens_per_block
+        return self.table[self.owner, self.positions // size] * size + self.positions % size
+
+
+class PagedModel:
+    """``forward`` with an attention that writes the new K and V to the pool, and reads everything from there."""
+
+    def __init__(self, weights: dict[str, Any], cache: kvpool.KVCacheManager) -> None:
+        self.weights, self.cache = weights, cache
+
+    def run(self, batch: Batch) -> Floats:
+        """Logits [n, vocabulary]."""
+        pool = self.cache.device_pool  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
+        blocks, tokens = np.divmod(batch.slots, LAYOUT.tokens_per_block)
+
+        def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
+            pool[layer, 0, blocks, tokens], pool[layer, 1, blocks, tokens] = k, v
+            out = np.empty_like(q)
+            for row, table in enumerate(batch.table):
+                mine = batch.owner == row
+                paged = pool[layer][:, table[table >= 0]]  # [K and V, blocks of this sequence, tokens, kv_heads, head_dim]
+                keys, values = paged.reshape(2, -1, KV_HEADS, HEAD_DIM)
+                # What lies behind the last position, in a block that is not full, is masked out with the future.
+                out[mine] = attention(q[mine], keys, values, batch.positions[mine])
+            return out
+
+        return np.asarray(forward(self.weights, batch.tokens, batch.positions, attend))
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Chat:
+    """A conversation. ``tokens`` is all of it so far: system prompt, what the user says in each turn, and what the model answered."""
+
+    tokens: list[int]
+    turns: list[tuple[list[int], int]]
+    """Still to come: what the user says, and how many tokens the model answers."""
+    answer: int = 0
+    """Tokens that the model still has to answer in this turn."""
+    sequence: int = -1
+    computed: int = 0
+    """Leading tokens whose K and V are in the pool."""
+    guessed: list[int] = field(default_factory=list)
+    """What the sequence holds behind ``tokens`` in this step: the engine's guess of what the model will say."""
+    wrong: int = 0
+    """Guesses of the last step that the model did not say."""
+    logits: list[tuple[int, Floats]] = field(default_factory=list)
+    """What was computed: position, logits [vocabulary]."""
+
+    def next_turn(self) -> None:
+        said, self.answer = self.turns.pop(0)
+        self.tokens += said
+
+    def draft(self, most: int) -> list[int]:
+        """What followed when the last token was said the last time: the cheapest guess there is, right often enough."""
+        for i in range(len(self.tokens) - 2, -1, -1):
+            if self.tokens[i] == self.tokens[-1]:
+                return self.tokens[i + 1 : i + 1 + most]
+        return []
+
+
+def make_chats(count: int, seed: int) -> list[Chat]:
+    """Chats of three turns with one of three system prompts, none of them a whole number of blocks."""
+    rng = np.random.default_rng(seed)
+
+    def say(low: int, high: int) -> list[int]:
+        return [int(token) for token in rng.integers(VOCABULARY, size=rng.integers(low, high))]
+
+    system = [say(18, 30) for _ in range(3)]
+    return [Chat(list(system[i % 3]), [(say(3, 10), int(rng.integers(4, 12))) for _ in range(3)]) for i in range(count)]
+
+
+class Engine:
+    """Continuous batching: each step computes prompts that were just admitted and the next token of all others, in one batch.
+
+    ``model.run(batch)`` gives the logits [n, vocabulary] of a Batch.
+    """
+
+    running_max, guesses_max = 6, 3
+
+    def __init__(self, cache: kvpool.KVCacheManager, device: Device, stream: Stream, model: Any, chats: list[Chat]) -> None:
+        self.cache, self.device, self.stream, self.model = cache, device, stream, model
+        self.waiting, self.running = deque(chats), list[Chat]()
+        self.happened: Counter[str] = Counter()
+        for chat in chats:
+            chat.next_turn()
+
+    def step(self) -> None:
+        """One step. Every call names the stream, which is all the synchronization there is; the host waits only for logits."""
+        self.grow()
+        if not self.running:
+            self.admit()
+        batch, chats = self.batch(), list(self.running)
+        result = self.launch(batch)
+        # The kernels may not have run yet, and need not have: what the pool does with their blocks from now on comes behind them. So
+        # prompts are shared before they are computed, and chats whose last token comes now make room for others at once.
+        self.cache.commit([chat.sequence for chat in chats], [len(chat.tokens) for chat in chats], stream=self.stream)
+        self.leave([chat for chat in chats if chat.answer == 1])
+        self.admit()
+        self.device.synchronize(self.device.record(self.stream))
+        self.sample(chats, batch, result.logits)
+
+    def admit(self) -> None:
+        """Start waiting chats while there is room; what the pool still knows of them is not computed again."""
+        ready = list(self.waiting)[: self.running_max - len(self.running)]
+        found = self.cache.add_sequence_batch([chat.tokens for chat in ready], stream=self.stream, allow_partial_batch=True)
+        for sequence, cached in zip(found.ids.tolist(), found.cached_tokens.tolist(), strict=True):
+            chat = self.waiting.popleft()
+            chat.sequence, chat.computed = sequence, cached
+            self.running.append(chat)
+        if ready and not self.running:
+            raise RuntimeError("the pool is too small for a single chat")
+
+    def grow(self) -> None:
+        """Room for the last token of each chat that is answering, and for guesses behind it. Who came last gives way to the others."""
+        while answering := [chat for chat in self.running if self.cache.sequence_length(chat.sequence) < len(chat.tokens)]:
+            drafts = [chat.draft(min(self.guesses_max, chat.answer - 1)) for chat in answering]
+            counts = [1 + len(draft) for draft in drafts]
+            new = [token for chat, draft in zip(answering, drafts, strict=True) for token in (chat.tokens[-1], *draft)]
+            try:
+                self.cache.append_tokens([chat.sequence for chat in answering], new, counts, stream=self.stream)
+            except kvpool.OutOfBlocks:  # and nothing has changed
+                self.preempt()
+                continue
+            for chat, draft in zip(answering, drafts, strict=True):
+                chat.guessed = draft
+            return
+
+    def preempt(self) -> None:
+        """The last chat waits again, in front. Its blocks stay cached, so that it goes on where it was unless they are evicted."""
+        chat = self.running[-1]
+        self.leave([chat])
+        self.waiting.appendleft(chat)
+        self.happened["preemptions"] += 1
+
+    def batch(self) -> Batch:
+        """What is not computed yet of the running sequences."""
+        sequences = [chat.sequence for chat in self.running]
+        table = self.cache.block_table(sequences, stream=self.stream)
+        spans = [np.arange(chat.computed, end) for chat, end in zip(self.running, table.lengths, strict=True)]
+        tokens = [token for chat in self.running for token in (chat.tokens + chat.guessed)[chat.computed :]]
+        owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
+        return Batch(sequences, np.array(tokens), np.concatenate(spans), owner, table.dense())
+
+    def launch(self, batch: Batch) -> SimpleNamespace:
+        """Enqueue the computation of a batch on the stream; ``logits`` of the result are there when it is done."""
+        result = SimpleNamespace()
+
+        def work() -> None:
+            result.logits = self.model.run(batch)
+
+        if isinstance(self.device, SimDevice):
+            # Behind the back of this thread, as on a GPU. What the kernels touch is told to the device, which looks for races.
+            size, last = LAYOUT.tokens_per_block, {int(row): int(end) for row, end in zip(batch.owner, batch.positions, strict=True)}
+            reads = [(b, 0, min(size, end + 1 - i * size)) for row, end in last.items() for i, b in enumerate(batch.table[row]) if b >= 0]
+            writes = [(slot // size, slot % size, slot % size + 1) for slot in batch.slots]
+            self.device.launch(self.stream, work, reads=reads, writes=writes)
+        else:
+            work()
+        return result
+
+    def sample(self, chats: list[Chat], batch: Batch, logits: Floats) -> None:
+        """Take the model's next token, and as many guesses as it agrees with; what was guessed wrong is taken back."""
+        for row, chat in enumerate(chats):
+            mine = batch.owner == row
+            computed, positions = logits[mine], batch.positions[mine].tolist()
+            said = computed[len(computed) - 1 - len(chat.guessed) :].argmax(-1).tolist()
+            agreed = 0
+            while agreed < len(chat.guessed) and chat.guessed[agreed] == said[agreed]:
+                agreed += 1
+            chat.computed = len(chat.tokens) + agreed
+            chat.logits += [(at, one) for at, one in zip(positions, computed, strict=True) if at < chat.computed]
+            chat.tokens += said[: agreed + 1]
+            chat.answer -= agreed + 1
+            chat.wrong, chat.guessed = len(chat.guessed) - agreed, []
+            self.happened["guessed tokens that were right"] += agreed
+            self.happened["guessed tokens that were wrong, and rewound"] += chat.wrong
+        staying = [chat for chat in chats if chat in self.running]
+        ids = [chat.sequence for chat in staying]
+        self.cache.rewind(ids, [chat.wrong for chat in staying], stream=self.stream)
+        self.cache.commit(ids, [chat.computed for chat in staying], stream=self.stream)
+        self.leave([chat for chat in staying if chat.answer == 0])
+        for chat in chats:
+            if chat.answer == 0 and chat.turns:  # the user comes back behind all others
+                chat.next_turn()
+                self.waiting.append(chat)
+
+    def leave(self, chats: list[Chat]) -> None:
+        """Give blocks back. What was committed stays cached until somebody else needs the room."""
+        self.cache.release([chat.sequence for chat in chats], stream=self.stream)
+        for chat in chats:
+            self.running.remove(chat)
+
+
+# -- the proof ---------------------------------------------------------------------------------------------------------------------------
+
+
+def compare(weights: dict[str, Any], chats: list[Chat]) -> tuple[int, float]:
+    """Every logit that was computed against the model without a cache: tokens compared, and the largest difference."""
+    differences = []
+    for chat in chats:
+        expected = uncached(weights, chat.tokens)
+        differences += [np.abs(logits - expected[position]).max() for position, logits in chat.logits]
+    return len(differences), float(np.max(differences))
+
+
+def report(cache: kvpool.KVCacheManager, happened: Counter[str], compared: tuple[int, float]) -> int:
+    """Print what happened; the exit code: 1 if a logit is wrong, or if something that had to be shown did not happen."""
+    stats, (tokens, worst) = cache.stats(), compared
+    counts = {
+        "blocks reused on the device": stats.reused_device_blocks, "blocks reused in part": stats.partial_blocks,
+        "blocks offloaded": stats.offloaded_blocks, "blocks onboarded": stats.onboarded_blocks, **dict(sorted(happened.items())),
+    }  # fmt: skip
+    for name, count in counts.items():
+        print(f"{count:7,} {name}")
+    print(f"{tokens:7,} tokens compared with the model without a cache, largest difference of a logit {worst:.1e}")
+    missing = [name for name, count in counts.items() if not count]
+    if missing:
+        print("did not happen: " + ", ".join(missing))
+    if not worst <= TOLERANCE:
+        print(f"the logits differ by more than {TOLERANCE}")
+    return 1 if missing or not worst <= TOLERANCE else 0
+
+
+def serve(device: Device, make_model: Callable[..., Any], *, chats: int, seed: int, check: bool = False) -> int:
+    """Chat on a pool that is far too small for it, compare, and close everything; the exit code. ``make_model(weights, cache, stream)``."""
+    weights, talks = make_weights(seed), make_chats(chats, seed)
+    with kvpool.KVCacheManager(LAYOUT, device_blocks=26, host_blocks=30, device=device, max_sequences=Engine.running_max) as cache:
+        stream = device.create_stream("engine")
+        engine = Engine(cache, device, stream, make_model(weights, cache, stream), talks)
+        while engine.running or engine.waiting:
+            engine.step()
+            if check:
+                cache.verify()
+        code = report(cache, engine.happened, compare(weights, talks))
+    device.close()
+    return code
+
+
+def options(devices: tuple[str, ...]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chats", type=int, default=24, help="conversations of three turns (default 24; with few, not everything happens)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, chats and the schedule of the sim device (default 0)")
+    parser.add_argument("--device", choices=devices, default=devices[0])
+    parser.add_argument("--check", action="store_true", help="have the pool verify its own state after every step, too")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = options(("cpu", "sim")).parse_args(arguments)
+    device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
+    return serve(device, lambda weights, cache, stream: PagedModel(weights, cache), chats=given.chats, seed=given.seed, check=given.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
