@@ -37,6 +37,7 @@ LAYERS = [
     [""],
     ["remote"],
     ["replay"],
+    ["planner"],
     ["commands"],
     ["__main__"],
 ]

@@ -7,7 +7,7 @@ from math import nan
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.planner.stack import BLOCKS, HITS, INSERTED, LIVE, LOOKUPS, NOW, STEPS, Access, Tables, compact, fill_index, record
+from kvpool.planner.stack import BLOCKS, HITS, INSERTED, LIVE, LOOKUPS, NOW, STEPS, Access, Tables, compact, fill_slots, record
 from kvpool.replay.content import namespace_digest
 from kvpool.replay.tokens import Request
 
@@ -37,7 +37,7 @@ class StackDistances:
         self._threshold = np.uint64(round(sample * 2**32))
         groups = 1 if sample == 1 else GROUPS
         self.tables = Tables(
-            index=np.full(2 * _START, -1, np.int32),
+            slots=np.full(2 * _START, -1, np.int32),
             keys=np.empty(_START, np.uint64),
             last=np.empty(_START, np.int64),
             seen=np.empty(_START, np.int32),
@@ -48,7 +48,7 @@ class StackDistances:
             distances=np.zeros((groups, _START), np.int64),
             cold=np.zeros(groups, np.int64),
             coarse=np.zeros((1, BUCKETS), np.int64),
-            gaps=np.zeros((2, 64), np.int64),
+            gaps=np.zeros((2, 16), np.int64),
             times=np.empty(_START, np.float64),
             found=np.empty(_START, np.int32),
             counts=np.zeros(6, np.int64),
@@ -115,10 +115,10 @@ class StackDistances:
             grown["found"] = _longer(tables.found, full)
         if grown:
             self.tables = tables = tables._replace(**grown)  # type: ignore[arg-type]
-        if 2 * blocks > len(tables.index):
-            index = np.full(_power_of_two(4 * blocks), -1, np.int32)
-            fill_index(index, tables.keys, counts[BLOCKS])
-            self.tables = tables = tables._replace(index=index)
+        if 2 * blocks > len(tables.slots):
+            slots = np.full(_power_of_two(4 * blocks), -1, np.int32)
+            fill_slots(slots, tables.keys, counts[BLOCKS])
+            self.tables = tables = tables._replace(slots=slots)
         if int(counts[NOW]) + full > 64 * len(tables.bits):
             words = max(len(tables.bits), _power_of_two(2 * live) // 64)
             bits, tree = np.zeros(words, np.uint64), np.zeros(words + 1, np.int32)

@@ -16,8 +16,13 @@ sampled blocks that were looked up, those of them found, and those new."""
 STEPS = 128
 """Buckets that a coarse histogram has for each doubling."""
 
+REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
+SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_800.0, 21_600.0, 86_400.0, 604_800.0)
+"""Where the bars of the histogram of reuse gaps end."""
+
 _ONE, _SIX, _ALL = np.uint64(1), np.uint64(6), np.uint64(2**64 - 1)
-_M1, _M2, _M4, _MUL = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
+_M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
+_M4, _MUL = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
 _GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S2, _S4, _S27, _S30, _S31, _S32, _S56 = (np.uint64(n) for n in (2, 4, 27, 30, 31, 32, 56))
 _LOW = np.uint64(63)
@@ -29,7 +34,7 @@ class Tables(NamedTuple):
     Time is a position in `bits`: each block seen has a bit at its last use. `tree` is a Fenwick tree over the set bits of words.
     """
 
-    index: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int32]
     """Open addressing by key, a power of two long; numbers, -1 where there is none."""
     keys: npt.NDArray[np.uint64]
     last: npt.NDArray[np.int64]
@@ -49,7 +54,7 @@ class Tables(NamedTuple):
     coarse: npt.NDArray[np.int64]
     """[tenants, bucket of `bucket_of`]: the same for each tenant."""
     gaps: npt.NDArray[np.int64]
-    """[2, 64]: reuses by the logarithm to base 2 of the requests since, and of the milliseconds plus 1."""
+    """[2, 16]: reuses by the requests since the last use, below each of `REQUEST_EDGES` and beyond, and by the seconds."""
     times: npt.NDArray[np.float64]
     """Seconds, by request; NaN where the trace does not say."""
     found: npt.NDArray[np.int32]
@@ -77,7 +82,7 @@ class Access(NamedTuple):
 
 
 @jit
-def mixed(x):  # type: ignore[no-untyped-def]
+def mixed(x):
     """A 64-bit number scrambled, one to one."""
     x = x + _GOLDEN
     x = (x ^ (x >> _S30)) * _MIX1
@@ -86,7 +91,7 @@ def mixed(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def ones(x):  # type: ignore[no-untyped-def]
+def ones(x):
     """How many bits of a word are set."""
     x = x - ((x >> _ONE) & _M1)
     x = (x & _M2) + ((x >> _S2) & _M2)
@@ -95,7 +100,7 @@ def ones(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def add(tree, word, change):  # type: ignore[no-untyped-def]
+def add(tree, word, change):
     """Count `change` more bits in a word."""
     at = word + 1
     while at < len(tree):
@@ -104,7 +109,7 @@ def add(tree, word, change):  # type: ignore[no-untyped-def]
 
 
 @jit
-def later(tables, time):  # type: ignore[no-untyped-def]
+def later(tables, time):
     """Blocks whose last use came after `time`."""
     word = time >> 6
     below = _ALL >> np.uint64(63 - (time & 63))
@@ -116,7 +121,7 @@ def later(tables, time):  # type: ignore[no-untyped-def]
 
 
 @jit
-def bucket_of(distance):  # type: ignore[no-untyped-def]
+def bucket_of(distance):
     """The bucket of a distance from 1 on: exact below 2 * STEPS, then STEPS buckets for each doubling."""
     shift = 0
     while distance >> shift >= 2 * STEPS:
@@ -125,27 +130,26 @@ def bucket_of(distance):  # type: ignore[no-untyped-def]
 
 
 @jit
-def log2_of(value):  # type: ignore[no-untyped-def]
-    """Whole part of the logarithm to base 2; 0 for less than 2."""
-    power = 0
-    while value > 1:
-        value >>= 1
-        power += 1
-    return power
+def place_of(value, edges):
+    """How many of the ascending edges a value has reached."""
+    place = 0
+    while place < len(edges) and value >= edges[place]:
+        place += 1
+    return place
 
 
 @jit
-def slot_of(tables, key):  # type: ignore[no-untyped-def]
-    """Where a key is in the index, or where it belongs."""
-    mask = len(tables.index) - 1
+def slot_of(tables, key):
+    """Where a key is among the slots, or where it belongs."""
+    mask = len(tables.slots) - 1
     slot = np.int64(key & np.uint64(mask))
-    while tables.index[slot] >= 0 and tables.keys[tables.index[slot]] != key:
+    while tables.slots[slot] >= 0 and tables.keys[tables.slots[slot]] != key:
         slot = (slot + 1) & mask
     return slot
 
 
 @jit
-def key_of(ids, access, block, parent):  # type: ignore[no-untyped-def]
+def key_of(ids, access, block, parent):
     """Key of a block: of its content and its parent's key."""
     first = block * access.tokens_per_block
     key = parent
@@ -156,21 +160,21 @@ def key_of(ids, access, block, parent):  # type: ignore[no-untyped-def]
 
 
 @jit
-def count_hit(tables, access, number, distance, group):  # type: ignore[no-untyped-def]
+def count_hit(tables, access, number, distance, group):
     """Enter one reuse into the histograms."""
     tables.distances[group, distance] += 1
     tables.coarse[access.tenant, bucket_of(distance)] += 1
     before = tables.seen[number]
-    tables.gaps[0, log2_of(access.request - before)] += 1
+    tables.gaps[0, place_of(access.request - before, REQUEST_EDGES)] += 1
     waited = tables.times[access.request] - tables.times[before]
     if waited >= 0:
-        tables.gaps[1, log2_of(np.int64(waited * 1000) + 1)] += 1
+        tables.gaps[1, place_of(waited, SECOND_EDGES)] += 1
     tables.hits[number] += 1
     tables.counts[HITS] += 1
 
 
 @jit
-def look_up(tables, access, ids):  # type: ignore[no-untyped-def]
+def look_up(tables, access, ids):
     """Count the distances of a request's blocks; put their numbers into `found` and return how many they are.
 
     All distances are those before the request: it claims what it finds before it takes anything new.
@@ -187,10 +191,10 @@ def look_up(tables, access, ids):  # type: ignore[no-untyped-def]
         # The child that came with its parent has the next number.
         if number >= counts[BLOCKS] or tables.keys[number] != key:
             slot = slot_of(tables, key)
-            number = np.int64(tables.index[slot])
+            number = np.int64(tables.slots[slot])
             if number < 0:
                 number = counts[BLOCKS]
-                tables.index[slot] = number
+                tables.slots[slot] = number
                 tables.keys[number], tables.last[number] = key, -1
                 tables.hits[number], tables.parent[number] = 0, before
                 counts[BLOCKS] += 1
@@ -212,7 +216,7 @@ def look_up(tables, access, ids):  # type: ignore[no-untyped-def]
 
 
 @jit
-def touch(tables, access, count):  # type: ignore[no-untyped-def]
+def touch(tables, access, count):
     """Make the request's blocks the last used ones, its last block first, as they are released."""
     bits, tree, counts = tables.bits, tables.tree, tables.counts
     word, removed = np.int64(-1), 0
@@ -245,7 +249,7 @@ def touch(tables, access, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def set_range(bits, tree, begin, end):  # type: ignore[no-untyped-def]
+def set_range(bits, tree, begin, end):
     """Set clear bits `[begin, end)`."""
     while begin < end:
         word = begin >> 6
@@ -257,13 +261,13 @@ def set_range(bits, tree, begin, end):  # type: ignore[no-untyped-def]
 
 
 @jit
-def record(tables, access, ids):  # type: ignore[no-untyped-def]
+def record(tables, access, ids):
     """Look up and touch the blocks of a request; every table must have room for all of them."""
     touch(tables, access, look_up(tables, access, ids))
 
 
 @jit
-def compact(tables, bits, tree):  # type: ignore[no-untyped-def]
+def compact(tables, bits, tree):
     """Number the last uses without gaps, into clear `bits` and `tree`, which may be longer."""
     before = 0
     for word in range(len(tables.bits)):
@@ -279,18 +283,18 @@ def compact(tables, bits, tree):  # type: ignore[no-untyped-def]
 
 
 @jit
-def fill_index(index, keys, count):  # type: ignore[no-untyped-def]
-    """Enter the first `count` keys into an empty index."""
-    mask = len(index) - 1
+def fill_slots(slots, keys, count):
+    """Enter the first `count` keys into empty slots."""
+    mask = len(slots) - 1
     for number in range(count):
         slot = np.int64(keys[number] & np.uint64(mask))
-        while index[slot] >= 0:
+        while slots[slot] >= 0:
             slot = (slot + 1) & mask
-        index[slot] = number
+        slots[slot] = number
 
 
 @jit
-def trace_back(hits, parent, head, depth):  # type: ignore[no-untyped-def]
+def trace_back(hits, parent, head, depth):
     """For each block the first one of its run, and its place in its chain. A run is a part of a chain that is reused as one."""
     for number in range(len(hits)):
         before = parent[number]

@@ -66,10 +66,8 @@ def read_trace(path: str, *, format: str = "auto", limit: int | None = None) -> 
     TraceError
         The file cannot be read, has no request, or a line is broken; names file, line and what is wrong.
     """
-    requests: list[Request] = []
-    for found, request in stream_trace(path, format=format, limit=limit):
-        requests.append(request)
-    return Trace(_name(path), found, requests)
+    found = list(stream_trace(path, format=format, limit=limit))
+    return Trace(_name(path), found[0][0], [request for _, request in found])
 
 
 def stream_trace(path: str, *, format: str = "auto", limit: int | None = None) -> Iterator[tuple[str, Request]]:
