@@ -75,7 +75,8 @@ def _times(plan: Plan, link: str) -> list[str]:
     lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {where}"]
     if found["tokens"] is None:
         return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
-    return [*lines, f"onboarding beats recomputing hits of {found['tokens']:,} tokens or more, on any link {worth}"]
+    tokens = f"{found['tokens']:,} token{'s' if found['tokens'] > 1 else ''}"
+    return [*lines, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
 
 
 def _gaps(plan: Plan) -> list[str]:

@@ -78,7 +78,8 @@ class Surveyor:
 
     A request touches its blocks once, when it is admitted, its last block first: then blocks are ordered as by a pool that holds
     them while the request runs and releases them tail first, requests in order. Full blocks only; the last token of a prompt is
-    never found. Answers take memory, and are found again where the trace has their tokens. Namespaces are the replay's.
+    never found. An answer takes memory, and is found again where the trace has its tokens, from the next request on: no chat goes on
+    before it has its answer. Namespaces are the replay's.
 
     Parameters
     ----------
