@@ -68,7 +68,8 @@ def test_json_has_every_figure(trace: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_text_says_what_json_says(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [trace, "--device-memory", "80MiB", "--host-memory", "120MiB", "--prefill-tokens-per-second", "10000", "--link-bandwidth", "25"]
+    pool = ["--device-memory", "80MiB", "--host-memory", "120MiB"]
+    arguments = [trace, *pool, "--prefill-tokens-per-second", "10000", "--link-bandwidth", "25"]
     plan, text = plan_of(capsys, *arguments), text_of(capsys, *arguments)
     assert f"{plan['ceiling']['token_rate']:.2%} of prompt tokens, {plan['ceiling']['block_rate']:.2%} of prompt blocks" in text
     for row in plan["table"]:

@@ -54,10 +54,10 @@ def native(seed: int, count: int = 60) -> list[Request]:
         tokens = random.choice(texts)[: random.randint(0, 60)] + [random.randint(0, 2) for _ in range(random.randint(1, 9))]
         answer = [random.randint(0, 2) for _ in range(random.randint(0, 9))]
         texts.append(tokens + answer)
-        known = random.random() < 0.6
+        outputs = np.array(answer, np.int32) if random.random() < 0.6 else None
         requests.append(
             Request(
-                index, 0, len(tokens), len(answer), tokens=np.array(tokens, np.int32), outputs=np.array(answer, np.int32) if known else None,
+                index, 0, len(tokens), len(answer), tokens=np.array(tokens, np.int32), outputs=outputs,
                 salt=random.choice((None, None, "a")), adapter_id=random.choice((None, None, None, 1, "1")), timestamp=float(index),
             )
         )  # fmt: skip
