@@ -55,9 +55,9 @@ def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
         errors = [200 * survey.curve.error(blocks) * survey.tokens_per_block / tokens for blocks, _ in points]
         low, high = ([rate + sign * error for rate, error in zip(rates, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(memory, low, high, color=_BLUE, alpha=0.15, label="two standard errors of the sample")
-    for tenant in survey.tenants[:_TENANTS]:
+    for number, tenant in enumerate(survey.tenants[:_TENANTS], start=1):
         own = [100 * round(tenant.curve.hits(blocks)) * survey.tokens_per_block / max(tenant.prompt_tokens, 1) for blocks, _ in points]
-        axes.plot(memory, own, linewidth=1.2, label=f"tenant {tenant.name}, of its own tokens")
+        axes.plot(memory, own, color=f"C{number}", linewidth=1.2, label=f"tenant {tenant.name}, of its own tokens")
     axes.axhline(ceiling, color=_GREY, linestyle="--", linewidth=1)
     axes.annotate(f"unbounded memory: {ceiling:.1f} %", (0.01, ceiling), xycoords=("axes fraction", "data"), xytext=(0, 4),
                   textcoords="offset points", color=_GREY)  # fmt: skip
@@ -80,7 +80,7 @@ def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
     axes.set_title(f"What more KV memory buys\n{title}", loc="left")
     axes.grid(alpha=0.25)
     if not survey.curve.exact or survey.tenants:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, 0.88), frameon=False)
+        axes.legend(loc="lower right", frameon=False)
 
 
 def _gaps(plan: Plan, axes: Any) -> None:
