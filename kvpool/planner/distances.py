@@ -45,7 +45,8 @@ class StackDistances:
             parent=np.empty(_START, np.int32),
             bits=np.zeros(_START, np.uint64),
             tree=np.zeros(_START + 1, np.int32),
-            distances=np.zeros((groups, _START), np.int64),
+            distances=np.zeros(_START, np.int64),
+            groups=np.zeros((groups, BUCKETS), np.int64),
             cold=np.zeros(groups, np.int64),
             coarse=np.zeros((1, BUCKETS), np.int64),
             gaps=np.zeros((2, 16), np.int64),
@@ -105,8 +106,8 @@ class StackDistances:
         if blocks > len(tables.keys):
             for name in ("keys", "last", "seen", "hits", "parent"):
                 grown[name] = _longer(getattr(tables, name), blocks)
-        if live >= tables.distances.shape[1]:
-            grown["distances"] = _wider(tables.distances, live + 1)
+        if live >= len(tables.distances):
+            grown["distances"] = _longer(tables.distances, live + 1)
         if tenant >= len(tables.coarse):
             grown["coarse"] = _longer(tables.coarse, tenant + 1)
         if self.requests >= len(tables.times):
@@ -143,10 +144,4 @@ def _power_of_two(count: int) -> int:
 def _longer(array: npt.NDArray[np.generic], length: int) -> npt.NDArray[np.generic]:
     result = np.zeros((max(length, 2 * len(array)), *array.shape[1:]), array.dtype)
     result[: len(array)] = array
-    return result
-
-
-def _wider(array: npt.NDArray[np.generic], width: int) -> npt.NDArray[np.generic]:
-    result = np.zeros((len(array), max(width, 2 * array.shape[1])), array.dtype)
-    result[:, : array.shape[1]] = array
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpool.planner.distances import GROUPS
 from kvpool.planner.plan import Plan
 from kvpool.planner.prefixes import Prefix
 
@@ -28,8 +29,7 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
         ("ceiling", f"{shares} are found again with unbounded memory"),
     ]
     if not survey.curve.exact:
-        parts = len(survey.curve.followed)
-        rows.append(("sample", f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from {parts} parts of it"))
+        rows.append(("sample", f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from {GROUPS} parts of it"))
     return [f"{name:<9} {text}" for name, text in rows]
 
 

@@ -48,7 +48,9 @@ class Tables(NamedTuple):
     bits: npt.NDArray[np.uint64]
     tree: npt.NDArray[np.int32]
     distances: npt.NDArray[np.int64]
-    """[groups, distance]: lookups that hit from a capacity of `distance` blocks on. A group is a part of the sampled blocks, by key."""
+    """[distance]: lookups that hit from a capacity of `distance` blocks on."""
+    groups: npt.NDArray[np.int64]
+    """[groups, bucket of `bucket_of`]: the same for each group, which is a part of the sampled blocks, by key."""
     cold: npt.NDArray[np.int64]
     """[groups]: lookups of blocks never seen before."""
     coarse: npt.NDArray[np.int64]
@@ -162,7 +164,8 @@ def key_of(ids, access, block, parent):
 @jit
 def count_hit(tables, access, number, distance, group):
     """Enter one reuse into the histograms."""
-    tables.distances[group, distance] += 1
+    tables.distances[distance] += 1
+    tables.groups[group, bucket_of(distance)] += 1
     tables.coarse[access.tenant, bucket_of(distance)] += 1
     before = tables.seen[number]
     tables.gaps[0, place_of(access.request - before, REQUEST_EDGES)] += 1

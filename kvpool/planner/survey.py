@@ -132,9 +132,12 @@ class Surveyor:
         """Return the figures of all requests so far; no more may follow, as this takes the histograms over."""
         distances, tables = self._distances, self._distances.tables
         requests, blocks = distances.requests, distances.blocks
-        cumulative = tables.distances[:, : distances.live + 2]
-        np.cumsum(cumulative, axis=1, out=cumulative)
-        curve = Curve(cumulative, cumulative[:, -1] + tables.cold, self._lookups, self.sample)
+        cumulative = tables.distances[: distances.live + 2]
+        np.cumsum(cumulative, out=cumulative)
+        found = np.cumsum(tables.groups, axis=1)
+        missed = (tables.cold + found[:, -1])[:, None] - found
+        followed = int(cumulative[-1] + tables.cold.sum())
+        curve = Curve(cumulative, followed, self._lookups, self.sample, missed=missed)
         before = self._blocks_before[:requests]
         return Survey(
             tokens_per_block=self.tokens_per_block,
@@ -162,8 +165,8 @@ class Surveyor:
         result = []
         for number, name in names.items():
             requests, tokens, lookups, followed = (int(n) for n in self._of_tenants[number])
-            cumulative = np.cumsum(self._distances.tables.coarse[number])[None]
-            curve = Curve(cumulative, np.array([followed]), lookups, self.sample, limits)
+            cumulative = np.cumsum(self._distances.tables.coarse[number])
+            curve = Curve(cumulative, followed, lookups, self.sample, limits)
             result.append(Tenant(name, requests, tokens, curve))
         return sorted(result, key=lambda tenant: -tenant.prompt_tokens)
 
