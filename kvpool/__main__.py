@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvpool.commands import doctor, fetch, replay, serve, stress
+from kvpool.commands import doctor, fetch, plan, replay, serve, stress
 from kvpool.commands.terminal import INTERRUPTED
 
-COMMANDS = (replay, stress, serve, fetch, doctor)
+COMMANDS = (replay, plan, stress, serve, fetch, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

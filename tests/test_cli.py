@@ -102,7 +102,7 @@ def test_sizes_become_blocks(
     ("arguments", "reason"),
     [
         ([], "arguments are required: COMMAND"),
-        (["plan"], "invalid choice: 'plan'"),
+        (["size"], "invalid choice: 'size'"),
         (["replay", "--active", "0"], "argument --active: 0 is not within 1..2147483647"),
         (["replay", "--limit", "x"], "argument --limit: 'x' is not an integer"),
         (["replay", "--device-memory", "8 apples"], "'8 apples' is not a size such as 4096, 512MiB or 8GiB"),

@@ -39,6 +39,7 @@ LAYERS = [
     [""],
     ["remote"],
     ["replay"],
+    ["planner"],
     ["commands"],
     ["__main__"],
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.replay.traces import Trace, TraceError, read_trace
+from kvpool.replay.traces import Trace, TraceError, read_trace, stream_trace
 
 MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 QWEN = {
@@ -60,6 +60,22 @@ def test_native_lines_hold_the_tokens_themselves(tmp_path: Path) -> None:
     assert (first.salt, first.adapter_id) == ("a", 3)
     assert len(second.output()) == 2 and (second.salt, second.adapter_id) == (None, None)
     assert third.output_length == 0 and third.adapter_id == "b"
+
+
+def test_tenants_and_times_of_arrival_are_read_in_seconds(tmp_path: Path) -> None:
+    rows = ({**MOONCAKE, "timestamp": 1500, "tenant": "a"}, {**QWEN, "tenant": "b"}, {**NATIVE, "tenant": "c"})
+    found = [read(tmp_path, row).requests[0] for row in rows]
+    assert [(request.tenant, request.timestamp) for request in found] == [("a", 1.5), ("b", 61.114), ("c", 1.0)]
+    (bare,) = read(tmp_path, {"tokens": [1]}).requests
+    assert (bare.tenant, bare.timestamp) == (None, None)
+
+
+def test_a_stream_gives_each_request_before_the_next_line_is_read(tmp_path: Path) -> None:
+    stream = stream_trace(write(tmp_path, MOONCAKE, "broken\n"))
+    format, request = next(stream)
+    assert format == "mooncake" and request.index == 0
+    with pytest.raises(TraceError, match="line 2"):
+        next(stream)
 
 
 def test_gzip_is_recognised_by_its_content(tmp_path: Path) -> None:

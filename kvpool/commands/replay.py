@@ -34,7 +34,7 @@ Replay a request trace through a pool and report what it reused, moved and cost.
 TRACE is a jsonl file, plain or gzip, or - for standard input, one request a line:
   mooncake  timestamp, input_length, output_length, hash_ids (512 tokens per id)
   qwen      the same with chat_id, parent_chat_id, type and turn (16 tokens per id)
-  native    tokens, and output_tokens or output_length; salt, adapter_id, timestamp if any
+  native    tokens, and output_tokens or output_length; salt, adapter_id, tenant, timestamp if any
 Without TRACE, a synthetic workload of chats with shared system prompts is replayed.
 
 --device sim runs the pool's copies and a fake engine's kernels late and in any order that streams and

@@ -17,8 +17,11 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def progress_bar(total: int, unit: str) -> Any:
-    """A context manager that gives what to call with the count of units just done, None where nobody watches."""
+def progress_bar(total: int | None, unit: str) -> Any:
+    """A context manager that gives what to call with the count of units just done, None where nobody watches.
+
+    ``total`` is None where nobody knows it.
+    """
     if not sys.stderr.isatty():
         return nullcontext()
     try:

@@ -7,5 +7,6 @@ from kvpool.replay.tokens import Request as Request
 from kvpool.replay.traces import Trace as Trace
 from kvpool.replay.traces import TraceError as TraceError
 from kvpool.replay.traces import read_trace as read_trace
+from kvpool.replay.traces import stream_trace as stream_trace
 from kvpool.replay.verifier import VerificationError as VerificationError
 from kvpool.replay.workload import synthetic as synthetic

@@ -65,6 +65,10 @@ class Request:
     outputs: npt.NDArray[np.int32] | None = None
     salt: str | None = None
     adapter_id: int | str | None = None
+    tenant: str | None = None
+    """Whom the request belongs to, where the trace says so. It separates figures, not contents."""
+    timestamp: float | None = None
+    """Arrival, seconds."""
 
     @property
     def name(self) -> str:

@@ -19,7 +19,8 @@ from kvpool.replay.tokens import OUTPUT_STRIDE, Request
 
 FORMATS = ("mooncake", "qwen", "native")
 TOKENS_PER_ID = {"mooncake": 512, "qwen": 16}
-NATIVE_COLUMNS = ("tokens", "output_tokens", "output_length", "salt", "adapter_id", "timestamp")
+NATIVE_COLUMNS = ("tokens", "output_tokens", "output_length", "salt", "adapter_id", "tenant", "timestamp")
+_TICKS_PER_SECOND = {"mooncake": 1000, "qwen": 1}
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _INT32_MAX = 2**31 - 1
@@ -65,13 +66,18 @@ def read_trace(path: str, *, format: str = "auto", limit: int | None = None) -> 
     TraceError
         The file cannot be read, has no request, or a line is broken; names file, line and what is wrong.
     """
+    found = list(stream_trace(path, format=format, limit=limit))
+    return Trace(_name(path), found[0][0], [request for _, request in found])
+
+
+def stream_trace(path: str, *, format: str = "auto", limit: int | None = None) -> Iterator[tuple[str, Request]]:
+    """Yield the format and a request for each line of a trace as it is read; arguments and errors are those of `read_trace`."""
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of auto, {', '.join(FORMATS)}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit} is not at least 1")
-    name = "<stdin>" if path == "-" else path
-    requests: list[Request] = []
-    line = 0
+    name = _name(path)
+    line = count = 0
     try:
         with _open(path) as stream:
             for text in stream:
@@ -81,15 +87,19 @@ def read_trace(path: str, *, format: str = "auto", limit: int | None = None) -> 
                 row = _Row(name, line, _parse(name, line, text))
                 if format == "auto":
                     format = _detect(row)
-                requests.append(_request(row, format, len(requests)))
-                if limit is not None and len(requests) == limit:
+                yield format, _request(row, format, count)
+                count += 1
+                if count == limit:
                     break
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceError(name, line + 1 if line else 0, f"cannot be read: {reason}") from error
-    if not requests:
+    if not count:
         raise TraceError(name, 0, "holds no request")
-    return Trace(name, format, requests)
+
+
+def _name(path: str) -> str:
+    return "<stdin>" if path == "-" else path
 
 
 @contextmanager
@@ -135,7 +145,7 @@ def _request(row: _Row, format: str, index: int) -> Request:
 
 def _id_request(row: _Row, format: str, index: int) -> Request:
     tokens_per_id = TOKENS_PER_ID[format]
-    row.timestamp(_REQUIRED)
+    timestamp = row.timestamp(_REQUIRED)
     input_length = row.integer("input_length", 1, _INT32_MAX)
     output_length = row.integer("output_length", 0, OUTPUT_STRIDE)
     if format == "qwen":
@@ -147,14 +157,24 @@ def _id_request(row: _Row, format: str, index: int) -> Request:
     if len(ids) * tokens_per_id < input_length:
         covered = f"{len(ids)} ids of {tokens_per_id} tokens cover {len(ids) * tokens_per_id} tokens"
         raise row.error(f"column 'hash_ids' is too short: {covered}, input_length is {input_length}")
-    return Request(index, row.line, input_length, output_length, hash_ids=ids, tokens_per_id=tokens_per_id)
+    seconds = None if timestamp is None else timestamp / _TICKS_PER_SECOND[format]
+    return Request(
+        index,
+        row.line,
+        input_length,
+        output_length,
+        hash_ids=ids,
+        tokens_per_id=tokens_per_id,
+        tenant=row.text("tenant"),
+        timestamp=seconds,
+    )
 
 
 def _native_request(row: _Row, index: int) -> Request:
     unknown = sorted(row.columns.keys() - set(NATIVE_COLUMNS))
     if unknown:
         raise row.error(f"unknown column {unknown[0]!r}; the native format has {', '.join(NATIVE_COLUMNS)}")
-    row.timestamp(None)
+    timestamp = row.timestamp(None)
     tokens = row.integers("tokens", _INT32_MAX, np.int32)
     if not len(tokens):
         raise row.error("column 'tokens' is empty")
@@ -178,6 +198,8 @@ def _native_request(row: _Row, index: int) -> Request:
         outputs=outputs,
         salt=row.text("salt"),
         adapter_id=adapter_id,
+        tenant=row.text("tenant"),
+        timestamp=timestamp,
     )
 
 
@@ -218,15 +240,16 @@ class _Row:
             raise self.error(f"column {column!r} must be a string, found {_kind(value)}")
         return value
 
-    def timestamp(self, default: Any) -> None:
-        """Check the column that the replay ignores: requests run in file order, as fast as they go."""
+    def timestamp(self, default: Any) -> float | None:
+        """The time of arrival, which the replay ignores: requests run in file order, as fast as they go."""
         value = self._value("timestamp", default)
         if value is None and default is None:
-            return
+            return None
         if type(value) not in (int, float):
             raise self.error(f"column 'timestamp' must be a number, found {_kind(value)}")
         if not (math.isfinite(value) and value >= 0):
             raise self.error(f"column 'timestamp' must be finite and not negative, found {value}")
+        return float(value)
 
     def _value(self, column: str, default: Any) -> Any:
         value = self.columns.get(column, default)

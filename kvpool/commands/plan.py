@@ -1,0 +1,201 @@
+"""``python -m kvpool plan``: the hit rate that each amount of memory would give on a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpool.commands.terminal import (
+    INTERRUPTED,
+    OK,
+    complain,
+    count_argument,
+    fraction_argument,
+    print_text,
+    progress_bar,
+    size_argument,
+)
+from kvpool.layout import PRESETS, BlockLayout
+
+if TYPE_CHECKING:
+    from kvpool.planner import Machine, Survey
+
+_MODEL = "llama-3-8b"
+_SHAPE = ("layers", "kv_heads", "head_dim", "planes", "dtype")
+
+_HELP = """\
+Read a request trace once and say what hit rate any amount of KV memory would give on it,
+in GiB of a model, what the next 16 GiB would add, and what hits save.
+
+TRACE is what `replay` takes, and is read as a stream; without it, the workload that
+`replay` generates. A column "tenant", else the salt, gives a curve for each of its values.
+
+The curve is exact for LRU over full blocks and all requests in order, with answers and
+release from the tail as in `replay --no-partial`. Device and host tier together hit like
+one cache of the summed size. --sample follows a share of the blocks only, which takes as
+much less memory, and shows its error.
+
+exit status: 0 done, 2 wrong usage or a trace that cannot be read, 130 interrupted (the
+plan for the requests so far is printed)
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command and its options."""
+    plan = subparsers.add_parser(
+        "plan", help="hit rate by memory for a request trace", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    plan.set_defaults(run=run, error=plan.error)
+    add = plan.add_argument
+    add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
+    add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
+    add("--limit", type=count_argument(1), metavar="N", help="the first N requests; without TRACE, generate N")
+    add("--sample", type=fraction_argument, default=1.0, metavar="SHARE", help="of the blocks to follow, such as 0.01 (default: all)")
+    add = plan.add_argument_group("model").add_argument
+    add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
+    add("--model", choices=sorted(PRESETS), help=f"whose KV it is (default: {_MODEL})")
+    for name, meaning in (("layers", ""), ("kv-heads", ""), ("head-dim", ""), ("planes", ": 2 for K and V (default), 1 for MLA")):
+        add(f"--{name}", type=count_argument(1), metavar="N", help=f"instead of --model{meaning}")
+    add("--dtype", metavar="NAME", help="of an element, with or without --model (default: the model's, else bfloat16)")
+    pool = plan.add_argument_group("a pool to ask about")
+    for tier in ("device", "host"):
+        size = pool.add_mutually_exclusive_group()
+        size.add_argument(f"--{tier}-memory", type=size_argument, metavar="SIZE", help=f"of the {tier} tier, such as 8GiB")
+        size.add_argument(f"--{tier}-blocks", type=count_argument(0), metavar="N", help="the same in blocks")
+    add = plan.add_argument_group("times").add_argument
+    add("--prefill-tokens-per-second", type=float, metavar="N", help="how fast prompts are computed: shows what hits save")
+    add("--link-bandwidth", type=float, metavar="GB/S", help="host to device (default: as calibrated on this machine's GPU, else 50)")
+    add("--link-latency", type=float, default=50.0, metavar="US", help="of an onboard (default: 50)")
+    add = plan.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .html; needs the extra 'plot'")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the trace and print the plan."""
+    from kvpool.planner import Plan, report
+    from kvpool.planner.chart import SUFFIXES, draw, missing
+    from kvpool.replay import TraceError
+
+    if options.plot is not None and options.plot.suffix not in SUFFIXES:
+        options.error(f"--plot: {str(options.plot)!r} does not end in {', '.join(SUFFIXES)}")
+    layout, model = _layout(options)
+    machine, link = _machine(options, layout)
+    if options.plot is not None and (lack := missing()) is not None:
+        return complain(RuntimeError(lack))
+    try:
+        survey, title, interrupted = _survey(options)
+    except (TraceError, ValueError, OverflowError) as error:
+        return complain(error)
+    plan = Plan(survey, machine)
+    text = report(plan, title, model, link)
+    if options.json:
+        names = {"trace": title, "model": model, "link": link, "interrupted": interrupted}
+        print_text(json.dumps({**names, **plan.as_dict()}, indent=2))
+    else:
+        print_text(text)
+    if options.plot is not None:
+        try:
+            draw(plan, options.plot, title, model, text)
+        except OSError as error:
+            return complain(error)
+    return INTERRUPTED if interrupted else OK
+
+
+def _survey(options: argparse.Namespace) -> tuple[Survey, str, bool]:
+    """The survey, what to call the trace, and whether it was cut short."""
+    from kvpool.planner import Surveyor
+    from kvpool.replay import stream_trace, synthetic
+    from kvpool.replay.workload import REQUESTS
+
+    surveyor = Surveyor(options.tokens_per_block, options.sample)
+    if options.trace is None:
+        if options.format != "auto":
+            options.error("--format describes a TRACE, and none is given")
+        trace = synthetic(options.limit or REQUESTS)
+        title, total = f"{trace.name} ({trace.format})", len(trace.requests)
+        stream = iter([(trace.format, request) for request in trace.requests])
+    else:
+        stream, total = stream_trace(options.trace, format=options.format, limit=options.limit), options.limit
+        title = "<stdin>" if options.trace == "-" else Path(options.trace).name
+    interrupted = False
+    with progress_bar(total, "requests") as progress:
+        try:
+            for found in stream:
+                surveyor.record(found[1])
+                if progress is not None:
+                    progress(1)
+        except KeyboardInterrupt:
+            interrupted = True
+    if options.trace is not None and surveyor.requests:
+        title += f" ({found[0]})"
+    if interrupted:
+        title += f", interrupted after {surveyor.requests:,} requests"
+    return surveyor.survey(), title, interrupted
+
+
+def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:
+    """The layout, and what to call the model."""
+    given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
+    own = given.keys() - {"dtype"}
+    if own and options.model is not None:
+        options.error(f"--{min(own).replace('_', '-')} is instead of --model")
+    lacking = [f"--{name.replace('_', '-')}" for name in ("layers", "kv_heads", "head_dim") if name not in given]
+    if own and lacking:
+        options.error(f"without --model, {', '.join(lacking)} must be given too")
+    try:
+        if own:
+            layout = BlockLayout(tokens_per_block=options.tokens_per_block, **{"dtype": "bfloat16", **given})
+            heads = f"{layout.kv_heads} KV heads of {layout.head_dim}, {layout.planes} planes, {layout.dtype_name}"
+            return layout, f"{layout.layers} layers, {heads}"
+        name = options.model or _MODEL
+        layout = BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, dtype=options.dtype)
+        return layout, f"{name}, {layout.dtype_name}"
+    except (TypeError, ValueError) as error:
+        return options.error(str(error))
+
+
+def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine, str]:
+    """The machine, and where its bandwidth comes from."""
+    from kvpool.planner import LINK_BANDWIDTH, Machine
+
+    bandwidth, link = options.link_bandwidth, "as given"
+    if bandwidth is None:
+        bandwidth, link = _calibrated()
+    blocks: dict[str, int | None] = {}
+    for tier in ("device", "host"):
+        count, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
+        blocks[tier] = count if memory is None else memory // layout.block_bytes
+    if blocks["device"] is None and blocks["host"] is not None:
+        options.error("a host tier needs --device-memory or --device-blocks")
+    try:
+        machine = Machine(
+            layout,
+            options.prefill_tokens_per_second,
+            LINK_BANDWIDTH if bandwidth is None else bandwidth,
+            options.link_latency,
+            blocks["device"],
+            blocks["host"] or 0,
+        )
+    except ValueError as error:
+        options.error(str(error))
+    return machine, link
+
+
+def _calibrated() -> tuple[float | None, str]:
+    """What the stored calibration of this machine's first GPU says of onboarding many blocks, if there is one, and where it comes from."""
+    from kvpool.device import calibration
+    from kvpool.device.cuda import describe_gpus, unusable
+
+    assumed = None, "assumed: PCIe 5.0, 16 lanes"
+    if unusable():
+        return assumed
+    gpu = describe_gpus()[0]
+    try:
+        stored = calibration.load(calibration.place(gpu.name, gpu.driver))
+    except (OSError, ValueError):
+        return assumed
+    speeds = [m.gigabytes_per_second for m in stored.measurements if m.direction == calibration.ONBOARD] if stored else []
+    return (max(speeds), f"as calibrated on {gpu.name}") if speeds else assumed

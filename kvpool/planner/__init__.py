@@ -1,0 +1,10 @@
+"""The capacity planner: LRU hit rates of a trace for all amounts of memory at once, from one pass over it."""
+
+from kvpool.planner.curve import Curve as Curve
+from kvpool.planner.plan import LINK_BANDWIDTH as LINK_BANDWIDTH
+from kvpool.planner.plan import Machine as Machine
+from kvpool.planner.plan import Plan as Plan
+from kvpool.planner.report import report as report
+from kvpool.planner.survey import Survey as Survey
+from kvpool.planner.survey import Surveyor as Surveyor
+from kvpool.planner.survey import survey_of as survey_of

@@ -1,0 +1,93 @@
+"""Curve: how many prompt blocks an LRU cache finds, by its capacity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.planner.stack import STEPS, bucket_of
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Hits of all capacities at once, exact or estimated from a sample of the blocks. Immutable.
+
+    A sample is read by its misses: what it missed is scaled up, and the rest of all lookups are hits. A few blocks carry many of
+    the hits, so that their presence in the sample is luck; each distinct block misses about once. This is SHARDS-adj.
+    """
+
+    cumulative: Counts
+    """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i where there are no limits."""
+    followed: int
+    """Sampled lookups."""
+    lookups: int
+    """Blocks looked up in all, followed or not."""
+    sample: float = 1.0
+    limits: Counts | None = None
+    """The largest distance of each place, ascending."""
+    missed: Counts | None = None
+    """[groups, len(coarse_limits)]: sampled lookups of each part of the sample that are missed at that capacity."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every block was followed."""
+        return self.sample == 1.0
+
+    @property
+    def ceiling(self) -> float:
+        """Hits with unbounded memory, blocks."""
+        return self._hits(len(self.cumulative) - 1)
+
+    def hits(self, capacity: int) -> float:
+        """Hits of a cache of ``capacity`` blocks, blocks; never more for a smaller one."""
+        return self._hits(self._place(capacity))
+
+    def error(self, capacity: int) -> float:
+        """Standard error of ``hits``, blocks: what the parts of the sample say of each other. 0 where the curve is exact.
+
+        NaN where there are no parts.
+        """
+        if self.exact:
+            return 0.0
+        if self.missed is None:
+            return nan
+        bucket = bucket_of(max(int(capacity * self.sample), 1))
+        missed = self.missed[:, min(bucket, self.missed.shape[1] - 1)]
+        return float(np.std(missed, ddof=1) * len(missed) ** 0.5 / self.sample)
+
+    def capacity_for(self, hits: float) -> int:
+        """The smallest capacity, in blocks, with at least so many hits; that of the ceiling where there are never so many."""
+        found = min(hits, self.ceiling)
+        if found <= 0:
+            return 0
+        total = self.cumulative
+        needed = found - self.lookups + self.followed / self.sample
+        place = int(np.searchsorted(total, needed * self.sample - 1e-6))
+        place = min(place, int(np.searchsorted(total, total[-1])))
+        distance = place if self.limits is None else int(self.limits[place])
+        return max(1, int(np.ceil(distance / self.sample)))
+
+    def _hits(self, place: int) -> float:
+        if self.exact:
+            return float(self.cumulative[place])
+        missed = (self.followed - int(self.cumulative[place])) / self.sample
+        return min(max(self.lookups - missed, 0.0), float(self.lookups)) if place else 0.0
+
+    def _place(self, capacity: int) -> int:
+        if capacity < 0:
+            raise ValueError(f"capacity={capacity}: must be at least 0 blocks")
+        reach = int(capacity * self.sample + 1e-9)
+        last = len(self.cumulative) - 1
+        return min(reach, last) if self.limits is None else int(np.searchsorted(self.limits, reach, side="right")) - 1
+
+
+def coarse_limits(buckets: int) -> Counts:
+    """The largest distance of each bucket of ``stack.bucket_of``."""
+    number = np.arange(buckets, dtype=np.int64)
+    shift = np.maximum(number // STEPS - 1, 0)
+    return ((number - shift * STEPS + 1) << shift) - 1

@@ -1,0 +1,147 @@
+"""StackDistances: the tables of a survey, with room made before each request."""
+
+from __future__ import annotations
+
+from math import nan
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.planner.stack import BLOCKS, HITS, INSERTED, LIVE, LOOKUPS, NOW, STEPS, Access, Tables, compact, fill_slots, record
+from kvpool.replay.content import namespace_digest
+from kvpool.replay.tokens import Request
+
+BUCKETS = STEPS * 36
+GROUPS = 32
+"""Parts of the sample that are compared with each other for its error."""
+_START = 1 << 12
+_BLOCKS_MAX = 2**31 - 1
+
+
+class StackDistances:
+    """How far down an LRU list of all blocks each block of each request was found.
+
+    Parameters
+    ----------
+    tokens_per_block
+        At least 1.
+    sample
+        Share of the blocks to follow, chosen by key; 1.0 follows all, and everything is exact.
+
+    Memory grows with the number of distinct blocks followed, about 50 bytes each, and not with the number of requests but for 8 bytes.
+    Contents are told apart by 64-bit keys. Not thread-safe.
+    """
+
+    def __init__(self, tokens_per_block: int, sample: float = 1.0) -> None:
+        self.tokens_per_block, self.sample, self.requests = tokens_per_block, sample, 0
+        self._threshold = np.uint64(round(sample * 2**32))
+        groups = 1 if sample == 1 else GROUPS
+        self.tables = Tables(
+            slots=np.full(2 * _START, -1, np.int32),
+            keys=np.empty(_START, np.uint64),
+            last=np.empty(_START, np.int64),
+            seen=np.empty(_START, np.int32),
+            hits=np.empty(_START, np.int32),
+            parent=np.empty(_START, np.int32),
+            bits=np.zeros(_START, np.uint64),
+            tree=np.zeros(_START + 1, np.int32),
+            distances=np.zeros(_START, np.int64),
+            groups=np.zeros((groups, BUCKETS), np.int64),
+            cold=np.zeros(groups, np.int64),
+            coarse=np.zeros((1, BUCKETS), np.int64),
+            gaps=np.zeros((2, 16), np.int64),
+            times=np.empty(_START, np.float64),
+            found=np.empty(_START, np.int32),
+            counts=np.zeros(6, np.int64),
+        )
+        self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks with a key among those followed."""
+        return int(self.tables.counts[BLOCKS])
+
+    @property
+    def live(self) -> int:
+        """Distinct blocks in all among those followed."""
+        return int(self.tables.counts[LIVE])
+
+    def record(self, request: Request, tenant: int = 0) -> tuple[int, int, int]:
+        """Look up, count and then touch a request's blocks; ``tenant`` counts from 0.
+
+        Returns, of the blocks followed, those looked up, found and new. Raises OverflowError beyond 2**31 - 1 blocks.
+        """
+        ids, tokens_per_id, keyed_tokens = _content(request)
+        full = request.length // self.tokens_per_block
+        self._make_room(full, tenant)
+        self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
+        access = Access(
+            tokens_per_id,
+            self.tokens_per_block,
+            lookups=(request.input_length - 1) // self.tokens_per_block,
+            keyed=keyed_tokens // self.tokens_per_block,
+            full=full,
+            seed=self._seed(request),
+            threshold=self._threshold,
+            request=self.requests,
+            tenant=tenant,
+        )
+        record(self.tables, access, ids)
+        self.requests += 1
+        counts = self.tables.counts
+        return int(counts[LOOKUPS]), int(counts[HITS]), int(counts[INSERTED])
+
+    def _seed(self, request: Request) -> np.uint64:
+        namespace = request.salt, request.adapter_id
+        if namespace not in self._seeds:
+            self._seeds[namespace] = np.frombuffer(namespace_digest(*namespace)[:8], np.uint64)[0]
+        return self._seeds[namespace]
+
+    def _make_room(self, full: int, tenant: int) -> None:
+        tables, counts = self.tables, self.tables.counts
+        blocks, live = int(counts[BLOCKS]) + full, int(counts[LIVE]) + full
+        if live > _BLOCKS_MAX:
+            raise OverflowError(f"more than {_BLOCKS_MAX} distinct blocks: follow a smaller share of them")
+        grown: dict[str, npt.NDArray[np.generic]] = {}
+        if blocks > len(tables.keys):
+            for name in ("keys", "last", "seen", "hits", "parent"):
+                grown[name] = _longer(getattr(tables, name), blocks)
+        if live >= len(tables.distances):
+            grown["distances"] = _longer(tables.distances, live + 1)
+        if tenant >= len(tables.coarse):
+            grown["coarse"] = _longer(tables.coarse, tenant + 1)
+        if self.requests >= len(tables.times):
+            grown["times"] = _longer(tables.times, self.requests + 1)
+        if full > len(tables.found):
+            grown["found"] = _longer(tables.found, full)
+        if grown:
+            self.tables = tables = tables._replace(**grown)  # type: ignore[arg-type]
+        if 2 * blocks > len(tables.slots):
+            slots = np.full(_power_of_two(4 * blocks), -1, np.int32)
+            fill_slots(slots, tables.keys, counts[BLOCKS])
+            self.tables = tables = tables._replace(slots=slots)
+        if int(counts[NOW]) + full > 64 * len(tables.bits):
+            words = max(len(tables.bits), _power_of_two(2 * live) // 64)
+            bits, tree = np.zeros(words, np.uint64), np.zeros(words + 1, np.int32)
+            compact(tables, bits, tree)
+            self.tables = tables._replace(bits=bits, tree=tree)
+
+
+def _content(request: Request) -> tuple[npt.NDArray[np.uint64], int, int]:
+    """What stands for a request's content, the tokens that each of it covers, and the tokens that another request can repeat."""
+    if request.hash_ids is not None:
+        return np.ascontiguousarray(request.hash_ids, np.uint64), request.tokens_per_id, request.input_length
+    assert request.tokens is not None
+    if request.outputs is None:
+        return request.tokens.astype(np.uint64), 1, request.input_length
+    return np.concatenate([request.tokens, request.outputs]).astype(np.uint64), 1, request.length
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _longer(array: npt.NDArray[np.generic], length: int) -> npt.NDArray[np.generic]:
+    result = np.zeros((max(length, 2 * len(array)), *array.shape[1:]), array.dtype)
+    result[: len(array)] = array
+    return result

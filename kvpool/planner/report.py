@@ -1,0 +1,146 @@
+"""The plan as text for a terminal: what more memory buys, and what to do with that."""
+
+from __future__ import annotations
+
+from kvpool.planner.distances import GROUPS
+from kvpool.planner.plan import Plan
+from kvpool.planner.prefixes import Prefix
+
+_BAR = 24
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def report(plan: Plan, title: str, model: str, link: str) -> str:
+    """Return the lines; ``title`` names the trace, ``model`` the layout, ``link`` where the bandwidth comes from."""
+    parts = (_head(plan, title, model), _table(plan), _pool(plan), _reach(plan), _times(plan, link))
+    return "\n\n".join("\n".join(lines) for lines in (*parts, _gaps(plan), _prefixes(plan), _tenants(plan)) if lines)
+
+
+def _head(plan: Plan, title: str, model: str) -> list[str]:
+    survey, layout = plan.survey, plan.machine.layout
+    ceiling = plan.row(survey.curve.capacity_for(survey.curve.ceiling))
+    shares = f"{ceiling['token_rate']:.2%} of prompt tokens, {ceiling['block_rate']:.2%} of prompt blocks"
+    longest, everything = _size(plan.gib(survey.longest_blocks)), _size(plan.gib(survey.distinct_blocks))
+    rows = [
+        ("plan", title),
+        ("requests", f"{survey.requests:,} with {survey.prompt_tokens:,} tokens in prompts, {survey.output_tokens:,} in answers"),
+        ("model", f"{model}: {_size(layout.token_bytes / 1024)} KiB a token, blocks of {layout.tokens_per_block} tokens"),
+        ("memory", f"{longest} GiB for the longest request, {everything} GiB for everything"),
+        ("ceiling", f"{shares} are found again with unbounded memory"),
+    ]
+    if not survey.curve.exact:
+        rows.append(("sample", f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from {GROUPS} parts of it"))
+    return [f"{name:<9} {text}" for name, text in rows]
+
+
+def _table(plan: Plan) -> list[str]:
+    exact, times = plan.survey.curve.exact, plan.machine.prefill_tokens_per_second is not None
+    head = f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}  {'share of the ceiling':<{_BAR + 7}}"
+    lines = [f"{head} {'next 16 GiB':>11}{'  saved per request' if times else ''}"]
+    for row in map(plan.row, plan.table()):
+        line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>9.2%}"
+        line += "" if exact else f" {2 * row['standard_error']:>7.2%}"
+        line += f"  {_bar(row['of_ceiling'])} {row['of_ceiling']:>6.1%} {100 * row['next_16_gib']:>+7.2f} pts"
+        line += f" {_time(row['saved_seconds_per_request']):>18}" if times else ""
+        lines.append(line)
+    return lines
+
+
+def _pool(plan: Plan) -> list[str]:
+    pool = plan.pool()
+    if pool is None:
+        return []
+    lines = []
+    for name, row in (("device alone", pool["device"]), ("device + host", pool["both"])):
+        saved = row["saved_seconds_per_request"]
+        times = "" if saved is None else f", {_time(saved)} saved per request"
+        lines.append(f"{name:<14} {_size(row['gib'])} GiB: {row['token_rate']:.2%} of prompt tokens ({row['hit_tokens']:,}){times}")
+    if pool["device_blocks"] < plan.survey.longest_blocks:
+        lines.append(f"the longest request needs {plan.survey.longest_blocks:,} blocks and does not fit into the device tier")
+    return lines if pool["host_blocks"] else lines[:1] + lines[2:]
+
+
+def _reach(plan: Plan) -> list[str]:
+    if not plan.survey.ceiling_tokens:
+        return ["nothing is found again: more memory buys nothing"]
+    return [f"to reach {row['of_ceiling']:.0%} of the ceiling you need {_size(row['gib'])} GiB" for row in plan.reach()]
+
+
+def _times(plan: Plan, link: str) -> list[str]:
+    found, machine = plan.break_even(), plan.machine
+    if found is None:
+        return ["times: give --prefill-tokens-per-second to see what hits save"]
+    worth = f"above {found['worthwhile_above_gb_per_second']:.1f} GB/s"
+    where = "everything found crosses it" if machine.device_blocks is None else "what is found beyond the device tier crosses it"
+    lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {where}"]
+    if found["tokens"] is None:
+        return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
+    tokens = f"{found['tokens']:,} token{'s' if found['tokens'] > 1 else ''}"
+    return [*lines, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
+
+
+def _gaps(plan: Plan) -> list[str]:
+    gaps = plan.survey.gaps
+    rows, name = (gaps.seconds, duration) if gaps.seconds else (gaps.requests, "{:,} requests".format)
+    total = sum(count for _, count in rows)
+    lines, shown = [f"reused blocks, by the {'time' if gaps.seconds else 'requests'} since their last use"], 0
+    for edge, count in rows:
+        shown += count
+        label = "longer" if edge is None else f"below {name(edge)}"
+        lines.append(f"{label:>24}  {_bar(count / total)} {count / total:>6.1%}, {shown / total:>6.1%} in all")
+    return lines if total else []
+
+
+def _prefixes(plan: Plan) -> list[str]:
+    found, estimate = plan.survey.prefixes, "" if plan.survey.curve.exact else " (of the sample)"
+    if not found.top:
+        return []
+    half, most = (_size(plan.gib(blocks)) for blocks in (found.blocks_for_half, found.blocks_for_most))
+    lines = [
+        f"reuse{estimate}: {found.reused_blocks:,} of {found.distinct_blocks:,} distinct blocks are ever used again; "
+        f"{half} GiB carry half of all hits, {most} GiB nine tenths",
+        f"{'prefix of request':>18} {'its tokens':>22} {'reuses':>9} {'hit tokens':>14} {'share':>7}",
+    ]
+    return lines + [_prefix(prefix) for prefix in found.top]
+
+
+def _prefix(prefix: Prefix) -> str:
+    span = f"{prefix.start:,} to {prefix.start + prefix.tokens:,}"
+    return f"{prefix.first_request:>18,} {span:>22} {prefix.reuses:>9,} {prefix.hit_tokens:>14,} {prefix.share:>7.2%}"
+
+
+def _tenants(plan: Plan) -> list[str]:
+    if not plan.survey.tenants:
+        return []
+    # A third, the middle and the end of the table say enough of a tenant.
+    table = plan.table()
+    columns = sorted({table[len(table) // 3], table[len(table) * 2 // 3], table[-1]})
+    head = "".join(f"{_size(plan.gib(blocks)) + ' GiB':>13}" for blocks in columns)
+    lines = [f"{'tenant':<24} {'requests':>9} {'prompt tokens':>15}{head}   hit rate of its own tokens, cache shared by all"]
+    for tenant in plan.survey.tenants:
+        rates = [round(tenant.curve.hits(blocks)) * plan.survey.tokens_per_block / max(tenant.prompt_tokens, 1) for blocks in columns]
+        name = tenant.name if len(tenant.name) <= 24 else tenant.name[:21] + "..."
+        lines.append(f"{name:<24} {tenant.requests:>9,} {tenant.prompt_tokens:>15,}" + "".join(f"{rate:>13.2%}" for rate in rates))
+    return lines
+
+
+def _bar(share: float) -> str:
+    eighths = round(min(max(share, 0.0), 1.0) * _BAR * 8)
+    bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+    return f"{bar:<{_BAR}}"
+
+
+def _size(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def duration(seconds: float) -> str:
+    """A round time in its largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"

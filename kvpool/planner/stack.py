@@ -1,0 +1,306 @@
+"""LRU stack distances of the blocks of requests: which blocks were touched since, counted in a bitmap over time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.jit import jit
+
+BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED = range(6)
+"""Places in ``Tables.counts``: distinct blocks with a key, next position in time, bits that are set, and of the last request the
+sampled blocks that were looked up, those of them found, and those new."""
+
+STEPS = 128
+"""Buckets that a coarse histogram has for each doubling."""
+
+REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
+SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_800.0, 21_600.0, 86_400.0, 604_800.0)
+"""Where the bars of the histogram of reuse gaps end."""
+
+_ONE, _SIX, _ALL = np.uint64(1), np.uint64(6), np.uint64(2**64 - 1)
+_M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
+_M4, _MUL = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
+_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S2, _S4, _S27, _S30, _S31, _S32, _S56 = (np.uint64(n) for n in (2, 4, 27, 30, 31, 32, 56))
+_LOW = np.uint64(63)
+
+
+class Tables(NamedTuple):
+    """Everything that is known of the blocks seen so far. Blocks with a key are numbered in the order of their first use.
+
+    Time is a position in `bits`: each block seen has a bit at its last use. `tree` is a Fenwick tree over the set bits of words.
+    """
+
+    slots: npt.NDArray[np.int32]
+    """Open addressing by key, a power of two long; numbers, -1 where there is none."""
+    keys: npt.NDArray[np.uint64]
+    last: npt.NDArray[np.int64]
+    """Time of the last use, by number."""
+    seen: npt.NDArray[np.int32]
+    """Request of the last use."""
+    hits: npt.NDArray[np.int32]
+    """How often it would have been reused with unbounded memory."""
+    parent: npt.NDArray[np.int32]
+    """The sampled block before it, -1 where there is none."""
+    bits: npt.NDArray[np.uint64]
+    tree: npt.NDArray[np.int32]
+    distances: npt.NDArray[np.int64]
+    """[distance]: lookups that hit from a capacity of `distance` blocks on."""
+    groups: npt.NDArray[np.int64]
+    """[groups, bucket of `bucket_of`]: the same for each group, which is a part of the sampled blocks, by key."""
+    cold: npt.NDArray[np.int64]
+    """[groups]: lookups of blocks never seen before."""
+    coarse: npt.NDArray[np.int64]
+    """[tenants, bucket of `bucket_of`]: the same for each tenant."""
+    gaps: npt.NDArray[np.int64]
+    """[2, 16]: reuses by the requests since the last use, below each of `REQUEST_EDGES` and beyond, and by the seconds."""
+    times: npt.NDArray[np.float64]
+    """Seconds, by request; NaN where the trace does not say."""
+    found: npt.NDArray[np.int32]
+    """Scratch: numbers of one request's blocks."""
+    counts: npt.NDArray[np.int64]
+
+
+class Access(NamedTuple):
+    """One request: block k has the content of `ids` that cover its `tokens_per_block` tokens, under everything before."""
+
+    tokens_per_id: int
+    tokens_per_block: int
+    lookups: int
+    """Blocks, from the first, that may be reused."""
+    keyed: int
+    """Blocks, from the first, that another request can repeat."""
+    full: int
+    """Full blocks in all; those behind the keyed ones are never repeated."""
+    seed: np.uint64
+    """Of the namespace."""
+    threshold: np.uint64
+    """A block is sampled if the upper half of its key is below it."""
+    request: int
+    tenant: int
+
+
+@jit
+def mixed(x):
+    """A 64-bit number scrambled, one to one."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> _S30)) * _MIX1
+    x = (x ^ (x >> _S27)) * _MIX2
+    return x ^ (x >> _S31)
+
+
+@jit
+def ones(x):
+    """How many bits of a word are set."""
+    x = x - ((x >> _ONE) & _M1)
+    x = (x & _M2) + ((x >> _S2) & _M2)
+    x = (x + (x >> _S4)) & _M4
+    return np.int64((x * _MUL) >> _S56)
+
+
+@jit
+def add(tree, word, change):
+    """Count `change` more bits in a word."""
+    at = word + 1
+    while at < len(tree):
+        tree[at] += change
+        at += at & -at
+
+
+@jit
+def later(tables, time):
+    """Blocks whose last use came after `time`."""
+    word = time >> 6
+    below = _ALL >> np.uint64(63 - (time & 63))
+    count = ones(tables.bits[word] & below)
+    while word > 0:
+        count += tables.tree[word]
+        word -= word & -word
+    return tables.counts[LIVE] - count
+
+
+@jit
+def bucket_of(distance):
+    """The bucket of a distance from 1 on: exact below 2 * STEPS, then STEPS buckets for each doubling."""
+    shift = 0
+    while distance >> shift >= 2 * STEPS:
+        shift += 1
+    return shift * STEPS + (distance >> shift)
+
+
+@jit
+def place_of(value, edges):
+    """How many of the ascending edges a value has reached."""
+    place = 0
+    while place < len(edges) and value >= edges[place]:
+        place += 1
+    return place
+
+
+@jit
+def slot_of(tables, key):
+    """Where a key is among the slots, or where it belongs."""
+    mask = len(tables.slots) - 1
+    slot = np.int64(key & np.uint64(mask))
+    while tables.slots[slot] >= 0 and tables.keys[tables.slots[slot]] != key:
+        slot = (slot + 1) & mask
+    return slot
+
+
+@jit
+def key_of(ids, access, block, parent):
+    """Key of a block: of its content and its parent's key."""
+    first = block * access.tokens_per_block
+    key = parent
+    for at in range(first // access.tokens_per_id, (first + access.tokens_per_block - 1) // access.tokens_per_id + 1):
+        key = mixed(key ^ mixed(ids[at]))
+    # One id can cover several blocks, whose place the parent's key tells apart.
+    return key
+
+
+@jit
+def count_hit(tables, access, number, distance, group):
+    """Enter one reuse into the histograms."""
+    tables.distances[distance] += 1
+    tables.groups[group, bucket_of(distance)] += 1
+    tables.coarse[access.tenant, bucket_of(distance)] += 1
+    before = tables.seen[number]
+    tables.gaps[0, place_of(access.request - before, REQUEST_EDGES)] += 1
+    waited = tables.times[access.request] - tables.times[before]
+    if waited >= 0:
+        tables.gaps[1, place_of(waited, SECOND_EDGES)] += 1
+    tables.hits[number] += 1
+    tables.counts[HITS] += 1
+
+
+@jit
+def look_up(tables, access, ids):
+    """Count the distances of a request's blocks; put their numbers into `found` and return how many they are.
+
+    All distances are those before the request: it claims what it finds before it takes anything new.
+    """
+    counts, key, number, distance, count = tables.counts, access.seed, np.int64(-1), np.int64(0), 0
+    groups = np.uint64(len(tables.cold))
+    counts[LOOKUPS] = counts[HITS] = counts[INSERTED] = 0
+    for block in range(access.keyed):
+        key = key_of(ids, access, block, key)
+        if key >> _S32 >= access.threshold:
+            continue
+        group = np.int64((mixed(key) >> _S32) % groups)
+        before, number = number, number + 1
+        # The child that came with its parent has the next number.
+        if number >= counts[BLOCKS] or tables.keys[number] != key:
+            slot = slot_of(tables, key)
+            number = np.int64(tables.slots[slot])
+            if number < 0:
+                number = counts[BLOCKS]
+                tables.slots[slot] = number
+                tables.keys[number], tables.last[number] = key, -1
+                tables.hits[number], tables.parent[number] = 0, before
+                counts[BLOCKS] += 1
+                counts[INSERTED] += 1
+        if block < access.lookups:
+            counts[LOOKUPS] += 1
+            last = tables.last[number]
+            if last < 0:
+                tables.cold[group] += 1
+            else:
+                if before >= 0 and tables.last[before] == last + 1:
+                    distance += 1
+                else:
+                    distance = later(tables, last) + 1
+                count_hit(tables, access, number, distance, group)
+        tables.found[count] = number
+        count += 1
+    return count
+
+
+@jit
+def touch(tables, access, count):
+    """Make the request's blocks the last used ones, its last block first, as they are released."""
+    bits, tree, counts = tables.bits, tables.tree, tables.counts
+    word, removed = np.int64(-1), 0
+    for at in range(count - 1, -1, -1):
+        last = tables.last[tables.found[at]]
+        if last >= 0:
+            if last >> 6 != word:
+                if removed:
+                    add(tree, word, -removed)
+                word, removed = last >> 6, 0
+            bits[word] &= ~(_ONE << (np.uint64(last) & _LOW))
+            removed += 1
+            counts[LIVE] -= 1
+    if removed:
+        add(tree, word, -removed)
+    begin = counts[NOW]
+    end = begin + count
+    for block in range(access.keyed, access.full):
+        if mixed(mixed(access.seed ^ np.uint64(access.request)) ^ np.uint64(block)) >> _S32 < access.threshold:
+            end += 1
+    first_keyed = end - count
+    for at in range(count):
+        number = tables.found[at]
+        # The last block comes first.
+        tables.last[number] = first_keyed + count - 1 - at
+        tables.seen[number] = access.request
+    set_range(bits, tree, begin, end)
+    counts[LIVE] += end - begin
+    counts[NOW] = end
+
+
+@jit
+def set_range(bits, tree, begin, end):
+    """Set clear bits `[begin, end)`."""
+    while begin < end:
+        word = begin >> 6
+        stop = min(end, (word + 1) << 6)
+        width = stop - begin
+        bits[word] |= (_ALL >> np.uint64(64 - width)) << (np.uint64(begin) & _LOW)
+        add(tree, word, width)
+        begin = stop
+
+
+@jit
+def record(tables, access, ids):
+    """Look up and touch the blocks of a request; every table must have room for all of them."""
+    touch(tables, access, look_up(tables, access, ids))
+
+
+@jit
+def compact(tables, bits, tree):
+    """Number the last uses without gaps, into clear `bits` and `tree`, which may be longer."""
+    before = 0
+    for word in range(len(tables.bits)):
+        # The old tree is done with: its words now hold the set bits before each word.
+        tables.tree[word] = before
+        before += ones(tables.bits[word])
+    for number in range(tables.counts[BLOCKS]):
+        last = tables.last[number]
+        below = (_ONE << (np.uint64(last) & _LOW)) - _ONE
+        tables.last[number] = tables.tree[last >> 6] + ones(tables.bits[last >> 6] & below)
+    set_range(bits, tree, np.int64(0), tables.counts[LIVE])
+    tables.counts[NOW] = tables.counts[LIVE]
+
+
+@jit
+def fill_slots(slots, keys, count):
+    """Enter the first `count` keys into empty slots."""
+    mask = len(slots) - 1
+    for number in range(count):
+        slot = np.int64(keys[number] & np.uint64(mask))
+        while slots[slot] >= 0:
+            slot = (slot + 1) & mask
+        slots[slot] = number
+
+
+@jit
+def trace_back(hits, parent, head, depth):
+    """For each block the first one of its run, and its place in its chain. A run is a part of a chain that is reused as one."""
+    for number in range(len(hits)):
+        before = parent[number]
+        depth[number] = 0 if before < 0 else depth[before] + 1
+        # Two children cannot both be reused as often as their parent.
+        head[number] = head[before] if before >= 0 and hits[before] == hits[number] else number

@@ -1,0 +1,189 @@
+"""A survey of a trace: one pass over its requests, and everything about their reuse that does not depend on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.interrupt import DeferInterrupt
+from kvpool.layout import integer_argument
+from kvpool.planner.curve import Curve, coarse_limits
+from kvpool.planner.distances import BUCKETS, StackDistances
+from kvpool.planner.prefixes import Prefixes, find_prefixes
+from kvpool.planner.stack import REQUEST_EDGES, SECOND_EDGES
+from kvpool.replay.tokens import Request
+
+TENANTS_MAX = 64
+"""Tenants with a curve of their own; those that come later share one."""
+OTHERS, NOBODY = "(others)", "(none)"
+SAMPLE_MIN = 1e-6
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What one tenant finds in a cache that all share."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    curve: Curve
+    """Capacities are those of the whole cache; below 1 % of a capacity is left out."""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Reused blocks by how long they had not been used: rows (below, count), each from the row before on; None is without end."""
+
+    requests: list[tuple[float | None, int]]
+    seconds: list[tuple[float | None, int]]
+    """Empty where the trace has no times."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a trace reuses. Blocks are full blocks of ``tokens_per_block`` tokens, except for ``prompt_blocks``."""
+
+    tokens_per_block: int
+    sample: float
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    prompt_blocks: int
+    """Of all prompts, unfull last ones counted."""
+    longest_blocks: int
+    """Of the longest request, prompt and answer: a smaller cache cannot run it."""
+    distinct_blocks: int
+    """Memory for everything, answers included."""
+    curve: Curve
+    tenants: list[Tenant]
+    gaps: Gaps
+    prefixes: Prefixes
+
+    def hit_tokens(self, capacity: int) -> int:
+        """Prompt tokens found by a cache of ``capacity`` blocks."""
+        return round(self.curve.hits(capacity)) * self.tokens_per_block
+
+    @property
+    def ceiling_tokens(self) -> int:
+        """Prompt tokens found with unbounded memory."""
+        return round(self.curve.ceiling) * self.tokens_per_block
+
+
+class Surveyor:
+    """Takes requests in the order of their admission, and gives a survey of those so far.
+
+    A request touches its blocks once, when it is admitted, its last block first: then blocks are ordered as by a pool that holds
+    them while the request runs and releases them tail first, requests in order. Full blocks only; the last token of a prompt is
+    never found. An answer takes memory, and is found again where the trace has its tokens, from the next request on: no chat goes on
+    before it has its answer. Namespaces are the replay's.
+
+    Parameters
+    ----------
+    tokens_per_block
+        At least 1.
+    sample
+        Share of the blocks to follow, 1e-6 to 1.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, tokens_per_block: int, sample: float = 1.0) -> None:
+        self.tokens_per_block = integer_argument("tokens_per_block", tokens_per_block, 1, 2**31 - 1)
+        if not SAMPLE_MIN <= sample <= 1:
+            raise ValueError(f"sample={sample}: must be {SAMPLE_MIN} to 1")
+        self.sample = sample
+        self._distances = StackDistances(tokens_per_block, sample)
+        self._blocks_before = np.zeros(1 << 10, np.int64)
+        self._tokens = np.zeros(2, np.int64)
+        self._lookups = self._prompt_blocks = self._longest = 0
+        self._tenants: dict[str | None, int] = {}
+        self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
+
+    @property
+    def requests(self) -> int:
+        """Requests taken so far."""
+        return self._distances.requests
+
+    def record(self, request: Request) -> None:
+        """Take the next request. An interrupt waits until it is whole. Raises OverflowError for too many distinct blocks."""
+        with DeferInterrupt():
+            self._record(request)
+
+    def _record(self, request: Request) -> None:
+        index, size = self._distances.requests, self.tokens_per_block
+        if index == len(self._blocks_before):
+            self._blocks_before = np.concatenate([self._blocks_before, np.zeros_like(self._blocks_before)])
+        self._blocks_before[index] = self._distances.blocks
+        name = request.salt if request.tenant is None else request.tenant
+        tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
+        lookups = (request.input_length - 1) // size
+        followed, _, _ = self._distances.record(request, tenant)
+        self._of_tenants[tenant] += (1, request.input_length, lookups, followed)
+        self._tokens += (request.input_length, request.output_length)
+        self._lookups += lookups
+        self._prompt_blocks += -(-request.input_length // size)
+        self._longest = max(self._longest, -(-request.length // size))
+
+    def survey(self) -> Survey:
+        """Return the figures of all requests so far; no more may follow, as this takes the histograms over."""
+        distances, tables = self._distances, self._distances.tables
+        requests, blocks = distances.requests, distances.blocks
+        cumulative = tables.distances[: distances.live + 2]
+        np.cumsum(cumulative, out=cumulative)
+        found = np.cumsum(tables.groups, axis=1)
+        missed = (tables.cold + found[:, -1])[:, None] - found
+        followed = int(cumulative[-1] + tables.cold.sum())
+        curve = Curve(cumulative, followed, self._lookups, self.sample, missed=missed)
+        before = self._blocks_before[:requests]
+        return Survey(
+            tokens_per_block=self.tokens_per_block,
+            sample=self.sample,
+            requests=requests,
+            prompt_tokens=int(self._tokens[0]),
+            output_tokens=int(self._tokens[1]),
+            prompt_blocks=self._prompt_blocks,
+            longest_blocks=self._longest,
+            distinct_blocks=round(distances.live / self.sample),
+            curve=curve,
+            tenants=self._tenant_curves(),
+            gaps=Gaps(_rows(tables.gaps[0], REQUEST_EDGES), _rows(tables.gaps[1], SECOND_EDGES)),
+            prefixes=find_prefixes(tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample),
+        )
+
+    def _tenant_curves(self) -> list[Tenant]:
+        """The curves of tenants, none where the trace does not tell them apart."""
+        if set(self._tenants) <= {None}:
+            return []
+        names: dict[int, str] = {}
+        for name, number in self._tenants.items():
+            names[number] = OTHERS if number == TENANTS_MAX else NOBODY if name is None else name
+        limits = coarse_limits(BUCKETS)
+        result = []
+        for number, name in names.items():
+            requests, tokens, lookups, followed = (int(n) for n in self._of_tenants[number])
+            cumulative = np.cumsum(self._distances.tables.coarse[number])
+            curve = Curve(cumulative, followed, lookups, self.sample, limits)
+            result.append(Tenant(name, requests, tokens, curve))
+        return sorted(result, key=lambda tenant: -tenant.prompt_tokens)
+
+
+def survey_of(
+    requests: Iterable[Request], *, tokens_per_block: int = 16, sample: float = 1.0, progress: Callable[[int], Any] | None = None
+) -> Survey:
+    """Survey requests, which are read once; ``progress`` is called with 1 after each. Arguments and errors are those of `Surveyor`."""
+    surveyor = Surveyor(tokens_per_block, sample)
+    for request in requests:
+        surveyor.record(request)
+        if progress is not None:
+            progress(1)
+    return surveyor.survey()
+
+
+def _rows(counts: npt.NDArray[np.int64], edges: Sequence[float]) -> list[tuple[float | None, int]]:
+    """The bars of a histogram, less the empty ones at its end."""
+    used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
+    return list(zip((*edges, None), counts[:used].tolist(), strict=False))
