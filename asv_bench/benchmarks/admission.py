@@ -71,7 +71,7 @@ class Admit(Once):
 
 
 class ThreadedRequests(Pooled):
-    """Whole requests (keys, admission, commit, release) that miss and evict, one after the other and by two threads: they share one lock."""
+    """Whole requests (keys, admission, commit, release) that miss and evict, in turn and by two threads: they share one lock."""
 
     params = [256, PROMPT_TOKENS]
     param_names = ["tokens"]

@@ -47,7 +47,7 @@ class SyntheticReplay:
 
 
 class TraceReplay:
-    """The first 1,000 requests of the trace that the environment variable KVPOOL_BENCH_TRACE names, without a host tier or partial reuse."""
+    """The first 1,000 requests of the trace that KVPOOL_BENCH_TRACE, of the environment, names; no host tier, no partial reuse."""
 
     params = [50_000, 400_000]
     param_names = ["device_blocks"]
