@@ -17,7 +17,8 @@ class Pinned(Pooled):
     """Base: a pool with one prompt on both tiers, and a second thread."""
 
     def prepare(self, device_blocks: int) -> None:
-        self.cache = make_pool(device_blocks + blocks_of(READ_TOKENS), 2 * blocks_of(READ_TOKENS))
+        # Nothing is offloaded but what is asked for, so that the host tier keeps it.
+        self.cache = make_pool(device_blocks + blocks_of(READ_TOKENS), 2 * blocks_of(READ_TOKENS), offload_min_priority=100)
         (prompt,) = make_prompts(1, READ_TOKENS, seed=1)
         keys = self.cache.block_keys(prompt)
         store(self.cache, [keys])
