@@ -14,12 +14,12 @@ from kvpool.kv_layout import LAYOUTS, PagedKV
 
 from .pools import THREADS
 
-LAYERS, PLANES, BLOCKS, TOKENS_PER_BLOCK, HEADS, HEAD_DIM = 8, 2, 1_024, 16, 8, 128
+LAYERS, PLANES, BLOCKS, TOKENS_PER_BLOCK, HEADS, HEAD_DIM = 4, 2, 1_024, 16, 8, 128
 TOKENS = 4_096
 
 
 def paged(layout: str) -> PagedKV:
-    """A cache of float16 in this layout, 256 MiB that have their pages."""
+    """A cache of float16 in this layout, 128 MiB that have their pages."""
     lists, _, axes = LAYOUTS[layout].partition("|")
     extents = {"L": LAYERS, "P": PLANES, "B": BLOCKS, "T": TOKENS_PER_BLOCK, "H": HEADS, "D": HEAD_DIM, "1": 1}
     if "T" not in axes:
@@ -34,7 +34,7 @@ def paged(layout: str) -> PagedKV:
 
 
 class KvCopies:
-    """4,096 tokens at random places, K and V of eight layers: 128 MiB."""
+    """4,096 tokens at random places, K and V of four layers: 64 MiB."""
 
     params = ["flashinfer", "flashinfer_hnd", "sglang", "tensorrt_llm", "vllm_flash_attention", "vllm_flash_attention_hnd"]
     param_names = ["layout"]
