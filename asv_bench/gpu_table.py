@@ -21,6 +21,7 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 FRAGMENTS = (16, 256, 4096)
 PLACEMENTS = ("apart", "neighbours")
+ORDERS = ("layer_first", "block_first")
 
 
 def measured(benchmark: type[Any], parameters: tuple[Any, ...]) -> dict[str, float] | None:
@@ -58,11 +59,11 @@ def block_tables() -> Iterator[str]:
 
 def token_table() -> str:
     rows = []
-    for parameters in product(*KvCopies.params):
+    for parameters in product(*KvCopies.params, ORDERS):
         found = measured(KvCopies, parameters)
         if found is not None:
             rows.append([*parameters, f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"])
-    return markdown([*KvCopies.param_names, "GB/s", "of a plain copy"], rows)
+    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy"], rows)
 
 
 def staging_table() -> str:

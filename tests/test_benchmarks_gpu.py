@@ -69,7 +69,7 @@ def test_blocks_are_copied_by_the_path_that_is_measured(cupy: FakeCupy, paramete
     assert_nothing_is_left(cupy)
 
 
-@pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params)), ids=str)
+@pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params, gpu_table.ORDERS)), ids=str)
 def test_tokens_are_copied_by_kernels(cupy: FakeCupy, parameters: tuple[str, ...]) -> None:
     found = run_tracks(gpu.KvCopies, parameters)
     assert found["share_of_plain_copy"] == 100 and len(cupy.launched) == 2 * (gpu.REPEATS + 1)

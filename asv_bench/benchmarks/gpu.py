@@ -82,12 +82,12 @@ class BlockCopies(OnGpu):
     than the GPU's cache. What the call costs the CPU is in the time.
     """
 
-    params = (list(DIRECTIONS), list(PATHS), [4 << 10, 64 << 10, 2 << 20], [16, 1024], ["apart", "neighbours"])
-    param_names = ("direction", "path", "fragment_bytes", "fragments", "placement")
+    params = (list(DIRECTIONS), list(PATHS), [8 << 10, 64 << 10])
+    param_names = ("direction", "path", "fragment_bytes")
     timeout = 300
     tier_bytes = 1 << 30
 
-    def setup(self, direction: str, path: str, nbytes: int, count: int, placement: str) -> None:
+    def setup(self, direction: str, path: str, nbytes: int, count: int = 1024, placement: str = "apart") -> None:
         blocks = self.tier_bytes // nbytes
         if 4 * count > blocks:
             raise NotImplementedError(f"{count} fragments of {nbytes} bytes are too much for tiers of {self.tier_bytes}")
@@ -140,13 +140,13 @@ class BlockCopies(OnGpu):
 class KvCopies(OnGpu):
     """Tokens at random places between the device tier and contiguous staging; as a share of one plain copy of as many bytes."""
 
-    params = (["gather", "scatter"], ["device", "host"], ["layer_first", "block_first"])
-    param_names = ("direction", "staging", "order")
+    params = (["gather", "scatter"], ["device", "host"])
+    param_names = ("direction", "staging")
     timeout = 300
     blocks, tokens = 512, 4_096
     shape = {"layers": 32, "kv_heads": 8, "head_dim": 128}
 
-    def setup(self, direction: str, staging: str, order: str) -> None:
+    def setup(self, direction: str, staging: str, order: str = "layer_first") -> None:
         self.open()
         layout = BlockLayout(**self.shape, tokens_per_block=TOKENS_PER_BLOCK, dtype="float16", order=order)
         self.nbytes = self.tokens * layout.token_bytes
