@@ -21,9 +21,10 @@ class BlockCopies:
     The memcpy copies as many bytes, between places as random, in one call.
     """
 
-    params = (["layer_first", "block_first"], ["onboard", "offload"], [1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20])
+    params = (["layer_first", "block_first"], ["onboard", "offload"], [4 << 10, 64 << 10, 1 << 20])
     param_names = ("order", "direction", "block_bytes")
-    timeout = 300
+    repeat = 3
+    rounds = 1
 
     def setup(self, order: str, direction: str, block_bytes: int) -> None:
         blocks = TIER_BYTES // block_bytes
@@ -69,7 +70,7 @@ class BlockCopies:
     track_share_of_memcpy.unit = "x memcpy"  # type: ignore[attr-defined]
 
 
-class SmallBatches:
+class CallCost:
     """What a call costs: a few 4 KiB blocks."""
 
     params = [1, 8, 64, 512]

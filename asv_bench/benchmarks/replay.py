@@ -1,9 +1,11 @@
-"""The replay of the synthetic workload: its whole control plane, its hits, and its memory."""
+"""Replays: the control plane of whole workloads, their hits, and their memory."""
 
 from __future__ import annotations
 
+import os
+
 from kvpool.layout import BlockLayout
-from kvpool.replay import Replay, ReplayConfig, Summary, synthetic
+from kvpool.replay import Replay, ReplayConfig, Summary, Trace, read_trace, synthetic
 from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
 
 
@@ -15,6 +17,7 @@ class SyntheticReplay:
     requests = 600
     number = 1
     repeat = 3
+    rounds = 1
     warmup_time = 0.0
     timeout = 300
 
@@ -41,3 +44,25 @@ class SyntheticReplay:
         return self._run().hits.tokens
 
     track_hit_tokens.unit = "tokens"  # type: ignore[attr-defined]
+
+
+class TraceReplay:
+    """The first 1,000 requests of the trace that KVPOOL_BENCH_TRACE, of the environment, names; no host tier, no partial reuse."""
+
+    params = [50_000, 400_000]
+    param_names = ["device_blocks"]
+    requests = 1_000
+    timeout = 600
+
+    def setup(self, device_blocks: int) -> None:
+        path = os.environ.get("KVPOOL_BENCH_TRACE")
+        if path is None:
+            raise NotImplementedError("KVPOOL_BENCH_TRACE names no trace")
+        self.trace: Trace = read_trace(path, limit=self.requests)
+        self.config = ReplayConfig(BlockLayout.of_block_bytes(16, 16), device_blocks, partial=False, device="cpu")
+
+    def track_control_plane(self, device_blocks: int) -> float:
+        with Replay(self.trace, self.config) as replay:
+            return sum(replay.run().control_us_per_request.values())
+
+    track_control_plane.unit = "us/request"  # type: ignore[attr-defined]

@@ -1,0 +1,109 @@
+"""Measure every GPU benchmark once on this machine and write the table of results: ``python -m asv_bench.gpu_table``.
+
+The table names the hardware, the driver's CUDA, the commit and the command. Run it from the root of a checkout, on an idle GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from asv_bench.benchmarks.gpu import BlockCopies, KvCopies, StagedTables
+from kvpool.device.calibration import DIRECTIONS, PATHS
+from kvpool.device.cuda import describe_gpus, unusable
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
+FRAGMENTS = (16, 256, 4096)
+PLACEMENTS = ("apart", "neighbours")
+ORDERS = ("layer_first", "block_first")
+
+
+def measured(benchmark: type[Any], parameters: tuple[Any, ...]) -> dict[str, float] | None:
+    """Every ``track_*`` of a benchmark by name, or None where it cannot run."""
+    made = benchmark()
+    try:
+        made.setup(*parameters)
+    except NotImplementedError:
+        return None
+    try:
+        return {name.removeprefix("track_"): getattr(made, name)(*parameters) for name in dir(made) if name.startswith("track_")}
+    finally:
+        made.teardown(*parameters)
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head)]
+    lines += [["---"] * len(lines[0]), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def block_tables() -> Iterator[str]:
+    """One table for each direction and placement: a row for each path and number of fragments, a column for each size."""
+    for direction, placement in product(DIRECTIONS, PLACEMENTS):
+        rows = []
+        for path, count in product(PATHS, FRAGMENTS):
+            cells = []
+            for nbytes in FRAGMENT_BYTES:
+                found = measured(BlockCopies, (direction, path, nbytes, count, placement))
+                cells.append("" if found is None else f"{found['speed']:.1f} ({found['share_of_peak']:.0f} %)")
+            rows.append([path, f"{count:,}", *cells])
+        head = ["path", "fragments", *(f"{nbytes >> 10:,} KiB" for nbytes in FRAGMENT_BYTES)]
+        yield f"### {direction}, {placement}\n\n{markdown(head, rows)}"
+
+
+def token_table() -> str:
+    rows = []
+    for parameters in product(*KvCopies.params, ORDERS):
+        found = measured(KvCopies, parameters)
+        if found is not None:
+            rows.append([*parameters, f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"])
+    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy"], rows)
+
+
+def staging_table() -> str:
+    rows = []
+    for used in StagedTables.params:
+        found = measured(StagedTables, (used,))
+        if found is not None:
+            names = ("cpu_time", "cpu_time_of_memcpy", "gpu_time", "gpu_time_of_memcpy_async")
+            rows.append([f"{used:,}", *(f"{found[name]:.1f}" for name in names)])
+    return markdown(["columns in use", "CPU µs", "memcpy µs", "GPU µs", "memcpyAsync µs"], rows)
+
+
+def report(command: str) -> str:
+    gpu = describe_gpus()[0]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    machine = f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, commit {commit or 'unknown'}, `{command}`."
+    parts = [
+        "# Copies on a GPU",
+        f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what each figure counts.",
+        "## Blocks: GB/s, and percent of one large copy in the same direction",
+        *block_tables(),
+        "## Tokens between the device tier and staging",
+        token_table(),
+        "## Block tables of 256 sequences into a target of 1,024 columns",
+        staging_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m asv_bench.gpu_table", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    missing = unusable()
+    if missing is not None:
+        sys.exit(f"nothing was measured: {missing}")
+    options.output.write_text(report(" ".join([parser.prog, *given])), encoding="utf-8")
+    print(options.output)
+
+
+if __name__ == "__main__":
+    main()
