@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,13 +84,19 @@ def planes_argument(table: Table, scale: Any, v_offset: Any, ids: int) -> npt.ND
     if table.shape[:-2] != leading:
         text = "".join(f"{count}, " for count in leading)
         raise ValueError(f"target has shape {list(table.shape)}: with this scale and v_offset, accepted is [{text}rows, columns]")
-    planes = []
-    for pool, one in enumerate(scales):
-        for offset in (0, given[pool if listed else 0]) if given else (0,):
-            if (ids - 1) * one + offset > _INT32_MAX:
-                raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
-            planes.append((one, offset))
-    return np.array([(start, *plane) for start, plane in zip(table.starts(), planes, strict=True)], np.int64)
+    per_pool = [(0, given[pool if listed else 0]) if given else (0,) for pool in range(len(scales))]
+    values = tuple((one, offset) for one, offsets in zip(scales, per_pool, strict=True) for offset in offsets)
+    return _planes(table.shape, table.strides, values, ids)
+
+
+@lru_cache(maxsize=256)
+def _planes(shape: tuple[int, ...], strides: tuple[int, ...], values: tuple[tuple[int, int], ...], ids: int) -> npt.NDArray[np.int64]:
+    """Remembered, since an engine hands over to the same few targets at every step; nobody writes to it."""
+    for one, offset in values:
+        if (ids - 1) * one + offset > _INT32_MAX:
+            raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
+    starts = Table(0, shape, strides, None).starts()
+    return np.array([(start, *value) for start, value in zip(starts, values, strict=True)], np.int64)
 
 
 def _is_list(value: Any) -> bool:
