@@ -26,8 +26,8 @@ Ids = npt.NDArray[np.int64]
 
 
 @jit
-def used_now(h, ids):  # type: ignore[no-untyped-def]
-    """Blocks of the longest of these sequences, and of all. A guess: nothing is held, and ids may be wrong."""
+def _used(h, ids):  # type: ignore[no-untyped-def]
+    """Blocks of the longest of these sequences, and of all. A guess without the state lock, where ids may be wrong."""
     sequences = sequences_of(h)
     most, total = np.int64(0), np.int64(0)
     for i in range(ids.shape[0]):
@@ -35,6 +35,18 @@ def used_now(h, ids):  # type: ignore[no-untyped-def]
         if slot < h[SEQUENCES]:
             most, total = max(most, np.int64(sequences[slot].blocks)), total + sequences[slot].blocks
     return most, total
+
+
+@jit
+def dense_room(h, ids, planes, columns):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_dense`` is likely to need."""
+    return staged_bytes(planes, ids.shape[0], min(_used(h, ids)[0], columns))
+
+
+@jit
+def csr_room(h, ids):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_csr`` is likely to need."""
+    return 4 * (2 * ids.shape[0] + 1 + _used(h, ids)[1])
 
 
 @jit
@@ -52,9 +64,9 @@ def _check(h, ids):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _copy_row(h, slot, address, count):  # type: ignore[no-untyped-def]
-    """The first columns of a sequence's row of the host table."""
-    memcpy(address, h[A_TABLE] + 4 * slot * h[COLUMNS], 4 * count)
+def _copy_rows(h, slot, address, columns):  # type: ignore[no-untyped-def]
+    """Columns of the host table from the first one of a sequence's row on; more than a row are those of the next rows too."""
+    memcpy(address, h[A_TABLE] + 4 * slot * h[COLUMNS], 4 * columns)
 
 
 @jit
@@ -80,11 +92,15 @@ def stage_dense(h, ids, rows, planes, address, nbytes, columns, cut):  # type: i
     for p in range(planes.shape[0]):
         for k in range(3):
             to_planes[p, k] = planes[p, k]
+    first = 0
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(h, slot)
         to_rows[i] = rows[i]
-        _copy_row(h, slot, address + 4 * i * width, width)
+        # Whole rows that follow each other are copied at once: short copies cost more than their bytes.
+        if i + 1 == ids.shape[0] or width < h[COLUMNS] or ids[i + 1] & 0xFFFFFFFF != slot + 1:
+            _copy_rows(h, slot - (i - first), address + 4 * first * width, (i + 1 - first) * width)
+            first = i + 1
     return width
 
 
@@ -98,7 +114,7 @@ def stage_csr(h, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
     error = _check(h, ids)
     if error:
         return error
-    total = used_now(h, ids)[1]
+    total = _used(h, ids)[1]
     if total > room:
         h[DETAIL] = total
         return TOO_LARGE
@@ -114,7 +130,7 @@ def stage_csr(h, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
         used, length = np.int64(sequences[slot].blocks), sequences[slot].length
         indptr[i] = done
         last[i] = (length - 1) % h[WIDTH] + 1 if length else 0
-        _copy_row(h, slot, address + 4 * (2 * n + 1 + done), used)
+        _copy_rows(h, slot, address + 4 * (2 * n + 1 + done), used)
         done += used
     indptr[n] = done
     return total
@@ -132,8 +148,8 @@ class HandOver(ABC):
         self.retained = False
 
     @abstractmethod
-    def room(self, most: int, total: int) -> int:
-        """Bytes of the buffer, for sequences of at most ``most`` blocks, and ``total`` together."""
+    def room(self, header: Ids, ids: Ids) -> int:
+        """Bytes of a buffer that is likely to be large enough. No lock is needed."""
 
     @abstractmethod
     def stage(self, header: Ids, ids: Ids, buffer: Buffer) -> int:
@@ -170,8 +186,8 @@ class DenseHandOver(HandOver):
         super().__init__([table])
         self.planes, self.rows, self.columns, self.cut = planes, rows, columns, cut
 
-    def room(self, most: int, total: int) -> int:
-        return int(staged_bytes(len(self.planes), len(self.rows), min(most, self.columns)))
+    def room(self, header: Ids, ids: Ids) -> int:
+        return int(dense_room(header, ids, len(self.planes), self.columns))
 
     def stage(self, header: Ids, ids: Ids, buffer: Buffer) -> int:
         width = int(stage_dense(header, ids, self.rows, self.planes, buffer.address, buffer.array.nbytes, self.columns, self.cut))
@@ -194,8 +210,8 @@ class CsrHandOver(HandOver):
         super().__init__(vectors)
         self.count = count
 
-    def room(self, most: int, total: int) -> int:
-        return 4 * (2 * self.count + 1 + total)
+    def room(self, header: Ids, ids: Ids) -> int:
+        return int(csr_room(header, ids))
 
     def stage(self, header: Ids, ids: Ids, buffer: Buffer) -> int:
         available = self.targets[1].shape[0]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpool.block_table import planes_argument, rows_argument
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.errors import DeviceError
-from kvpool.hand_over import SEVERAL_STREAMS, TOO_SMALL, CsrHandOver, DenseHandOver, HandOver, stream_error, used_now, vectors_argument
+from kvpool.hand_over import SEVERAL_STREAMS, TOO_SMALL, CsrHandOver, DenseHandOver, HandOver, stream_error, vectors_argument
 from kvpool.layout import integer_argument
 from kvpool.pool import Pool
 from kvpool.sequence import id_array
@@ -72,7 +72,7 @@ class TablePool(Pool):
         self._refuse_inside("a hand-over of block tables")
         decided = 0
         while not decided:
-            buffer = self._staging.take(hand_over.room(*used_now(self._state.header, which)))
+            buffer = self._staging.take(hand_over.room(self._state.header, which))
             try:
                 decided = self._decide(0, stream, self._stage, which, hand_over, buffer, stream)
             finally:
