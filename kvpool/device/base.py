@@ -136,7 +136,7 @@ class Device(ABC):
         """Enqueue on ``stream``: write staged block ids into rows of a table, as ``kvpool.device.tables.write_rows`` does.
 
         The buffer is read when the work is done, not before; the caller leaves it alone until then, and keeps it and the table alive.
-        What is staged fits the table, and was made by ``kvpool.staging``, which has checked it. Raises DeviceError.
+        What is staged fits the table, and was made by ``kvpool.hand_over``, which has checked it. Raises DeviceError.
         """
 
     @abstractmethod
