@@ -46,7 +46,8 @@ class TablePool(Pool):
         columns = table.shape[-1] if max_blocks is None else integer_argument("max_blocks", max_blocks, 1, table.shape[-1])
         on = None if stream is None else self._device.as_stream(stream)
         if len(which):
-            self._hand_over(DenseHandOver(table, planes, places, columns, cut=max_blocks is not None), which, on)
+            hand_over = DenseHandOver(table, planes, places, columns, cut=max_blocks is not None)
+            self._hand_over("copy_batch_block_offsets", hand_over, which, on)
         else:
             with self._lock:
                 self._check_open()
@@ -65,11 +66,11 @@ class TablePool(Pool):
         vectors = {name: self._device.as_table(vector, name, vector=True) for name, vector in named.items()}
         vectors_argument(vectors, len(which))
         on = None if stream is None else self._device.as_stream(stream)
-        self._hand_over(CsrHandOver(list(vectors.values()), len(which)), which, on)
+        self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on)
 
-    def _hand_over(self, hand_over: HandOver, which: npt.NDArray[np.int64], stream: Stream | None) -> None:
+    def _hand_over(self, call: str, hand_over: HandOver, which: npt.NDArray[np.int64], stream: Stream | None) -> None:
         """Stage and enqueue; again where a sequence has outgrown the buffer meanwhile."""
-        self._refuse_inside("a hand-over of block tables")
+        self._refuse_inside(call)
         decided = 0
         while not decided:
             buffer = self._staging.take(hand_over.room(self._state.header, which))
