@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,22 +75,38 @@ def planes_argument(table: Table, scale: Any, v_offset: Any, ids: int) -> npt.ND
     That is [rows, columns], behind [pools] if ``scale`` is a list, behind [2] for K and V if ``v_offset`` is given. ``ids`` are the
     block ids there can be. Raises TypeError or ValueError.
     """
-    pooled, listed = _is_list(scale), _is_list(v_offset)
-    scales = [integer_argument("scale", one, 1, _INT32_MAX) for one in (scale if pooled else [scale])]
-    given = [] if v_offset is None else [integer_argument("v_offset", one, 0, _INT32_MAX) for one in (v_offset if listed else [v_offset])]
+    return _planes(table.shape, table.strides, _integers("scale", scale, 1), _integers("v_offset", v_offset, 0), ids)
+
+
+def _integers(name: str, value: Any, low: int) -> Any:
+    """An int or None as it is; else a tuple of checked ints for a list, or one."""
+    if value is None or type(value) is int:
+        return value
+    if _is_list(value):
+        return tuple(integer_argument(name, one, low, _INT32_MAX) for one in value)
+    return integer_argument(name, value, low, _INT32_MAX)
+
+
+@lru_cache(maxsize=256)
+def _planes(shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offset: Any, ids: int) -> npt.NDArray[np.int64]:
+    """Remembered, since an engine hands over to the same few targets at every step; nobody writes to it."""
+    pooled, listed = isinstance(scale, tuple), isinstance(v_offset, tuple)
+    scales = scale if pooled else (integer_argument("scale", scale, 1, _INT32_MAX),)
+    given = v_offset if listed else () if v_offset is None else (integer_argument("v_offset", v_offset, 0, _INT32_MAX),)
     if listed and not (pooled and len(given) == len(scales)):
         raise ValueError(f"v_offset has {len(given)} entries: accepted is one number, or one for each pool that scale lists")
     leading = (len(scales),) * pooled + (2,) * bool(given)
-    if table.shape[:-2] != leading:
+    if shape[:-2] != leading:
         text = "".join(f"{count}, " for count in leading)
-        raise ValueError(f"target has shape {list(table.shape)}: with this scale and v_offset, accepted is [{text}rows, columns]")
+        raise ValueError(f"target has shape {list(shape)}: with this scale and v_offset, accepted is [{text}rows, columns]")
     planes = []
     for pool, one in enumerate(scales):
         for offset in (0, given[pool if listed else 0]) if given else (0,):
             if (ids - 1) * one + offset > _INT32_MAX:
                 raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
             planes.append((one, offset))
-    return np.array([(start, *plane) for start, plane in zip(table.starts(), planes, strict=True)], np.int64)
+    starts = Table(0, shape, strides, None).starts()
+    return np.array([(start, *plane) for start, plane in zip(starts, planes, strict=True)], np.int64)
 
 
 def _is_list(value: Any) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import stream_argument
-from kvpool.device.block_copy import memcpy
+from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, LINE, fence, memcpy, stream_run
 from kvpool.jit import jit
 from kvpool.kernels import copies
 from kvpool.kernels.copies import KvPlane, KvTokens
 from kvpool.kernels.launch import Launcher
-from kvpool.kv_layout import PagedKV, check_strides
+from kvpool.kv_layout import PagedKV, Plane, check_strides, share_bytes, span_of
 from kvpool.layout import integer_argument
 from kvpool.strided import StridedArray, as_strided
 
@@ -49,7 +50,8 @@ def gather_kv(
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong type, shape, size or place, before anything is copied. A slot past the end of the cache is an error
+        For an argument of the wrong type, shape, size or place, before anything is copied; for planes of ``out`` that share bytes, and for
+        staging that shares some with the cache. A slot past the end of the cache is an error
         where the slots are read by the host. A GPU reads them later, and leaves such tokens out.
     DeviceError
         Where the device fails.
@@ -85,6 +87,8 @@ def _copy(
     if not isinstance(cache, PagedKV):
         raise TypeError(f"cache: a PagedKV is needed, not {type(cache).__name__}")
     found = _staging_argument(name, staging, cache, gather)
+    if found.tokens:
+        _check_apart(name, found, cache, gather)
     slots = _slots_argument(slot_mapping, found.tokens)
     skip = integer_argument("skip_prefix_n_tokens", skip, 0, found.tokens)
     handle = stream_argument(stream).handle
@@ -108,7 +112,8 @@ def _copy(
         wanted = np.ascontiguousarray(slots.host_view()[skip : found.tokens], dtype=np.int64)
         _check_slots(wanted, skip, cache.slots)
         table = np.array([plane.merged() for plane in planes], dtype=np.int64)
-        _copy_tokens(cache.bases, table, wanted, cache.tokens_per_block, gather)
+        nbytes = cache.layers * len(wanted) * sum(plane.heads * plane.run_bytes for plane in planes)
+        _copy_tokens(cache.bases, table, wanted, cache.tokens_per_block, gather, nbytes > CACHED_BYTES_MAX)
 
 
 def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> _Staging:
@@ -144,6 +149,26 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
     if gather and not all(array.writable for array in arrays):
         raise ValueError(f"{name}: it must not be written")
     return _Staging(rows, tokens, arrays[0].memory)
+
+
+def _check_apart(name: str, staging: _Staging, cache: PagedKV, gather: bool) -> None:
+    """Raise ValueError where planes that are written share bytes, or where staging shares some with the cache."""
+    extents, (begin, end) = (cache.layers, staging.tokens), cache.extent
+    # Layers take the place of blocks.
+    planes = [
+        Plane(layer, token, head, plane.heads, plane.run_bytes)
+        for (_, layer, token, head), plane in zip(staging.rows, cache.planes, strict=True)
+    ]
+    bases = [row[0] for row in staging.rows]
+    for p, q in combinations(range(len(planes)), 2) if gather else ():
+        if share_bytes(bases[p], planes[p], extents, bases[q], planes[q], extents):
+            raise ValueError(f"{name}: planes {p} and {q} share bytes")
+    for base, plane in zip(bases, planes, strict=True):
+        if base < end and begin < base + span_of(plane, *extents):
+            layers, inside = base + plane.block_stride * np.arange(cache.layers), (1, staging.tokens)
+            paged = cache.blocks, cache.tokens_per_block
+            if any(share_bytes(layers, plane, inside, row, other, paged) for row, other in zip(cache.bases, cache.planes, strict=True)):
+                raise ValueError(f"{name}: it shares bytes with the cache")
 
 
 def _index(array: StridedArray, index: int) -> StridedArray:
@@ -204,22 +229,69 @@ def _launch(
 
 
 @jit
-def _copy_tokens(bases: Any, planes: Any, slots: Any, tokens_per_block: int, gather: bool) -> None:
+def _copy_tokens(bases: Any, planes: Any, slots: Any, tokens_per_block: int, gather: bool, streaming: bool) -> None:
     """The copy on the CPU. ``planes`` int64[planes, 9] has rows as in KvPlane, ``slots`` are checked."""
     for p in range(bases.shape[0]):
-        block_stride, token_stride, head_stride = planes[p, 0], planes[p, 1], planes[p, 2]
-        staging_layer, staging_token, staging_head = planes[p, 4], planes[p, 5], planes[p, 6]
-        heads, run = planes[p, 7], planes[p, 8]
+        token_stride, head_stride, heads, run = planes[p, 1], planes[p, 2], planes[p, 7], planes[p, 8]
+        staging_token, staging_head = planes[p, 5], planes[p, 6]
+        gap = planes[p, 0] - tokens_per_block * token_stride
+        joined = heads == 1 and token_stride == staging_token == run
+        # So many tokens later is what is fetched meanwhile.
+        later = max(1, AHEAD // (heads * run))
         for layer in range(bases.shape[1]):
-            for t in range(slots.shape[0]):
+            base, t = bases[p, layer], 0
+            while t < slots.shape[0]:
                 if slots[t] < 0:
+                    t += 1
                     continue
-                paged = bases[p, layer] + slots[t] // tokens_per_block * block_stride + slots[t] % tokens_per_block * token_stride
-                staging = planes[p, 3] + layer * staging_layer + t * staging_token
-                for _ in range(heads):
-                    if gather:
-                        memcpy(staging, paged, run)
-                    else:
-                        memcpy(paged, staging, run)
-                    paged += head_stride
-                    staging += staging_head
+                count = _joined_tokens(slots, t, tokens_per_block, gap == 0) if joined else 1
+                paged = base + slots[t] * token_stride + slots[t] // tokens_per_block * gap
+                staging = planes[p, 3] + layer * planes[p, 4] + t * staging_token
+                if gather:
+                    slot = max(slots[min(t + later, slots.shape[0] - 1)], 0)
+                    ahead = base + slot * token_stride + slot // tokens_per_block * gap
+                    _copy_heads(staging, staging_head, paged, head_stride, ahead, heads, count * run, streaming)
+                else:
+                    ahead = staging + later * staging_token
+                    _copy_heads(paged, head_stride, staging, staging_head, ahead, heads, count * run, streaming)
+                t += count
+    if streaming:
+        fence()
+
+
+@jit
+def _joined_tokens(slots: Any, first: int, tokens_per_block: int, blocks_joined: bool) -> int:
+    """How many tokens from the first one on, which is not left out, have slots that follow each other without a gap."""
+    count = 1
+    while first + count < slots.shape[0] and slots[first + count] == slots[first] + count:
+        if not blocks_joined and slots[first + count] % tokens_per_block == 0:
+            break
+        count += 1
+    return count
+
+
+@jit
+def _copy_heads(
+    target: int, target_stride: int, source: int, source_stride: int, ahead: int, heads: int, run: int, streaming: bool
+) -> None:
+    for _ in range(heads):
+        if streaming:
+            _stream(target, source, ahead, run)
+        else:
+            memcpy(target, source, run)
+        target += target_stride
+        source += source_stride
+        ahead += source_stride
+
+
+@jit
+def _stream(target: int, source: int, ahead: int, nbytes: int) -> None:
+    """Copy around the caches, but for the lines at both ends of the target that are not its own."""
+    head = min(-target % LINE, nbytes)
+    lines = (nbytes - head) // LINE * LINE
+    memcpy(target, source, head)
+    # A long run looks ahead inside itself, and only from its end into another one.
+    within = max(0, lines - AHEAD)
+    stream_run(target + head, source + head, source + head + AHEAD, within)
+    stream_run(target + head + within, source + head + within, ahead, lines - within)
+    memcpy(target + head + lines, source + head + lines, nbytes - head - lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations_with_replacement
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -107,6 +108,12 @@ class PagedKV:
     def slots(self) -> int:
         """Tokens that it has room for."""
         return self.blocks * self.tokens_per_block
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """Address of the first byte, and of the first one behind the last."""
+        spans = [span_of(plane, self.blocks, self.tokens_per_block) for plane in self.planes]
+        return int(self.bases.min()), int((self.bases.max(axis=1) + spans).max())
 
     @classmethod
     def of(cls, arrays: Any, layout: str) -> PagedKV:
@@ -264,7 +271,7 @@ def _check_apart(bases: npt.NDArray[np.int64], planes: tuple[Plane, ...], blocks
     """Raise ValueError where two layers or planes share bytes. Each by itself has been checked."""
     ranges = []
     for row, plane in zip(bases, planes, strict=True):
-        span = sum(step * (extent - 1) for step, extent in _dimensions(plane, blocks, tokens)) + plane.run_bytes
+        span = span_of(plane, blocks, tokens)
         ranges += [(int(base), int(base) + span) for base in row]
     ranges.sort()
     if all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False)):
@@ -276,6 +283,22 @@ def _check_apart(bases: npt.NDArray[np.int64], planes: tuple[Plane, ...], blocks
         one, other = (_dimensions(planes[i], blocks, tokens) for i in (p, q))
         if _meet(rest.reshape(1, -1), one, other, planes[p].run_bytes, planes[q].run_bytes):
             raise ValueError(f"arrays: two layers share bytes, in plane {p}" if p == q else f"arrays: planes {p} and {q} share bytes")
+
+
+def span_of(plane: Plane, blocks: int, tokens: int) -> int:
+    """Bytes from the first one of so many blocks to behind the last one."""
+    return sum(step * (extent - 1) for step, extent in _dimensions(plane, blocks, tokens)) + plane.run_bytes
+
+
+def share_bytes(
+    bases: Any, plane: Plane, extents: tuple[int, int], others: Any, other: Plane, other_extents: tuple[int, int]
+) -> bool:  # fmt: skip
+    """Whether a plane at any of the addresses ``bases`` has a byte of another at any of ``others``. Extents are (blocks, tokens).
+
+    Each stride of a plane is at least what the axes inside it take. Where the planes differ in their strides, a doubt counts as sharing.
+    """
+    rest = np.subtract.outer(np.asarray(others), np.asarray(bases)).reshape(1, -1)
+    return _meet(rest, _dimensions(plane, *extents), _dimensions(other, *other_extents), plane.run_bytes, other.run_bytes)
 
 
 def _dimensions(plane: Plane, blocks: int, tokens: int) -> list[tuple[int, int]]:

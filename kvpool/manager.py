@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool import staging
-from kvpool.block_table import BlockTable, planes_argument, rows_argument
-from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.errors import DeviceError, KVPoolError
+from kvpool.block_table import BlockTable
+from kvpool.device.base import NULL_STREAM
+from kvpool.errors import KVPoolError
 from kvpool.layout import integer_argument
 from kvpool.reservations import Reservation, ReservePool
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
@@ -34,7 +32,6 @@ from kvpool.sequence import (
     salt_argument,
     token_array,
 )
-from kvpool.staging import Buffer, HandOver, columns_now
 from kvpool.state import admission, blocks, growth, hashing, holds, live, requests
 
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, requests.REQUEST), np.int64)
@@ -247,70 +244,6 @@ class KVCacheManager(ReservePool):
         with self._lock:
             rows = self._rows(which)
             return BlockTable(self._table, rows, self._state.sequences["length"][rows].astype(np.int64), self.tokens_per_block)
-
-    def copy_batch_block_offsets(
-        self, target: Any, ids: Ids, *, rows: Any = None, max_blocks: int | None = None, scale: Any = 1, v_offset: Any = None,
-        stream: Any = None,
-    ) -> None:  # fmt: skip
-        """Hand the block tables of sequences, as they are now, over to ``stream``: enqueue the write of their rows of ``target``.
-
-        ``target``: int32[rows, columns] that the device can write, each row without gaps, of any length; with one more dimension in
-        front, [pools], where ``scale`` is a list, and behind that [2], for K and V, where ``v_offset`` (one, or one per pool) is given.
-        Block id b becomes ``b * scale``, for V ``b * scale + v_offset``; where there is no block is -1. ``rows``: the row of the target
-        for each sequence, all different (default: 0, 1, ...).
-
-        Rows are written whole, and a sequence that does not fit is an error; with ``max_blocks`` only that many columns are, and what
-        is behind them, of the sequence and of the target, is left out. Only columns in use travel. What is handed over belongs to this
-        call: the sequences may be changed, released and their blocks and rows reused as soon as it returns.
-
-        ``stream`` (default: the one that all these sequences used last) waits for what they were used on before. Waits, outside the
-        locks, while ``staging_depth`` hand-overs are under way. Thread-safe; changes nothing but the stream of the sequences. Raises
-        UnknownSequence, DeviceError, TypeError, ValueError.
-        """
-        which, table = id_array("ids", ids), self._device.as_table(target)
-        planes = planes_argument(table, scale, v_offset, self.device_blocks)
-        places = rows_argument(None if rows is None else id_array("rows", rows).copy(), len(which), table.shape[-2])
-        columns = table.shape[-1] if max_blocks is None else integer_argument("max_blocks", max_blocks, 1, table.shape[-1])
-        on = None if stream is None else self._device.as_stream(stream)
-        if len(which):
-            self._hand_over(HandOver(table, planes, places, columns, cut=max_blocks is not None), which, on)
-        else:
-            with self._lock:
-                self._check_open()
-
-    def _hand_over(self, hand_over: HandOver, which: npt.NDArray[np.int64], stream: Stream | None) -> None:
-        """Stage and enqueue; again where a sequence has outgrown the buffer meanwhile."""
-        self._refuse_inside("copy_batch_block_offsets")
-        while not hand_over.enqueued:
-            buffer = self._staging.take(hand_over.nbytes(columns_now(self._state.header, which)))
-            try:
-                decided = self._decide(0, stream, self._stage, which, hand_over, buffer, stream)
-            finally:
-                if not hand_over.enqueued:
-                    self._staging.give_back(buffer)
-            if decided and not hand_over.enqueued:
-                raise hand_over.error or DeviceError(f"the device has failed: {self._transfer.broken}", sticky=True)
-
-    def _stage(
-        self, header: npt.NDArray[np.int64], which: npt.NDArray[np.int64], hand_over: HandOver, buffer: Buffer, stream: Stream | None
-    ) -> int:
-        """Snapshot the tables; whether the buffer was large enough. The state lock is held by the caller."""
-        self._state.reserve_accesses(len(which) if stream is not None and self._transfer.order is not None else 0)
-        with self._device.host_access(stores=[buffer.array]):
-            width = hand_over.stage(header, which, buffer)
-        if width == staging.SEVERAL_STREAMS:
-            raise ValueError(f"stream=None: sequence {which[header[blocks.DETAIL]]} was used on another stream than {which[0]}: name one")
-        if width == staging.TOO_WIDE:
-            raise ValueError(
-                f"target has {hand_over.columns} columns: sequence {which[header[blocks.DETAIL]]} has {header[blocks.DETAIL2]} blocks; "
-                "accepted are as many, or max_blocks"
-            )
-        if width < 0:
-            return 0 if width == staging.TOO_SMALL else width
-        if stream is None and self._transfer.order is not None:
-            stream = self._transfer.order.stream(int(self._state.sequences["stream"][which[0] & 0xFFFFFFFF]))
-        self._transfer.put_behind(partial(hand_over.enqueue, self._staging, self._device, buffer, width, stream or NULL_STREAM))
-        return 1
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)

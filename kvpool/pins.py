@@ -14,9 +14,9 @@ from kvpool.errors import BlockNotFound, DeviceError, LeaseExpired, PoolClosed
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.leases import Lease
-from kvpool.pool import Pool
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, id_array, key_row, key_rows, list_argument
+from kvpool.staged_tables import TablePool
 from kvpool.state import blocks, holds, imports
 from kvpool.state.accesses import ACCESSED, WILL_READ
 
@@ -31,7 +31,7 @@ class Held(NamedTuple):
     access: AbstractContextManager[Any]
 
 
-class PinPool(Pool):
+class PinPool(TablePool):
     """A pool whose blocks can be pinned; ``KVCacheManager`` is one."""
 
     def pin(self, keys: Any, *, owner: str = "", tier: str | None = None, stream: Any = None) -> Lease:

@@ -277,8 +277,9 @@ class Pool:
 
     def stats(self) -> statistics.Stats:
         """A snapshot; also of a closed pool."""
+        hand_overs = self._staging.under_way()
         with self._lock:
-            return statistics.snapshot(self._state, self.layout.block_bytes, len(self._leases))
+            return statistics.snapshot(self._state, self.layout.block_bytes, len(self._leases), hand_overs)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""

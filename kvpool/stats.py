@@ -68,6 +68,10 @@ class Stats:
     """open now"""
     reservations: int = 0
     """open now"""
+    hand_overs: int = 0
+    """of block tables, that the device has not finished reading now; each retains a staging buffer"""
+    most_hand_overs: int = 0
+    """at once, ever"""
     lifetime_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """from storing to eviction from the device"""
     idle_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -89,7 +93,7 @@ def _tier(state: State, tier: int, blocks: slice) -> TierStats:
     return TierStats(capacity, free, capacity - free, free - int(lengths[EMPTY]), pinned, int(lengths[EMPTY]), int(lengths[REDUNDANT]))
 
 
-def snapshot(state: State, block_bytes: int, leases: int) -> Stats:
+def snapshot(state: State, block_bytes: int, leases: int, hand_overs: tuple[int, int]) -> Stats:
     """The state lock is held by the caller."""
     device = int(state.header[DEVICE_BLOCKS])
     counters = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
@@ -102,6 +106,8 @@ def snapshot(state: State, block_bytes: int, leases: int) -> Stats:
         sequences=int(np.count_nonzero(state.sequences["live"] == LIVE)),
         reservations=int(np.count_nonzero(state.sequences["live"] == RESERVED)),
         leases=leases,
+        hand_overs=hand_overs[0],
+        most_hand_overs=hand_overs[1],
         lifetime_ms=histograms[LIFETIME],
         idle_ms=histograms[IDLE],
         reuse_gap_ms=histograms[REUSE_GAP],

@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +28,7 @@ NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 Moves = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state.
 
     ``behind`` is called when they are enqueued, with the transfer lock held.
@@ -88,8 +86,8 @@ class Transfer:
         return False
 
     def _with_notes(self, accesses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        with suppress(IndexError):
-            while True:
+        while self._notes:
+            with suppress(IndexError):
                 accesses = np.concatenate([self._notes.popleft(), accesses])
         return accesses
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.tables import StagedRows, Table
+from kvpool.device.tables import StagedRows, StagedVectors, Table, host_table
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.strided import as_strided
 
@@ -59,9 +59,9 @@ class Device(ABC):
     the order in which it was enqueued; work on two streams is ordered by events and by nothing else. A *synchronous*
     device does everything before the call returns, so that its streams and events mean nothing.
 
-    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``stage_rows``, ``record``, ``wait``: whoever holds the
-    transfer lock); ``query``, ``synchronize``, ``as_table``, ``allocate`` and ``free`` of memory that is not bound may be called by
-    any thread at any time, everything else while no copy is being enqueued.
+    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``stage_rows``, ``stage_vectors``, ``record``, ``wait``: whoever
+    holds the transfer lock); ``query``, ``synchronize``, ``as_table``, ``allocate`` and ``free`` of memory that is not bound may be
+    called by any thread at any time, everything else while no copy is being enqueued.
     """
 
     name: str
@@ -123,20 +123,27 @@ class Device(ABC):
         been. Copying those again does no harm.
         """
 
-    @abstractmethod
-    def as_table(self, target: Any) -> Table:
-        """The memory that a public call means by ``target``: int32[..., rows, columns] that this device can write.
+    def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:
+        """The memory that a public call means by its argument ``name``: int32[..., rows, columns] that this device can write.
 
-        The elements of a row follow each other. Raises TypeError or ValueError, which name the target, for anything else.
+        The elements of a row follow each other. A ``vector`` is int32[n] without gaps; n may be 0. Raises TypeError or ValueError, which
+        name the argument, for anything else.
         """
+        return host_table(target, name, vector)
 
     @abstractmethod
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         """Enqueue on ``stream``: write staged block ids into rows of a table, as ``kvpool.device.tables.write_rows`` does.
 
         The buffer is read when the work is done, not before; the caller leaves it alone until then, and keeps it and the table alive.
-        What is staged fits the table, and was made by ``kvpool.staging``, which has checked it. Raises DeviceError; then nothing has
-        been enqueued.
+        What is staged fits the table, and was made by ``kvpool.hand_over``, which has checked it. Raises DeviceError.
+        """
+
+    @abstractmethod
+    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
+        """Enqueue on ``stream``: write staged numbers into vectors, as ``kvpool.device.tables.write_vectors`` does.
+
+        The rest is as in ``stage_rows``. Where DeviceError is raised, some of the pieces may have been enqueued.
         """
 
     @abstractmethod

@@ -18,11 +18,11 @@ from kvpool.strided import as_strided
 
 # Pools that together are no larger than this may live in a cache, where libc's memcpy is best. Copies in larger ones
 # go around the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.
-_CACHED_BYTES_MAX = 32 << 20
-_LINE = 64
-_CHUNK = 16 * _LINE
+CACHED_BYTES_MAX = 32 << 20
+LINE = 64
+_CHUNK = 16 * LINE
 # How far the source is fetched ahead of the copy. Blocks lie at random, so the hardware cannot guess the next one.
-_AHEAD = 4096
+AHEAD = 4096
 
 
 class _Tier(NamedTuple):
@@ -73,7 +73,7 @@ def make_plan(layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8
     bases = [as_strided("pool", pool).address for pool in (device_pool, host_pool)]
     device, host = (_Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2))
     lined_up = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
-    streaming = device_pool.nbytes + host_pool.nbytes > _CACHED_BYTES_MAX and all(n % _LINE == 0 for n in lined_up)
+    streaming = device_pool.nbytes + host_pool.nbytes > CACHED_BYTES_MAX and all(n % LINE == 0 for n in lined_up)
     return Plan(
         device,
         host,
@@ -135,14 +135,14 @@ def _prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), _LINE))
+@intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), LINE))
 def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
-    """Copy one cache line with a store around the caches. Both addresses are multiples of its size."""
+    """Copy one cache line with a store around the caches. The target is a multiple of its size."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = ir.VectorType(ir.IntType(64), _LINE // 8).as_pointer()
-        value = builder.load(builder.inttoptr(args[1], line), align=_LINE)
-        store = builder.store(value, builder.inttoptr(args[0], line), align=_LINE)
+        line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], line), align=1)
+        store = builder.store(value, builder.inttoptr(args[0], line), align=LINE)
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
         return context.get_dummy_value()
 
@@ -150,7 +150,7 @@ def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic(lambda: None)
-def _fence(typingctx: Any) -> Any:
+def fence(typingctx: Any) -> Any:
     """Make streamed lines visible to other threads before anything that follows."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -189,8 +189,8 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     bad = first_bad_move(moves, plan.blocks, plan.block_tokens)
     if bad >= 0:
         return bad
-    # Fetching starts `_AHEAD` bytes before the copy: so many runs, and so many whole blocks.
-    runs_ahead = max(1, _AHEAD // plan.run_bytes)
+    # Fetching starts `AHEAD` bytes before the copy: so many runs, and so many whole blocks.
+    runs_ahead = max(1, AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
     for i in range(count):
         source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
@@ -203,7 +203,7 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
         else:
             _copy_full(source, target, plan)
     if plan.streaming:
-        _fence()
+        fence()
     return -1
 
 
@@ -251,28 +251,28 @@ def _stream_full(source_block, target_block, near_block, far_block, first_run_ah
     ahead, ahead_tier = _locate(near_block, plan)
     ahead += first_run_ahead * ahead_tier.run_stride
     # A long run looks ahead inside itself, and only from its end into another one.
-    within = max(0, plan.run_bytes - _AHEAD)
+    within = max(0, plan.run_bytes - AHEAD)
     for run in range(plan.runs):
         if run == plan.runs - first_run_ahead:
             ahead, ahead_tier = _locate(far_block, plan)
         if within > 0:
-            _stream_run(target, source, source + _AHEAD, within)
-        _stream_run(target + within, source + within, ahead, plan.run_bytes - within)
+            stream_run(target, source, source + AHEAD, within)
+        stream_run(target + within, source + within, ahead, plan.run_bytes - within)
         source += source_tier.run_stride
         target += target_tier.run_stride
         ahead += ahead_tier.run_stride
 
 
 @jit
-def _stream_run(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
-    """Copy whole cache lines, fetching as many at `ahead`."""
+def stream_run(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
+    """Copy around the caches, fetching as much at `ahead`: whole lines, and the target starts at one. `fence` comes behind the last."""
     done = 0
     while nbytes - done >= _CHUNK:
-        for line in range(0, _CHUNK, _LINE):
+        for line in range(0, _CHUNK, LINE):
             _prefetch(ahead + done + line)
-        for line in range(0, _CHUNK, _LINE):
+        for line in range(0, _CHUNK, LINE):
             _stream_line(target + done + line, source + done + line)
         done += _CHUNK
-    for line in range(done, nbytes, _LINE):
+    for line in range(done, nbytes, LINE):
         _prefetch(ahead + line)
         _stream_line(target + line, source + line)

@@ -20,7 +20,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.block_copy import Plan, copy_moves, describe_bad_move, make_plan
 from kvpool.device.ram import allocate_ram, available_ram
-from kvpool.device.tables import StagedRows, Table, host_table, write_rows
+from kvpool.device.tables import StagedRows, StagedVectors, Table, write_rows, write_vectors
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout
 
@@ -83,12 +83,13 @@ class CpuDevice(Device):
         if bad >= 0:
             raise ValueError(describe_bad_move(bad, moves[bad], plan))
 
-    def as_table(self, target: Any) -> Table:
-        return host_table(target)
-
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
         write_rows(*staged[1:], table.address, table.strides[-2])
+
+    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
+        self._check_open()
+        write_vectors(staged)
 
     def create_stream(self, name: str) -> Stream:
         return NULL_STREAM

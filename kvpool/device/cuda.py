@@ -38,7 +38,7 @@ from kvpool.device.fragments import Cutter
 from kvpool.device.measure import measure
 from kvpool.device.pinned import PinnedMemory
 from kvpool.device.ram import available_ram
-from kvpool.device.tables import StagedRows, Table, make_table
+from kvpool.device.tables import StagedRows, StagedVectors, Table, make_table
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.kernels.copies import block_copies
 from kvpool.kernels.tables import stage_rows
@@ -301,20 +301,27 @@ class CudaDevice(Device):
 
     # -- tables ----------------------------------------------------------------------------------
 
-    def as_table(self, target: Any) -> Table:
+    def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:
         """As every device: an array of the GPU, by ``__cuda_array_interface__`` or DLPack."""
-        found = as_strided("target", target)
+        found = as_strided(name, target)
         if found.memory != "device" or (found.kind, found.itemsize) != ("i", 4):
-            raise TypeError(f"target: accepted is an int32 array of a GPU, not {found.kind}{8 * found.itemsize} in {found.memory} memory")
+            raise TypeError(f"{name}: accepted is an int32 array of a GPU, not {found.kind}{8 * found.itemsize} in {found.memory} memory")
         if not found.writable:
-            raise ValueError("target is read-only: accepted is an array that can be written")
-        return make_table(found.address, found.shape, found.steps, target)
+            raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+        return make_table(name, found.address, found.shape, found.steps, target, vector)
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
         address = staged.address if self._same_addresses else self._launcher.device_address(staged.address)
         launch = stage_rows(staged, address, table.address, table.strides[-2], self._launcher.multiprocessors)
         self._launcher.launch(launch, self.as_stream(stream).handle)
+
+    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
+        self._check_open()
+        handle = self.as_stream(stream).handle
+        with self._calls("cudaMemcpyAsync") as runtime:
+            for vector, first, nbytes in staged.pieces:
+                runtime.memcpyAsync(vector.address, staged.address + first, nbytes, runtime.memcpyDefault, handle)
 
     # -- streams and events ----------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import ctypes
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,14 +17,16 @@ START, SCALE, OFFSET = range(3)
 """Columns of the planes of a hand-over."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """int32[..., rows, columns] that a device can write. ``address`` and ``strides`` are in bytes; ``owner`` keeps the memory alive."""
+class Table(NamedTuple):
+    """int32[..., rows, columns], or int32[n] (a *vector*), that a device can write.
+
+    ``address`` and ``strides`` are in bytes; ``owner`` keeps the memory alive.
+    """
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    owner: Any = field(compare=False, repr=False)
+    owner: Any
 
     def starts(self) -> list[int]:
         """The first byte of each plane, counted from the address; planes are what the dimensions before the rows number."""
@@ -93,27 +96,57 @@ def write_checked(table: Table, staged: StagedRows) -> None:
     write_rows(*staged[1:], table.address, table.strides[-2])
 
 
-def make_table(address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: Any) -> Table:
+class StagedVectors(NamedTuple):
+    """Numbers on their way into vectors, all in one buffer of the host tier that belongs to this hand-over alone.
+
+    ``buffer`` and ``address`` are as in ``StagedRows``. ``pieces`` are (vector, first byte in the buffer, bytes), each for the begin of
+    its vector; none is empty.
+    """
+
+    buffer: NDArray[np.uint8]
+    address: int
+    pieces: list[tuple[Table, int, int]]
+
+
+def write_vectors(staged: StagedVectors) -> None:
+    """What a hand-over of vectors means."""
+    for vector, first, nbytes in staged.pieces:
+        ctypes.memmove(vector.address, staged.address + first, nbytes)
+
+
+def make_table(name: str, address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: Any, vector: bool) -> Table:
     """Memory of int32 as a table; ValueError where ``shape`` and ``strides`` (bytes) are none that rows can be written to."""
-    if len(shape) < 2 or 0 in shape:
-        raise ValueError(f"target has shape {shape}: accepted is [..., rows, columns], with one of each at least")
-    if strides[-1] != 4 and shape[-1] > 1:
-        raise ValueError(f"target has strides {strides}: accepted are columns that follow each other, 4 bytes apart")
-    end = 4
-    for stride, count in sorted(zip(strides, shape, strict=True)):
-        if count > 1 and (stride < end or stride % 4):
-            raise ValueError(f"target has shape {shape} and strides {strides}: accepted are elements that do not overlap, in rising order")
-        end += (count - 1) * stride
+    wrong = _wrong(shape, strides, vector)
+    if wrong:
+        raise ValueError(f"{name} has {wrong}")
     if address % 4:
-        raise ValueError(f"target is at {address:#x}: accepted is a multiple of 4")
+        raise ValueError(f"{name} is at {address:#x}: accepted is a multiple of 4")
     return Table(address, shape, strides, owner)
 
 
-def host_table(target: Any) -> Table:
+@lru_cache(maxsize=256)
+def _wrong(shape: tuple[int, ...], strides: tuple[int, ...], vector: bool) -> str:
+    """What is wrong with them, or nothing. Remembered, since an engine hands over to the same few targets at every step."""
+    if vector and len(shape) != 1:
+        return f"shape {shape}: accepted is one dimension"
+    if not vector and (len(shape) < 2 or 0 in shape):
+        return f"shape {shape}: accepted is [..., rows, columns], with one of each at least"
+    if strides[-1] != 4 and shape[-1] > 1:
+        return f"strides {strides}: accepted are {'elements' if vector else 'columns'} that follow each other, 4 bytes apart"
+    end = 4
+    for stride, count in sorted(zip(strides, shape, strict=True)):
+        if count > 1 and (stride < end or stride % 4):
+            return f"shape {shape} and strides {strides}: accepted are elements that do not overlap, in rising order"
+        end += (count - 1) * stride
+    return ""
+
+
+def host_table(target: Any, name: str, vector: bool) -> Table:
     """A NumPy array as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
     if not isinstance(target, np.ndarray) or target.dtype != np.int32:
         found = target.dtype if isinstance(target, np.ndarray) else type(target).__name__
-        raise TypeError(f"target: accepted is an int32 array, not {found}")
-    if not target.flags.writeable:
-        raise ValueError("target is read-only: accepted is an array that can be written")
-    return make_table(target.ctypes.data, target.shape, target.strides, target)
+        raise TypeError(f"{name}: accepted is an int32 array, not {found}")
+    address, read_only = target.__array_interface__["data"]
+    if read_only:
+        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    return make_table(name, address, target.shape, target.strides, target, vector)

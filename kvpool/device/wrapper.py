@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.device.base import NULL_STREAM, Device, Event, Stream
-from kvpool.device.tables import StagedRows, Table
+from kvpool.device.tables import StagedRows, StagedVectors, Table
 from kvpool.layout import BlockLayout
 
 
@@ -46,11 +46,14 @@ class WrappedDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self.inner.copy_blocks(moves, stream)
 
-    def as_table(self, target: Any) -> Table:
-        return self.inner.as_table(target)
+    def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:
+        return self.inner.as_table(target, name, vector)
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self.inner.stage_rows(table, staged, stream)
+
+    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
+        self.inner.stage_vectors(staged, stream)
 
     def create_stream(self, name: str) -> Stream:
         return self.inner.create_stream(name)

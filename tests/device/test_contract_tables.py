@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.device.base import NULL_STREAM, Device
-from kvpool.device.tables import StagedRows, Table, staged_bytes
+from kvpool.device.tables import StagedRows, StagedVectors, Table, staged_bytes
 from kvpool.layout import BlockLayout
 from kvpool.memory import MemoryPools
 from kvpool.strided import as_strided
@@ -56,6 +56,26 @@ def test_rows_are_those_of_numpy(pools: MemoryPools, width: int, leading: tuple[
     device.stage_rows(table, stage(pools, table, ids, rows, planes, 6), device.create_stream("tables"))
     device.synchronize()
     np.testing.assert_array_equal(seen(target), wanted)
+
+
+def test_vectors_get_their_pieces_and_keep_the_rest(pools: MemoryPools) -> None:
+    device = pools.device
+    numbers = np.arange(9, dtype=np.int32)
+    buffer = device.allocate(64, "host")
+    with device.host_access(stores=[buffer]):
+        buffer[4:40] = numbers.view(np.uint8)
+    targets = [on_device(device, np.full(size, -7, np.int32)) for size in (4, 6)]
+    vectors = [device.as_table(target, "vector", vector=True) for target in targets]
+    pieces = [(vectors[0], 4, 8), (vectors[1], 20, 20)]
+    device.stage_vectors(StagedVectors(buffer, buffer.ctypes.data, pieces), device.create_stream("tables"))
+    device.synchronize()
+    assert seen(targets[0]).tolist() == [0, 1, -7, -7] and seen(targets[1]).tolist() == [4, 5, 6, 7, 8, -7]
+
+
+@pytest.mark.parametrize("target", [None, [1], np.zeros(2), np.zeros((2, 2), np.int32), np.zeros(4, np.int32)[::2]])
+def test_what_is_no_vector_is_refused_by_name(device: Device, target: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="indices"):
+        device.as_table(target, "indices", vector=True)
 
 
 def test_hand_overs_on_one_stream_arrive_in_the_order_of_the_calls(pools: MemoryPools) -> None:

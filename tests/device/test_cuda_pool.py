@@ -219,3 +219,29 @@ def test_a_handed_over_table_is_the_one_of_the_call_however_late_the_gpu_comes_t
         blocks = 2 * cache.block_table(second).dense()[0]
         np.testing.assert_array_equal(target.inner[1], [*blocks, *[-1] * (6 - len(blocks))])
         cache.release(second)
+
+
+def test_a_table_handed_over_as_csr_is_the_one_of_the_call_however_late_the_gpu_comes_to_it(fake_cuda: Fake) -> None:
+    cupy = fake_cuda()
+    with KVCacheManager(LAYOUT, device_blocks=8, device="cuda", max_sequences=4) as cache:
+        engine = Stream(cupy.runtime.streamCreateWithFlags(1))
+        given = [[FakeArray(np.full(size, -7, np.int32)) for size in (2, 6, 1)] for _ in range(2)]
+        cupy.runtime.allocated.update({part.inner.ctypes.data: part.inner for parts in given for part in parts})
+        wanted = []
+        cupy.runtime.stalled.add(engine.handle)
+        for turn, prompt in enumerate((range(9), range(50, 63))):
+            sequence = cache.add_sequence(list(prompt), stream=engine)
+            wanted.append(cache.block_table(sequence).csr())
+            cache.copy_batch_block_csr(*given[turn], sequence, stream=engine)
+            cache.release(sequence, store=False, stream=engine)
+        assert all((part.inner == -7).all() for parts in given for part in parts)
+        assert cache.stats().hand_overs == cache.stats().most_hand_overs == 2
+        cupy.runtime.stalled.clear()
+        cupy.runtime.deviceSynchronize()
+        for parts, expected in zip(given, wanted, strict=True):
+            for part, one in zip(parts, expected, strict=True):
+                np.testing.assert_array_equal(part.inner[: len(one)], one)
+            assert (parts[1].inner[len(expected.indices) :] == -7).all()
+        assert cache.stats().hand_overs == 0
+        with pytest.raises(TypeError, match="indices.*host memory"):
+            cache.copy_batch_block_csr(given[0][0], np.zeros(6, np.int32), given[0][2], [])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool import PagedKV, gather_kv, scatter_kv
+from kvpool import PagedKV, gather_kv, kv_copy, scatter_kv
 from kvpool.device import reference
 from kvpool.kernels import copies
 from kvpool.layout import BlockLayout
@@ -66,10 +66,12 @@ def check(
     np.testing.assert_array_equal(staging, expected)
 
 
-@pytest.fixture(params=["cpu", "shim", "shim, few threads"])
+@pytest.fixture(params=["cpu", "cpu, around the caches", "shim", "shim, few threads"])
 def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """How to copy. Few threads go around several times, as in large copies."""
-    if request.param == "cpu":
+    if request.param.startswith("cpu"):
+        if request.param != "cpu":
+            monkeypatch.setattr(kv_copy, "CACHED_BYTES_MAX", -1)
         return {"memory": "host"}
     if request.param == "shim, few threads":
         monkeypatch.setattr(copies, "THREADS", 32)
@@ -88,6 +90,28 @@ def test_every_layout_is_copied_as_the_reference_does(name: str, itemsize: int, 
             slots = slots_for(cache, tokens, random, [np.int32, np.int64][number % 2])
             staging, skip = staging_for(cache, tokens, random, order), int(random.integers(0, tokens + 1))
             check(cache, slots, staging, skip, gather=gather, flat=order != "heads apart", **options)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_tokens_that_follow_each_other_are_copied_like_any_others(padding: int, gather: bool, options: dict[str, Any]) -> None:
+    """Runs inside and across blocks, broken off by ends, tokens that are left out, repeated and out of order; short and long ones."""
+    for seed, sizes in enumerate((Sizes(), Sizes(B=12, T=16, H=4, D=48))):
+        print("seed", seed)
+        random = np.random.default_rng(seed)
+        cache = make_cache("vllm_flash_attention", sizes, 2, padding=padding, seed=seed)
+        end = cache.sizes.B * cache.sizes.T
+        runs: list[np.ndarray] = []
+        for _ in range(6):
+            first = int(random.integers(0, end))
+            runs += [np.arange(first, min(end, first + int(random.integers(1, end)))), np.arange(-int(random.integers(1, 4)), 3)]
+        slots = np.concatenate(runs)
+        check(cache, slots, staging_for(cache, len(slots), random, "plain"), 2, gather=True, **options)
+        # Of tokens with one slot, only the host says which stays.
+        each = slots.copy()
+        if options["memory"] == "device":
+            each[np.setdiff1d(np.arange(len(slots)), np.unique(slots, return_index=True)[1])] = -1
+        check(cache, each, staging_for(cache, len(slots), random, "plain"), 0, gather=gather, **options)
 
 
 @pytest.mark.parametrize("gather", [True, False])

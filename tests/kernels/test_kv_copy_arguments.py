@@ -177,3 +177,54 @@ def test_shim_offsets_are_64_bits_wide() -> None:
     back = np.zeros_like(content)
     gather_kv(cache("host"), slots, back)
     np.testing.assert_array_equal(back, content)
+
+
+# -- memory that overlaps
+
+
+def one_allocation() -> tuple[np.ndarray, PagedKV]:
+    """Four planes of 3 layers with 40 tokens each: the cache has the first 24 of two planes."""
+    whole = np.arange(4 * 3 * 40 * 2 * 8, dtype=np.uint16).reshape(4, 3, 10, 4, 2, 8)
+    return whole, PagedKV.of(whole[:2, :, :6], "| P L B T H D")
+
+
+def tokens_of(whole: np.ndarray, planes: Any, tokens: slice) -> np.ndarray:
+    return whole.reshape(4, 3, 40, 2, 8)[planes, :, tokens]
+
+
+@pytest.mark.parametrize("call", [gather_kv, scatter_kv])
+def test_staging_that_shares_bytes_with_the_cache_is_refused(call: Any) -> None:
+    whole, cache = one_allocation()
+    before = whole.copy()
+    name = "out" if call is gather_kv else "source"
+    lists = [tokens_of(whole, 3, slice(0, 1)), tokens_of(whole, 0, slice(23, 24))]
+    for bad in (tokens_of(whole, slice(0, 2), slice(0, 4)), tokens_of(whole, slice(1, 3), slice(23, 27)), lists):
+        with pytest.raises(ValueError, match=f"{name}: it shares bytes with the cache"):
+            call(cache, SLOTS, bad)
+    np.testing.assert_array_equal(whole, before)
+
+
+@pytest.mark.parametrize("call", [gather_kv, scatter_kv])
+def test_staging_between_the_parts_of_a_cache_is_accepted(call: Any) -> None:
+    for planes, tokens in ((slice(0, 2), slice(24, 28)), (slice(2, 4), slice(0, 4)), (slice(1, 3), slice(36, 40))):
+        whole, cache = one_allocation()
+        expected, part = whole.copy(), tokens_of(whole, planes, tokens)
+        if call is gather_kv:
+            tokens_of(expected, planes, tokens)[...] = tokens_of(expected, slice(0, 2), slice(0, 4))
+        else:
+            tokens_of(expected, slice(0, 2), slice(0, 4))[...] = tokens_of(expected, planes, tokens)
+        call(cache, SLOTS, part)
+        np.testing.assert_array_equal(whole, expected)
+
+
+def test_planes_that_share_bytes_are_refused_where_they_are_written() -> None:
+    _, cache = one_allocation()
+    apart, row = np.zeros((2, L, 4, H, D), np.uint16), np.zeros((L, 5, H, D), np.uint16)
+    interleaved = np.zeros((L, 4, 2, H, D), np.uint16)
+    for good in ([apart[0], apart[1]], [interleaved[:, :, 0], interleaved[:, :, 1]]):
+        gather_kv(cache, SLOTS, good)
+    for bad in ([apart[0], apart[0]], [row[:, :4], row[:, 1:]]):
+        with pytest.raises(ValueError, match="out: planes 0 and 1 share bytes"):
+            gather_kv(cache, SLOTS, bad)
+        assert not row.any()
+        scatter_kv(cache, SLOTS, bad)

@@ -28,7 +28,8 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only judges (verify, debug).
 _STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")}
-FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in ("pool", "pins", "reservations", "manager", "transfer")))}
+_VERBS = ("pool", "staged_tables", "pins", "reservations", "manager", "transfer")
+FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in _VERBS))}
 
 
 class Cast(Engine):

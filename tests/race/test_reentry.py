@@ -118,7 +118,7 @@ def test_a_call_inside_a_decision_keeps_the_stream_of_that_decision(monkeypatch:
     assert not lab.findings()
 
 
-@pytest.mark.parametrize("call", ["pin", "import_blocks", "copy_batch_block_offsets"])
+@pytest.mark.parametrize("call", ["pin", "import_blocks", "copy_batch_block_offsets", "copy_batch_block_csr"])
 def test_what_waits_is_refused_inside_a_decision(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """There it would wait for others with the lock that they wait for."""
     with KVCacheManager(small_layout(2), device_blocks=4, host_blocks=4, device="cpu") as cache:
@@ -129,6 +129,7 @@ def test_what_waits_is_refused_inside_a_decision(monkeypatch: pytest.MonkeyPatch
             "pin": lambda: cache.pin(keys),
             "import_blocks": lambda: cache.import_blocks(keys, [bytes(cache.layout.block_bytes)]),
             "copy_batch_block_offsets": lambda: cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence),
+            "copy_batch_block_csr": lambda: cache.copy_batch_block_csr(*np.zeros((3, 4), np.int32), sequence),
         }
 
         def meanwhile(count: int) -> None:

@@ -129,16 +129,20 @@ def test_a_small_case_is_wrong_in_some_schedule_without_the_guard() -> None:
 def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
-        sequence, out, events = lab.add([1, 2, 3]), target(3, 4), list[Event]()
+        sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[Event](), 0
         staging = lab.cache._staging
         for turn in range(50):
             lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
-            events.append(staging._retained[-1].event or Event())
+            events += [buffer.event for buffer in staging._buffers if buffer.event is not None and buffer.event not in events]
             pending = sum(not lab.sim.query(event) for event in events)
-            assert len(staging._buffers) <= depth and staging.retained <= min(depth, pending)
+            stats = lab.cache.stats()
+            assert len(staging._buffers) <= depth and stats.hand_overs <= min(depth, pending, stats.most_hand_overs)
+            most = max(most, stats.hand_overs)
             lab.cache.verify()
         lab.sim.synchronize()
-        assert staging.retained == 0 and (out == rows_of(lab.cache, sequence.id, 4)).all()
+        stats = lab.cache.stats()
+        assert stats.hand_overs == staging.retained == 0 and most <= stats.most_hand_overs <= depth
+        assert (out == rows_of(lab.cache, sequence.id, 4)).all()
         assert not lab.findings(), f"seed {seed}, progress {progress}"
         assert not staging._buffers
 

@@ -35,7 +35,7 @@ from kvpool.device.sim.mirror import Mirror
 from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
-from kvpool.device.tables import StagedRows, Table, host_table, write_checked
+from kvpool.device.tables import StagedRows, StagedVectors, Table, write_checked, write_vectors
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 
@@ -239,15 +239,17 @@ class SimDevice(Device):
             return rows_argument("reads", None, 0, 0), rows_argument("writes", None, 0, 0)
         return self._pool().rows(("reads", "loads"), reads, loads), self._pool().rows(("writes", "stores"), writes, stores)
 
-    def as_table(self, target: Any) -> Table:
-        return host_table(target)
-
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        self._stage("stage_rows", stream, partial(write_checked, table, staged), staged.buffer, [table])
+
+    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
+        self._stage("stage_vectors", stream, partial(write_vectors, staged), staged.buffer, [vector for vector, _, _ in staged.pieces])
+
+    def _stage(self, kind: str, stream: Stream, function: Callable[[], object], buffer: NDArray[np.uint8], tables: list[Table]) -> None:
         with self._entered():
-            if id(staged.buffer) not in self._allocated:
+            if id(buffer) not in self._allocated:
                 raise ValueError("staged: a buffer that allocate gave, and that was not freed, is needed")
-            rows = self._rows(None, None, [staged.buffer], [table.owner])
-            self._launch("stage_rows", stream, partial(write_checked, table, staged), *rows)
+            self._launch(kind, stream, function, *self._rows(None, None, [buffer], [table.owner for table in tables]))
 
     def _submit(self, queue: Queue, work: Work, reads: Rows) -> None:
         self._accesses += 1
