@@ -27,7 +27,7 @@ LAYERS = [
     ["device.base", "kernels"],
     ["device"],
     ["memory"],
-    ["levels", "order"],
+    ["levels", "order", "moved"],
     ["transfer", "block_table", "kv_copy"],
     ["staging"],
     ["retention", "sequence", "events", "stats", "leases"],
