@@ -35,7 +35,7 @@ LAYERS = [
     ["pins"],
     ["manager"],
     [""],
-    ["remote"],
+    ["metrics", "remote"],
     ["replay"],
     ["commands"],
     ["__main__"],
