@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
 from kvpool.stats import Histogram, Stats, TierStats
 
@@ -216,8 +217,9 @@ class PoolMetrics:
 def served(port: int, host: str = "127.0.0.1") -> Iterator[tuple[PoolMetrics, str]]:
     """A collector in a registry of its own, and the address where it is served over HTTP, by a thread, while the context is open.
 
-    Anybody who reaches ``host`` can read it; by default this machine. Port 0 is any that is free. Raises OSError.
+    Anybody who reaches ``host`` can read it; by default this machine. Port 0 is any that is free. Raises TypeError, ValueError, OSError.
     """
+    port = integer_argument("port", port, 0, 65535)
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics:
         try:

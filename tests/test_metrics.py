@@ -173,9 +173,7 @@ def test_times_are_those_of_the_pools_clock(make: Make, metrics: PoolMetrics, re
 
 
 @pytest.mark.parametrize("milliseconds", [0, 1, 1023, 1024, 1025, (1 << 31) - 1])
-def test_a_time_is_in_the_bucket_of_its_bounds(
-    make: Make, metrics: PoolMetrics, registry: CollectorRegistry, milliseconds: int
-) -> None:
+def test_a_time_is_in_the_bucket_of_its_bounds(make: Make, metrics: PoolMetrics, registry: CollectorRegistry, milliseconds: int) -> None:
     engine = make(P=1)
     metrics.add("a", engine.cache)
     engine.seed(range(4), committed=4)
