@@ -276,21 +276,25 @@ class Pool:
         return kv_events.decode(*copied, self._state)
 
     def stats(self) -> statistics.Stats:
-        """A snapshot; also of a closed pool."""
-        hand_overs = self._staging.under_way()
+        """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
+        now, hand_overs = self.now() if self._leases else 0, self._staging.under_way()
         with self._lock:
-            return statistics.snapshot(self._state, self.layout.block_bytes, len(self._leases), hand_overs)
+            ages = [now - held.lease.since for held in list(self._leases.values())]
+            return statistics.snapshot(self._state, self._transfer, self.layout.token_bytes, self._pinned(), ages, hand_overs)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
         with self._lock:
             self._check_open()
-            pinned = [held.ids for held in list(self._leases.values())]
-            verify_state(self._state, np.concatenate([self._imported, *pinned]))
+            verify_state(self._state, self._pinned())
             for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
             if set(self._live(blocks.RESERVED).tolist()) != set(self._reservations):
                 raise IntegrityError("reservations", "the rows that are reserved are not those of the open reservations")
+
+    def _pinned(self) -> npt.NDArray[np.int64]:
+        """The blocks that leases and imports hold, once for each pin. The state lock is held by the caller."""
+        return np.concatenate([self._imported, *(held.ids for held in list(self._leases.values()))])
 
     def _live(self, kind: int = blocks.LIVE) -> npt.NDArray[np.int64]:
         sequences = self._state.sequences

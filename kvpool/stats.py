@@ -7,7 +7,24 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.state.blocks import COUNTERS, DEVICE_BLOCKS, EMPTY, IDLE, LIFETIME, LISTS_PER_TIER, LIVE, REDUNDANT, RESERVED, REUSE_GAP, State
+from kvpool.order import OFFLOAD, ONBOARD, WITHIN
+from kvpool.state.blocks import (
+    BINS,
+    COUNTERS,
+    DEVICE_BLOCKS,
+    EMPTY,
+    HOST_IDLE,
+    HOST_LIFETIME,
+    IDLE,
+    LIFETIME,
+    LISTS_PER_TIER,
+    LIVE,
+    REDUNDANT,
+    RESERVED,
+    REUSE_GAP,
+    State,
+)
+from kvpool.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -28,9 +45,21 @@ class TierStats:
     """host copies of content that is on the device as well"""
 
 
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Times on the pool's clock. ``bins`` int64[33]: bin 0 is below 1 ms, bin i is [2**(i-1), 2**i) ms; ``total_ms`` is their sum."""
+
+    bins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
+    total_ms: int = 0
+
+    @property
+    def count(self) -> int:
+        return int(self.bins.sum())
+
+
 @dataclass(frozen=True)
 class Stats:
-    """Totals since the pool was made. ``*_ms`` are histograms int64[33]: bin 0 is below 1 ms, bin i is [2**(i-1), 2**i) ms."""
+    """Totals since the pool was made, unless they say "now"."""
 
     device: TierStats
     host: TierStats
@@ -52,6 +81,14 @@ class Stats:
     forgotten_host_blocks: int = 0
     offloads_saved: int = 0
     """evictions from the device that needed no copy because the host had one"""
+    evicted_offloaded_blocks: int = 0
+    """evictions from the device that moved the content to the host"""
+    evicted_by_rule_blocks: int = 0
+    """evictions from the device of what is not to be offloaded (unfull, of low priority, of little use), or without a host tier"""
+    evicted_host_full_blocks: int = 0
+    """evictions from the device of what should have been offloaded, but the host had no room"""
+    evicted_host_blocks: int = 0
+    """evictions from the host of content that was nowhere else"""
     copied_blocks: int = 0
     """partial and private copies"""
     lost_blocks: int = 0
@@ -61,23 +98,36 @@ class Stats:
     """host copies given up while the content was on the device"""
     expired_blocks: int = 0
     offloaded_bytes: int = 0
+    """that the device was told to copy to the host, and took"""
     onboarded_bytes: int = 0
+    within_bytes: int = 0
+    """copied inside a tier"""
+    offload_seconds: float | None = None
+    """that those copies took; None on devices that copy behind their callers, where nobody waits for them"""
+    onboard_seconds: float | None = None
+    within_seconds: float | None = None
     sequences: int = 0
     """live now"""
     leases: int = 0
     """open now"""
+    oldest_lease_ms: int = 0
+    """age of the oldest lease that is open now, 0 without any"""
     reservations: int = 0
     """open now"""
     hand_overs: int = 0
     """of block tables, that the device has not finished reading now; each retains a staging buffer"""
     most_hand_overs: int = 0
     """at once, ever"""
-    lifetime_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    lifetime_ms: Histogram = field(default_factory=Histogram)
     """from storing to eviction from the device"""
-    idle_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    idle_ms: Histogram = field(default_factory=Histogram)
     """from the last use to eviction from the device"""
-    reuse_gap_ms: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """from the last use to the next"""
+    host_lifetime_ms: Histogram = field(default_factory=Histogram)
+    """from storing to eviction from the host of content that was nowhere else"""
+    host_idle_ms: Histogram = field(default_factory=Histogram)
+    """from the last use to that"""
+    reuse_gap_ms: Histogram = field(default_factory=Histogram)
+    """from the last use to the next, per block that a prompt hit in full"""
 
     @property
     def hit_rate(self) -> float:
@@ -86,30 +136,48 @@ class Stats:
         return reused / max(1, reused + self.missed_blocks)
 
 
-def _tier(state: State, tier: int, blocks: slice) -> TierStats:
+def _tier(state: State, tier: int, capacity: int, pinned: int) -> TierStats:
     lengths = state.lists[tier * LISTS_PER_TIER : (tier + 1) * LISTS_PER_TIER, 2]
-    capacity, free = len(state.blocks[blocks]), int(lengths.sum())
-    pinned = int(np.count_nonzero(state.blocks["word"][blocks] >> 32))
-    return TierStats(capacity, free, capacity - free, free - int(lengths[EMPTY]), pinned, int(lengths[EMPTY]), int(lengths[REDUNDANT]))
+    free, empty = int(lengths.sum()), int(lengths[EMPTY])
+    return TierStats(capacity, free, capacity - free, free - empty, pinned, empty, int(lengths[REDUNDANT]))
 
 
-def snapshot(state: State, block_bytes: int, leases: int, hand_overs: tuple[int, int]) -> Stats:
-    """The state lock is held by the caller."""
-    device = int(state.header[DEVICE_BLOCKS])
+def snapshot(
+    state: State, transfer: Transfer, token_bytes: int, pinned: npt.NDArray[np.int64], lease_ages: list[int], hand_overs: tuple[int, int]
+) -> Stats:
+    """``pinned`` names a block for each of its pins; ``hand_overs`` are under way now, and were at most.
+
+    The state lock is held by the caller, so nothing here looks at every block.
+    """
+    device, pinned = int(state.header[DEVICE_BLOCKS]), np.unique(pinned)
+    pinned_device = int(np.searchsorted(pinned, device))
     counters = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
-    histograms = state.histograms.copy()
+    histograms = [Histogram(row[:BINS], int(row[BINS])) for row in state.histograms.copy()]
+    evicted = histograms[LIFETIME].count
+    kept = counters["offloads_saved"] + counters["evicted_by_rule_blocks"] + counters["evicted_host_full_blocks"]
+    nbytes = [tokens * token_bytes for tokens in transfer.moved.tokens]
+    seconds = [None] * 3 if transfer.order is not None else [ns / 1e9 for ns in transfer.moved.nanoseconds]
     return Stats(
-        device=_tier(state, 0, slice(0, device)),
-        host=_tier(state, 1, slice(device, None)),
-        offloaded_bytes=counters["offloaded_blocks"] * block_bytes,
-        onboarded_bytes=counters["onboarded_blocks"] * block_bytes,
+        device=_tier(state, 0, device, pinned_device),
+        host=_tier(state, 1, len(state.blocks) - device, len(pinned) - pinned_device),
+        evicted_offloaded_blocks=evicted - kept,
+        evicted_host_blocks=histograms[HOST_LIFETIME].count,
+        offloaded_bytes=nbytes[OFFLOAD],
+        onboarded_bytes=nbytes[ONBOARD],
+        within_bytes=nbytes[WITHIN],
+        offload_seconds=seconds[OFFLOAD],
+        onboard_seconds=seconds[ONBOARD],
+        within_seconds=seconds[WITHIN],
         sequences=int(np.count_nonzero(state.sequences["live"] == LIVE)),
         reservations=int(np.count_nonzero(state.sequences["live"] == RESERVED)),
-        leases=leases,
+        leases=len(lease_ages),
+        oldest_lease_ms=max([0, *lease_ages]),
         hand_overs=hand_overs[0],
         most_hand_overs=hand_overs[1],
         lifetime_ms=histograms[LIFETIME],
         idle_ms=histograms[IDLE],
+        host_lifetime_ms=histograms[HOST_LIFETIME],
+        host_idle_ms=histograms[HOST_IDLE],
         reuse_gap_ms=histograms[REUSE_GAP],
         **counters,
     )

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvpool import guards
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, Device, Event, Stream
 from kvpool.errors import DeviceError
 from kvpool.levels import Levels
+from kvpool.moved import Moved
 from kvpool.order import OFFLOAD, ONBOARD, WITHIN, Order
 from kvpool.state import blocks, holds
 from kvpool.state.accesses import hand_over
@@ -43,7 +45,8 @@ class Batch(NamedTuple):
 class Transfer:
     """The queue of decided batches.
 
-    ``broken`` is the device error that will not go away, or None; ``order`` is None where nothing runs behind its caller.
+    ``broken`` is the device error that will not go away, or None; ``order`` is None where nothing runs behind its caller; ``moved`` is what
+    the device has taken.
     """
 
     def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device) -> None:
@@ -56,6 +59,7 @@ class Transfer:
         self._decided = self._enqueued = -1
         self._levels = Levels(len(state.blocks), int(state.header[blocks.WIDTH]))
         self.order = None if device.synchronous else Order(device, len(state.blocks))
+        self.moved = Moved(int(state.header[blocks.DEVICE_BLOCKS]))
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         self._behind: Callable[[], object] | None = None
@@ -200,7 +204,7 @@ class Transfer:
         order = self.order
         if order is not None:
             self._attempt_order(order.before_copies, moves, stream, self.guards)
-        completed = len(moves)
+        completed, begun = len(moves), perf_counter_ns()
         try:
             self._attempt(self._device.copy_blocks, moves, NULL_STREAM if order is None else order.stream(stream))
         except DeviceError as error:
@@ -208,6 +212,8 @@ class Transfer:
             if error.sticky:
                 self.broken = error
                 return completed
+        if self.broken is None:
+            self.moved.add(moves[:completed], perf_counter_ns() - begun)
         if order is not None:
             self._attempt_order(order.after_copies, moves, stream)
         return completed if self.broken is None else 0

@@ -27,7 +27,7 @@ import kvpool
 from kvpool.kernels import cuda_sources
 place = pathlib.Path(kvpool.__file__).resolve()
 assert sys.argv[1] in str(place), place
-assert (place.parent / "py.typed").is_file()
+assert (place.parent / "py.typed").is_file() and (place.parent / "dashboards" / "grafana.json").is_file()
 assert sorted(path.name for path in cuda_sources().iterdir() if path.suffix in (".md", ".cu", ".cuh")) == sys.argv[2].split()
 layout = kvpool.BlockLayout.of_block_bytes(4096, 16)
 with kvpool.KVCacheManager(layout, device_blocks=4, host_blocks=4, device="cpu") as cache:

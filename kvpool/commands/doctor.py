@@ -13,6 +13,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from kvpool.commands import checks
+from kvpool.commands.checks import gib
 from kvpool.commands.terminal import FAILED, OK, print_text
 from kvpool.device import DEVICES, automatic, calibration
 from kvpool.device.calibration import Calibration
@@ -20,32 +22,40 @@ from kvpool.device.cuda import COPY_PATH, describe_gpus, unusable
 from kvpool.device.ram import available_ram
 
 _HELP = """\
-Say what is installed, which device "auto" is and why, what limits pinned memory, how
-copies are chosen, and what each missing part is good for and how to get it.
+Say what works on this machine and how to mend what does not: packages, compiled code,
+driver, GPUs, memory that can be pinned, which device "auto" is and why, how copies are chosen.
 
-exit status: 0 the device that was asked for can be used, 1 it cannot
+  ok       works
+  absent   optional, and not there
+  warning  works, but not as well as it could
+  failed   has to be mended
+
+exit status: 0 the device that was asked for can be used and nothing has failed, 1 otherwise
 """
 
-_GPU_EXTRA = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]'"
+_EVERYTHING = "everything"
+_GPU_EXTRA = "pip install -U 'kvpool[cuda12]' or 'kvpool[cuda13]'"
 
 
 class Part(NamedTuple):
-    """A package, what it is needed for, and how to get it."""
+    """A package, what it is needed for, how to get it, and the oldest version that will do, if that is known."""
 
     module: str
     package: str
     use: str
     install: str
+    minimum: str = ""
 
 
 _PARTS = (
-    Part("numpy", "numpy", "everything", ""),
-    Part("numba", "numba", "everything", ""),
-    Part("cupy", "cupy", "the cuda device", _GPU_EXTRA),
-    Part("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA),
-    Part("tqdm", "tqdm", "progress bars", "pip install 'kvpool[cli]'"),
-    Part("matplotlib", "matplotlib", "plots", "pip install 'kvpool[plot]'"),
-    Part("zmq", "pyzmq", "serving host blocks to other machines", "pip install 'kvpool[remote]'"),
+    Part("numpy", "numpy", _EVERYTHING, "pip install -U kvpool", "1.24"),
+    Part("numba", "numba", _EVERYTHING, "pip install -U kvpool", "0.60"),
+    Part("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
+    Part("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
+    Part("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
+    Part("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
+    Part("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
+    Part("zmq", "pyzmq", "serving host blocks to other machines", "pip install -U 'kvpool[remote]'", "25"),
     Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -68,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
     """Look, print, and return the exit status."""
     found = examine(options.device)
     print_text(json.dumps(found, indent=2) if options.json else text(found))
-    return OK if found["usable"] else FAILED
+    failed = any(check["status"] == checks.FAILED for check in found["checks"])
+    return OK if found["usable"] and not failed else FAILED
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
@@ -81,10 +92,13 @@ def examine(device: str = "auto") -> dict[str, Any]:
         chosen, because = None, str(error)
     gpus = [] if missing else describe_gpus()
     wanted = chosen if device == "auto" else device
-    return {
+    found = {
         "python": platform.python_version(),
         "packages": packages,
         "numba.cuda": _numba_cuda(packages["numba-cuda"]["version"]),
+        "cupy_packages": [name for name in _CUPY_PACKAGES if _version(name)],
+        "jit": checks.look_at_jit(),
+        "driver": checks.look_at_driver(),
         "gpus": [gpu._asdict() for gpu in gpus],
         "auto": {"device": chosen, "because": because},
         "memory": {"locked_limit": _locked_limit(), "available": available_ram()},
@@ -93,6 +107,7 @@ def examine(device: str = "auto") -> dict[str, Any]:
         "usable": wanted is not None and (wanted != "cuda" or missing is None),
         "missing": missing if wanted == "cuda" else None,
     }
+    return found | {"checks": [check._asdict() for check in checks.judge(found)]}
 
 
 def _look(part: Part) -> dict[str, Any]:
@@ -101,7 +116,9 @@ def _look(part: Part) -> dict[str, Any]:
     # Installed is not yet importable, and some installations leave no metadata.
     there = version is not None or find_spec(part.module) is not None
     error = _failure(lambda: importlib.import_module(part.module)) if there else "not installed"
-    return {"version": version, "error": error, "use": part.use, "install": part.install}
+    required = part.use == _EVERYTHING
+    about = {"use": part.use, "install": part.install, "minimum": part.minimum, "required": required}
+    return {"version": version, "error": error, **about}
 
 
 def _version(package: str) -> str | None:
@@ -151,18 +168,12 @@ def _copies(gpus: list[Any]) -> dict[str, Any] | None:
 
 def text(found: dict[str, Any]) -> str:
     """The findings in lines."""
-    lines = [f"python {found['python']}"]
-    for package, part in found["packages"].items():
-        state = part["version"] or "installed" if part["error"] is None else part["error"]
-        hint = f"  ({part['use']}: {part['install']})" if part["error"] is not None and part["install"] else ""
-        lines.append(f"{package} {state}{hint}")
-    if found["numba.cuda"]["error"]:
-        lines.append(f"numba.cuda: {found['numba.cuda']['error']}")
+    lines = [f"{checks.OK:8} python: {found['python']}"]
+    for check in found["checks"]:
+        lines.append(f"{check['status']:8} {check['name']}: {check['found']}")
+        lines += [f"{'':8} -> {check['remedy']}"] if check["remedy"] else []
     lines += ["", *(_gpu_line(gpu) for gpu in found["gpus"])]
     lines += [] if found["gpus"] else ["no GPU that kvpool can use"]
-    limit, available = found["memory"]["locked_limit"], found["memory"]["available"]
-    locked = "unlimited" if limit is None else _gib(limit)
-    lines.append(f"locked memory (ulimit -l) {locked}; memory left by the system and its control groups {_gib(available)}")
     lines.append(f'device "auto" is {found["auto"]["device"]}: {found["auto"]["because"]}')
     lines += _copy_lines(found["copies"])
     if not found["usable"]:
@@ -171,11 +182,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
-    return f"GPU {gpu['number']}: {gpu['name']}, {_gib(gpu['memory'])}, CUDA {gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}"
-
-
-def _gib(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / (1 << 30):.2f} GiB"
+    return f"GPU {gpu['number']}: {gpu['name']}, {gib(gpu['memory'])}, CUDA {gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}"
 
 
 def _copy_lines(copies: dict[str, Any] | None) -> list[str]:

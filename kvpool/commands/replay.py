@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpool.commands.terminal import (
@@ -14,6 +18,7 @@ from kvpool.commands.terminal import (
     complain,
     count_argument,
     fraction_argument,
+    port_argument,
     print_text,
     progress_bar,
     size_argument,
@@ -22,6 +27,7 @@ from kvpool.errors import DeviceError, InsufficientMemory
 from kvpool.layout import PRESETS, BlockLayout
 
 if TYPE_CHECKING:
+    from kvpool.manager import KVCacheManager
     from kvpool.replay import ReplayConfig, Trace
 
 _TRACE_BLOCKS = 50_000
@@ -76,12 +82,13 @@ def add_parser(subparsers: Any) -> None:
     add("--partial", action=argparse.BooleanOptionalAction, default=True, help="reuse parts of blocks (default: on)")
     add("--verify", action="store_true", help="write all KV bytes; compare them at every reuse, copy and release")
     add("--json", action="store_true", help="print the summary as JSON")
+    add("--metrics-port", type=port_argument, metavar="N", help="serve metrics for Prometheus on this machine meanwhile; 0: any free port")
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the trace, replay it and print the summary."""
-    from kvpool.replay import ReplayConfig, TraceError, read_trace, synthetic
-    from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS, REQUESTS
+    from kvpool.replay import ReplayConfig
+    from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
 
     if options.trace is None and options.format != "auto":
         options.error("--format describes a TRACE, and none is given")
@@ -102,6 +109,20 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         progress=0.5 if options.progress is None else options.progress,
     )
+    with ExitStack() as stack:
+        try:
+            show = stack.enter_context(_served(options.metrics_port))
+        except (ImportError, OSError) as error:
+            return complain(error)
+        return _read_and_replay(options, config, show)
+
+
+def _read_and_replay(options: argparse.Namespace, config: ReplayConfig, show: Callable[[KVCacheManager], None]) -> int:
+    """Get the trace and replay it; returns the exit status."""
+    from kvpool.replay import TraceError, read_trace, synthetic
+    from kvpool.replay.workload import REQUESTS
+
+    sim = options.device == "sim"
     limit = options.limit or (_SIM_REQUESTS if sim else None)
     try:
         if options.trace is None:
@@ -117,13 +138,26 @@ def run(options: argparse.Namespace) -> int:
     gc.collect()
     gc.freeze()
     try:
-        return _replay(trace, config, as_json=options.json)
+        return _replay(trace, config, show, as_json=options.json)
     finally:
         gc.unfreeze()
 
 
-def _replay(trace: Trace, config: ReplayConfig, *, as_json: bool) -> int:
-    """Replay, print the summary, and return the exit status."""
+@contextmanager
+def _served(port: int | None) -> Iterator[Callable[[KVCacheManager], None]]:
+    """What to call with the pool whose metrics are then served to this machine, until the end. Without a port it does nothing."""
+    if port is None:
+        yield lambda cache: None
+        return
+    from kvpool.metrics import served
+
+    with served(port) as (metrics, address):
+        print(f"metrics: {address}", file=sys.stderr, flush=True)
+        yield partial(metrics.add, "replay")
+
+
+def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager], None], *, as_json: bool) -> int:
+    """Replay, print the summary, and return the exit status. ``show`` is called with the pool before it is used."""
     from kvpool.replay import Replay
 
     status, interrupted = OK, False
@@ -133,6 +167,7 @@ def _replay(trace: Trace, config: ReplayConfig, *, as_json: bool) -> int:
             replay = Replay(trace, config, progress=progress)
         except (DeviceError, InsufficientMemory, ValueError) as error:
             return complain(error)
+        show(replay.cache)
         try:
             replay.run()
         except KeyboardInterrupt:

@@ -67,6 +67,14 @@ def count_argument(lowest: int) -> Callable[[str], int]:
     return parse
 
 
+def port_argument(text: str) -> int:
+    """Parse the number of a TCP port, 0 for any that is free."""
+    port = count_argument(0)(text)
+    if port > 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not within 0..65535")
+    return port
+
+
 def fraction_argument(text: str) -> float:
     """Parse a number from 0 to 1."""
     try:

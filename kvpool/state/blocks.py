@@ -108,13 +108,15 @@ COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
     "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
     "offloads_saved", "copied_blocks", "lost_blocks", "events_dropped", "redundant_dropped", "expired_blocks",
+    "evicted_by_rule_blocks", "evicted_host_full_blocks",
 )  # fmt: skip
 (
     C_PROMPT, C_DEVICE_TOKENS, C_HOST_TOKENS, C_PARTIAL_TOKENS, C_DEVICE_HITS, C_HOST_HITS, C_PARTIAL, C_MISSED, C_OFFLOADED,
     C_ONBOARDED, C_FORGOTTEN_DEVICE, C_FORGOTTEN_HOST, C_SAVED, C_COPIED, C_LOST, C_DROPPED, C_REDUNDANT, C_EXPIRED,
+    C_BY_RULE, C_HOST_FULL,
 ) = range(len(COUNTERS))  # fmt: skip
-LIFETIME, IDLE, REUSE_GAP = range(3)
-BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms
+LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP, HISTOGRAMS = range(6)
+BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms; the sum of all times is behind the bins
 
 LISTS_PER_TIER = 103
 EMPTY, REDUNDANT = 101, 102
@@ -199,7 +201,7 @@ def counters_of(h):
 
 @jit(inline="always")
 def histograms_of(h):
-    return array_at(h[A_HISTOGRAMS], (3, BINS), np.int64)
+    return array_at(h[A_HISTOGRAMS], (HISTOGRAMS, BINS + 1), np.int64)
 
 
 @jit(forceinline=True)
@@ -277,7 +279,7 @@ class State:
         self.events = np.zeros(event_capacity, EVENT)
         self.event_tokens = np.zeros((event_capacity, width), np.int32)
         self.counters = np.zeros(len(COUNTERS), np.int64)
-        self.histograms = np.zeros((3, BINS), np.int64)
+        self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
         self.header = h = np.zeros(HEADER, np.int64)
         for slot, array in (
             (A_BLOCKS, self.blocks), (A_TOKENS, self.tokens), (A_EXTRA, self.extra), (A_LISTS, self.lists), (A_INDEX, self.index),

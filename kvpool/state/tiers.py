@@ -8,10 +8,13 @@ from kvpool.jit import jit
 from kvpool.state.atomics import array_at, bit_length, prefetch
 from kvpool.state.blocks import (
     A_TOKENS,
+    BINS,
     BLOCKS,
+    C_BY_RULE,
     C_EXPIRED,
     C_FORGOTTEN_DEVICE,
     C_FORGOTTEN_HOST,
+    C_HOST_FULL,
     C_OFFLOADED,
     C_REDUNDANT,
     C_SAVED,
@@ -23,6 +26,8 @@ from kvpool.state.blocks import (
     EVENT_NEXT,
     EXTRA,
     HOST,
+    HOST_IDLE,
+    HOST_LIFETIME,
     IDLE,
     INDEXED,
     KEYED,
@@ -87,7 +92,9 @@ def record(h, which, since):
     span = (h[NOW] - np.int64(since)) & 0xFFFFFFFF
     if span >> 31:  # another thread read the clock before this one and came after it
         span = np.int64(0)
-    histograms_of(h)[which, bit_length(span)] += 1
+    histogram = histograms_of(h)[which]
+    histogram[bit_length(span)] += 1
+    histogram[BINS] += span
 
 
 @jit
@@ -216,6 +223,8 @@ def take_host(h, priority):
             return NONE
         unlink(blocks, lists, b)
         heap_remove(blocks, heap_of(h), b)
+        record(h, HOST_LIFETIME, blocks[b].stored_at)
+        record(h, HOST_IDLE, blocks[b].used_at)
         forget(h, b, NONE)
     blocks[b].flags = 0
     return b
@@ -225,10 +234,13 @@ def take_host(h, priority):
 def _offload(h, b, timed):
     """Move the content of an evicted device block to the host tier if the rules allow it."""
     blocks = blocks_of(h)
-    if h[DEVICE_BLOCKS] == blocks.shape[0] or blocks[b].priority < h[OFFLOAD_PRIORITY] or blocks[b].uses < h[OFFLOAD_REUSE]:
+    wanted = blocks[b].priority >= h[OFFLOAD_PRIORITY] and blocks[b].uses >= h[OFFLOAD_REUSE]
+    if not wanted or blocks[b].flags & TAIL or h[DEVICE_BLOCKS] == blocks.shape[0]:
+        counters_of(h)[C_BY_RULE] += 1
         return False
     g = take_host(h, np.int64(blocks[b].priority))
     if g == NONE:
+        counters_of(h)[C_HOST_FULL] += 1
         return False
     copy_content(h, b, g)
     emit_move(h, b, g, h[WIDTH])
@@ -254,7 +266,7 @@ def _evict(h, b):
     if blocks[b].twin != NONE:
         counters_of(h)[C_SAVED] += 1
         unpublish(h, b, blocks[b].deadline if timed else NONE)
-    elif blocks[b].flags & TAIL or not _offload(h, b, timed):
+    elif not _offload(h, b, timed):
         forget(h, b, NONE)
 
 

@@ -1,0 +1,157 @@
+"""What the doctor looks at on a machine, and what it says of it: a verdict and a remedy for each part."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba.core import config
+
+from kvpool import jit
+from kvpool.state.tiers import begin
+
+OK, ABSENT, WARNING, FAILED = "ok", "absent", "warning", "failed"
+_MIB, _GIB = 1 << 20, 1 << 30
+_CACHE_NEEDS = 200 * _MIB
+_CONTAINER = "in a container, start it with --gpus all"
+
+
+class Check(NamedTuple):
+    """One verdict: ``status`` is ok, absent (optional, and not there), warning (works, but not well) or failed. ``remedy`` may be empty."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+# -- looking -------------------------------------------------------------------------------------
+
+
+def look_at_jit() -> dict[str, Any]:
+    """Where compiled code is kept, and whether it can be."""
+    root = jit.cache_root()
+    return {
+        "disabled": bool(config.DISABLE_JIT),
+        "root": None if root is None else str(root),
+        "used": None if root is None else sum(path.stat().st_size for path in root.rglob("*.nbc")),
+        "free": None if root is None else shutil.disk_usage(root).free,
+        "in_use": isinstance(getattr(begin, "_cache", None), jit._FunctionCache),
+    }
+
+
+def look_at_driver(root: Path = Path("/")) -> dict[str, Any]:
+    """NVIDIA's driver, asked without CuPy: the CUDA that it supports (13010 is 13.1), and what files show it. Starts no GPU."""
+    version, error = ctypes.c_int(), None
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        error = f"cuDriverGetVersion gave {status}" if status else None
+    except (OSError, AttributeError) as raised:
+        error = str(raised)
+    files = [*(root / "dev").glob("nvidia[0-9]*"), *(root / "dev").glob("dxg")]
+    return {
+        "version": None if error else version.value,
+        "error": error,
+        "kernel_module": (root / "proc/driver/nvidia/version").exists(),
+        "gpu_files": len(files),
+    }
+
+
+# -- judging -------------------------------------------------------------------------------------
+
+
+def judge(found: dict[str, Any]) -> list[Check]:
+    """What the doctor thinks of what ``examine`` has found."""
+    checks = [package(name, part) for name, part in found["packages"].items()]
+    if found["numba.cuda"]["error"] and found["packages"]["numba-cuda"]["version"]:
+        remedy = "take site-packages out of PYTHONPATH: Python then finds it by itself, and reads its .pth files"
+        checks.append(Check("numba.cuda", WARNING, found["numba.cuda"]["error"], remedy))
+    return [*checks, compiled_code(found["jit"]), driver(found), locked_memory(found), main_memory(found["memory"]["available"])]
+
+
+def package(name: str, part: dict[str, Any]) -> Check:
+    """A package that is needed, or useful."""
+    version, missing = part["version"] or "installed", FAILED if part["required"] else ABSENT
+    if part["error"] == "not installed":
+        return Check(name, missing, f"not installed ({part['use']})", part["install"])
+    bad = FAILED if part["required"] else WARNING
+    if part["error"] is not None:
+        return Check(name, bad, f"{version}, but cannot be imported ({part['use']}): {part['error']}", part["install"])
+    if part["minimum"] and part["version"] and _numbers(part["version"]) < _numbers(part["minimum"]):
+        return Check(name, bad, f"{version}, older than {part['minimum']} ({part['use']})", part["install"])
+    return Check(name, OK, version)
+
+
+def _numbers(version: str) -> list[int]:
+    """1.24.0rc1 is [1, 24, 0]: enough to tell which is older."""
+    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # type: ignore[index]
+
+
+def compiled_code(seen: dict[str, Any]) -> Check:
+    """Numba's output, which takes a minute to make and is kept on disk."""
+    name = "compiled code"
+    if seen["disabled"]:
+        return Check(name, WARNING, "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly", "unset NUMBA_DISABLE_JIT")
+    elsewhere = "set NUMBA_CACHE_DIR to a folder that only you can write"
+    if seen["root"] is None:
+        return Check(name, WARNING, "no place for it can be written: every process compiles anew, for a minute", elsewhere)
+    if not seen["in_use"]:
+        found = "this Numba does not take kvpool's cache: every process compiles anew, for a minute"
+        return Check(name, WARNING, found, "pip install -U kvpool")
+    kept = f"{seen['used'] / _MIB:.0f} MiB in {seen['root']}"
+    if seen["free"] < _CACHE_NEEDS:
+        return Check(name, WARNING, f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free", f"make room there, or {elsewhere}")
+    return Check(name, OK, kept)
+
+
+def driver(found: dict[str, Any]) -> Check:
+    """Whether what is installed for GPUs, the driver and the GPUs fit together."""
+    name, seen, cupy = "NVIDIA driver", found["driver"], found["cupy_packages"]
+    version = found["gpus"][0]["driver"] if found["gpus"] else seen["version"]
+    if version is None:
+        if seen["kernel_module"] or seen["gpu_files"]:
+            remedy = f"{_CONTAINER}; else reinstall the driver"
+            return Check(name, WARNING, f"the system has one that cannot be loaded: {seen['error']}", remedy)
+        return Check(name, ABSENT, "not installed (the cuda device)", "install NVIDIA's driver, on a machine with a GPU")
+    shown = f"for CUDA {version // 1000}.{version % 1000 // 10}"
+    if version < 12000:
+        return Check(name, WARNING, f"{shown}, too old for CuPy", "update the driver")
+    if len(cupy) > 1:
+        return Check(name, WARNING, f"{shown}, and several CuPy: {', '.join(cupy)}", f"pip uninstall {' '.join(cupy)}, then install one")
+    if cupy == ["cupy-cuda13x"] and version < 13000:
+        return Check(name, WARNING, f"{shown}, and CuPy for 13", "pip uninstall cupy-cuda13x, then pip install 'kvpool[cuda12]'")
+    if not found["gpus"] and not seen["gpu_files"]:
+        return Check(name, WARNING, f"{shown}, without a GPU", _CONTAINER)
+    fitting = "cuda13" if version >= 13000 else "cuda12"
+    if not cupy:
+        return Check(name, WARNING, f"{shown}, without CuPy", f"pip install 'kvpool[{fitting}]'")
+    return Check(name, OK, shown)
+
+
+def locked_memory(found: dict[str, Any]) -> Check:
+    """Whether a limit may keep the host tier from being pinned. Who may lock any amount is not bound by it."""
+    name, limit, room = "locked memory (ulimit -l)", found["memory"]["locked_limit"], found["memory"]["available"]
+    shown = "unlimited" if limit is None else gib(limit)
+    if limit is None or os.geteuid() == 0 or not found["gpus"] or (room is not None and limit >= room):
+        return Check(name, OK, shown)
+    remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a systemd unit"
+    return Check(name, WARNING, f"{shown}: a larger host tier may be refused", remedy)
+
+
+def main_memory(available: int | None) -> Check:
+    """What the system and its control groups leave."""
+    name = "memory left by the system and its control groups"
+    if available is None:
+        found = "unknown here: a host tier that is too large is not refused, but ends the process"
+        return Check(name, WARNING, found, "choose host_blocks with care")
+    if available < _GIB:
+        return Check(name, WARNING, gib(available), "free some, or raise the limit")
+    return Check(name, OK, gib(available))
+
+
+def gib(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / _GIB:.2f} GiB"

@@ -1,0 +1,251 @@
+"""Metrics of pools for Prometheus: a collector that reads ``stats()`` when it is scraped, and does nothing otherwise.
+
+Names and units are Prometheus' conventions: base units, ``_total`` for what only grows. Every metric has the label ``pool``.
+``DASHBOARD`` is a Grafana dashboard that shows them all.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpool.layout import integer_argument
+from kvpool.manager import KVCacheManager
+from kvpool.stats import Histogram, Stats, TierStats
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "prometheus_client":
+        raise
+    raise ImportError("kvpool.metrics needs prometheus-client: pip install 'kvpool[metrics]'") from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DASHBOARD = Path(__file__).parent / "dashboards" / "grafana.json"
+"""A dashboard to import into Grafana; it asks for the Prometheus data source."""
+
+Value = float | Histogram | None
+Read = Callable[[Stats], dict[tuple[str, ...], Value]]
+
+
+class Definition(NamedTuple):
+    """One metric: how it is read from a snapshot, by the values of ``labels``. What a device cannot tell is None, and is left out."""
+
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    read: Read
+
+
+def _counter(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
+    return Definition(CounterMetricFamily, name, help, labels, read)
+
+
+def _gauge(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
+    return Definition(GaugeMetricFamily, name, help, labels, read)
+
+
+def _histogram(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
+    return Definition(HistogramMetricFamily, name, help, labels, read)
+
+
+def _states(tier: TierStats) -> dict[str, int]:
+    """Every block of a tier in one of them."""
+    return {"used": tier.used, "cached": tier.evictable - tier.redundant, "redundant": tier.redundant, "empty": tier.empty}
+
+
+_TIERS = ("device", "host")
+DEFINITIONS = (
+    _gauge(
+        "kvpool_blocks",
+        "Blocks: used (held by sequences or pins), cached (reusable until evicted), redundant (host copies of what is on the device too), "
+        "empty.",
+        ("tier", "state"),
+        lambda s: {(tier, state): count for tier in _TIERS for state, count in _states(getattr(s, tier)).items()},
+    ),
+    _gauge("kvpool_pinned_blocks", "Blocks that leases hold.", ("tier",), lambda s: {(t,): getattr(s, t).pinned for t in _TIERS}),
+    _gauge("kvpool_sequences", "Live sequences.", (), lambda s: {(): s.sequences}),
+    _gauge("kvpool_leases", "Open leases.", (), lambda s: {(): s.leases}),
+    _gauge("kvpool_oldest_lease_age_seconds", "Age of the oldest open lease, 0 without any.", (), lambda s: {(): s.oldest_lease_ms / 1e3}),
+    _gauge("kvpool_staging_hand_overs", "Block tables on their way to the device.", (), lambda s: {(): s.hand_overs}),
+    _gauge("kvpool_staging_hand_overs_peak", "The most of them at once, ever.", (), lambda s: {(): s.most_hand_overs}),
+    _counter(
+        "kvpool_query_tokens",
+        "Tokens of prompts that were looked up: on the device all, on the host those that full blocks of the device did not have.",
+        ("tier",),
+        lambda s: {("device",): s.prompt_tokens, ("host",): s.prompt_tokens - s.reused_device_tokens},
+    ),
+    _counter(
+        "kvpool_hit_tokens",
+        "Tokens of prompts that were reused in full blocks.",
+        ("tier",),
+        lambda s: {("device",): s.reused_device_tokens, ("host",): s.reused_host_tokens},
+    ),
+    _counter(
+        "kvpool_partial_hit_tokens",
+        "Tokens of prompts that were copied out of blocks that matched in part.",
+        (),
+        lambda s: {(): s.partial_tokens},
+    ),
+    _counter(
+        "kvpool_evicted_blocks",
+        "Evictions. Device: offloaded, on_host (a copy was there), rule (not to be offloaded, or no host tier), host_full. "
+        "Host: redundant (the content is still on the device), capacity.",
+        ("tier", "reason"),
+        lambda s: {
+            ("device", "offloaded"): s.evicted_offloaded_blocks,
+            ("device", "on_host"): s.offloads_saved,
+            ("device", "rule"): s.evicted_by_rule_blocks,
+            ("device", "host_full"): s.evicted_host_full_blocks,
+            ("host", "redundant"): s.redundant_dropped,
+            ("host", "capacity"): s.evicted_host_blocks,
+        },
+    ),
+    _counter(
+        "kvpool_forgotten_blocks",
+        "Blocks whose content is nowhere any more: evicted, superseded, rewound, or released without storing.",
+        ("tier",),
+        lambda s: {("device",): s.forgotten_device_blocks, ("host",): s.forgotten_host_blocks},
+    ),
+    _counter(
+        "kvpool_moved_bytes",
+        "Bytes that the device was told to copy: offload, onboard, within a tier.",
+        ("direction",),
+        lambda s: {("offload",): s.offloaded_bytes, ("onboard",): s.onboarded_bytes, ("within",): s.within_bytes},
+    ),
+    _counter(
+        "kvpool_moved_seconds",
+        "Time that those copies took. Absent where the device copies behind its callers: the time to enqueue is not the time to move.",
+        ("direction",),
+        lambda s: {("offload",): s.offload_seconds, ("onboard",): s.onboard_seconds, ("within",): s.within_seconds},
+    ),
+    _counter("kvpool_lost_blocks", "Blocks whose bytes a failing device never brought.", (), lambda s: {(): s.lost_blocks}),
+    _counter("kvpool_expired_blocks", "Blocks whose retention has ended.", (), lambda s: {(): s.expired_blocks}),
+    _counter("kvpool_events_dropped", "Events that were overwritten before anybody took them.", (), lambda s: {(): s.events_dropped}),
+    _histogram(
+        "kvpool_block_lifetime_seconds",
+        "From storing to eviction. On the host, of content that was nowhere else.",
+        ("tier",),
+        lambda s: {("device",): s.lifetime_ms, ("host",): s.host_lifetime_ms},
+    ),
+    _histogram(
+        "kvpool_block_idle_before_eviction_seconds",
+        "From the last use to eviction. On the host, of content that was nowhere else.",
+        ("tier",),
+        lambda s: {("device",): s.idle_ms, ("host",): s.host_idle_ms},
+    ),
+    _histogram("kvpool_block_reuse_gap_seconds", "From the last use of a block to the next hit on it.", (), lambda s: {(): s.reuse_gap_ms}),
+)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound. The clock has whole milliseconds: below 2**i of them is no more than that."""
+    counts = histogram.bins.cumsum().tolist()
+    # The last bin is beyond what 32 bits of milliseconds can be told apart from the past, and is empty.
+    return [(repr(2**i / 1e3), count) for i, count in enumerate(counts[:-1])] + [("+Inf", counts[-1])]
+
+
+class PoolMetrics:
+    """A collector of the pools that were added, registered in ``registry`` (default: that of the process) until ``close``.
+
+    A scrape takes one snapshot of each pool, under that pool's state lock and no other; between scrapes nothing runs. Pools are not kept
+    alive, and are shown no more once they are closed. A context manager. Thread-safe; changes no pool. Raises ValueError where the registry
+    has these metrics already: several pools go into one collector.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._registry = REGISTRY if registry is None else registry
+        self._pools: dict[str, weakref.ref[KVCacheManager]] = {}
+        self._lock = threading.Lock()
+        self._registered = True
+        self._registry.register(self)
+
+    def add(self, pool: str, cache: KVCacheManager) -> None:
+        """Show a pool from now on, with ``pool`` as its label. Raises TypeError, and ValueError where an open pool has that name."""
+        if not isinstance(pool, str):
+            raise TypeError(f"pool={pool!r:.80}: accepted is a string")
+        if not isinstance(cache, KVCacheManager):
+            raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
+        with self._lock:
+            if _open(self._pools.get(pool)) not in (None, cache):
+                raise ValueError(f"pool={pool!r}: an open pool has this name already")
+            self._pools[pool] = weakref.ref(cache)
+
+    def remove(self, pool: str) -> None:
+        """Show a pool no more. Raises ValueError for a name that was not added."""
+        with self._lock:
+            if self._pools.pop(pool, None) is None:
+                raise ValueError(f"pool={pool!r}: accepted are the names that were added: {sorted(self._pools)}")
+
+    def close(self) -> None:
+        """Take the collector out of its registry. Closing twice is fine."""
+        with self._lock:
+            registered, self._registered = self._registered, False
+            self._pools.clear()
+        if registered:
+            self._registry.unregister(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def describe(self) -> Iterator[Metric]:
+        """All metrics without values; what a registry asks for."""
+        return _families([])
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of all open pools; what a scrape asks for."""
+        with self._lock:
+            # A pool that is closed while it is read still has its last figures.
+            self._pools = {name: known for name, known in self._pools.items() if _open(known) is not None}
+            pools = [(name, known()) for name, known in self._pools.items()]
+        return _families([(name, cache.stats()) for name, cache in pools if cache is not None])
+
+
+@contextmanager
+def served(port: int, host: str = "127.0.0.1") -> Iterator[tuple[PoolMetrics, str]]:
+    """A collector in a registry of its own, and the address where it is served over HTTP, by a thread, while the context is open.
+
+    Anybody who reaches ``host`` can read it; by default this machine. Port 0 is any that is free. Raises TypeError, ValueError, OSError.
+    """
+    port = integer_argument("port", port, 0, 65535)
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics:
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise OSError(f"metrics at {host}, port {port}: {error}") from error
+        try:
+            yield metrics, f"http://{host}:{server.server_port}/metrics"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _open(known: weakref.ref[KVCacheManager] | None) -> KVCacheManager | None:
+    cache = None if known is None else known()
+    return None if cache is None or cache.closed else cache
+
+
+def _families(pools: list[tuple[str, Stats]]) -> Iterator[Metric]:
+    for kind, name, text, labels, read in DEFINITIONS:
+        family: Any = kind(name, text, labels=("pool", *labels))
+        for pool, stats in pools:
+            for values, value in read(stats).items():
+                if isinstance(value, Histogram):
+                    family.add_metric((pool, *values), _buckets(value), value.total_ms / 1e3)
+                elif value is not None:
+                    family.add_metric((pool, *values), value)
+        yield family
