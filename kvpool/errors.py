@@ -49,7 +49,7 @@ class PoolClosed(KVPoolError):
 
 
 class PoolBusy(KVPoolError):
-    """The call needs a pool without live sequences."""
+    """The call needs a pool without live sequences, or one whose exported memory nobody holds."""
 
 
 class InsufficientMemory(KVPoolError, MemoryError):

@@ -36,6 +36,7 @@ from kvpool.sequence import (
 )
 from kvpool.staging import Buffer, HandOver, columns_now
 from kvpool.state import admission, blocks, growth, hashing, holds, live, requests
+from kvpool.strided import in_numpy
 
 Ids = Any
 Prompt = Any
@@ -58,6 +59,9 @@ class KVCacheManager(PinPool):
     event_capacity : events kept until ``events`` is called; 0 (default) records none.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     staging_depth : block tables that are on their way to the device at once; one more waits for the oldest.
+    device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
+        writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
+        caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
@@ -356,8 +360,10 @@ class KVCacheManager(PinPool):
 
         Takes a prompt's BlockKeys, or keys. Stops where the host has no room. Changes the pool.
         """
+        prompt = in_numpy("prompt", prompt)
         rows = key_rows(self._prompt(prompt) if isinstance(prompt, BlockKeys) or not _is_keys(prompt) else prompt)
         return int(self._decide(len(rows), None, holds.offload, rows, self.now()))
+
 
 def _is_keys(value: Any) -> bool:
     """Whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from kvpool import events as kv_events
 from kvpool import guards
 from kvpool import stats as statistics
 from kvpool.device import get_device
-from kvpool.device.base import Device, Stream
+from kvpool.device.base import Device, Stream, tier_argument
 from kvpool.errors import (
     DeviceError,
     InsufficientMemory,
@@ -29,6 +29,7 @@ from kvpool.errors import (
     PoolClosed,
     UnknownSequence,
 )
+from kvpool.export import Export, Lending
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.memory import MemoryPools
@@ -50,10 +51,11 @@ Ids = npt.NDArray[np.int64] | None
 
 
 class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases."""
+    """What was still held when a pool was closed: sequence ids, (owner, age in ms) of open leases, and how many views of exports."""
 
     sequences: list[int]
     leases: list[tuple[str, int]]
+    views: int = 0
 
 
 class Pool:
@@ -63,6 +65,7 @@ class Pool:
         self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
+        device_memory: Any = None, host_memory: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
@@ -83,7 +86,7 @@ class Pool:
         self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
         self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
-            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
+            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks, device_memory, host_memory)
             try:
                 self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
                 self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
@@ -103,6 +106,7 @@ class Pool:
         self._lock = threading.RLock()
         self._transfer = Transfer(self._state, self._lock, self._device)
         self._staging = Staging(self._device, self._transfer, depth)
+        self._lending = Lending(self._device, self._pools, self._opened, self._follow)
         self._leases: dict[int, Any] = {}
         self._lease_count = 0
         # One import at a time; the memory is not given back while one writes to it.
@@ -237,6 +241,32 @@ class Pool:
         """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
         return self._pools.host_pool
 
+    def export(self, tier: str = "device", *, writable: bool = True, raw: bool = False) -> Export:
+        """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like ``device_pool`` or ``host_pool``.
+
+        ``writable=False`` says that it is not to be written. ``raw``: types that NumPy has no name for (bfloat16, float8) go as the
+        unsigned integers of the pools, for packages that do not know them either. Thread-safe; does not change the pool. Raises
+        TypeError, ValueError, PoolClosed.
+        """
+        tier_argument(tier)
+        self._check_open()
+        return Export.of_tier(self._lending, tier, bool_argument("writable", writable), bool_argument("raw", raw))
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """The state lock of an open pool."""
+        with self._lock:
+            self._check_open()
+            yield
+
+    def _follow(self, stream: Any) -> None:
+        """Have work enqueued on ``stream`` from now on wait for all copies enqueued so far."""
+        on = self._device.as_stream(stream)
+        self._refuse_inside("what waits for copies")
+        self._check_open()
+        self._transfer.drain()
+        self._transfer.follow(on)
+
     @property
     def remote_password(self) -> str:
         """What pools of the same secret know, and nobody else; not for showing."""
@@ -297,15 +327,23 @@ class Pool:
         self._check_open()
         return self._device.calibrate()
 
-    def close(self) -> CloseReport:
-        """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
+    def close(self, force: bool = False) -> CloseReport:
+        """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed.
+
+        Raises PoolBusy, with nothing changed, while arrays that were made of exports live, unless ``force``: then the memory below them
+        stays until they are gone, though nobody keeps it in order.
+        """
+        force = bool_argument("force", force)
         now = self.now() if self._leases else 0
         with DeferInterrupt():
             with self._lock:
                 if self._report is not None:
                     return self._report
+                views = self._lending.count
+                if views and not force:
+                    raise PoolBusy(f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)")
                 owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
-                self._report = CloseReport(self._live().tolist(), owners)
+                self._report = CloseReport(self._live().tolist(), owners, views)
                 self._leases.clear()
             try:
                 # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
@@ -326,9 +364,9 @@ class Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        report = self.close()
-        if kind is None and (report.sequences or report.leases):
-            held = f"{len(report.sequences)} sequences and {len(report.leases)} leases"
+        report = self.close(force=True)
+        if kind is None and any(report):
+            held = f"{len(report.sequences)} sequences, {len(report.leases)} leases and {report.views} views of exported memory"
             raise KVPoolError(f"the pool was closed while {held} were held: {report}")
 
 

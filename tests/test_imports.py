@@ -21,7 +21,7 @@ SOURCES = [path for folder in ("kvpool", "tests", "asv_bench") for path in sorte
 # Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
 # line of their own.
 LAYERS = [
-    ["errors", "layout", "jit", "interrupt", "guards", "strided", "kv_layout"],
+    ["errors", "layout", "jit", "interrupt", "guards", "dlpack", "strided", "kv_layout"],
     ["state"],
     ["device.tables"],
     ["device.base", "kernels"],
@@ -30,7 +30,7 @@ LAYERS = [
     ["levels", "order"],
     ["transfer", "block_table", "kv_copy"],
     ["staging"],
-    ["retention", "sequence", "events", "stats", "leases"],
+    ["retention", "sequence", "events", "stats", "leases", "export"],
     ["pool"],
     ["pins"],
     ["manager"],

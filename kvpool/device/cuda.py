@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool import dlpack
 from kvpool.device import calibration as calibrations
 from kvpool.device.base import (
     ALIGNMENT,
@@ -30,6 +31,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.block_copy import Plan, describe_bad_move, first_bad_move, make_plan
 from kvpool.device.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PLAIN, WITHIN, Calibration
+from kvpool.device.cuda_arrays import check_adopted, gpu_array
 from kvpool.device.cuda_batch import find_batch
 from kvpool.device.cuda_calls import STICKY, Calls, Gpu, gpus, status_of
 from kvpool.device.cuda_events import CudaEvent, EventPool
@@ -43,7 +45,7 @@ from kvpool.errors import DeviceError, PoolClosed
 from kvpool.kernels.copies import block_copies
 from kvpool.kernels.tables import stage_rows
 from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import as_strided
+from kvpool.strided import StridedArray, as_strided
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
 COPY_PATH = "KVPOOL_COPY_PATH"
@@ -186,6 +188,17 @@ class CudaDevice(Device):
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
+    def adopt(self, memory: StridedArray, tier: str) -> Any:
+        self._check_open()
+        check_adopted(self._calls, memory, tier, self.index)
+        return self.as_array(memory)
+
+    def as_array(self, memory: StridedArray) -> Any:
+        return memory.host_view() if memory.memory == "host" else gpu_array(self._cupy, memory, self.index)
+
+    def dlpack_device(self, tier: str) -> tuple[int, int]:
+        return (dlpack.CUDA_HOST, 0) if tier == "host" else (dlpack.CUDA, self.index)
+
     def free(self, array: Any) -> None:
         if self._bound is not None and any(array is pool for pool in self._bound.pools):
             self._bound = None
@@ -210,12 +223,7 @@ class CudaDevice(Device):
             return max(0, int(runtime.memGetInfo()[0]) - ALIGNMENT)
 
     def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: Any,
-        host_pool: NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
+        self, layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
     ) -> None:
         self._check_open()
         if self._bound is not None:

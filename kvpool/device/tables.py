@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.jit import jit
 from kvpool.state.atomics import array_at
+from kvpool.strided import in_numpy
 
 START, SCALE, OFFSET = range(3)
 """Columns of the planes of a hand-over."""
@@ -110,7 +111,8 @@ def make_table(address: int, shape: tuple[int, ...], strides: tuple[int, ...], o
 
 
 def host_table(target: Any) -> Table:
-    """A NumPy array as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
+    """An array of main memory as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
+    target = in_numpy("target", target)
     if not isinstance(target, np.ndarray) or target.dtype != np.int32:
         found = target.dtype if isinstance(target, np.ndarray) else type(target).__name__
         raise TypeError(f"target: accepted is an int32 array, not {found}")
