@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -334,6 +335,8 @@ class Pool:
         stays until they are gone, though nobody keeps it in order.
         """
         force = bool_argument("force", force)
+        if self._lending.count:
+            gc.collect()  # What nobody can reach is no view.
         now = self.now() if self._leases else 0
         with DeferInterrupt():
             with self._lock:

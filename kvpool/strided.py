@@ -13,6 +13,7 @@ from kvpool.layout import integer_argument
 
 MEMORIES = ("host", "device")
 _HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
+_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
 
 
@@ -174,14 +175,10 @@ def in_numpy(name: str, value: Any) -> Any:
 
     Raises TypeError for memory of a GPU, and what ``as_strided`` raises.
     """
-    if isinstance(value, np.ndarray) or not (isinstance(value, StridedArray) or _speaks(value)):
+    speaks = isinstance(value, StridedArray) or any(hasattr(value, protocol) for protocol in _PROTOCOLS)
+    if isinstance(value, (np.ndarray, np.generic)) or not speaks:
         return value
     found = as_strided(name, value)
     if found.memory != "host":
         raise TypeError(f"{name}: {type(value).__name__} lies in memory of a GPU; accepted are arrays of main memory")
     return found.host_view()
-
-
-def _speaks(value: Any) -> bool:
-    """Whether an object has a protocol that NumPy does not ask for by itself."""
-    return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
