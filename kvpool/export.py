@@ -66,7 +66,7 @@ class Export:
 
     Streams: who asks for memory of a GPU, or for pinned memory, on a stream waits there for all copies that the pool has enqueued so far;
     ``__cuda_array_interface__`` names the legacy default stream, which then waits for them. Later ones are ordered by the ``stream`` of the
-    pool's calls, as everywhere.
+    pool's calls, and for the host by leases, as everywhere.
     """
 
     __slots__ = ("__weakref__", "_lending", "_loan", "_places", "dtype", "tier", "writable")

@@ -175,8 +175,9 @@ def in_numpy(name: str, value: Any) -> Any:
 
     Raises TypeError for memory of a GPU, and what ``as_strided`` raises.
     """
-    speaks = isinstance(value, StridedArray) or any(hasattr(value, protocol) for protocol in _PROTOCOLS)
-    if isinstance(value, (np.ndarray, np.generic)) or not speaks:
+    if isinstance(value, (np.ndarray, np.generic, list)):
+        return value
+    if not isinstance(value, StridedArray) and not any(hasattr(value, protocol) for protocol in _PROTOCOLS):
         return value
     found = as_strided(name, value)
     if found.memory != "host":
