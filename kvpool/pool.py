@@ -52,11 +52,10 @@ Ids = npt.NDArray[np.int64] | None
 
 
 class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, (owner, age in ms) of open leases, and how many views of exports."""
+    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases."""
 
     sequences: list[int]
     leases: list[tuple[str, int]]
-    views: int = 0
 
 
 class Pool:
@@ -346,7 +345,7 @@ class Pool:
                 if views and not force:
                     raise PoolBusy(f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)")
                 owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
-                self._report = CloseReport(self._live().tolist(), owners, views)
+                self._report = CloseReport(self._live().tolist(), owners)
                 self._leases.clear()
             try:
                 # Nothing is decided any more; once everything decided is enqueued, nobody is inside a copy.
@@ -368,8 +367,9 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         report = self.close(force=True)
-        if kind is None and any(report):
-            held = f"{len(report.sequences)} sequences, {len(report.leases)} leases and {report.views} views of exported memory"
+        views = self._lending.count
+        if kind is None and (report.sequences or report.leases or views):
+            held = f"{len(report.sequences)} sequences, {len(report.leases)} leases and {views} views of exported memory"
             raise KVPoolError(f"the pool was closed while {held} were held: {report}")
 
 
