@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.tables import Table
+from kvpool.dlpack import CPU, check_no_stream, make_capsule
 from kvpool.jit import jit
 from kvpool.layout import integer_argument
 
@@ -39,6 +40,17 @@ class BlockTable(NamedTuple):
     rows: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     tokens_per_block: int
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> Any:
+        """``table`` for other packages, in place: read-only, so that it takes one that knows DLPack 1, or ``copy=True``.
+
+        Raises BufferError for what cannot be given, ValueError for a stream.
+        """
+        check_no_stream(stream)
+        return make_capsule(self.table, writable=False, max_version=max_version, dl_device=dl_device, copy=copy)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU, 0
 
     @property
     def blocks(self) -> npt.NDArray[np.int64]:

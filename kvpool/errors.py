@@ -53,7 +53,7 @@ class PoolClosed(KVPoolError):
 
 
 class PoolBusy(KVPoolError):
-    """The call needs a pool without live sequences and open reservations."""
+    """The call needs a pool without live sequences and open reservations, or one whose exported memory nobody holds."""
 
 
 class InsufficientMemory(KVPoolError, MemoryError):

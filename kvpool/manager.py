@@ -33,6 +33,7 @@ from kvpool.sequence import (
     token_array,
 )
 from kvpool.state import admission, blocks, growth, hashing, holds, live, requests
+from kvpool.strided import in_numpy
 
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, requests.REQUEST), np.int64)
 NO_COUNTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -57,6 +58,9 @@ class KVCacheManager(ReservePool):
     event_capacity : events kept until ``events`` is called; 0 (default) records none.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     staging_depth : block tables that are on their way to the device at once; one more waits for the oldest.
+    device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
+        writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
+        caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
@@ -295,8 +299,10 @@ class KVCacheManager(ReservePool):
 
         Takes a prompt's BlockKeys, or keys. Stops where the host has no room. Changes the pool.
         """
+        prompt = in_numpy("prompt", prompt)
         rows = key_rows(self._prompt(prompt) if isinstance(prompt, BlockKeys) or not _is_keys(prompt) else prompt)
         return int(self._decide(len(rows), None, holds.offload, rows, self.now()))
+
 
 def _is_keys(value: Any) -> bool:
     """Whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""

@@ -166,6 +166,11 @@ class Order:
             for stream in np.unique(will[:, 1]).tolist():
                 self._wait_all(stream, need[stream])
 
+    def follow_copies(self, stream: Stream) -> None:
+        """Have any stream, also one without a number, wait for all copies enqueued so far."""
+        for own in self._streams[:_OWN]:
+            self._device.wait(stream, self._device.record(own))
+
     def pending(self, ids: npt.NDArray[np.int64], writes: bool) -> list[Event]:
         """Events that the host waits for before it reads (or ``writes``) the bytes of blocks."""
         need = np.zeros(len(self._points), np.int64)

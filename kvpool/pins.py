@@ -19,6 +19,7 @@ from kvpool.sequence import BlockKeys, id_array, key_row, key_rows, list_argumen
 from kvpool.staged_tables import TablePool
 from kvpool.state import blocks, holds, imports
 from kvpool.state.accesses import ACCESSED, WILL_READ
+from kvpool.strided import in_numpy
 
 Ids = npt.NDArray[np.int64]
 
@@ -204,10 +205,11 @@ class PinPool(TablePool):
     def import_blocks(self, prompt: BlockKeys, data: Any, *, first: int = 0, priority: int = blocks.DEFAULT_PRIORITY) -> int:
         """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request with it hits.
 
-        ``data``: for each block a buffer of ``layout.block_bytes``, laid out as a block of ``host_pool``. The keys are the prompt's, which
-        this pool computed. Blocks that are cached already are skipped, and it stops where the host has no room; returns how many were
-        stored. What is being written cannot be found; a reset meanwhile stores nothing. Waits, outside the locks, for copies out of the
-        memory that it takes, and for other imports. Thread-safe; changes the pool. Raises TypeError, ValueError, PoolClosed, DeviceError.
+        ``data``: for each block a buffer or array of ``layout.block_bytes``, laid out as a block of ``host_pool``. The keys are the
+        prompt's, which this pool computed. Blocks that are cached already are skipped, and it stops where the host has no room; returns
+        how many were stored. What is being written cannot be found; a reset meanwhile stores nothing. Waits, outside the locks, for
+        copies out of the memory that it takes, and for other imports. Thread-safe; changes the pool. Raises TypeError, ValueError,
+        PoolClosed, DeviceError.
         """
         if not isinstance(prompt, BlockKeys):
             raise TypeError(f"prompt={prompt!r:.80}: accepted are the BlockKeys of this pool")
@@ -262,6 +264,7 @@ class PinPool(TablePool):
 
 
 def _block_bytes(place: int, buffer: Any, size: int) -> npt.NDArray[np.uint8]:
+    buffer = in_numpy(f"data[{place}]", buffer)
     try:
         if getattr(getattr(buffer, "dtype", None), "hasobject", False):
             raise TypeError("objects are no bytes")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,25 +18,24 @@ from kvpool import events as kv_events
 from kvpool import guards
 from kvpool import stats as statistics
 from kvpool.device import get_device
-from kvpool.device.base import Device, Stream
+from kvpool.device.base import Device, Stream, tier_argument
 from kvpool.errors import (
     DeviceError,
     InsufficientMemory,
     IntegrityError,
     KVPoolError,
-    OutOfBlocks,
-    OutOfSequences,
     PoolBusy,
     PoolClosed,
-    UnknownSequence,
 )
+from kvpool.export import Export, Lending
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.memory import MemoryPools
+from kvpool.refusals import refusal
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
-from kvpool.state import admission, blocks, growth, holds, live
+from kvpool.state import blocks, holds, live
 from kvpool.state.hashing import remote_password
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
@@ -64,6 +64,7 @@ class Pool:
         self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
+        device_memory: Any = None, host_memory: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
@@ -84,7 +85,7 @@ class Pool:
         self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
         self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
-            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks)
+            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks, device_memory, host_memory)
             try:
                 self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
                 self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
@@ -104,6 +105,7 @@ class Pool:
         self._lock = threading.RLock()
         self._transfer = Transfer(self._state, self._lock, self._device)
         self._staging = Staging(self._device, self._transfer, depth)
+        self._lending = Lending(self._device, self._pools, self._opened, self._follow)
         self._leases: dict[int, Any] = {}
         self._lease_count = 0
         self._reservations: dict[int, Any] = {}
@@ -195,24 +197,7 @@ class Pool:
             raise PoolClosed(f"the device has failed: {self._transfer.broken}") from self._transfer.broken
 
     def _error(self, code: int, ids: npt.NDArray[np.int64]) -> Exception:
-        """The exception for what a verb refused; its details are in the header."""
-        detail, more = int(self._state.header[blocks.DETAIL]), int(self._state.header[blocks.DETAIL2])
-        if code == admission.SHORT_OF_BLOCKS:
-            return OutOfBlocks("device", detail, more)
-        if code == admission.SHORT_OF_SEQUENCES:
-            return OutOfSequences(detail, more)
-        if code == growth.BAD_TOTAL:
-            return ValueError(f"counts add up to {detail}, tokens has {more} entries")
-        which = int(ids[detail])
-        if code == live.UNKNOWN:
-            return UnknownSequence(f"{which} is not a live sequence of this pool")
-        if code == live.DUPLICATE:
-            return ValueError(f"sequence {which} is named twice")
-        if code == live.FAILED:
-            return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
-        if code == growth.TOO_LONG:
-            return ValueError(f"sequence {which} would pass max_sequence_tokens={self._columns * self.tokens_per_block}")
-        return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")
+        return refusal(self._state, code, ids)
 
     def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows of live sequences. The state lock is held by the caller."""
@@ -253,6 +238,32 @@ class Pool:
     def host_pool(self) -> npt.NDArray[Any]:
         """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
         return self._pools.host_pool
+
+    def export(self, tier: str = "device", *, writable: bool = True, raw: bool = False) -> Export:
+        """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like ``device_pool`` or ``host_pool``.
+
+        ``writable=False`` says that it is not to be written. ``raw``: types that NumPy has no name for (bfloat16, float8) go as the
+        unsigned integers of the pools, for packages that do not know them either. Thread-safe; does not change the pool. Raises
+        TypeError, ValueError, PoolClosed.
+        """
+        tier_argument(tier)
+        self._check_open()
+        return Export.of_tier(self._lending, tier, bool_argument("writable", writable), bool_argument("raw", raw))
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """The state lock of an open pool."""
+        with self._lock:
+            self._check_open()
+            yield
+
+    def _follow(self, stream: Any) -> None:
+        """Have work enqueued on ``stream`` from now on wait for all copies enqueued so far."""
+        on = self._device.as_stream(stream)
+        self._refuse_inside("what waits for copies")
+        self._check_open()
+        self._transfer.drain()
+        self._transfer.follow(on)
 
     @property
     def remote_password(self) -> str:
@@ -328,13 +339,23 @@ class Pool:
         self._check_open()
         return self._device.calibrate()
 
-    def close(self) -> CloseReport:
-        """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed."""
+    def close(self, force: bool = False) -> CloseReport:
+        """Give all memory back; returns what was still held. Further calls, but ``stats`` and ``close``, raise PoolClosed.
+
+        Raises PoolBusy, with nothing changed, while arrays that were made of exports live, unless ``force``: then the memory below them
+        stays until they are gone, though nobody keeps it in order.
+        """
+        force = bool_argument("force", force)
+        if self._lending.count:
+            gc.collect()  # What nobody can reach is no view.
         now = self.now() if self._leases or self._reservations else 0
         with DeferInterrupt():
             with self._lock:
                 if self._report is not None:
                     return self._report
+                views = self._lending.count
+                if views and not force:
+                    raise PoolBusy(f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)")
                 owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
                 loaders = [(one.owner, now - one.since) for one in self._reservations.values()]
                 self._report = CloseReport(self._live().tolist(), owners, loaders)
@@ -359,10 +380,11 @@ class Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        report = self.close()
-        if kind is None and any(report):
-            held = f"{len(report.sequences)} sequences, {len(report.leases)} leases and {len(report.reservations)} reservations"
-            raise KVPoolError(f"the pool was closed while {held} were held: {report}")
+        report = self.close(force=True)
+        views = self._lending.count
+        if kind is None and (any(report) or views):
+            held = [f"{len(found)} {name}" for name, found in report._asdict().items()]
+            raise KVPoolError(f"the pool was closed while {', '.join(held)} and {views} views of exported memory were held: {report}")
 
 
 def _milliseconds() -> int:

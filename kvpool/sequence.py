@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvpool.jit import jit
 from kvpool.layout import integer_argument
 from kvpool.state import requests
+from kvpool.strided import in_numpy
 
 INT32 = np.iinfo(np.int32)
 TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
@@ -102,6 +103,7 @@ def address(values: npt.NDArray[Any]) -> int:
 
 def _integers(name: str, values: Any) -> npt.NDArray[Any]:
     """Any one-dimensional integer buffer or sequence as an array, without a copy where it is a buffer."""
+    values = in_numpy(name, values)
     if isinstance(values, np.ndarray):
         found = values
     elif isinstance(values, (list, tuple)):
@@ -247,6 +249,7 @@ def key_rows(keys: Any) -> npt.NDArray[np.int64]:
     """Keys as int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
         return keys._owned[1].view(np.int64)
+    keys = in_numpy("keys", keys)
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
             raise ValueError(f"keys has shape {keys.shape} and dtype {keys.dtype}: accepted is uint64[n, 2]")
@@ -264,7 +267,7 @@ def key_row(key: Any) -> npt.NDArray[np.int64]:
             raise ValueError(f"key has {len(data)} bytes: accepted are 16")
         return np.frombuffer(data, np.int64).copy().reshape(1, 2)
     try:
-        found = np.asarray(key)
+        found = np.asarray(in_numpy("key", key))
     except ValueError:
         raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]") from None
     if found.dtype != np.uint64 or found.shape != (2,):

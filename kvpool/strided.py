@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool import dlpack
 from kvpool.layout import integer_argument
 
 MEMORIES = ("host", "device")
-_HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (1, 3), (2, 13)  # of DLPack: CPU and pinned; CUDA and managed
+_HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
+_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
 
 
@@ -131,6 +132,8 @@ def _from_interface(name: str, array: Any, interface: Any, memory: str) -> Strid
     dtype = np.dtype(interface["typestr"])
     if dtype.kind == "O":
         raise ValueError(f"{name}: elements of bytes are needed, not Python objects")
+    if not dtype.isnative:
+        raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
     address, read_only = interface["data"]
     strides = interface.get("strides")
     return StridedArray(
@@ -138,39 +141,45 @@ def _from_interface(name: str, array: Any, interface: Any, memory: str) -> Strid
     )  # fmt: skip
 
 
-class _DLTensor(ctypes.Structure):
-    """The head of what a capsule of DLPack points to."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-
-
 def _from_dlpack(name: str, array: Any) -> StridedArray:
     device_type = int(array.__dlpack_device__()[0])
     if device_type not in _HOST_DEVICE_TYPES + _GPU_DEVICE_TYPES:
         raise ValueError(f"{name}: memory of the host or of a CUDA device is needed, not of DLPack's device type {device_type}")
     gpu = device_type in _GPU_DEVICE_TYPES
-    # -1: the producer is to wait for nothing. The capsule is never consumed, so that dropping it gives the tensor back.
-    capsule = array.__dlpack__(stream=-1) if gpu else array.__dlpack__()
-    tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    try:
+        # -1: the producer is to wait for nothing. The capsule is never consumed, so that dropping it gives the tensor back.
+        capsule = _capsule(array, {"stream": -1} if gpu else {})
+        tensor, head = dlpack.opened(capsule)
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{name}: {type(array).__name__} does not give its memory: {error}") from error
     itemsize, rest = divmod(tensor.bits * tensor.lanes, 8)
     if rest or not itemsize:
         raise ValueError(f"{name}: elements of whole bytes are needed, not of {tensor.bits * tensor.lanes} bits")
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(step * itemsize for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     kind = _KINDS.get(tensor.code, "V") if tensor.lanes == 1 and itemsize in (1, 2, 4, 8) else "V"
-    address = (tensor.data or 0) + tensor.byte_offset
-    return StridedArray(address, shape, itemsize, strides, "device" if gpu else "host", kind, owner=(array, capsule))
+    address, writable = (tensor.data or 0) + tensor.byte_offset, head is None or not head.flags & dlpack.READ_ONLY
+    return StridedArray(address, shape, itemsize, strides, "device" if gpu else "host", kind, writable, owner=(array, capsule))
+
+
+def _capsule(array: Any, options: dict[str, Any]) -> Any:
+    """Of version 1 where the package knows it, so that it can say what is read-only."""
+    try:
+        return array.__dlpack__(**options, max_version=(1, 1))
+    except TypeError:
+        return array.__dlpack__(**options)
+
+
+def in_numpy(name: str, value: Any) -> Any:
+    """The argument ``name`` as a NumPy array of the same memory if it is an array of another package; anything else as it is.
+
+    Raises TypeError for memory of a GPU, and what ``as_strided`` raises.
+    """
+    if isinstance(value, (np.ndarray, np.generic, list)):
+        return value
+    if not isinstance(value, StridedArray) and not any(hasattr(value, protocol) for protocol in _PROTOCOLS):
+        return value
+    found = as_strided(name, value)
+    if found.memory != "host":
+        raise TypeError(f"{name}: {type(value).__name__} lies in memory of a GPU; accepted are arrays of main memory")
+    return found.host_view()

@@ -135,6 +135,14 @@ class Transfer:
         with self._lock:
             return self.order.pending(ids, writes)
 
+    def follow(self, stream: Stream) -> None:
+        """Have work enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the transfer lock. Raises DeviceError."""
+        if self._draining == threading.get_ident():
+            raise RuntimeError("what waits for copies, inside another call of this pool")
+        if self.order is not None:
+            with self._lock:
+                self.order.follow_copies(stream)
+
     def slot(self, stream: Stream) -> int:
         """The small number of a stream. The caller holds the state lock."""
         assert self.order is not None

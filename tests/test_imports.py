@@ -22,7 +22,7 @@ SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("
 # Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
 # line of their own.
 LAYERS = [
-    ["errors", "layout", "jit", "interrupt", "guards", "strided", "kv_layout"],
+    ["errors", "layout", "jit", "interrupt", "guards", "dlpack", "strided", "kv_layout"],
     ["state"],
     ["device.tables"],
     ["device.base", "kernels"],
@@ -32,7 +32,8 @@ LAYERS = [
     ["transfer", "block_table", "kv_copy"],
     ["staging"],
     ["hand_over"],
-    ["retention", "sequence", "events", "stats", "leases"],
+    ["retention", "sequence", "events", "stats", "leases", "export"],
+    ["refusals"],
     ["pool"],
     ["staged_tables"],
     ["pins"],

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool import dlpack
 from kvpool.device.tables import StagedRows, StagedVectors, Table, host_table
 from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import as_strided
+from kvpool.strided import StridedArray, as_strided
 
 TIERS = ("device", "host")
 ALIGNMENT = 4096
@@ -81,6 +82,19 @@ class Device(ABC):
     @abstractmethod
     def free(self, array: Any) -> None:
         """Give back what ``allocate`` gave. A device that was bound to it is unbound; views stay readable on the CPU."""
+
+    def adopt(self, memory: StridedArray, tier: str) -> Any:
+        """Memory of the caller's, uint8[nbytes], as what ``allocate`` gives for that tier. It is kept alive until it is freed, never given
+        back, and may hold anything. Raises ValueError where this device cannot have it."""
+        raise ValueError(f"{tier}_memory: the {self.name} device takes no memory of the caller's; accepted is None")
+
+    def as_array(self, memory: StridedArray) -> Any:
+        """The same elements as an array of the kind that ``allocate`` gives for that memory, which keeps ``owner`` alive."""
+        return memory.host_view()
+
+    def dlpack_device(self, tier: str) -> tuple[int, int]:
+        """What DLPack calls the place of a tier: the type of the device, and its index."""
+        return dlpack.CPU, 0
 
     @abstractmethod
     def available_bytes(self, tier: str) -> int | None:

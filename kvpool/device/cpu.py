@@ -23,6 +23,7 @@ from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_rows, write_vectors
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout
+from kvpool.strided import StridedArray
 
 
 class CpuDevice(Device):
@@ -47,6 +48,10 @@ class CpuDevice(Device):
         # The memory itself goes back with the last view of it.
         if any(array is pool for pool in self._pools):
             self._plan, self._pools = None, ()
+
+    def adopt(self, memory: StridedArray, tier: str) -> NDArray[np.uint8]:
+        self._check_open()
+        return memory.host_view()
 
     def available_bytes(self, tier: str) -> int | None:
         tier_argument(tier)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool import dlpack
 from kvpool.device import calibration as calibrations
 from kvpool.device.base import (
     ALIGNMENT,
     NULL_EVENT,
     NULL_STREAM,
-    SOURCE,
-    TARGET,
     TOKENS,
     Device,
     Event,
@@ -29,12 +27,13 @@ from kvpool.device.base import (
     tier_argument,
 )
 from kvpool.device.block_copy import Plan, describe_bad_move, first_bad_move, make_plan
-from kvpool.device.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PLAIN, WITHIN, Calibration
+from kvpool.device.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration
+from kvpool.device.cuda_arrays import check_adopted, gpu_array
 from kvpool.device.cuda_batch import find_batch
 from kvpool.device.cuda_calls import STICKY, Calls, Gpu, gpus, status_of
 from kvpool.device.cuda_events import CudaEvent, EventPool
 from kvpool.device.cuda_launch import CudaLauncher
-from kvpool.device.fragments import Cutter
+from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction
 from kvpool.device.measure import measure
 from kvpool.device.pinned import PinnedMemory
 from kvpool.device.ram import available_ram
@@ -43,12 +42,11 @@ from kvpool.errors import DeviceError, PoolClosed
 from kvpool.kernels.copies import block_copies
 from kvpool.kernels.tables import stage_rows
 from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import as_strided
+from kvpool.strided import StridedArray, as_strided
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
 COPY_PATH = "KVPOOL_COPY_PATH"
 _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
-_INSIDE_HOST = "inside the host"
 
 
 class _Bound(NamedTuple):
@@ -186,6 +184,17 @@ class CudaDevice(Device):
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
+    def adopt(self, memory: StridedArray, tier: str) -> Any:
+        self._check_open()
+        check_adopted(self._calls, memory, tier, self.index)
+        return self.as_array(memory)
+
+    def as_array(self, memory: StridedArray) -> Any:
+        return memory.host_view() if memory.memory == "host" else gpu_array(self._cupy, memory, self.index)
+
+    def dlpack_device(self, tier: str) -> tuple[int, int]:
+        return (dlpack.CUDA_HOST, 0) if tier == "host" else (dlpack.CUDA, self.index)
+
     def free(self, array: Any) -> None:
         if self._bound is not None and any(array is pool for pool in self._bound.pools):
             self._bound = None
@@ -210,12 +219,7 @@ class CudaDevice(Device):
             return max(0, int(runtime.memGetInfo()[0]) - ALIGNMENT)
 
     def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: Any,
-        host_pool: NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
+        self, layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
     ) -> None:
         self._check_open()
         if self._bound is not None:
@@ -241,7 +245,7 @@ class CudaDevice(Device):
             raise ValueError(describe_bad_move(bad, moves[bad], plan))
         handle = self.as_stream(stream).handle
         try:
-            for direction, rows in _by_direction(moves, plan.device_blocks):
+            for direction, rows in by_direction(moves, plan.device_blocks):
                 self._copy(self._bound, direction, rows, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
@@ -251,7 +255,7 @@ class CudaDevice(Device):
         moves = bound.cutter.order(moves)
         count = bound.cutter.count(moves)
         nbytes = int(moves[:, TOKENS].sum()) * bound.token_bytes // count
-        path = PLAIN if direction == _INSIDE_HOST else self.calibration.choose(direction, nbytes, count, self._paths(stream))
+        path = PLAIN if direction == INSIDE_HOST else self.calibration.choose(direction, nbytes, count, self._paths(stream))
         if path == KERNEL:
             self._copy_by_kernel(bound, direction, moves, stream)
             return
@@ -386,11 +390,3 @@ class CudaDevice(Device):
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosed("the cuda device is closed")
-
-
-def _by_direction(moves: NDArray[np.int64], device_blocks: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    source, target = moves[:, SOURCE] >= device_blocks, moves[:, TARGET] >= device_blocks
-    sides = ((OFFLOAD, ~source & target), (ONBOARD, source & ~target), (WITHIN, ~source & ~target), (_INSIDE_HOST, source & target))
-    for direction, which in sides:
-        if which.any():
-            yield direction, moves if which.all() else moves[which]

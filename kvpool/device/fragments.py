@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import numpy.typing as npt
 
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.device.block_copy import Plan
+from kvpool.device.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.jit import jit
 
 FROM, TO, BYTES = range(3)
 """Columns of fragments."""
+INSIDE_HOST = "inside the host"
 
 
 @jit
@@ -94,3 +97,12 @@ class Cutter:
         out = np.empty((count, 3), np.int64)
         _cut(moves, self._plan, self._host, out, np.zeros(3, np.int64))
         return out
+
+
+def by_direction(moves: npt.NDArray[np.int64], device_blocks: int) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+    """The moves between each two tiers that there are any of."""
+    source, target = moves[:, SOURCE] >= device_blocks, moves[:, TARGET] >= device_blocks
+    sides = ((OFFLOAD, ~source & target), (ONBOARD, source & ~target), (WITHIN, ~source & ~target), (INSIDE_HOST, source & target))
+    for direction, which in sides:
+        if which.any():
+            yield direction, moves if which.all() else moves[which]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.jit import jit
 from kvpool.state.atomics import array_at
+from kvpool.strided import in_numpy
 
 START, SCALE, OFFSET = range(3)
 """Columns of the planes of a hand-over."""
@@ -142,7 +143,8 @@ def _wrong(shape: tuple[int, ...], strides: tuple[int, ...], vector: bool) -> st
 
 
 def host_table(target: Any, name: str, vector: bool) -> Table:
-    """A NumPy array as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
+    """An array of main memory as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
+    target = in_numpy(name, target)
     if not isinstance(target, np.ndarray) or target.dtype != np.int32:
         found = target.dtype if isinstance(target, np.ndarray) else type(target).__name__
         raise TypeError(f"{name}: accepted is an int32 array, not {found}")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvpool.device.base import NULL_STREAM, Device, Event, Stream
 from kvpool.device.tables import StagedRows, StagedVectors, Table
 from kvpool.layout import BlockLayout
+from kvpool.strided import StridedArray
 
 
 class WrappedDevice(Device):
@@ -26,6 +27,15 @@ class WrappedDevice(Device):
 
     def free(self, array: Any) -> None:
         self.inner.free(array)
+
+    def adopt(self, memory: StridedArray, tier: str) -> Any:
+        return self.inner.adopt(memory, tier)
+
+    def as_array(self, memory: StridedArray) -> Any:
+        return self.inner.as_array(memory)
+
+    def dlpack_device(self, tier: str) -> tuple[int, int]:
+        return self.inner.dlpack_device(tier)
 
     def available_bytes(self, tier: str) -> int | None:
         return self.inner.available_bytes(tier)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool import StridedArray
 from tests.kernels.shim import library
 
 INVALID, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY = 1, 2, 400, 600
@@ -53,6 +54,10 @@ class FakeArray:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("implicit conversion to a NumPy array")
 
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> Any:
+        """Says CPU, as the memory is."""
+        return self.inner.__dlpack__(max_version=max_version)
+
     def view(self, dtype: Any) -> FakeArray:
         return FakeArray(self.inner.view(dtype))
 
@@ -79,13 +84,14 @@ class FakeArray:
 class FakeRuntime:
     """``cupy.cuda.runtime``. ``fails`` maps the name of a call to the status that it ends with."""
 
-    memcpyDefault, streamNonBlocking, eventDisableTiming, memoryTypeUnregistered = 4, 1, 2, 0
+    memcpyDefault, streamNonBlocking, eventDisableTiming = 4, 1, 2
+    memoryTypeUnregistered, memoryTypeDevice, memoryTypeManaged = 0, 2, 3
     cudaDevAttrMultiProcessorCount, cudaDevAttrCanUseHostPointerForRegisteredMem = "multiprocessors", "same addresses"
 
     def __init__(self) -> None:
         self.fails: dict[str, int] = {}
         self.calls: list[str] = []
-        self.current = 0
+        self.current = self.home = 0
         self.allocated: dict[int, np.ndarray] = {}
         self.registered: dict[int, int] = {}
         self.streams: dict[int, deque[tuple[str, Any]]] = {0: deque()}
@@ -151,7 +157,7 @@ class FakeRuntime:
     def pointerGetAttributes(self, address: int) -> Any:
         pinned = any(start <= address < start + size for start, size in self.registered.items())
         known = pinned or any(start <= address < start + array.nbytes for start, array in self.allocated.items())
-        return SimpleNamespace(type=2 if known else 0, devicePointer=address if known else 0)
+        return SimpleNamespace(type=1 if pinned else 2 if known else 0, devicePointer=address if known else 0, device=self.home)
 
     def reachable(self, address: int, nbytes: int) -> bool:
         """Whether a copy may touch these bytes: inside one allocation or one registration."""
@@ -264,7 +270,9 @@ class FakeCupy:
         self.batched: list[int] = []
         self.launched: list[str] = []
         stream = SimpleNamespace(from_external=lambda obj: SimpleNamespace(ptr=obj.__cuda_stream__()[1]))
-        self.cuda = SimpleNamespace(runtime=runtime, Memory=self._memory, MemoryPointer=self._pointer, Stream=stream)
+        self.cuda = SimpleNamespace(
+            runtime=runtime, Memory=self._memory, UnownedMemory=_Unowned, MemoryPointer=self._pointer, Stream=stream
+        )
         self._function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)(self._batch) if batches else None
 
     def _memory(self, nbytes: int) -> Any:
@@ -273,7 +281,10 @@ class FakeCupy:
     def _pointer(self, memory: Any, offset: int) -> Any:
         return SimpleNamespace(mem=memory, ptr=memory.ptr + offset)
 
-    def ndarray(self, shape: tuple[int], dtype: Any, memptr: Any) -> FakeArray:
+    def ndarray(self, shape: tuple[int, ...], dtype: Any, memptr: Any, strides: Any = None) -> FakeArray:
+        if isinstance(memptr.mem, _Unowned):
+            kind, itemsize = np.dtype(dtype).kind, np.dtype(dtype).itemsize
+            return FakeArray(StridedArray(memptr.ptr, shape, itemsize, strides, kind=kind, owner=memptr).host_view())
         start = memptr.ptr - memptr.mem.ptr
         array = FakeArray(memptr.mem.array[start : start + shape[0]].view(dtype))
         array.owner = memptr  # type: ignore[attr-defined]
@@ -321,6 +332,16 @@ class FakeCupy:
         except FakeError as error:
             return error.status
         return 0
+
+
+@dataclass
+class _Unowned:
+    """cupy.cuda.UnownedMemory."""
+
+    ptr: int
+    size: int
+    owner: Any
+    device_id: int
 
 
 class _Memory:

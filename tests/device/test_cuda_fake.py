@@ -16,7 +16,8 @@ def test_every_name_of_it_is_one_of_cupy() -> None:
     runtime = cupy.cuda.runtime
     names = [name for name, _ in inspect.getmembers(FakeRuntime) if not name.startswith("_") and name not in HELPERS]
     assert not [name for name in names if not hasattr(runtime, name)]
-    for name in ("memcpyDefault", "streamNonBlocking", "eventDisableTiming", "memoryTypeUnregistered"):
+    kinds = ("memoryTypeUnregistered", "memoryTypeDevice", "memoryTypeManaged")
+    for name in ("memcpyDefault", "streamNonBlocking", "eventDisableTiming", *kinds):
         assert int(getattr(runtime, name)) == getattr(FakeRuntime, name)
     for name in vars(FakeCupy().cuda):
         assert hasattr(cupy.cuda, name)

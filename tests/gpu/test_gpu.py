@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool import KVCacheManager, PagedKV, PoolBusy, gather_kv, scatter_kv
 from kvpool.__main__ import main
 from kvpool.device import calibration, cuda
 from kvpool.device.calibration import DIRECTIONS, PATHS
@@ -32,6 +32,21 @@ def test_the_device_tier_is_seen_by_other_packages_in_place(cupy: Any) -> None:
         cupy.cuda.Device().synchronize()
         assert (pool[1, 0, 2].get() == 3).all() and (pool[1, 0, 3].get() == 0).all()
         assert isinstance(cache.host_pool, np.ndarray)
+
+
+def test_exports_and_memory_of_the_caller_are_in_place(cupy: Any) -> None:
+    owned = cupy.empty(5 * LAYOUT.block_bytes, cupy.uint8)
+    with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=2, device="cuda", device_memory=owned) as cache:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for take in (cupy.asarray, cupy.from_dlpack):
+            with stream:
+                view = take(cache.export()[1])
+            assert view.data.ptr == cache.device_pool[1].data.ptr and view.dtype == np.float16
+            with pytest.raises(PoolBusy):
+                cache.close()
+            del view
+        assert owned.data.ptr == cache.device_pool.data.ptr
+        assert np.from_dlpack(cache.export("host")).ctypes.data == cache.host_pool.ctypes.data
 
 
 def test_pinned_memory_is_known_to_the_driver_until_it_is_freed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

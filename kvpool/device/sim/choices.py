@@ -28,9 +28,11 @@ class Choices(ABC):
 
 
 class SeededChoices(Choices):
-    """Random ones. ``progress`` (0 to 1) is the probability that one more step is taken early."""
+    """Random ones. ``progress`` (0 to 1) is the probability that one more step is taken early; ValueError for others."""
 
     def __init__(self, seed: int, progress: float) -> None:
+        if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
+            raise ValueError(f"progress={progress!r}: a number from 0 to 1 is needed")
         self._seed, self._progress = seed, progress
         self._random = random.Random(seed)
         self._array_random = np.random.default_rng(seed)

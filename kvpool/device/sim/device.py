@@ -29,7 +29,7 @@ from kvpool.device.base import (
 from kvpool.device.block_copy import describe_bad_move, first_bad_move
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.sim.choices import Choices, SeededChoices
-from kvpool.device.sim.findings import COMPARE, POISON, Bound, Findings
+from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
 from kvpool.device.sim.mirror import Mirror
 from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument
@@ -38,6 +38,7 @@ from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, 
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_checked, write_vectors
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
+from kvpool.strided import StridedArray
 
 Memory = Sequence[NDArray[Any]]
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
@@ -74,14 +75,13 @@ class SimDevice(Device):
         self, seed: int = 0, *, progress: float = 0.5, chunk_bytes: int = 256, choices: Choices | None = None, compare: str = "auto"
     ) -> None:
         seed = integer_argument("seed", seed, 0, 2**63 - 1)
-        if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
-            raise ValueError(f"progress={progress!r}: a number from 0 to 1 is needed")
         if compare not in COMPARE:
             raise ValueError(f"compare={compare!r}: must be one of {', '.join(COMPARE)}")
         if choices is not None and not isinstance(choices, Choices):
             raise TypeError(f"choices={choices!r}: Choices or None is needed")
         self._chunk_bytes = integer_argument("chunk_bytes", chunk_bytes, 1, 2**62)
-        self._choices = SeededChoices(seed, progress) if choices is None else choices
+        seeded = SeededChoices(seed, progress)
+        self._choices = seeded if choices is None else choices
         self._compare = compare
         self._findings = Findings(compare, seed, self.__repr__)
         self.races = self._findings.races
@@ -129,7 +129,7 @@ class SimDevice(Device):
         """
         with self._lock:
             if self._closed:
-                array.fill(POISON)
+                self._findings.poison(array)
                 return
             if id(array) not in self._allocated:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
@@ -142,6 +142,12 @@ class SimDevice(Device):
             del self._allocated[id(array)]
             self._findings.freed(array, access)
 
+    def adopt(self, memory: StridedArray, tier: str) -> NDArray[np.uint8]:
+        with self._entered():
+            array = self._findings.lent(memory.host_view())
+            self._allocated[id(array)] = array
+            return array
+
     def available_bytes(self, tier: str) -> int | None:
         """Half of what is there: the other half is for the shadow."""
         tier_argument(tier)
@@ -149,12 +155,7 @@ class SimDevice(Device):
         return None if available is None else available // 2
 
     def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: NDArray[np.uint8],
-        host_pool: NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
+        self, layout: BlockLayout, device_pool: NDArray[np.uint8], host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
     ) -> None:
         with self._entered():
             if self._bound is not None:

@@ -62,6 +62,7 @@ class Findings:
         self._random = np.random.default_rng(seed)
         self._freed: list[tuple[NDArray[np.uint8], Access]] = []
         self._last: Access | None = None
+        self._lent: list[NDArray[np.uint8]] = []
 
     def note(self, found: Sequence[Race | Exception]) -> None:
         self._failures += found
@@ -69,8 +70,22 @@ class Findings:
 
     def freed(self, array: NDArray[np.uint8], access: Access) -> None:
         """Poison memory that nobody may write any more."""
-        array.fill(POISON)
-        self._freed.append((array, access))
+        if self.poison(array):
+            self._freed.append((array, access))
+
+    def lent(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The array, which is the caller's memory, and stays as it is when it is freed."""
+        self._lent.append(array)
+        return array
+
+    def poison(self, array: NDArray[np.uint8]) -> bool:
+        """Overwrite memory that is given back; False for what was lent."""
+        kept = [other for other in self._lent if other is not array]
+        if len(kept) == len(self._lent):
+            array.fill(POISON)
+            return True
+        self._lent = kept
+        return False
 
     def forget_freed(self) -> None:
         """Let go of the memory that was given back."""

@@ -1,0 +1,31 @@
+"""The exceptions for what a verb of the state refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
+from kvpool.state import admission, growth, live
+from kvpool.state.blocks import COLUMNS, DETAIL, DETAIL2, WIDTH, State
+
+
+def refusal(state: State, code: int, ids: npt.NDArray[np.int64]) -> Exception:
+    """What to raise for a verb's result below zero. ``ids`` are the sequences that the call named; the state lock is still held."""
+    detail, more = int(state.header[DETAIL]), int(state.header[DETAIL2])
+    if code == admission.SHORT_OF_BLOCKS:
+        return OutOfBlocks("device", detail, more)
+    if code == admission.SHORT_OF_SEQUENCES:
+        return OutOfSequences(detail, more)
+    if code == growth.BAD_TOTAL:
+        return ValueError(f"counts add up to {detail}, tokens has {more} entries")
+    which = int(ids[detail])
+    if code == live.UNKNOWN:
+        return UnknownSequence(f"{which} is not a live sequence of this pool")
+    if code == live.DUPLICATE:
+        return ValueError(f"sequence {which} is named twice")
+    if code == live.FAILED:
+        return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
+    if code == growth.TOO_LONG:
+        return ValueError(f"sequence {which} would pass max_sequence_tokens={state.header[COLUMNS] * state.header[WIDTH]}")
+    return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")

@@ -1,0 +1,144 @@
+"""Arrays of other packages are taken wherever a call takes an array, in place, and memory that cannot be read is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import PagedKV, StridedArray, gather_kv
+from kvpool.device.sim import SimDevice
+from kvpool.strided import as_strided
+from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, open_pool
+
+Wrap = Callable[[np.ndarray], Any]
+TOKENS = np.arange(17, dtype=np.int32)
+
+
+@pytest.fixture(params=FOREIGN, ids=lambda wrap: wrap.__name__)
+def wrap(request: pytest.FixtureRequest) -> Wrap:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint8, np.uint64])
+def test_prompts_of_other_packages_are_the_same_prompts(wrap: Wrap, dtype: Any) -> None:
+    with open_pool(device_blocks=12) as cache:
+        given = wrap(TOKENS.astype(dtype))
+        keys = cache.block_keys(given, extra_ids=wrap(np.arange(17)))
+        np.testing.assert_array_equal(keys.keys, cache.block_keys(TOKENS, extra_ids=np.arange(17)).keys)
+        seq = cache.add_sequence(given)
+        cache.append_tokens(wrap(np.array([seq])), given, wrap(np.array([17])))
+        assert cache.sequence_length(wrap(np.array([seq]))).tolist() == [34]
+        cache.commit(wrap(np.array([seq])), wrap(np.array([34])))
+        cache.rewind(seq, wrap(np.array([4])))
+        cache.release(wrap(np.array([seq])))
+        assert cache.match_prefix(given).tokens == 16 == cache.match_prefix(TOKENS).tokens
+
+
+def test_keys_of_other_packages_find_the_same_blocks(wrap: Wrap) -> None:
+    with open_pool() as cache:
+        keys = cache.block_keys(TOKENS)
+        seq = cache.add_sequence(keys)
+        cache.commit(seq)
+        cache.release(seq)
+        assert cache.offload(wrap(keys.keys[:2].copy())) == 2
+        with cache.pin(wrap(keys.keys[:2].copy()), owner="test") as lease:
+            assert len(lease.blocks) == 2
+        with cache.pin([wrap(keys.keys[0].copy())], owner="test") as lease:
+            assert len(lease.blocks) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_tables_are_written_into_arrays_of_other_packages(wrap: Wrap, device: str) -> None:
+    made: Any = SimDevice(0) if device == "sim" else "cpu"
+    with open_pool(device=made) as cache:
+        target = np.zeros((3, 6), np.int32)
+        seq = cache.add_sequence(TOKENS)
+        cache.copy_batch_block_offsets(wrap(target), wrap(np.array([seq])), rows=wrap(np.array([2])))
+        if device == "sim":
+            made.synchronize()
+        np.testing.assert_array_equal(target[2, :5], cache.block_table(seq).dense()[0])
+        assert not target[:2].any() and target[2, 5] == -1
+        cache.release(seq)
+
+
+def test_imports_take_arrays_of_other_packages(wrap: Wrap) -> None:
+    with open_pool() as cache:
+        keys = cache.block_keys(TOKENS)
+        data = np.random.default_rng(3).integers(0, 9, (4, *LAYOUT.host_shape(1)[1:])).astype(np.float16)
+        assert cache.import_blocks(keys, [wrap(block) for block in data]) == 4
+        with cache.pin(keys.keys, owner="test") as lease:
+            np.testing.assert_array_equal(cache.host_pool[lease.blocks - cache.device_blocks], data)
+
+
+def test_slots_layers_and_staging_are_arrays_of_any_package(wrap: Wrap) -> None:
+    layers = [np.random.default_rng(i).integers(0, 99, (2, 8, 4, 2, 16)).astype(np.float16) for i in range(3)]
+    out, slots = np.zeros((2, 3, 4, 32), np.float16), np.array([9, 8, -1, 31])
+    gather_kv(PagedKV.of([wrap(layer) for layer in layers], "vllm_flash_attention"), wrap(slots), wrap(out))
+    for token, slot in enumerate(slots):
+        for number, layer in enumerate(layers):
+            expected = layer[:, slot // 4, slot % 4].reshape(2, 32) if slot >= 0 else 0
+            assert (out[:, number, token] == expected).all()
+
+
+def test_what_dlpack_1_says_is_read_only_is_not_written() -> None:
+    target = np.zeros((2, 6), np.int32)
+    target.flags.writeable = False
+    assert not as_strided("target", DLPackOnly(target)).writable
+    with open_pool() as cache:
+        seq = cache.add_sequence(TOKENS)
+        with pytest.raises(ValueError, match="target is read-only"):
+            cache.copy_batch_block_offsets(DLPackOnly(target), seq)
+        with pytest.raises(ValueError, match="target: OldDLPack does not give its memory"):
+            cache.copy_batch_block_offsets(OldDLPack(target), seq)
+        cache.release(seq)
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "tokens": lambda cache, x: cache.block_keys(x),
+    "prompt": lambda cache, x: cache.add_sequence(x),
+    "extra_ids": lambda cache, x: cache.block_keys(TOKENS, extra_ids=x),
+    "ids": lambda cache, x: cache.release(x),
+    "sequences": lambda cache, x: cache.blocks_needed(sequences=x),
+    "keys": lambda cache, x: cache.pin(x, owner="test"),
+    "target": lambda cache, x: cache.copy_batch_block_offsets(x, 0),
+    r"data\[0\]": lambda cache, x: cache.import_blocks(cache.block_keys(TOKENS), [x]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_of_a_gpu_is_refused_where_the_host_reads(name: str) -> None:
+    message = rf"{name}: GpuOnly lies in memory of a GPU; accepted are arrays of main memory"
+    with open_pool() as cache, pytest.raises(TypeError, match=message):
+        CALLS[name](cache, GpuOnly(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["tokens", "prompt", "extra_ids", "ids"])
+def test_elements_of_another_kind_are_refused_in_every_protocol(wrap: Wrap, name: str) -> None:
+    with open_pool() as cache:
+        with pytest.raises(TypeError, match=rf"(?s){name}=.*float32: accepted are integers"):
+            CALLS[name](cache, wrap(np.zeros(17, np.float32)))
+        with pytest.raises(ValueError, match=rf"{name} has shape \(17, 1\)"):
+            CALLS[name](cache, wrap(TOKENS[:, None]))
+
+
+def test_another_byte_order_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="slots: native byte order is needed, not >i8"):
+        as_strided("slots", np.arange(3, dtype=">i8"))
+
+
+def test_a_package_that_refuses_says_so_under_the_name_of_the_argument() -> None:
+    class Refusing(DLPackOnly):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("needs a gradient")
+
+    with pytest.raises(ValueError, match="x: Refusing does not give its memory: needs a gradient"):
+        as_strided("x", Refusing(TOKENS))
+
+
+def test_addresses_without_a_package_are_arrays_too() -> None:
+    with open_pool() as cache:
+        given = StridedArray(TOKENS.ctypes.data, (17,), 4, kind="i", owner=TOKENS)
+        np.testing.assert_array_equal(cache.block_keys(given).keys, cache.block_keys(TOKENS).keys)

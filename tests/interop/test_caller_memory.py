@@ -1,0 +1,191 @@
+"""A tier may lie in memory that the caller brings: it is checked, used in place, kept while the pool lives, and never given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from multiprocessing import shared_memory
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import InsufficientMemory, StridedArray
+from kvpool.device.cpu import CpuDevice
+from kvpool.device.sim import SimDevice
+from kvpool.device.wrapper import WrappedDevice
+from tests.interop.arrays import LAYOUT, DLPackOnly, GpuOnly, InterfaceOnly, aligned, open_pool
+
+BYTES = {"device": 6 * LAYOUT.block_bytes, "host": 5 * LAYOUT.block_bytes}
+TOKENS = list(range(17))
+
+
+def run_requests(cache: Any) -> None:
+    """Evicts, offloads and onboards: the second prompt takes the blocks of the first, and then the first comes back."""
+    for first in (0, 100, 0):
+        seq = cache.add_sequence([first + token for token in TOKENS])
+        cache._device.synchronize()
+        computed = cache.cached_tokens(seq)
+        blocks = cache.block_table(seq).dense()[0]
+        if computed:
+            assert (np.asarray(cache.device_pool)[:, :, blocks[:4]] == first + 1).all()
+        with cache._device.host_access(writes=[(block, 0, 4) for block in blocks]):
+            cache.device_pool[:, :, blocks] = first + 1
+        cache.commit(seq)
+        cache.release(seq)
+    cache.verify()
+    assert cache.stats().host.used or cache.match_prefix(TOKENS).tokens == 16
+
+
+@pytest.mark.parametrize("wrap", [lambda array: array, DLPackOnly, InterfaceOnly, lambda array: array.view(np.float16).reshape(-1, 2, 4)])
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_function: bool) -> None:
+    raw, asked = aligned(BYTES[tier]), []
+
+    def give(nbytes: int, alignment: int) -> Any:
+        asked.append((nbytes, alignment))
+        return wrap(raw)
+
+    with open_pool(**{f"{tier}_memory": give if as_function else wrap(raw)}) as cache:
+        pool = cache.device_pool if tier == "device" else cache.host_pool
+        assert pool.ctypes.data == raw.ctypes.data and pool.nbytes == raw.nbytes
+        run_requests(cache)
+        assert asked == [(BYTES[tier], 64)] * as_function
+    held = raw.copy()
+    gc.collect()
+    np.testing.assert_array_equal(raw, held)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_it_is_kept_until_the_pool_is_closed_and_not_longer(tier: str) -> None:
+    owner = DLPackOnly(aligned(BYTES[tier]))
+    alive = weakref.ref(owner)
+    cache = open_pool(**{f"{tier}_memory": owner})
+    del owner
+    gc.collect()
+    assert alive() is not None
+    cache.close()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_view_keeps_the_memory_of_the_caller_too() -> None:
+    owner = DLPackOnly(aligned(BYTES["device"]))
+    alive = weakref.ref(owner)
+    cache = open_pool(device_memory=owner)
+    del owner
+    view = np.from_dlpack(cache.export())
+    cache.close(force=True)
+    gc.collect()
+    assert alive() is not None and view.size
+    del view
+    gc.collect()
+    assert alive() is None
+
+
+def test_shared_memory_of_another_process_can_be_the_host_tier() -> None:
+    shared = shared_memory.SharedMemory(create=True, size=BYTES["host"])
+    try:
+        other = shared_memory.SharedMemory(shared.name)
+        with open_pool(host_memory=np.frombuffer(shared.buf, np.uint8)[: BYTES["host"]]) as cache:
+            cache.host_pool[3] = 2
+            assert bytes(other.buf[3 * LAYOUT.block_bytes : 3 * LAYOUT.block_bytes + 2]) == np.float16(2).tobytes()
+        gc.collect()
+        other.close()
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_sim_device_leaves_it_as_it_is_after_the_end(tier: str) -> None:
+    raw, device = aligned(BYTES[tier]), SimDevice(0)
+    with open_pool(device=device, **{f"{tier}_memory": raw}) as cache:
+        run_requests(cache)
+        held = raw.copy()
+    np.testing.assert_array_equal(raw, held)
+    raw[...] = 1  # The caller's again: no undeclared write.
+    device.close()
+
+
+def test_a_wrapped_device_takes_it_too() -> None:
+    raw = aligned(BYTES["device"])
+    with open_pool(device=WrappedDevice(CpuDevice()), device_memory=raw) as cache:
+        assert cache.device_pool.ctypes.data == raw.ctypes.data
+        assert np.from_dlpack(cache.export()).ctypes.data == raw.ctypes.data
+
+
+def read_only() -> np.ndarray:
+    raw = aligned(BYTES["device"])
+    raw.flags.writeable = False
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (aligned(BYTES["device"] - 1), ValueError, rf"has {BYTES['device'] - 1} bytes: accepted are exactly the {BYTES['device']}"),
+        (aligned(2 * BYTES["device"]), ValueError, "bytes: accepted are exactly"),
+        (aligned(2 * BYTES["device"])[::2], ValueError, "C order without gaps"),
+        (aligned(BYTES["device"]).reshape(2, -1).T, ValueError, "strides .* C order"),
+        (aligned(BYTES["device"])[::-1], ValueError, "C order"),
+        (aligned(BYTES["device"], offset=32), ValueError, "accepted is a multiple of 64"),
+        (read_only(), ValueError, "is read-only"),
+        (GpuOnly(aligned(BYTES["device"])), ValueError, "is device memory: the cpu device has this tier in host memory"),
+        (7, TypeError, "an array with"),
+        ("x", TypeError, "an array with"),
+        (lambda nbytes, alignment: None, TypeError, "an array with"),
+        (lambda nbytes, alignment: aligned(nbytes + 64), ValueError, "bytes: accepted are exactly"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused_by_name(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"device_memory.*{message}"):
+        open_pool(device_memory=given)
+    if isinstance(given, np.ndarray) and given.nbytes == BYTES["device"]:
+        with pytest.raises(ValueError, match="host_memory.*bytes"):
+            open_pool(host_memory=given)
+
+
+def test_two_tiers_do_not_share_bytes() -> None:
+    raw = aligned(BYTES["device"] + BYTES["host"])
+    device, host = raw[: BYTES["device"]], raw[BYTES["device"] :]
+    with open_pool(device_memory=device, host_memory=host) as cache:
+        run_requests(cache)
+    overlap = raw[BYTES["device"] - 64 :][: BYTES["host"]]
+    with pytest.raises(ValueError, match="device_memory and host_memory share bytes"):
+        open_pool(device_memory=device, host_memory=overlap)
+
+
+def test_what_the_function_of_the_caller_raises_is_told() -> None:
+    def full(nbytes: int, alignment: int) -> Any:
+        raise MemoryError("the engine's pool is full")
+
+    def broken(nbytes: int, alignment: int) -> Any:
+        raise ZeroDivisionError
+
+    device = CpuDevice()
+    with pytest.raises(InsufficientMemory, match="the engine's pool is full"):
+        open_pool(device=device, device_memory=full)
+    with pytest.raises(ZeroDivisionError):
+        open_pool(device=device, host_memory=broken)
+    open_pool(device=device).close()
+
+
+def test_memory_of_the_caller_needs_no_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(CpuDevice):
+        one_memory = False
+
+        def available_bytes(self, tier: str) -> int | None:
+            return 0 if tier == "device" else None
+
+    with pytest.raises(InsufficientMemory):
+        open_pool(device=Full())
+    with open_pool(device=Full(), device_memory=aligned(BYTES["device"])) as cache:
+        assert cache.device_blocks == 6
+
+
+def test_an_address_alone_can_be_a_tier() -> None:
+    raw = aligned(BYTES["device"])
+    with open_pool(device_memory=StridedArray(raw.ctypes.data, raw.shape, 1, owner=raw)) as cache:
+        assert cache.device_pool.ctypes.data == raw.ctypes.data

@@ -1,0 +1,222 @@
+"""What was made of exports keeps the memory below it: a pool does not close before, unless it is forced to, and nothing crashes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import Export, KVPoolError, PoolBusy, PoolClosed, dlpack
+from kvpool.device.sim import SimDevice
+from tests.interop.arrays import DLPackOnly, open_pool
+
+ROOT = Path(__file__).resolve().parents[2]
+THROUGH: list[Callable[[Export], Any]] = [
+    np.from_dlpack,
+    np.asarray,
+    lambda export: np.from_dlpack(export)[1:][0].T,
+    lambda export: export.__dlpack__(),
+]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("through", THROUGH)
+def test_a_pool_does_not_close_under_a_view_and_closes_after_it(through: Any, tier: str) -> None:
+    cache = open_pool()
+    export = cache.export(tier)
+    view, other = through(export), np.asarray(export[1])
+    with pytest.raises(PoolBusy, match=r"views of exported memory live: 2; .*close\(force=True\)"):
+        cache.close()
+    assert not cache.closed
+    del other
+    with pytest.raises(PoolBusy, match="live: 1"):
+        cache.close()
+    cache.release(cache.add_sequence([1, 2, 3]))
+    cache.verify()
+    del view
+    # The export itself holds nothing.
+    assert cache.close() == ([], []) and export.shape
+
+
+def test_a_forced_close_says_what_it_left_and_the_memory_stays_until_the_last_view() -> None:
+    cache = open_pool()
+    view = np.from_dlpack(cache.export())
+    view[...] = 5
+    report = cache.close(force=True)
+    assert cache.close() is report and cache.closed
+    del cache
+    gc.collect()
+    filler = [np.full(view.shape, 9, np.float16) for _ in range(20)]
+    assert (view == 5).all() and len(filler) == 20
+
+
+def test_a_view_in_a_cycle_that_nobody_reaches_is_none() -> None:
+    cache = open_pool()
+    cycle: list[Any] = [np.from_dlpack(cache.export())]
+    cycle.append(cycle)
+    del cycle
+    assert cache.close() == ([], [])
+
+
+def test_leaving_the_with_statement_closes_and_complains() -> None:
+    with pytest.raises(KVPoolError, match="1 views of exported memory"), open_pool() as cache:
+        view = np.from_dlpack(cache.export())
+    assert cache.closed and not view.any()
+    with pytest.raises(ZeroDivisionError), open_pool() as cache:
+        view = np.from_dlpack(cache.export())
+        raise ZeroDivisionError
+    assert cache.closed and not view.any()
+
+
+@pytest.mark.parametrize("force", [1, None, "yes"])
+def test_force_is_true_or_false(force: Any) -> None:
+    with open_pool() as cache, pytest.raises(TypeError, match="force="):
+        cache.close(force=force)
+
+
+def test_a_view_of_the_sim_device_counts_as_any_other() -> None:
+    device = SimDevice(0)
+    cache = open_pool(device=device)
+    view = np.asarray(cache.export())
+    with pytest.raises(PoolBusy):
+        cache.close()
+    del view
+    cache.close()
+    device.close()
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: Any) -> None:
+    """As a package in C++ does: it renames the capsule, keeps the pointer, and calls the deleter from wherever it ends."""
+    cache = open_pool()
+    name = b"dltensor_versioned" if version else b"dltensor"
+    capsule = cache.export().__dlpack__(max_version=version)
+    rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
+    pointer = dlpack._pointer(capsule, name)
+    # Behind the tensor come the manager and the deleter; a versioned one has them in its head.
+    head = dlpack.Head.from_address(pointer)
+    deleter = head.deleter if version else ctypes.c_void_p.from_address(pointer + ctypes.sizeof(dlpack.Tensor) + 8).value
+    used = ctypes.create_string_buffer(b"used_" + name)
+    assert rename(capsule, ctypes.cast(used, ctypes.c_char_p)) == 0
+    del capsule
+    with pytest.raises(PoolBusy, match="live: 1"):
+        cache.close()
+    assert deleter
+    # CFUNCTYPE lets go of the interpreter while it calls.
+    thread = threading.Thread(target=ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter), args=(pointer,))
+    thread.start()
+    thread.join()
+    cache.close()
+
+
+def test_threads_that_take_and_drop_views_meet_a_close_without_harm() -> None:
+    cache = open_pool()
+    export, errors, stop = cache.export("host"), [], threading.Event()
+
+    def take() -> None:
+        try:
+            while not stop.is_set():
+                view = np.from_dlpack(export)
+                assert view.shape == export.shape
+                del view
+        except PoolClosed:
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        while not cache.closed:
+            try:
+                cache.close()
+            except PoolBusy:
+                gc.collect()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def test_what_a_pool_was_given_is_let_go() -> None:
+    """Arguments of other packages are not kept."""
+    with open_pool() as cache:
+        tokens = DLPackOnly(np.arange(9, dtype=np.int32))
+        alive = weakref.ref(tokens)
+        keys = cache.block_keys(tokens)
+        cache.release(cache.add_sequence(keys))
+        cache.release(cache.add_sequence(tokens))
+        del tokens
+        gc.collect()
+        assert alive() is None and (keys.tokens == np.arange(9)).all()
+
+
+SCRIPTS = {
+    "views outlive a forced close and are read and dropped by other threads": """
+cache = open_pool()
+views = [np.from_dlpack(cache.export(tier)) for tier in ("device", "host") for _ in range(8)]
+for view in views:
+    view[...] = 3
+cache.close(force=True)
+del cache
+def work(mine):
+    assert (mine.pop() == 3).all()
+    gc.collect()
+threads = [threading.Thread(target=work, args=([view],)) for view in views]
+del views, view
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""",
+    "the interpreter ends while views live": """
+cache = open_pool()
+keep = np.from_dlpack(cache.export()), np.asarray(cache.export("host")), cache.export().__dlpack__(max_version=(1, 0))
+import builtins
+builtins.kept = keep
+""",
+    "the interpreter ends while a daemon thread takes views": """
+cache = open_pool()
+def work():
+    while True:
+        np.from_dlpack(cache.export()).sum()
+threading.Thread(target=work, daemon=True).start()
+import time
+time.sleep(0.05)
+""",
+    "a pool is dropped without a close": """
+view = np.from_dlpack(open_pool().export())
+gc.collect()
+view[...] = 4
+assert (view == 4).all()
+""",
+    "jax holds a view to the end": """
+try:
+    import jax
+except ImportError:
+    print("ended"); raise SystemExit
+cache = open_pool()
+held = jax.dlpack.from_dlpack(cache.export("device"))
+cache.close(force=True)
+del cache
+gc.collect()
+assert not held.any()
+""",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_process_ends_as_it_should_when(script: str) -> None:
+    start = "import gc, threading\nimport numpy as np\nfrom tests.interop.arrays import open_pool\n"
+    command = [sys.executable, "-X", "faulthandler", "-c", start + script + "\nprint('ended')"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "ended\n", done.stdout + done.stderr
