@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvpool.state.blocks import DEVICE_BLOCKS, EVENT, EVENT_NEXT, EVENT_READ, EVENTS, EXTRA, NONE, PUBLISHED, State
 from kvpool.state.requests import R_ROOT0, R_ROOT1
-from kvpool.state.ring import CLEARED, STORED
+from kvpool.state.ring import CLEARED, CREATED, STORED
 
 if TYPE_CHECKING:
     from kvpool.sequence import BlockKeys
@@ -23,7 +23,7 @@ Rows3 = tuple[npt.NDArray[np.void], npt.NDArray[np.int32], Rows | None]
 """Records, tokens, and extra ids where some block has any."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Event:
     """One change of what is cached.
 
@@ -58,6 +58,9 @@ class Name(NamedTuple):
     salt: bytes | str | None
     adapter_id: int | str | None
     root: tuple[int, int]
+
+
+NAMELESS = Name(None, None, (0, 0))
 
 
 class Names:
@@ -129,33 +132,39 @@ class Events(Sequence[Event]):
     def __getitem__(self, index: slice) -> list[Event]: ...
     def __getitem__(self, index: int | slice) -> Event | list[Event]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            return list(self._made(np.arange(len(self))[index]))
         if not -len(self) <= index < len(self):
             raise IndexError(f"event {index} of {len(self)}")
-        i = index % len(self)
-        start, end = int(self.bounds[i]), int(self.bounds[i + 1])
-        kind, tier, priority, _, extra, _, _, parent0, parent1, namespace = self.records[start].item()
-        number = self.number + start
-        if KINDS[kind] == "created":
-            return Event("created", number, device_blocks=self.capacities[0], host_blocks=self.capacities[1])
-        if kind == CLEARED:
-            return Event("cleared", number)
-        salt, adapter_id, root = self._names.get(namespace) or Name(None, None, (0, 0))
-        parent = None if root == (parent0, parent1) else np.array((parent0, parent1), np.int64).view(np.uint64)
-        tokens = extra_ids = None
-        if kind == STORED:
-            tokens = self.tokens[start:end]
-            if self.extra is not None and self.records["extra"][start:end].any():
-                extra_ids = self.extra[start:end]
-        return Event(
-            KINDS[kind], number, TIERS[tier], self.keys[start:end], parent, tokens, extra_ids, namespace, salt, adapter_id, priority
-        )
+        return next(self._made(np.array([index % len(self)])))
+
+    def __iter__(self) -> Iterator[Event]:
+        return self._made(np.arange(len(self)))
+
+    def _made(self, which: Rows) -> Iterator[Event]:
+        starts = self.bounds[which]
+        heads = self.records[starts]
+        parents = np.stack([heads["parent0"], heads["parent1"]], axis=1).view(np.uint64)
+        extra = np.logical_or.reduceat(self.records["extra"], self.bounds[:-1])[which].tolist() if len(which) else []
+        ends = self.bounds[which + 1].tolist()
+        for head, start, end, parent, has_extra in zip(heads.tolist(), starts.tolist(), ends, parents, extra, strict=True):
+            kind, tier, priority, _, _, _, _, parent0, parent1, namespace = head
+            number = self.number + start
+            if kind in (CREATED, CLEARED):
+                sizes = self.capacities if kind == CREATED else (0, 0)
+                yield Event(KINDS[kind], number, device_blocks=sizes[0], host_blocks=sizes[1])
+                continue
+            salt, adapter_id, root = self._names.get(namespace, NAMELESS)
+            yield Event(
+                KINDS[kind], number, TIERS[tier], self.keys[start:end], None if root == (parent0, parent1) else parent,
+                self.tokens[start:end] if kind == STORED else None, self.extra[start:end] if has_extra and self.extra is not None else None,
+                namespace, salt, adapter_id, priority,
+            )  # fmt: skip
 
 
 def announce(state: State) -> None:
     """Write the first event of a pool into the ring."""
     if state.header[EVENTS]:
-        state.events[0]["kind"] = 0
+        state.events[0]["kind"] = CREATED
         state.header[EVENT_NEXT] = 1
 
 

@@ -23,7 +23,7 @@ from kvpool.state.blocks import (
     tokens_of,
 )
 
-STORED, REMOVED, UPDATED, CLEARED = 1, 2, 3, 4
+CREATED, STORED, REMOVED, UPDATED, CLEARED = range(5)
 
 
 @jit
