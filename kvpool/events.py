@@ -97,8 +97,8 @@ class Events(Sequence[Event]):
 
     The columns are for readers of many: ``records`` [n], the ring's own, one for each block; ``keys`` uint64[n, 2]; ``tokens``
     int32[n, tokens_per_block]; ``extra`` int64 of the same shape, or None; ``bounds`` int64[m + 1], event i is rows
-    ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event; ``snapshot`` the index of the event that begins a snapshot, None
-    without one.
+    ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event; ``before_snapshot`` says how many events come before the "cleared"
+    of a snapshot (without one: all).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Events(Sequence[Event]):
             starts[0] = True
         self.bounds = np.append(np.flatnonzero(starts), len(records))
         self.keys = np.stack([records["key0"], records["key1"]], axis=1).view(np.uint64)
-        self.snapshot = None if snapshot_row is None else int(np.searchsorted(self.bounds, snapshot_row))
+        self.before_snapshot = len(self) if snapshot_row is None else int(np.searchsorted(self.bounds, snapshot_row))
         self._names = names
 
     def __len__(self) -> int:

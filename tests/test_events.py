@@ -43,17 +43,15 @@ def test_a_snapshot_is_what_is_cached(make: Make, seed: int) -> None:
     engine = busy(make, seed)
     events = engine.cache.events(snapshot=True)
     assert rebuilt(events) == cached(engine), "all events and the snapshot behind them"
-    assert events.snapshot is not None
-    assert events[events.snapshot].kind == "cleared"
-    assert rebuilt(events[events.snapshot :]) == cached(engine), "the snapshot alone"
+    assert events[events.before_snapshot].kind == "cleared"
+    assert rebuilt(events[events.before_snapshot :]) == cached(engine), "the snapshot alone"
     assert all(cached(engine).values()), "both tiers have something"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_snapshot_tells_parents_before_their_children(make: Make, seed: int) -> None:
     events = busy(make, seed, S=0, P=24).cache.events(snapshot=True)
-    assert events.snapshot is not None
-    stored = [event for event in events[events.snapshot :] if event.keys is not None]
+    stored = [event for event in events[events.before_snapshot :] if event.keys is not None]
     known: set[bytes] = set()
     all_keys = {key.tobytes() for event in stored for key in np.asarray(event.keys)}
     children = 0
@@ -84,10 +82,9 @@ def test_a_snapshot_says_of_each_block_what_storing_it_said(make: Make) -> None:
         return found
 
     events = engine.cache.events(snapshot=True)
-    assert events.snapshot is not None
-    told = facts(event for event in events[: events.snapshot] if event.kind == "stored")
+    told = facts(event for event in events[: events.before_snapshot] if event.kind == "stored")
     assert len(told) == 7
-    assert facts(events[events.snapshot + 1 :]) == told
+    assert facts(events[events.before_snapshot + 1 :]) == told
 
 
 def test_numbers_go_on_behind_a_snapshot(make: Make) -> None:
@@ -106,7 +103,7 @@ def test_a_reader_that_lost_events_is_whole_after_a_snapshot(make: Make) -> None
     engine = busy(make, 1, event_capacity=3)
     events = engine.cache.events(snapshot=True)
     assert engine.cache.stats().events_dropped and events.number > 0
-    assert rebuilt(events[events.snapshot :]) == cached(engine)
+    assert rebuilt(events[events.before_snapshot :]) == cached(engine)
 
 
 def test_an_empty_pool_has_a_snapshot(make: Make) -> None:

@@ -36,6 +36,7 @@ LAYERS = [
     ["manager"],
     [""],
     ["remote"],
+    ["publish"],
     ["replay"],
     ["commands"],
     ["__main__"],
