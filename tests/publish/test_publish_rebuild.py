@@ -143,6 +143,31 @@ def test_a_snapshot_serves_until_messages_behind_it_are_gone(make: Make, publish
     assert publisher.stats().snapshots == 2
 
 
+@pytest.mark.parametrize("capacity", [512, 3])
+def test_a_snapshot_leaves_nothing_untold_to_the_others(make: Make, publish: Publish, route: Route, capacity: int) -> None:
+    engine = make(P=10, S=8, event_capacity=capacity)
+    publisher = publish(engine, replay_messages=1)
+    early = route(publisher)
+    for seed in range(3):
+        busy(engine, 2, seed)
+        early.follow()
+    made = publisher.stats().snapshots
+    for seed in (3, 4):
+        busy(engine, 2, seed)
+        publisher.flush()
+    publish_new = publisher._publish_new
+    publisher._publish_new = lambda: None  # type: ignore[method-assign]
+    publisher.flush()
+    busy(engine, 6, seed=7)
+    late = route(publisher)
+    late.catch_up()
+    assert late.known == cached(engine.cache) and publisher.stats().snapshots == made + 1
+    publisher._publish_new = publish_new  # type: ignore[method-assign]
+    early.follow()
+    assert early.known == cached(engine.cache)
+    assert capacity == 3 or not publisher.stats().lost_blocks
+
+
 def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=3)
     publisher = publish(engine)
