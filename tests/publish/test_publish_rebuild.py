@@ -27,7 +27,8 @@ def follow_trace(
     trace: Trace, route: Route, *, misses: float = 0.0, every: int = 10, events: int = 1 << 14, **sizes: int
 ) -> KVEventPublisher:
     """Replay a trace with one router from the start and one that joins half-way; both are compared with the pool now and then."""
-    layout = BlockLayout.of_block_bytes(64, sizes.pop("tokens", 16))
+    width = sizes.pop("tokens", 16)
+    layout = BlockLayout.of_block_bytes(4 * width, width)
     random, routers, done, checks = Random(1), list[Router](), 0, 0
     publishers: list[KVEventPublisher] = []
 
