@@ -44,7 +44,7 @@ def follow_trace(
             checks += 1
 
     with Replay(trace, ReplayConfig(layout, active=8, events=events, device="cpu", **sizes), progress=compare) as replay:
-        with KVEventPublisher(replay.cache, interval_ms=1, replay_messages=16) as publisher:
+        with KVEventPublisher(replay.cache, interval_ms=1, replay_messages=3) as publisher:
             publishers.append(publisher)
             routers.append(route(publisher, lambda number: random.random() < misses))
             replay.run()
