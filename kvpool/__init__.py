@@ -14,6 +14,7 @@ from kvpool.errors import PoolClosed as PoolClosed
 from kvpool.errors import ReservationExpired as ReservationExpired
 from kvpool.errors import UnknownSequence as UnknownSequence
 from kvpool.events import Event as Event
+from kvpool.events import Events as Events
 from kvpool.export import Export as Export
 from kvpool.kv_copy import gather_kv as gather_kv
 from kvpool.kv_copy import scatter_kv as scatter_kv

@@ -55,7 +55,7 @@ class KVCacheManager(ReservePool):
     partial_reuse : also reuse the first tokens of a block that matches in part, by copying them.
     offload_min_priority, offload_min_reuse : content below either is forgotten, not offloaded, when evicted.
     secret : 16 to 64 bytes that key the hash of content; random by default. Pools with one secret agree on keys.
-    event_capacity : events kept until ``events`` is called; 0 (default) records none.
+    event_capacity : blocks whose events are kept until ``events`` is called; 0 (default) records none.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     staging_depth : block tables that are on their way to the device at once; one more waits for the oldest.
     device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
@@ -180,7 +180,8 @@ class KVCacheManager(ReservePool):
         self._check_columns(longest)
         out = np.full((len(keys), requests.OUTCOME), blocks.NONE, np.int64)
         try:
-            n = self._decide(moves, NULL_STREAM if stream is None else stream, admission.admit, rows, out, self.now(), allow_partial)
+            on = NULL_STREAM if stream is None else stream
+            n = self._decide(moves, on, self._admit_named, rows, out, self.now(), allow_partial, keys)
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the ids.
             admitted = out[out[:, requests.O_ID] != blocks.NONE, requests.O_ID]
@@ -189,6 +190,14 @@ class KVCacheManager(ReservePool):
                     self.release(admitted)
             raise
         return out[:n]
+
+    def _admit_named(
+        self, header: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], out: npt.NDArray[np.int64], now: int, allow_partial: bool,
+        keys: list[BlockKeys],
+    ) -> int:  # fmt: skip
+        """The verb, behind a note of the namespaces that events will name. The state lock is held by the caller."""
+        self._names.learn(keys)
+        return int(admission.admit(header, rows, out, now, allow_partial))
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``; with one id, all of them. Changes the pool.

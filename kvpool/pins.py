@@ -228,7 +228,7 @@ class PinPool(TablePool):
             try:
                 generation = self._take_imports(keys, first, priority, ids, held, now)
                 self._fill(ids, buffers)
-                return int(self._decide(0, None, _publish, keys, first, priority, ids, generation, now))
+                return int(self._decide(0, None, self._publish, keys, first, priority, ids, generation, now))
             finally:
                 self._give_back_imports(ids, held, now)
 
@@ -254,6 +254,13 @@ class PinPool(TablePool):
                 if block != blocks.NONE:
                     rows[block - self.device_blocks] = buffer
 
+    def _publish(self, header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
+        """Blocks published: none if the pool was reset since they were taken. The state lock is held by the caller."""
+        if generation != header[blocks.GENERATION]:
+            return 0
+        self._names.learn([keys])
+        return int(imports.publish(header, keys.request[0], first, priority, ids, now))
+
     def _give_back_imports(self, ids: Ids, held: Ids, now: int) -> None:
         """Unpin, tail first so that leaves age first, and what was cached before last."""
         with DeferInterrupt(), self._lock:
@@ -278,10 +285,3 @@ def _block_bytes(place: int, buffer: Any, size: int) -> npt.NDArray[np.uint8]:
 
 def _named(ids: Ids) -> Ids:
     return ids[ids != blocks.NONE]
-
-
-def _publish(header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
-    """Blocks published: none if the pool was reset since they were taken."""
-    if generation != header[blocks.GENERATION]:
-        return 0
-    return int(imports.publish(header, keys.request[0], first, priority, ids, now))

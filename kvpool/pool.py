@@ -113,6 +113,7 @@ class Pool:
         self._importing = threading.Lock()
         self._imported = NO_IDS
         self._report: CloseReport | None = None
+        self._names = kv_events.Names(self._state)
         kv_events.announce(self._state)
 
     def _build_state(
@@ -279,12 +280,19 @@ class Pool:
         now = self.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
         return int(self._decide(0, None, holds.refresh, now))
 
-    def events(self) -> list[kv_events.Event]:
-        """What has changed in the cache since the last call; each event is given once."""
+    def events(self, *, snapshot: bool = False) -> kv_events.Events:
+        """What has changed in the cache since the last call; each event is given once.
+
+        ``snapshot``: and behind that one "cleared" event and "stored" ones for all that is cached now, parents before their children: what
+        a reader needs that starts late, or has lost some. Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a
+        pool with ``event_capacity=0``, TypeError, PoolClosed.
+        """
+        if bool_argument("snapshot", snapshot) and not self._state.header[blocks.EVENTS]:
+            raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
         with self._lock:
             self._check_open()
-            copied = kv_events.take(self._state)
-        return kv_events.decode(*copied, self._state)
+            taken = kv_events.take(self._state, self._names, snapshot)
+        return kv_events.decode(taken)
 
     def stats(self) -> statistics.Stats:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing."""

@@ -41,6 +41,7 @@ LAYERS = [
     ["manager"],
     [""],
     ["metrics", "remote"],
+    ["publish"],
     ["replay"],
     ["planner"],
     ["commands"],

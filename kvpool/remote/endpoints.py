@@ -116,12 +116,12 @@ def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("tcp", "ipc") or not rest:
         raise ValueError(f"endpoint={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
-    if scheme == "tcp" and keys is None and not _is_loopback(rest.rpartition(":")[0]):
+    if scheme == "tcp" and keys is None and not is_loopback(rest.rpartition(":")[0]):
         raise ValueError(f"endpoint={endpoint!r:.80}: without keys=, accepted are addresses of this machine, such as tcp://127.0.0.1:5555")
     return endpoint
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

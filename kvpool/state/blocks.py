@@ -83,10 +83,11 @@ LIVE, RESERVED = 1, 2
 
 EVENT = np.dtype(
     [
-        ("kind", "i2"),
-        ("tier", "i2"),
-        ("priority", "i2"),
-        ("group", "i2"),  # 1 = continues the stored event before it
+        ("kind", "i1"),
+        ("tier", "i1"),
+        ("priority", "i1"),
+        ("group", "i1"),  # 1 = continues the stored event before it
+        ("extra", "i1"),  # 1 = some token has an extra id
         ("key0", "i8"),
         ("key1", "i8"),
         ("parent0", "i8"),
@@ -99,10 +100,10 @@ EVENT = np.dtype(
 # Header: addresses first, then sizes and scalars.
 (
     A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_ACCESSES, A_EVENTS,
-    A_EVENT_TOKENS, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS, CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS,
-    MOVES, MOVES_CAPACITY, ACCESSES, ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD,
-    GENERATION, EVENTS, EVENT_NEXT, EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
-) = range(47)  # fmt: skip
+    A_EVENT_TOKENS, A_EVENT_EXTRA, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS, CHILD_BUCKETS, SEQUENCES, COLUMNS,
+    FREE_ROWS, MOVES, MOVES_CAPACITY, ACCESSES, ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0,
+    SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT, EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
+) = range(48)  # fmt: skip
 
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
@@ -195,6 +196,12 @@ def event_tokens_of(h):
 
 
 @jit(inline="always")
+def event_extra_of(h):
+    """Like ``extra_of``."""
+    return array_at(h[A_EVENT_EXTRA], (h[EVENTS], h[WIDTH]), np.int64)
+
+
+@jit(inline="always")
 def counters_of(h):
     return array_at(h[A_COUNTERS], (len(COUNTERS),), np.int64)
 
@@ -278,6 +285,7 @@ class State:
         self.accesses = np.zeros((0, 3), np.int64)
         self.events = np.zeros(event_capacity, EVENT)
         self.event_tokens = np.zeros((event_capacity, width), np.int32)
+        self.event_extra = np.zeros((1, 1), np.int64)
         self.counters = np.zeros(len(COUNTERS), np.int64)
         self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
         self.header = h = np.zeros(HEADER, np.int64)
@@ -285,7 +293,7 @@ class State:
             (A_BLOCKS, self.blocks), (A_TOKENS, self.tokens), (A_EXTRA, self.extra), (A_LISTS, self.lists), (A_INDEX, self.index),
             (A_CHILDREN, self.children), (A_HEAP, self.heap), (A_SEQUENCES, self.sequences), (A_ROWS, self.rows), (A_TABLE, self.table),
             (A_MOVES, self.moves), (A_EVENTS, self.events), (A_EVENT_TOKENS, self.event_tokens), (A_COUNTERS, self.counters),
-            (A_HISTOGRAMS, self.histograms), (A_ACCESSES, self.accesses),
+            (A_HISTOGRAMS, self.histograms), (A_ACCESSES, self.accesses), (A_EVENT_EXTRA, self.event_extra),
         ):  # fmt: skip
             h[slot] = array.ctypes.data
         h[DEVICE_BLOCKS], h[BLOCKS], h[WIDTH] = device_blocks, count, width
@@ -341,6 +349,8 @@ class State:
         if not self.header[HAS_EXTRA]:
             self.extra = np.zeros(self.tokens.shape, np.int64)
             self.header[A_EXTRA] = self.extra.ctypes.data
+            self.event_extra = np.zeros(self.event_tokens.shape, np.int64)
+            self.header[A_EVENT_EXTRA] = self.event_extra.ctypes.data
             self.header[HAS_EXTRA] = 1
 
     def disable_guard(self, name: str) -> None:

@@ -11,16 +11,19 @@ from kvpool.state.blocks import (
     EVENT_NEXT,
     EVENT_READ,
     EVENTS,
+    EXTRA,
     HOST,
     WIDTH,
     blocks_of,
     counters_of,
+    event_extra_of,
     event_tokens_of,
     events_of,
+    extra_of,
     tokens_of,
 )
 
-STORED, REMOVED, UPDATED, CLEARED = 1, 2, 3, 4
+CREATED, STORED, REMOVED, UPDATED, CLEARED = range(5)
 
 
 @jit
@@ -60,10 +63,15 @@ def _record(h, kind, b):
     events[i].key0, events[i].key1 = blocks[b].key0, blocks[b].key1
     events[i].parent0, events[i].parent1 = blocks[b].parent0, blocks[b].parent1
     events[i].namespace = blocks[b].namespace
+    events[i].extra = 1 if kind == STORED and blocks[b].flags & EXTRA else 0
     if kind == STORED:
         copied, tokens = event_tokens_of(h), tokens_of(h)
         for t in range(h[WIDTH]):
             copied[i, t] = tokens[b, t]
+    if events[i].extra:
+        told, own = event_extra_of(h), extra_of(h)
+        for t in range(h[WIDTH]):
+            told[i, t] = own[b, t]
 
 
 @jit

@@ -80,8 +80,7 @@ class SimDevice(Device):
         if choices is not None and not isinstance(choices, Choices):
             raise TypeError(f"choices={choices!r}: Choices or None is needed")
         self._chunk_bytes = integer_argument("chunk_bytes", chunk_bytes, 1, 2**62)
-        seeded = SeededChoices(seed, progress)
-        self._choices = seeded if choices is None else choices
+        self._choices = choices or SeededChoices(seed, progress)
         self._compare = compare
         self._findings = Findings(compare, seed, self.__repr__)
         self.races = self._findings.races

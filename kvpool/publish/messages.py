@@ -1,0 +1,179 @@
+"""What goes over the wire: events as MessagePack in the schema of vLLM, a tagged map each, in batches [time, events, rank]."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.events import TIERS, Events, Name
+from kvpool.state.ring import CLEARED, REMOVED, STORED
+
+MEDIA = {"device": "GPU", "host": "CPU"}
+"""What routers call the tiers, whatever memory they are."""
+BLOCKS_PER_MESSAGE = 4096
+"""A message that has so many is full; a chain of blocks is never cut."""
+HASHES = ("int", "bytes")
+
+Hash = int | bytes
+Hashes = list[int] | list[bytes]
+ExtraKeys = list[list[Any] | None]
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """A chain of blocks that is now on a medium. ``parent_block_hash`` is None where it begins a prompt."""
+
+    block_hashes: Hashes
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: ExtraKeys | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks that are no longer on a medium."""
+
+    block_hashes: Hashes
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """Nothing is on any medium."""
+
+
+Message = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(msgspec.Struct, array_like=True, gc=False):
+    """What one message carries."""
+
+    ts: float
+    events: list[Message]
+    data_parallel_rank: int
+
+
+class Labels(NamedTuple):
+    """How a namespace is told: adapter, and salt (bytes as hexadecimal digits)."""
+
+    lora_id: int | None
+    lora_name: str | None
+    salt: str | None
+    root: tuple[int, int]
+
+    @classmethod
+    def of(cls, name: Name | None) -> Labels:
+        if name is None:
+            return cls(None, None, None, (0, 0))
+        adapter, salt = name.adapter_id, name.salt
+        # Routers take adapter numbers as unsigned; a name says the same, and newer ones look at nothing else.
+        number = adapter if isinstance(adapter, int) and 0 <= adapter < 1 << 63 else None
+        return cls(number, None if adapter is None else str(adapter), salt.hex() if isinstance(salt, bytes) else salt, name.root)
+
+
+class Encoder:
+    """Turns the events of one pool into payloads. Not thread-safe.
+
+    ``hashes``: "int", the first 64 bits of a key as an unsigned number; or "bytes", all 16 bytes.
+    """
+
+    def __init__(self, tokens_per_block: int, hashes: str, rank: int) -> None:
+        self._width, self._rank = tokens_per_block, rank
+        self._hashes = _numbers if hashes == "int" else _strings
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def cleared(self) -> bytes:
+        return self._encode(Batch(time.time(), [AllBlocksCleared()], self._rank))
+
+    def payloads(self, events: Events, start: int, stop: int, blocks: int = BLOCKS_PER_MESSAGE) -> Iterator[tuple[bytes, int, int]]:
+        """(payload, blocks stored, blocks removed) of messages with events [start, stop), each but the last of ``blocks`` or more."""
+        batch: list[Message] = []
+        stored = removed = 0
+        for message in self._messages(events, start, stop):
+            batch.append(message)
+            if isinstance(message, BlockStored):
+                stored += len(message.block_hashes)
+            elif isinstance(message, BlockRemoved):
+                removed += len(message.block_hashes)
+            if stored + removed >= blocks:
+                yield self._encode(Batch(time.time(), batch, self._rank)), stored, removed
+                batch, stored, removed = [], 0, 0
+        if batch:
+            yield self._encode(Batch(time.time(), batch, self._rank)), stored, removed
+
+    def _messages(self, events: Events, start: int, stop: int) -> Iterator[Message]:
+        """One message for each event that changes what is where; neighbours that are removed from one tier share one."""
+        bounds = events.bounds[start : stop + 1].tolist()
+        rows = slice(bounds[0], bounds[-1])
+        first, width = bounds[0], self._width
+        hashes = self._hashes(events.keys[rows])
+        # Routers take token ids as unsigned.
+        tokens = events.tokens[rows].reshape(-1).view(np.uint32).tolist()
+        heads = events.records[np.array(bounds[:-1], np.int64)]
+        parents = self._hashes(np.stack([heads["parent0"], heads["parent1"]], axis=1).view(np.uint64))
+        labels: dict[int, Labels] = {}
+        removed: list[Any] = []
+        removed_from = -1
+        for i, (kind, tier, _, _, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
+            low, high = bounds[i] - first, bounds[i + 1] - first
+            if removed and (kind != REMOVED or tier != removed_from):
+                yield BlockRemoved(removed, MEDIA[TIERS[removed_from]])
+                removed = []
+            if kind == REMOVED:
+                removed.extend(hashes[low:high])
+                removed_from = tier
+            elif kind == CLEARED:
+                yield AllBlocksCleared()
+            elif kind == STORED:
+                if namespace not in labels:
+                    labels[namespace] = Labels.of(events.name(namespace))
+                own = labels[namespace]
+                begins = own.root == (parent0, parent1)
+                yield BlockStored(
+                    hashes[low:high], None if begins else parents[i], tokens[low * width : high * width], width, own.lora_id,
+                    MEDIA[TIERS[tier]], own.lora_name, _extra_keys(events, bounds[i], bounds[i + 1], own, begins), own.salt,
+                )  # fmt: skip
+        if removed:
+            yield BlockRemoved(removed, MEDIA[TIERS[removed_from]])
+
+
+def _numbers(keys: npt.NDArray[np.uint64]) -> Any:
+    return keys[:, 0].tolist()
+
+
+def _strings(keys: npt.NDArray[np.uint64]) -> Any:
+    data = keys.tobytes()
+    return [data[i : i + 16] for i in range(0, len(data), 16)]
+
+
+def _extra_keys(events: Events, start: int, end: int, labels: Labels, begins: bool) -> ExtraKeys | None:
+    """What else tells blocks apart, for each block: the adapter's name, (extra id, place of its first token) pairs, the salt where a
+    prompt begins. None if nothing does."""
+    has = events.extra is not None and bool(events.records["extra"][start:end].any())
+    if not has and labels.lora_name is None and labels.salt is None:
+        return None
+    found: ExtraKeys = []
+    for row in range(start, end):
+        keys: list[Any] = [] if labels.lora_name is None else [labels.lora_name]
+        if has and events.extra is not None:
+            keys += _extra_pairs(events.extra[row])
+        if begins and row == start and labels.salt is not None:
+            keys.append(labels.salt)
+        found.append(keys or None)
+    return found
+
+
+def _extra_pairs(extra: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
+    """Each extra id once, as the 64 hexadecimal digits in which routers look for 64 bits, with the place of its first token."""
+    ids, places = np.unique(extra, return_index=True)
+    order = np.argsort(places)
+    return [(f"{int(ids[i]) & 0xFFFFFFFFFFFFFFFF:016x}".ljust(64, "0"), int(places[i])) for i in order if ids[i]]
+
+

@@ -1,0 +1,127 @@
+"""A router's side of the events: a subscriber that rebuilds what is cached on each medium, and asks for what it has missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvpool import KVCacheManager
+from kvpool.publish import KVEventPublisher
+from kvpool.state.blocks import PUBLISHED
+
+MEDIA = {"device": "GPU", "host": "CPU"}
+END = 2**64 - 1
+WAIT_MS = 20_000
+
+Decode = Callable[[bytes], list[dict[str, Any]]]
+Hash = int | bytes
+
+
+def plain(payload: bytes) -> list[dict[str, Any]]:
+    """The events of a payload as dictionaries."""
+    _, events, _ = msgspec.msgpack.decode(payload)
+    return list(events)
+
+
+class Router:
+    """Rebuilds the keys on each medium. ``misses(number)`` says which published messages never arrive."""
+
+    def __init__(self, publisher: KVEventPublisher, misses: Callable[[int], bool] = lambda number: False, decode: Decode = plain) -> None:
+        self.publisher, self.misses, self.decode = publisher, misses, decode
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.known: dict[str, set[Hash]] = {"GPU": set(), "CPU": set()}
+        self.stored: dict[tuple[str, Hash], dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.next = self.gaps = 0
+        self.numbers: list[int] = []
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.rcvhwm = 0
+        self.sub.subscribe(b"")
+        self.sub.connect(publisher.endpoint)
+        if publisher.replay_endpoint is not None:
+            self.ask = self.context.socket(zmq.DEALER)
+            self.ask.rcvhwm = 0
+            self.ask.connect(publisher.replay_endpoint)
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """What the replay socket tells from ``start`` on."""
+        self.ask.send_multipart([b"", start.to_bytes(8, "big")])
+        found = []
+        while True:
+            assert self.ask.poll(WAIT_MS), "a replay that does not end"
+            delimiter, number, payload = self.ask.recv_multipart()
+            assert delimiter == b"" and len(number) == 8
+            if int.from_bytes(number, "big") == END:
+                assert payload == b""
+                return found
+            found.append((int.from_bytes(number, "big"), payload))
+
+    def catch_up(self) -> None:
+        """Ask for everything from the next number on."""
+        for number, payload in self.replay(self.next):
+            self.apply(number, payload)
+
+    def follow(self) -> None:
+        """Take everything that has been published by now; what did not arrive is asked for."""
+        self.publisher.flush()
+        until = self.publisher.stats().messages
+        while self.next < until:
+            if not self.sub.poll(20):
+                self.gaps += 1
+                self.catch_up()
+                continue
+            _, number, payload = self.sub.recv_multipart()
+            told = int.from_bytes(number, "big")
+            if told < self.next or self.misses(told):
+                continue
+            if told > self.next:
+                self.gaps += 1
+                self.catch_up()
+            if told == self.next:
+                self.apply(told, payload)
+
+    def apply(self, number: int, payload: bytes) -> None:
+        self.numbers.append(number)
+        self.next = number + 1
+        for event in self.decode(payload):
+            self.events.append(event)
+            if event["type"] == "AllBlocksCleared":
+                self.known = {"GPU": set(), "CPU": set()}
+                self.stored.clear()
+                continue
+            hashes, there = event["block_hashes"], self.known[event["medium"]]
+            if event["type"] == "BlockStored":
+                assert not there & set(hashes), "stored twice"
+                there.update(hashes)
+                self._describe(event)
+            else:
+                assert event["type"] == "BlockRemoved"
+                assert there >= set(hashes), "removed what was not there"
+                there.difference_update(hashes)
+                for one in hashes:
+                    del self.stored[event["medium"], one]
+
+    def _describe(self, event: dict[str, Any]) -> None:
+        """Note each block with its parent and tokens: they must be in the event, whatever the medium."""
+        size, parent = event["block_size"], event["parent_block_hash"]
+        assert len(event["token_ids"]) == size * len(event["block_hashes"])
+        for i, one in enumerate(event["block_hashes"]):
+            tokens = event["token_ids"][i * size : (i + 1) * size]
+            self.stored[event["medium"], one] = {**event, "parent": parent, "tokens": tokens}
+            parent = one
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def cached(cache: KVCacheManager) -> dict[str, set[Hash]]:
+    """The first half of each key that the pool has cached, by medium."""
+    blocks = cache._state.blocks
+    there = np.flatnonzero(blocks["flags"] & PUBLISHED)
+    keys = blocks["key0"].view(np.uint64)
+    split = {"GPU": there[there < cache.device_blocks], "CPU": there[there >= cache.device_blocks]}
+    return {medium: set(keys[ids].tolist()) for medium, ids in split.items()}

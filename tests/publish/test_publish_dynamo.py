@@ -1,0 +1,90 @@
+"""Dynamo's own indexer, where it is installed, finds for every prompt what the pool would reuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine import Engine
+from kvpool.publish import KVEventPublisher
+
+SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
+
+
+def ask(port: int, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return json.loads(reply.read() or b"null")
+
+
+@pytest.fixture
+def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
+    """Starts an indexer of a publisher's events with blocks of so many tokens; returns its port."""
+    if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynamo._core") is None:
+        pytest.skip("ai-dynamo-runtime is not installed")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(publisher: KVEventPublisher, tokens: int) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        options = ["--block-size", str(tokens), "--port", str(port), "--threads", "1", "--workers", f"1={publisher.endpoint}"]
+        started.append(subprocess.Popen([sys.executable, "-c", SCRIPT, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
+                    return port
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.05)
+        raise AssertionError("the indexer does not answer")
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(30)
+
+
+def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], index: Callable[..., int]) -> None:
+    engine = make(T=16, P=12, S=8, event_capacity=256)
+    with KVEventPublisher(engine.cache, interval_ms=2) as publisher:
+        port = index(publisher, 16)
+
+        def matched(start: int, **names: Any) -> tuple[int, int]:
+            """Tokens on the GPU, and tokens on it and then on the CPU."""
+            found = ask(port, "/query", {"token_ids": list(range(start, start + 80)), "model_name": "default", **names})
+            worker = found["instances"].get("1", {"gpu": 0, "cpu": 0})
+            return worker["gpu"], worker["cpu"]
+
+        def expect(start: int, device: int, both: int, **names: Any) -> None:
+            end = time.monotonic() + 30
+            while matched(start, **names) != (device, both) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert matched(start, **names) == (device, both)
+
+        engine.seed(range(5000, 5081), committed=80)
+        end = time.monotonic() + 30
+        while matched(5000) != (80, 80) and time.monotonic() < end:
+            engine.cache.reset()  # until the subscription has reached the publisher
+            engine.seed(range(5000, 5081), committed=80)
+            time.sleep(0.05)
+        for start in (0, 1000):
+            engine.seed(range(start, start + 81), committed=80)
+        engine.seed(range(81), committed=80, adapter_id="lora", salt="tenant")
+        for start in (0, 1000):
+            match = engine.cache.match_prefix(list(range(start, start + 81)))
+            expect(start, match.device_tokens, match.full_tokens)
+        expect(0, 80, 80, lora_name="lora", cache_salt="tenant")
+        engine.cache.reset()
+        expect(0, 0, 0, lora_name="lora", cache_salt="tenant")

@@ -1,0 +1,209 @@
+"""Subscribers rebuild exactly what is cached on each tier: through a trace, with messages lost on either side, and joining late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from router import Router, cached
+
+from engine import Engine
+from kvpool import BlockLayout
+from kvpool.publish import KVEventPublisher
+from kvpool.replay import Replay, ReplayConfig, synthetic
+from kvpool.replay.traces import Trace, read_trace
+
+Make = Callable[..., Engine]
+Publish = Callable[..., KVEventPublisher]
+Route = Callable[..., Router]
+CONVERSATION = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
+
+
+def follow_trace(
+    trace: Trace, route: Route, *, misses: float = 0.0, every: int = 10, events: int = 1 << 14, **sizes: int
+) -> KVEventPublisher:
+    """Replay a trace with one router from the start and one that joins half-way; both are compared with the pool now and then."""
+    width = sizes.pop("tokens", 16)
+    layout = BlockLayout.of_block_bytes(4 * width, width)
+    random, routers, done, checks = Random(1), list[Router](), 0, 0
+    publishers: list[KVEventPublisher] = []
+
+    def compare(count: int) -> None:
+        nonlocal done, checks
+        done += count
+        if done == len(trace.requests) // 2:
+            routers.append(route(publishers[0]))
+        if done % every == 0 or done == len(trace.requests):
+            for router in routers:
+                router.follow()
+                assert router.known == cached(replay.cache)
+            checks += 1
+
+    with Replay(trace, ReplayConfig(layout, active=8, events=events, device="cpu", **sizes), progress=compare) as replay:
+        with KVEventPublisher(replay.cache, interval_ms=1, replay_messages=3) as publisher:
+            publishers.append(publisher)
+            routers.append(route(publisher, lambda number: random.random() < misses))
+            replay.run()
+            for router in routers:
+                router.follow()
+                assert router.known == cached(replay.cache)
+            assert len(routers) == 2 and checks > 3
+            assert all(cached(replay.cache).values()), "both tiers have something"
+            assert not misses or routers[0].gaps
+    return publisher
+
+
+@pytest.mark.parametrize("misses", [0.0, 0.3])
+def test_a_generated_trace_is_rebuilt_on_both_tiers(route: Route, misses: float) -> None:
+    publisher = follow_trace(synthetic(120), route, misses=misses, device_blocks=700, host_blocks=500)
+    stats = publisher.stats()
+    assert stats.resyncs == 1 and stats.lost_blocks == 0 and stats.removed_blocks > 1000
+    assert stats.snapshots, "who joined late was given a snapshot"
+
+
+def test_a_trace_is_rebuilt_though_the_pool_drops_events(route: Route) -> None:
+    publisher = follow_trace(synthetic(60), route, events=8, device_blocks=700, host_blocks=500)
+    assert publisher.stats().lost_blocks and publisher.stats().resyncs > 5
+
+
+@pytest.mark.skipif(not CONVERSATION.exists(), reason="the conversation trace is not there")
+def test_a_recorded_trace_is_rebuilt(route: Route) -> None:
+    trace = read_trace(str(CONVERSATION), limit=150)
+    follow_trace(trace, route, tokens=512, every=15, device_blocks=500, host_blocks=700)
+
+
+def busy(engine: Engine, count: int, seed: int = 0) -> None:
+    """Prompts that share beginnings, through a pool that is too small for them."""
+    print(f"seed {seed}")
+    random = Random(seed)
+    for _ in range(count):
+        prompt = [random.randrange(2) for _ in range(random.randrange(1, 6)) for _ in range(4)]
+        engine.seed(prompt + [9], committed=len(prompt))
+
+
+def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=512)
+    router = route(publish(engine))
+    names: list[dict[str, Any]] = [{}, {"salt": "tenant"}, {"adapter_id": "lora"}, {"adapter_id": "lora", "salt": "tenant"}]
+    for i in range(12):
+        engine.seed(range(8 * (i % 3), 8 * (i % 3) + 13), committed=12, **names[i % 4])
+    router.follow()
+    checked = {"GPU": 0, "CPU": 0}
+    for (medium, one), block in router.stored.items():
+        tokens, above = list(block["tokens"]), block
+        while above is not None and above["parent"] is not None:
+            above = next((router.stored[m, above["parent"]] for m in checked if (m, above["parent"]) in router.stored), None)
+            tokens = [] if above is None else list(above["tokens"]) + tokens
+        if above is not None:
+            keys = engine.cache.block_keys(tokens, salt=block.get("cache_salt"), adapter_id=block["lora_name"]).keys
+            assert int(keys[-1, 0]) == one
+            checked[medium] += 1
+    assert all(checked.values())
+
+
+@pytest.mark.parametrize("kept", [{"replay_messages": 1}, {"replay_messages": 3}, {"replay_bytes": 0}, {"replay_bytes": 500}, {}], ids=str)
+def test_a_late_joiner_sees_numbers_without_a_gap_from_a_clear_on(make: Make, publish: Publish, route: Route, kept: dict[str, int]) -> None:
+    engine = make(P=10, S=8, event_capacity=512)
+    publisher = publish(engine, **kept)
+    for round in range(3):
+        for i in range(4):
+            busy(engine, 3, 10 * round + i)
+            publisher.flush()
+        late = route(publisher)
+        told = late.replay(0)
+        assert late.decode(told[0][1])[0] == {"type": "AllBlocksCleared"}
+        for number, payload in told:
+            late.apply(number, payload)
+        assert late.numbers == list(range(late.numbers[0], publisher.stats().messages))
+        assert late.known == cached(engine.cache)
+        busy(engine, 2, 100 + round)
+        late.follow()
+        assert late.known == cached(engine.cache)
+        assert late.numbers == list(range(late.numbers[0], publisher.stats().messages)), "and goes on without a gap"
+    assert bool(publisher.stats().snapshots) == bool(kept)
+
+
+def test_a_snapshot_serves_until_messages_behind_it_are_gone(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=512)
+    publisher = publish(engine, replay_messages=4)
+    for i in range(6):
+        busy(engine, 2, i)
+        publisher.flush()
+    for router in [route(publisher) for _ in range(3)]:
+        router.catch_up()
+        assert router.known == cached(engine.cache)
+    assert publisher.stats().snapshots == 1
+    for i in range(6):
+        busy(engine, 2, 50 + i)
+        publisher.flush()
+    route(publisher).catch_up()
+    assert publisher.stats().snapshots == 2
+
+
+@pytest.mark.parametrize("capacity", [512, 3])
+def test_a_snapshot_leaves_nothing_untold_to_the_others(make: Make, publish: Publish, route: Route, capacity: int) -> None:
+    engine = make(P=10, S=8, event_capacity=capacity)
+    publisher = publish(engine, replay_messages=1)
+    early = route(publisher)
+    for seed in range(3):
+        busy(engine, 2, seed)
+        early.follow()
+    made = publisher.stats().snapshots
+    for seed in (3, 4):
+        busy(engine, 2, seed)
+        publisher.flush()
+    publish_new = publisher._publish_new
+    publisher._publish_new = lambda: None  # type: ignore[method-assign]
+    publisher.flush()
+    busy(engine, 6, seed=7)
+    late = route(publisher)
+    late.catch_up()
+    assert late.known == cached(engine.cache) and publisher.stats().snapshots == made + 1
+    publisher._publish_new = publish_new  # type: ignore[method-assign]
+    early.follow()
+    assert early.known == cached(engine.cache)
+    assert capacity == 3 or not publisher.stats().lost_blocks
+
+
+def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=3)
+    publisher = publish(engine)
+    router = route(publisher)
+    router.follow()
+    engine.seed(range(21), committed=20)
+    router.follow()
+    assert router.known == cached(engine.cache)
+    assert publisher.stats().lost_blocks == 2 and publisher.stats().resyncs == 2
+    with publisher._cache._lock:
+        engine.seed(range(40, 45), committed=4)
+        assert engine.cache.events()
+    engine.seed(range(50, 55), committed=4)
+    router.follow()
+    assert router.known == cached(engine.cache)
+    assert publisher.stats().resyncs == 3
+
+
+def test_a_pool_that_is_full_already_is_told_at_the_start(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=8)
+    busy(engine, 20)
+    router = route(publish(engine))
+    router.follow()
+    assert router.known == cached(engine.cache) and all(router.known.values())
+
+
+def test_every_key_told_for_the_host_can_be_fetched(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=512)
+    publisher = publish(engine, block_hashes="bytes")
+    router = route(publisher)
+    busy(engine, 30)
+    router.follow()
+    assert router.known["CPU"]
+    for key in router.known["CPU"]:
+        assert isinstance(key, bytes)
+        lease = engine.cache.find_and_pin_host(np.frombuffer(key, np.uint64))
+        assert lease is not None
+        lease.close()

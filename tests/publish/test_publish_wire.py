@@ -1,0 +1,343 @@
+"""What is on the wire is what routers read, no socket is open by accident, and whatever peers do or leave undone is counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from router import WAIT_MS, Router, cached
+
+from engine import Engine
+from kvpool import KVPoolError, PoolClosed
+from kvpool.publish import KVEventPublisher
+from kvpool.publish.history import History
+
+Make = Callable[..., Engine]
+Publish = Callable[..., KVEventPublisher]
+Route = Callable[..., Router]
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def told(router: Router, count: int = 0) -> list[dict[str, Any]]:
+    """All events from the first message on."""
+    router.follow()
+    return router.events[count:]
+
+
+# -- the schema --------------------------------------------------------------------------------
+
+
+def test_a_message_is_a_topic_a_number_and_a_batch(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(event_capacity=64)
+    publisher = publish(engine, topic="kv@worker-1", data_parallel_rank=3)
+    router = route(publisher)
+    while not router.sub.poll(10):
+        engine.cache.reset()
+    frames = router.sub.recv_multipart()
+    assert frames[0] == b"kv@worker-1" and len(frames) == 3 and len(frames[1]) == 8
+    time_told, events, rank = msgspec.msgpack.decode(frames[2])
+    assert events[0] == CLEARED and rank == 3 and abs(time_told - time.time()) < 3600
+
+
+def test_stored_and_removed_have_the_published_fields(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=2, S=2, event_capacity=64)
+    router = route(publish(engine))
+    engine.seed(range(5), committed=4)
+    engine.seed(range(10, 18), committed=8)
+    events = told(router)
+    key = int(engine.prompt(range(4)).keys[0, 0])
+    first = {
+        "type": "BlockStored", "block_hashes": [key], "parent_block_hash": None, "token_ids": [0, 1, 2, 3], "block_size": 4,
+        "lora_id": None, "medium": "GPU", "lora_name": None,
+    }  # fmt: skip
+    assert events[:2] == [CLEARED, first]
+    assert {**first, "medium": "CPU"} in events, "a host block is described like any other"
+    assert {"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"} in events
+
+
+def test_namespaces_and_extra_ids_are_told(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=32, event_capacity=64)
+    router = route(publish(engine))
+    names: list[dict[str, Any]] = [
+        {"adapter_id": "lora"}, {"adapter_id": 7}, {"adapter_id": -7}, {"salt": "tenant"}, {"salt": b"\x01\xff"},
+        {"adapter_id": "a", "salt": "s"},
+    ]  # fmt: skip
+    for one in names:
+        engine.seed(range(9), committed=8, **one)
+    engine.seed(range(9), committed=8, extra_ids=[0, 5, 5, -1, 0, 0, 0, 0, 0])
+    found = [(e["lora_id"], e["lora_name"], e.get("cache_salt"), e.get("extra_keys")) for e in told(router, 1)]
+    assert found[:6] == [
+        (None, "lora", None, [["lora"], ["lora"]]),
+        (7, "7", None, [["7"], ["7"]]),
+        (None, "-7", None, [["-7"], ["-7"]]),
+        (None, None, "tenant", [["tenant"], None]),
+        (None, None, "01ff", [["01ff"], None]),
+        (None, "a", "s", [["a", "s"], ["a"]]),
+    ]
+    pairs = [["0" * 15 + "5" + "0" * 48, 1], ["f" * 16 + "0" * 48, 3]]
+    assert found[6] == (None, None, None, [pairs, None])
+
+
+def test_negative_tokens_are_told_as_unsigned(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(event_capacity=64)
+    router = route(publish(engine))
+    engine.seed([-1, -2, 3, 4, 5], committed=4)
+    assert told(router, 1)[0]["token_ids"] == [2**32 - 1, 2**32 - 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def vllm_events() -> Iterator[ModuleType]:
+    """The event classes of a vLLM that is installed, or of the wheel KVPOOL_VLLM_WHEEL, without importing the rest of it."""
+    wheel, spec = os.environ.get("KVPOOL_VLLM_WHEEL"), importlib.util.find_spec("vllm")
+    name = "vllm/distributed/kv_events.py"
+    if wheel:
+        with zipfile.ZipFile(wheel) as archive:
+            source = archive.read(name).decode()
+    elif spec is not None and spec.submodule_search_locations:
+        source = (Path(spec.submodule_search_locations[0]).parent / name).read_text(encoding="utf-8")
+    else:
+        pytest.skip("no vLLM is installed, and KVPOOL_VLLM_WHEEL names no wheel")
+    before = dict(sys.modules)
+    module = ModuleType("vllm_kv_events")
+    try:
+        for line in source.splitlines():
+            if line.startswith("from vllm"):
+                sys.modules[line.split()[1]] = _Anything(line.split()[1])
+        sys.modules[module.__name__] = module
+        sys.modules["vllm.v1.core.kv_cache_utils"].__dict__["ExternalBlockHash"] = bytes | int
+        exec(compile(source, name, "exec"), module.__dict__)
+        yield module
+    finally:
+        for added in set(sys.modules) - set(before):
+            del sys.modules[added]
+        sys.modules.update(before)
+
+
+class _Anything(ModuleType):
+    """Stands in for modules whose names are imported and not needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **options: None
+
+
+@pytest.mark.parametrize("hashes", ["int", "bytes"])
+def test_the_classes_of_vllm_read_every_message(
+    make: Make, publish: Publish, route: Route, vllm_events: ModuleType, hashes: str
+) -> None:
+    decoder = msgspec.msgpack.Decoder(vllm_events.KVEventBatch)
+
+    def decode(payload: bytes) -> list[dict[str, Any]]:
+        batch = decoder.decode(payload)
+        assert batch.data_parallel_rank == 0
+        return [{"type": type(event).__name__} | {n: getattr(event, n) for n in event.__struct_fields__} for event in batch.events]
+
+    engine = make(P=10, S=8, event_capacity=512)
+    router = route(publish(engine, block_hashes=hashes), decode=decode)
+    for i in range(12):
+        names: dict[str, Any] = [{}, {"adapter_id": 3}, {"salt": "s"}, {"extra_ids": [9] * 13}][i % 4]
+        engine.seed(range(3 * (i % 5), 3 * (i % 5) + 13), committed=12, **names)
+    router.follow()
+    if hashes == "int":
+        assert router.known == cached(engine.cache)
+    engine.cache.reset()
+    router.follow()
+    assert {event["type"] for event in router.events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+    assert not any(router.known.values())
+
+
+# -- ends --------------------------------------------------------------------------------------
+
+
+def test_reset_clears_what_routers_know(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(event_capacity=64)
+    router = route(publish(engine))
+    engine.seed(range(9), committed=8)
+    router.follow()
+    assert router.known["GPU"]
+    engine.cache.reset()
+    assert told(router)[-1] == CLEARED
+
+
+@pytest.mark.parametrize("which", ["publisher", "pool"])
+def test_nobody_believes_in_the_blocks_of_who_has_gone(make: Make, publish: Publish, route: Route, which: str) -> None:
+    engine = make(event_capacity=64)
+    publisher = publish(engine)
+    router = route(publisher)
+    engine.seed(range(9), committed=8)
+    while not router.sub.poll(10):
+        engine.cache.reset()
+    router.follow()
+    (publisher if which == "publisher" else engine.cache).close()
+    last: list[bytes] = []
+    while not last or router.decode(last[2])[-1] != CLEARED or int.from_bytes(last[1], "big") < router.next:
+        assert router.sub.poll(WAIT_MS), "no last word"
+        last = router.sub.recv_multipart()
+    assert publisher.closed
+    with pytest.raises(PoolClosed, match="ended"):
+        publisher.flush()
+    publisher.close()
+    publisher.close()
+
+
+# -- peers that misbehave ----------------------------------------------------------------------
+
+
+def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=64, T=64, event_capacity=256)
+    publisher = publish(engine, hwm=2)
+    context: zmq.Context[Any] = zmq.Context()
+    stuck = context.socket(zmq.SUB)
+    stuck.rcvhwm, stuck.rcvbuf = 1, 4096
+    stuck.subscribe(b"")
+    stuck.connect(publisher.endpoint)
+    router = route(publisher)
+    try:
+        end = time.monotonic() + 60
+        while not publisher.stats().dropped and time.monotonic() < end:
+            engine.cache.reset()
+            sequence = engine.cache.add_sequence(list(range(4000)))
+            engine.cache.commit(sequence)
+            engine.cache.release(sequence)
+            router.follow()
+        assert publisher.stats().dropped
+        assert router.known == cached(engine.cache)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_requests_that_are_none_are_counted_and_not_answered(make: Make, publish: Publish, route: Route) -> None:
+    publisher = publish(make(event_capacity=64))
+    router = route(publisher)
+    for frames in ([b""], [b"", b"1234567"], [b"", b"123456789"], [b"x", bytes(8)], [bytes(8)], [b"", bytes(8), b""], [b"", b""]):
+        router.ask.send_multipart(frames)
+    assert [number for number, _ in router.replay(0)] == [0], "the first answer is to the first request that was one"
+    assert publisher.stats().malformed == 7
+    assert publisher.stats().replays == 1
+
+
+@pytest.mark.parametrize("start", [1, 5, 2**63, 2**64 - 1])
+def test_a_replay_of_what_has_not_been_told_yet_is_empty(make: Make, publish: Publish, route: Route, start: int) -> None:
+    assert route(publish(make(event_capacity=64))).replay(start) == []
+
+
+def test_a_client_that_has_gone_is_counted(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(event_capacity=64)
+    publisher = publish(engine, replay_messages=4, interval_ms=200)
+    router = route(publisher)
+    router.replay(0)
+    router.ask.send_multipart([b"", bytes(8)])
+    router.ask.close(linger=100)
+    end = time.monotonic() + 60
+    while publisher.stats().replays + publisher.stats().replays_cut < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    router.ask = router.context.socket(zmq.DEALER)
+    router.ask.connect(str(publisher.replay_endpoint))
+    router.replay(0)
+    assert publisher.stats().replays + publisher.stats().replays_cut == 3
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:*", "tcp://*:5557", "tcp://192.0.2.1:5557", "inproc://x", "udp://127.0.0.1:1", "", "ipc://"])
+@pytest.mark.parametrize("which", ["endpoint", "replay_endpoint"])
+def test_other_machines_read_only_where_that_was_said(make: Make, endpoint: str, which: str) -> None:
+    with pytest.raises(ValueError, match=f"^{which}="):
+        KVEventPublisher(make(event_capacity=4).cache, **{which: endpoint})
+
+
+def test_other_machines_read_where_that_was_said(make: Make, publish: Publish) -> None:
+    publisher = publish(make(event_capacity=4), "tcp://0.0.0.0:*", replay_endpoint=None, allow_remote=True)
+    assert publisher.endpoint.startswith("tcp://0.0.0.0:") and publisher.replay_endpoint is None
+
+
+def test_a_publisher_connects_to_a_router_that_listens(make: Make, publish: Publish) -> None:
+    engine, context = make(event_capacity=64), zmq.Context[Any]()
+    listener = context.socket(zmq.SUB)
+    listener.subscribe(b"")
+    port = listener.bind_to_random_port("tcp://127.0.0.1")
+    publish(engine, f"tcp://127.0.0.1:{port}", bind=False)
+    while not listener.poll(10):
+        engine.cache.reset()
+    assert len(listener.recv_multipart()) == 3
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"endpoint": None}, TypeError), ({"endpoint": b"tcp://127.0.0.1:*"}, TypeError), ({"replay_endpoint": 5}, TypeError),
+        ({"topic": b"t"}, TypeError), ({"bind": 1}, TypeError), ({"allow_remote": "yes"}, TypeError), ({"block_hashes": "hex"}, ValueError),
+        ({"data_parallel_rank": -1}, ValueError), ({"interval_ms": 0}, ValueError), ({"replay_messages": 0}, ValueError),
+        ({"replay_bytes": -1}, ValueError), ({"hwm": 0}, ValueError), ({"hwm": 1.5}, TypeError),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments_are_named(make: Make, options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        KVEventPublisher(make(event_capacity=4).cache, **options)
+
+
+def test_a_pool_that_records_no_events_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match="event_capacity"):
+        KVEventPublisher(make().cache)
+
+
+def test_a_closed_pool_is_refused(make: Make) -> None:
+    engine = make(event_capacity=4)
+    engine.cache.close()
+    with pytest.raises(KVPoolError):
+        KVEventPublisher(engine.cache)
+
+
+def test_a_taken_port_is_an_error_and_leaves_nothing_behind(make: Make, publish: Publish) -> None:
+    engine = make(event_capacity=4)
+    publisher = publish(engine)
+    with pytest.raises(zmq.ZMQError):
+        KVEventPublisher(engine.cache, publisher.endpoint)
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    for missing in ("msgspec", "zmq"):
+        script = f"import sys; sys.modules[{missing!r}] = None; import kvpool; import kvpool.publish"
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"})
+        assert run.returncode == 1 and "kvpool[events]" in run.stderr
+
+
+# -- the history -------------------------------------------------------------------------------
+
+
+def test_a_history_tells_every_number_once_from_any_start() -> None:
+    for limit in (1, 3, 100):
+        history = History(limit, 1 << 20)
+        for n in range(12):
+            history.add(str(n).encode())
+            for start in range(15):
+                if history.needs_snapshot(start):
+                    assert start < history.first
+                    history.keep_snapshot([b"a", b"b"][: history.next])
+                found = list(history.since(start))
+                numbers = [number for number, _ in found]
+                assert numbers == list(range(numbers[0], n + 1)) if found else start > n
+                assert not found or numbers[0] == start or found[0][1] == b"a"
+                assert all(payload == str(number).encode() for number, payload in found if payload not in (b"a", b"b"))
+
+
+def test_a_history_keeps_to_its_bytes() -> None:
+    history = History(100, 10)
+    for n in range(20):
+        history.add(b"1234")
+        assert history.next - history.first == min(n + 1, 2)
