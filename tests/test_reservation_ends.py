@@ -129,7 +129,7 @@ def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
     engine = make(T=4, P=8)
     reservation = engine.cache.reserve(list(range(6)), owner="loader")
     engine.clock.now = 7
-    with pytest.raises(KVPoolError, match="0 sequences, 0 leases and 1 reservations"), engine.cache:
+    with pytest.raises(KVPoolError, match="0 sequences, 0 leases, 1 reservations"), engine.cache:
         pass
     assert engine.cache.close().reservations == [("loader", 7)] and reservation.closed
     for call in (reservation.commit, reservation.abort, lambda: engine.cache.reserve([1])):
