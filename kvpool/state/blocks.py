@@ -253,7 +253,7 @@ _POOLS = itertools.count(1)
 
 def state_bytes(count: int, width: int, sequences: int, columns: int, events: int) -> int:
     """Bytes that a State of ``count`` blocks will take."""
-    per_block = BLOCK.itemsize + 24 + 4 * width
+    per_block = BLOCK.itemsize + 36 + 4 * width
     return count * per_block + sequences * (SEQUENCE.itemsize + 4 + 4 * columns) + events * (EVENT.itemsize + 4 * width)
 
 
@@ -276,7 +276,7 @@ class State:
         self.extra = np.zeros((1, 1), np.int64)
         self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
         self.index = np.full(4 * count, NONE, np.int32)
-        self.children = np.full(count if partial_reuse else 0, NONE, np.int32)
+        self.children = np.full(4 * count if partial_reuse else 0, NONE, np.int32)
         self.heap = np.zeros(count + 1, np.int32)
         self.sequences = np.zeros(sequences, SEQUENCE)
         self.rows = np.arange(sequences - 1, -1, -1, dtype=np.int32)
