@@ -31,7 +31,7 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints, autodoc_typehints_format = "signature", "short"
 python_maximum_signature_line_length = 110
 napoleon_google_docstring = False
-napoleon_use_ivar = True
+napoleon_use_ivar, napoleon_attr_annotations = True, False
 myst_heading_anchors = 3
 
 
@@ -59,6 +59,20 @@ def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: 
     lines[:] = found
 
 
+def _short(app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returns: str | None) -> tuple[Any, Any]:
+    """Signatures in which an array of NumPy is named as in the source."""
+
+    def named(text: str | None) -> str | None:
+        return text and re.sub(r"~numpy\.ndarray\[tuple\[~typing\.Any, \.\.\.\], ~numpy\.dtype\[~\w+\.(\w+)\]\]", r"NDArray[\1]", text)
+
+    return named(signature), named(returns)
+
+
+def _is_field(app: Any, what: str, name: str, object: Any, skip: bool, options: Any) -> bool | None:
+    """Fields of named tuples are in the signature, and have no docstring worth reading."""
+    return True if str(getattr(object, "__doc__", "")).startswith("Alias for field") else None
+
+
 class CommandHelp(SphinxDirective):
     """``command-help``: the help text of a command, as it prints it itself."""
 
@@ -71,4 +85,6 @@ class CommandHelp(SphinxDirective):
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _sections, priority=1)
+    app.connect("autodoc-process-signature", _short)
+    app.connect("autodoc-skip-member", _is_field)
     app.add_directive("command-help", CommandHelp)

@@ -80,8 +80,10 @@ class PagedKV:
         int64[planes, layers], read-only: addresses of block 0, token 0, head 0.
     planes
         Strides and extents, one for each plane.
-    blocks, tokens_per_block
-        Extents. A slot mapping names token ``slot % tokens_per_block`` of block ``slot // tokens_per_block``.
+    blocks
+        Extent.
+    tokens_per_block
+        A slot mapping names token ``slot % tokens_per_block`` of block ``slot // tokens_per_block``.
     memory
         ``"host"`` or ``"device"``.
     writable
