@@ -89,3 +89,12 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`((?:docs|examples|tests|asv_bench|kvpool)/[\w./]*)`", text)
     missing = [target for target in linked if not (page.parent / target).exists()] + [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_every_metric_is_in_the_table_of_metrics() -> None:
+    pytest.importorskip("prometheus_client")
+    metrics = importlib.import_module("kvpool.metrics")
+    named = re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    counters = {definition.name for definition in metrics.DEFINITIONS if "Counter" in definition.kind.__name__}
+    names = {definition.name + "_total" * (definition.name in counters) for definition in metrics.DEFINITIONS}
+    assert names <= {f"kvpool_{name}" for name in named}

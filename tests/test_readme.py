@@ -25,5 +25,7 @@ def test_the_programs_that_are_shown_run(page: Path, code: str, capsys: pytest.C
                 pytest.importorskip(package)
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
-    for shown in re.findall(r"# prints: (.+)", code):
-        assert shown in said
+    shown = re.findall(r"# prints: (.+)", code)
+    assert shown, "a program says what it prints"
+    for line in shown:
+        assert line in said
