@@ -12,13 +12,19 @@ from kvpool.commands.terminal import INTERRUPTED
 COMMANDS = (replay, plan, stress, serve, fetch, doctor)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line with `arguments` (default: those of the process) and return the exit status."""
+def command_line(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line, or that of one of its commands."""
     parser = argparse.ArgumentParser(prog="python -m kvpool", description="A paged KV cache in two tiers.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
-    options = parser.parse_args(arguments)
+    for module in COMMANDS:
+        module.add_parser(subparsers)
+    found: argparse.ArgumentParser = parser if command is None else subparsers.choices[command]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line with `arguments` (default: those of the process) and return the exit status."""
+    options = command_line().parse_args(arguments)
     try:
         return options.run(options)
     except KeyboardInterrupt:

@@ -34,6 +34,20 @@ class BlockTable(NamedTuple):
     ``table`` int32[max_sequences, max_blocks] is the persistent table of the whole pool, read-only, -1 where there is no block; it
     keeps its address and layout while the pool lives, and changes with every call that changes these sequences. ``rows`` int64[n] are
     the rows of the sequences asked for, ``lengths`` int64[n] their tokens.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     ids = cache.add_sequence_batch([range(6), range(10, 19)]).ids
+    ...     table = cache.block_table(ids)
+    ...     print(table.dense())
+    ...     print(*table.csr())
+    ...     cache.release(ids)
+    [[ 0  1 -1]
+     [ 2  3  4]]
+    [0 2 5] [0 1 2 3 4] [2 1]
     """
 
     table: npt.NDArray[np.int32]

@@ -80,8 +80,10 @@ class PagedKV:
         int64[planes, layers], read-only: addresses of block 0, token 0, head 0.
     planes
         Strides and extents, one for each plane.
-    blocks, tokens_per_block
-        Extents. A slot mapping names token ``slot % tokens_per_block`` of block ``slot // tokens_per_block``.
+    blocks
+        Extent.
+    tokens_per_block
+        A slot mapping names token ``slot % tokens_per_block`` of block ``slot // tokens_per_block``.
     memory
         ``"host"`` or ``"device"``.
     writable
@@ -90,6 +92,14 @@ class PagedKV:
     Notes
     -----
     Immutable, and safe to share between threads. It keeps the arrays alive that it was made from.
+
+    Examples
+    --------
+    >>> import kvpool, numpy as np
+    >>> layers = [np.zeros((2, 8, 4, 2, 16), np.float16) for _ in range(3)]  # each: K and V, blocks, tokens, heads, head_dim
+    >>> cache = kvpool.PagedKV.of(layers, "L | P B T H D")  # or by name: "vllm_flash_attention"
+    >>> cache.layers, cache.blocks, cache.tokens_per_block, cache.planes[0].block_stride
+    (3, 8, 4, 256)
     """
 
     bases: npt.NDArray[np.int64]

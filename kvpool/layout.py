@@ -92,6 +92,15 @@ class BlockLayout:
     Notes
     -----
     Immutable, hashable, and safe to share between threads.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=32, kv_heads=8, head_dim=128, tokens_per_block=16, dtype="bfloat16")
+    >>> layout.block_bytes, layout.device_shape(100), layout.host_shape(100)
+    (2097152, (32, 2, 100, 16, 8, 128), (100, 32, 2, 16, 8, 128))
+    >>> layout == kvpool.BlockLayout.for_model("llama-3-8b", tokens_per_block=16)
+    True
     """
 
     layers: int

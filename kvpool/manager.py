@@ -67,6 +67,20 @@ class KVCacheManager(ReservePool):
     Calls that take a ``stream`` order the engine's accesses on it, the pool's copies and other streams: what the call hands out may be
     used by work enqueued there from now on, and what it takes back or publishes is what was enqueued there before. The default is the
     stream that a sequence used last, the device's null stream for a new one.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     first = cache.add_sequence([1, 2, 3, 4, 5, 6])
+    ...     cache.commit(first)  # the engine has written the KV of all six
+    ...     second = cache.add_sequence([1, 2, 3, 4, 5, 7, 8])
+    ...     print(cache.cached_tokens([first, second]), cache.blocks_needed([1, 2, 3, 4, 5, 6, 9]))
+    ...     cache.release([first, second])
+    ...     print(cache.match_prefix([1, 2, 3, 4, 5, 6, 9]))
+    [0 4] 1
+    Match(device_tokens=4, host_tokens=0, partial_tokens=2)
     """
 
     # -- prompts ---------------------------------------------------------------------------------

@@ -44,6 +44,13 @@ class StridedArray:
     ------
     TypeError, ValueError
         For an argument of the wrong type or value; the message names it.
+
+    Examples
+    --------
+    >>> import kvpool, numpy as np
+    >>> memory = np.arange(12, dtype=np.int16)
+    >>> kvpool.StridedArray(memory.ctypes.data, (3, 2), 2, strides=(8, 2), kind="i", owner=memory).host_view().tolist()
+    [[0, 1], [4, 5], [8, 9]]
     """
 
     address: int

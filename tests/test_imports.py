@@ -16,7 +16,7 @@ from kvpool import jit
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-FOLDERS = ("kvpool", "tests", "asv_bench", "examples")
+FOLDERS = ("kvpool", "tests", "asv_bench", "docs", "examples")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "env" not in path.parts]
 
 # Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no

@@ -1,4 +1,4 @@
-"""What README.md shows runs as it stands."""
+"""What README.md and the pages of docs/ show runs as it stands."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = [
+    pytest.param(page, code, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+]
+NEEDS = {"kvpool.publish": ("msgspec", "zmq"), "kvpool.remote": ("zmq",), "kvpool.metrics": ("prometheus_client",)}
 
 
-CODE = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.mark.parametrize(("code", "says"), list(zip(CODE, ["Lease(", "nothing orders two accesses", "gathered", "4 blocks"], strict=True)))
-def test_the_examples_of_the_readme_run(code: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, str(README), "exec"), {})
-    assert says in capsys.readouterr().out
+@pytest.mark.parametrize(("page", "code"), PROGRAMS)
+def test_the_programs_that_are_shown_run(page: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for module, packages in NEEDS.items():
+        if module in code:
+            for package in packages:
+                pytest.importorskip(package)
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    shown = re.findall(r"# prints: (.+)", code)
+    assert shown, "a program says what it prints"
+    for line in shown:
+        assert line in said

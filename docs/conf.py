@@ -1,0 +1,90 @@
+"""Settings of Sphinx: the reference is made of the docstrings, the pages are Markdown, and every warning is an error."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+# Help texts are as wide as a page here, whatever the terminal.
+os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"
+
+import kvpool  # noqa: E402
+from kvpool.__main__ import command_line  # noqa: E402
+
+project, author, version, release = "kvpool", "the maintainers of kvpool", kvpool.__version__, kvpool.__version__
+project_copyright = ""
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+exclude_patterns = ["_build"]
+suppress_warnings: list[str] = []
+html_theme = "alabaster"
+html_theme_options = {"page_width": "1100px", "sidebar_width": "240px", "show_powered_by": False}
+html_show_copyright, html_copy_source, html_show_sphinx = False, False, False
+add_module_names = False
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints, autodoc_typehints_format = "signature", "short"
+python_maximum_signature_line_length = 110
+napoleon_google_docstring = False
+napoleon_use_ivar, napoleon_attr_annotations = True, False
+myst_heading_anchors = 3
+
+
+def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings as napoleon wants them.
+
+    A parameter is written as ``name : what it is``, without its type, which the signature has: napoleon takes what follows the colon for
+    one. Prose behind the parameters gets a heading, since their section would not end without.
+    """
+    if what in ("attribute", "data", "property"):
+        # Else what comes before the first colon is taken for a type.
+        lines.insert(0, "")
+    inside, before = False, ""
+    found: list[str] = []
+    for line, following in zip(lines, [*lines[1:], ""][: len(lines)], strict=True):
+        heading = set(following) == {"-"}
+        match = re.fullmatch(r"(\w[\w, ]*) : (.+)", line)
+        if heading:
+            inside = line in ("Parameters", "Attributes")
+        elif inside and not before and line and not (match or following.startswith(" ")):
+            inside = False
+            found += ["Notes", "-----"]
+        found += [match[1], f"    {match[2]}"] if inside and match else [line]
+        before = line
+    lines[:] = found
+
+
+def _short(app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returns: str | None) -> tuple[Any, Any]:
+    """Signatures in which an array of NumPy is named as in the source."""
+
+    def named(text: str | None) -> str | None:
+        return text and re.sub(r"~numpy\.ndarray\[tuple\[~typing\.Any, \.\.\.\], ~numpy\.dtype\[~\w+\.(\w+)\]\]", r"NDArray[\1]", text)
+
+    return named(signature), named(returns)
+
+
+def _is_field(app: Any, what: str, name: str, object: Any, skip: bool, options: Any) -> bool | None:
+    """Fields of named tuples are in the signature, and have no docstring worth reading."""
+    return True if str(getattr(object, "__doc__", "")).startswith("Alias for field") else None
+
+
+class CommandHelp(SphinxDirective):
+    """``command-help``: the help text of a command, as it prints it itself."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        text = command_line(self.arguments[0]).format_help()
+        return [nodes.literal_block(text, text, language="text")]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _sections, priority=1)
+    app.connect("autodoc-process-signature", _short)
+    app.connect("autodoc-skip-member", _is_field)
+    app.add_directive("command-help", CommandHelp)
