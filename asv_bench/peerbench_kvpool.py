@@ -159,6 +159,9 @@ def _micro(cache: Any, n_blocks: int, block_size: int) -> dict[str, Callable[[],
 def main() -> None:
     """Run the harness found under ``--harness PATH`` with this file as its adapter."""
     arguments = sys.argv[1:]
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        return
     if "--harness" not in arguments[:-1]:
         sys.exit("usage: peerbench_kvpool.py --harness PATH [--adapter kvpool:VARIANT] [options of the harness]")
     at = arguments.index("--harness")
