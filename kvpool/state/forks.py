@@ -20,7 +20,7 @@ from kvpool.state.blocks import (
     sequences_of,
     table_of,
 )
-from kvpool.state.growth import give_back, retry_duplicates
+from kvpool.state.growth import give_back, retry_duplicates, stored_tail
 from kvpool.state.live import check, slot_of, stream_of
 from kvpool.state.tiers import begin
 
@@ -124,4 +124,5 @@ def _reorder_column(h, j, slots, parents, store, column):
                 add_reference(blocks_of(h), b)
     for i in range(slots.shape[0]):
         if column[i] != NONE and column[i] != column[parents[i]]:
-            give_back(h, slots[i], j, column[i], store)
+            stream = np.int64(sequences_of(h)[slots[i]].stream)
+            give_back(h, slots[i], j, column[i], stream, store, stored_tail(h, slots[i], store))

@@ -333,31 +333,38 @@ def _forget_everywhere(h, b):
 
 
 @jit(forceinline=True)
-def give_back(h, slot, i, b, store):
-    """Drop the hold of a sequence on ``b``, its block ``i``; the blocks before are still in its row."""
-    blocks, sequence = blocks_of(h), sequences_of(h)[slot]
-    emit_access(h, ACCESSED, np.int64(sequence.stream), b)
+def stored_tail(h, slot, store):
+    """Place of the unfull block whose committed part a sequence leaves behind for partial matches, NONE if it leaves none."""
+    sequence = sequences_of(h)[slot]
+    if not store or sequence.failed or not h[CHILD_BUCKETS] or sequence.committed % h[WIDTH] == 0:
+        return np.int64(NONE)
+    return sequence.committed // h[WIDTH]
+
+
+@jit(forceinline=True)
+def give_back(h, slot, i, b, stream, store, tail):
+    """Drop the hold of a sequence on ``b``, its block ``i``; the blocks before are still in its row. ``tail`` as in ``stored_tail``."""
+    blocks = blocks_of(h)
+    emit_access(h, ACCESSED, stream, b)
     word = drop_reference(blocks, b)
-    if not store and i >= sequence.reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
+    if not store and i >= sequences_of(h)[slot].reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
         _forget_everywhere(h, b)
-    if word != 0:
-        return
-    unfull = i == sequence.committed // h[WIDTH] and sequence.committed % h[WIDTH] != 0
-    if store and unfull and h[CHILD_BUCKETS] and not sequence.failed:
-        _store_tail(h, slot, i, b)
-    shelve(h, b, False)
+    if word == 0:
+        if i == tail:
+            _store_tail(h, slot, i, b)
+        shelve(h, b, False)
 
 
 @jit
 def _release(h, slot, store):
     sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-    stream_of(h, slot)
+    stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
     if store and not sequence.failed:
         retry_duplicates(h, slot)
     for i in range(sequence.blocks - 1, -1, -1):
         b = row[i]
         row[i] = NONE
-        give_back(h, slot, i, b, store)
+        give_back(h, slot, i, b, stream, store, tail)
     sequence.live, sequence.length, sequence.blocks = 0, 0, 0
     sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
     rows_of(h)[h[FREE_ROWS]] = slot
