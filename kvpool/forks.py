@@ -29,7 +29,7 @@ class ForkPool(ReservePool):
         ``stream``: where the forks will be used, by default where their parent is. Thread-safe. Raises OutOfSequences, UnknownSequence
         (also for reservations, which cannot be forked), DeviceError, ValueError, TypeError.
         """
-        which, count = id_array("ids", ids), integer_argument("n", n, 1, len(self._state.sequences))
+        which, count = id_array("ids", ids), integer_argument("n", n, 0, len(self._state.sequences))
         out = np.full((len(which), count), blocks.NONE, np.int64)
         try:
             self._decide(0, stream, forks.fork, which, out, ids=which)

@@ -225,7 +225,8 @@ class Engine:
         before = [replace(sequence) for sequence in sequences]
         for sequence, place in zip(sequences, parents, strict=True):
             parent = before[place]
-            sequence.items, sequence.bytes, sequence.cached = [*parent.items], [*parent.bytes], parent.cached
+            sequence.items, sequence.bytes = [*parent.items], [*parent.bytes]
+            sequence.namespace, sequence.cached = parent.namespace, parent.cached
         for sequence in sequences:
             self._done(sequence)
 
