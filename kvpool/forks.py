@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpool.errors import KVPoolError
 from kvpool.layout import integer_argument
 from kvpool.reservations import ReservePool
-from kvpool.sequence import bool_argument, id_array, is_integer
+from kvpool.sequence import address, bool_argument, id_array, is_integer
 from kvpool.state import blocks, forks, growth
 
 
@@ -29,14 +29,15 @@ class ForkPool(ReservePool):
         ``stream``: where the forks will be used, by default where their parent is. Thread-safe. Raises OutOfSequences, UnknownSequence
         (also for reservations, which cannot be forked), DeviceError, ValueError, TypeError.
         """
-        which, count = id_array("ids", ids), integer_argument("n", n, 0, len(self._state.sequences))
-        out = np.full((len(which), count), blocks.NONE, np.int64)
+        which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
+        out = np.empty((len(which), count), np.int64)
+        out[:1, :1] = blocks.NONE
         try:
             self._decide(0, stream, forks.fork, which, out, ids=which)
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the ids.
-            new = out[out != blocks.NONE]
-            if len(new) and not self.closed:
+            if out.size and out[0, 0] != blocks.NONE and not self.closed:
+                new = out.ravel()
                 with suppress(KVPoolError):
                     self._decide(0, None, growth.release, new, True, self.now(), ids=new)
             raise
@@ -60,4 +61,4 @@ class ForkPool(ReservePool):
             raise ValueError(f"parents: {int(outside[0])} is out of range: accepted are places in ids, 0 to {len(which) - 1}")
         before, scratch = np.empty(len(which), blocks.SEQUENCE), np.zeros((3, len(which)), np.int64)
         keep = bool_argument("store", store)
-        self._decide(0, stream, forks.reorder, which, places, keep, self.now(), before, scratch, ids=which)
+        self._decide(0, stream, forks.reorder, which, places, keep, self.now(), address(before), scratch, ids=which)

@@ -7,12 +7,14 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import FOLLOWS, emit_access
 from kvpool.state.admission import SHORT_OF_SEQUENCES
+from kvpool.state.atomics import array_at
 from kvpool.state.blocks import (
     DETAIL,
     DETAIL2,
     FREE_ROWS,
     LIVE,
     NONE,
+    SEQUENCE,
     STREAM,
     add_reference,
     blocks_of,
@@ -82,13 +84,14 @@ def fork(h, ids, out):
 def reorder(h, ids, parents, store, now, before, scratch):
     """Sequence ``ids[i]`` goes on from what ``ids[parents[i]]`` is now; what nobody goes on from is given back, as by a release.
 
-    ``before`` SEQUENCE[n] and ``scratch`` int64[3, n], zeros, are room to work in. Returns 0 or an error with nothing changed.
+    Room to work in: SEQUENCE[n] at the address ``before``, and ``scratch`` int64[3, n], zeros. Returns 0 or an error with nothing changed.
     """
     error = check(h, ids, True)
     if error:
         return error
     begin(h, now)
-    sequences, slots, children, longest = sequences_of(h), scratch[0], scratch[1], 0
+    sequences, old = sequences_of(h), array_at(before, (ids.shape[0],), SEQUENCE)
+    slots, children, longest = scratch[0], scratch[1], 0
     for i in range(ids.shape[0]):
         slots[i] = slot_of(h, ids[i])
         children[parents[i]] += 1
@@ -100,10 +103,10 @@ def reorder(h, ids, parents, store, now, before, scratch):
     for j in range(longest - 1, -1, -1):
         _reorder_column(h, j, slots, parents, store, scratch[2])
     for i in range(ids.shape[0]):
-        _become(before[i], sequences[slots[i]])
+        _become(old[i], sequences[slots[i]])
     for i in range(ids.shape[0]):
-        parent = before[parents[i]]
-        _follow(h, np.int64(parent.stream), np.int64(before[i].stream))
+        parent = old[parents[i]]
+        _follow(h, np.int64(parent.stream), np.int64(old[i].stream))
         _become(sequences[slots[i]], parent)
         if children[parents[i]] > 1:
             sequences[slots[i]].forked = 1
