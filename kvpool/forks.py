@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpool.errors import KVPoolError
 from kvpool.layout import integer_argument
 from kvpool.reservations import ReservePool
-from kvpool.sequence import address, bool_argument, id_array, is_integer
+from kvpool.sequence import address, bool_argument, first_outside, id_array, is_integer
 from kvpool.state import blocks, forks, growth
 
 
@@ -56,9 +56,9 @@ class ForkPool(ReservePool):
         which, places = id_array("ids", ids), id_array("parents", parents).copy()
         if len(places) != len(which):
             raise ValueError(f"parents has {len(places)} entries: accepted is one for each of the {len(which)} ids")
-        outside = places[(places < 0) | (places >= len(which))]
-        if len(outside):
-            raise ValueError(f"parents: {int(outside[0])} is out of range: accepted are places in ids, 0 to {len(which) - 1}")
-        before, scratch = np.empty(len(which), blocks.SEQUENCE), np.zeros((3, len(which)), np.int64)
+        outside = first_outside(places, len(which) - 1)
+        if outside >= 0:
+            raise ValueError(f"parents: {int(places[outside])} is out of range: accepted are places in ids, 0 to {len(which) - 1}")
+        before, scratch = np.empty((len(which), blocks.SEQUENCE.itemsize), np.uint8), np.zeros((3, len(which)), np.int64)
         keep = bool_argument("store", store)
         self._decide(0, stream, forks.reorder, which, places, keep, self.now(), address(before), scratch, ids=which)

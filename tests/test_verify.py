@@ -43,7 +43,7 @@ T = 4
 
 
 def busy_engine() -> Engine:
-    """Two tiers with every kind of block: shared, shared ends, duplicate, redundant, host only, tail, with a ttl on both tiers, pinned, empty."""
+    """Two tiers, all kinds of blocks: shared, shared end, duplicate, redundant, host only, tail, with a ttl on both, pinned, empty."""
     engine = open_engine(T, 24, 8)
     engine.seed(range(300, 312), committed=12, retention=[(0, 8, 90, 9000), (8, None, 35, None)])
     engine.release(engine.add(range(5000, 5096)), store=False)
