@@ -62,6 +62,20 @@ def test_a_dropped_beam_is_forgotten_unless_it_is_to_be_stored(make: Make, store
     assert len(engine.cached()) == (2 if store else 1)
 
 
+@pytest.mark.parametrize("store", [False, True])
+def test_what_a_dropped_beam_had_twice_takes_over_only_if_it_is_to_be_stored(make: Make, store: bool) -> None:
+    engine = make(event_capacity=100)
+    group = beams(engine, [*range(6)], 3)
+    append(engine, group, [[6, 7], [6, 7], []])
+    for one in group:
+        engine.commit(one)
+    engine.release(group[0], store=False)
+    assert engine.reusable(range(9)) == 4 and len(engine.cache.events()) > 0
+    engine.reorder(group[1:], [1, 1], store=store)
+    assert engine.reusable(range(9)) == (8 if store else 4)
+    assert ["stored" in event.kind for event in engine.cache.events()] == ([True] if store else [])
+
+
 def test_block_tables_have_a_row_for_each_beam(make: Make) -> None:
     engine = make()
     group = beams(engine, [*range(6)], 3)

@@ -99,6 +99,26 @@ def the_block_of_a_dropped_beam_is_copied_into_while_it_is_read(lab: Lab) -> Non
     lab.append(other, [9])
 
 
+def beams_go_on_together_on_another_stream(lab: Lab) -> None:
+    one = lab.add(X)
+    other = fork(lab, one)
+    lab.append(other, [8])
+    lab.cache.reorder([one.id, other.id], [1, 1], stream=lab.b)
+    lab._streams |= {one.id: lab.b, other.id: lab.b}
+    lab.reordered([one, other], [1, 1])
+
+
+def a_block_that_a_dropped_beam_reads_on_its_own_stream_is_given_away(lab: Lab) -> None:
+    one = lab.commit(lab.add(X))
+    other = fork(lab, one, lab.b)
+    lab.cache.reorder([one.id, other.id], [0, 0])
+    lab._streams[other.id] = lab.a
+    held = lab.add([5])
+    lab.release(one, other, store=False)
+    assert lab.table(lab.add([21, 22, 23], stream=lab.a)) == [0]
+    lab.release(held)
+
+
 RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     a_copy_of_an_end_that_the_engine_is_still_writing: ("copy_reads_after_engine", {"P": 4, "S": 0, "T": 4}),
     the_copy_of_a_writer_is_read_before_it_is_made: ("engine_writes_after_copies", {"P": 4, "S": 0, "T": 4}),
@@ -108,12 +128,15 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     a_copy_into_a_block_that_is_being_offloaded: ("copy_writes_after_copies", {"P": 4, "S": 2}),
     the_block_of_a_dropped_beam_is_copied_into_while_it_is_read: ("copy_writes_after_engine", {"P": 2, "S": 0, "T": 4}),
 }
-ALWAYS = [a_fork_reads_on_another_stream_what_is_still_being_written, a_beam_takes_over_from_another_stream]
+ALWAYS = [
+    a_fork_reads_on_another_stream_what_is_still_being_written, a_beam_takes_over_from_another_stream,
+    beams_go_on_together_on_another_stream, a_block_that_a_dropped_beam_reads_on_its_own_stream_is_given_away,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("scenario", [*RACES, *ALWAYS], ids=lambda scenario: scenario.__name__)
 def test_nothing_races(scenario: Scenario) -> None:
-    options = RACES[scenario][1] if scenario in RACES else {"P": 4, "S": 0, "T": 4}
+    options = RACES[scenario][1] if scenario in RACES else {"P": 2, "S": 0, "T": 4}
     for seed, progress in RUNS:
         found = run(scenario, options, seed, progress)
         assert not found, f"seed {seed}, progress {progress}: {found}"
