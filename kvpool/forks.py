@@ -26,8 +26,9 @@ class ForkPool(ReservePool):
         committed, grown and released like any sequence. The KV of shared tokens that are not committed yet is written once, for all
         that share them, and before one of them appends.
 
-        ``stream``: where the forks will be used, by default where their parent is. Thread-safe. Raises OutOfSequences, UnknownSequence
-        (also for reservations, which cannot be forked), DeviceError, ValueError, TypeError.
+        ``stream``: where the forks will be used, by default where their parent is; it comes behind what is enqueued there so far.
+        Thread-safe. Raises OutOfSequences, UnknownSequence (also for reservations, which cannot be forked), DeviceError, ValueError,
+        TypeError.
         """
         which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
         out = np.empty((len(which), count), np.int64)
