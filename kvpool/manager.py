@@ -12,8 +12,9 @@ import numpy.typing as npt
 from kvpool.block_table import BlockTable
 from kvpool.device.base import NULL_STREAM
 from kvpool.errors import KVPoolError
+from kvpool.forks import ForkPool
 from kvpool.layout import integer_argument
-from kvpool.reservations import Reservation, ReservePool
+from kvpool.reservations import Reservation
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
 from kvpool.sequence import (
     Admission,
@@ -42,7 +43,7 @@ Prompt = Any
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class KVCacheManager(ReservePool):
+class KVCacheManager(ForkPool):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -216,7 +217,8 @@ class KVCacheManager(ReservePool):
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``; with one id, all of them. Changes the pool.
 
-        Takes blocks as needed, all or nothing. Raises OutOfBlocks, UnknownSequence, DeviceError, ValueError.
+        Takes blocks as needed, all or nothing; a last block that forks hold too is copied, but by the last of them. Raises OutOfBlocks,
+        UnknownSequence, DeviceError, ValueError.
         """
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
         if counts is None:
@@ -224,7 +226,7 @@ class KVCacheManager(ReservePool):
                 raise ValueError("counts: accepted is one for each id where there are several")
             counts = len(new)
         each = count_array("counts", counts, which)
-        moves = 2 * (len(new) // self.tokens_per_block + len(which))
+        moves = 2 * (len(new) // self.tokens_per_block) + 3 * len(which)
         self._decide(moves, stream, growth.append, which, each, new, self.now(), ids=which)
 
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:

@@ -198,14 +198,14 @@ def count_array(name: str, counts: Any, ids: npt.NDArray[np.int64]) -> npt.NDArr
     found = id_array(name, counts)
     if len(found) != len(ids):
         raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(ids)} ids")
-    wrong = _first_outside(found, INT32.max)
+    wrong = first_outside(found, INT32.max)
     if wrong >= 0:
         raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32.max}")
     return found
 
 
 @jit
-def _first_outside(values: npt.NDArray[np.int64], highest: int) -> int:
+def first_outside(values: npt.NDArray[np.int64], highest: int) -> int:
     """The place of the first value below 0 or above ``highest``, else -1."""
     for i in range(values.shape[0]):
         if values[i] < 0 or values[i] > highest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,26 @@ class Engine:
         del sequence.items[len(sequence) - count :]
         del sequence.bytes[len(sequence) :]
         return self._done(sequence)
+
+    def fork(self, sequence: Request, n: int = 1, **options: Any) -> list[Request]:
+        return [self.forked(sequence, new) for new in self.cache.fork(sequence.id, n, **options).tolist()]
+
+    def forked(self, parent: Request, new: int) -> Request:
+        self.live[new] = replace(parent, id=new, items=[*parent.items], bytes=[*parent.bytes])
+        return self._done(self.live[new])
+
+    def reorder(self, sequences: Sequence[Request], parents: Sequence[int], **options: Any) -> None:
+        self.cache.reorder([sequence.id for sequence in sequences], parents, **options)
+        self.reordered(sequences, parents)
+
+    def reordered(self, sequences: Sequence[Request], parents: Sequence[int]) -> None:
+        before = [replace(sequence) for sequence in sequences]
+        for sequence, place in zip(sequences, parents, strict=True):
+            parent = before[place]
+            sequence.items, sequence.bytes = [*parent.items], [*parent.bytes]
+            sequence.namespace, sequence.cached = parent.namespace, parent.cached
+        for sequence in sequences:
+            self._done(sequence)
 
     def release(self, *sequences: Request, store: bool = True) -> None:
         for sequence in sequences:

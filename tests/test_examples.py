@@ -67,6 +67,21 @@ def test_every_logit_is_that_of_the_model_without_a_cache(
     assert_everything_happened(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])
+def test_every_logit_of_every_beam_is_that_of_the_model_without_a_cache(load: Callable[[str], ModuleType], device: str, seed: int) -> None:
+    assert load("beams_numpy").main(["--chats", "2", "--seed", str(seed), "--device", device, "--check"]) == 0
+
+
+def test_a_beam_in_the_wrong_row_is_noticed(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    reorder = kvpool.KVCacheManager.reorder
+
+    def wrong(cache: kvpool.KVCacheManager, ids: Any, parents: Any, **options: Any) -> None:
+        reorder(cache, ids, parents[::-1].copy() // 4 * 4, **options)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "reorder", wrong)
+    assert load("beams_numpy").main(["--chats", "1"]) == 1
+
+
 def test_the_numpy_engine_runs_as_a_script() -> None:
     assert_everything_happened(run("examples/engine_numpy.py"))
 

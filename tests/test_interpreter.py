@@ -29,5 +29,5 @@ def test_interpreter_computes_the_keys_of_machine_code() -> None:
     assert python("-c", KEYS, jit=False) == python("-c", KEYS, jit=True)
 
 
-def test_scenarios_of_two_tiers_hold_in_the_interpreter() -> None:
-    python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_scenarios_tiers.py", jit=False)
+def test_scenarios_hold_in_the_interpreter() -> None:
+    python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_scenarios_tiers.py", "tests/test_beams.py", jit=False)

@@ -43,7 +43,7 @@ T = 4
 
 
 def busy_engine() -> Engine:
-    """Two tiers with every kind of block: shared, duplicate, redundant, host only, tail, with a ttl on both tiers, pinned, empty."""
+    """Two tiers, all kinds of blocks: shared, shared end, duplicate, redundant, host only, tail, with a ttl on both, pinned, empty."""
     engine = open_engine(T, 24, 8)
     engine.seed(range(300, 312), committed=12, retention=[(0, 8, 90, 9000), (8, None, 35, None)])
     engine.release(engine.add(range(5000, 5096)), store=False)
@@ -56,6 +56,7 @@ def busy_engine() -> Engine:
     engine.commit(engine.add(range(14)))
     for sequence in [engine.add(range(400, 410)) for _ in range(2)]:
         engine.commit(sequence)
+    engine.fork(engine.add([700]))
     keys = engine.prompt(range(8)).keys
     engine.cache.pin(keys, tier="host", owner="reader")
     engine.cache.pin(keys[:1], tier="device", owner="reader")
@@ -242,6 +243,7 @@ def host_only(v: View) -> np.ndarray:
 
 
 CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
+    ("forked", "a sequence takes a shared end for its own", lambda s: s.sequences["forked"].fill(0)),
     ("list links", "prev", add("prev", 1, lambda v: v.empty & (v.state.blocks["prev"] != NONE))),
     ("list links", "next is the block itself", lambda s: put("next", number(s, empty), empty)(s)),
     ("list links", "next is outside", put("next", 1 << 20, empty)),

@@ -73,6 +73,7 @@ SEQUENCE = np.dtype(
         ("ttl", "i4"),
         ("failed", "i4"),  # a block of it was lost on the way
         ("stream", "i4"),  # which the engine used for it last; NONE = the host has waited for everything
+        ("forked", "i4"),  # 1 = its last block may be another's too, and is looked at before it is written
         ("mark", "i4"),  # scratch within one call
     ],
     align=True,

@@ -200,7 +200,7 @@ def grant(h, request, slot, out):
     sequence.live, sequence.failed, sequence.duplicates = RESERVED if request[R_RESERVES] else LIVE, 0, NONE
     sequence.length, sequence.blocks = request[R_LENGTH], total
     sequence.committed = sequence.cached = out[O_CACHED]
-    sequence.reused, sequence.stream = out[O_MATCHED], h[STREAM]
+    sequence.reused, sequence.stream, sequence.forked = out[O_MATCHED], h[STREAM], 0
     sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]
     sequence.priority, sequence.ttl = request[R_PRIORITY], request[R_TTL]
 

@@ -48,7 +48,8 @@ from kvpool.state.lru import free_blocks, heap_remove, unlink
 from kvpool.state.prefix import device_copy, expect_child, holds, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
+from kvpool.state.sharing import copies, make_writable, private_copy
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, forget, shelve, supersede, take_device
 
 TOO_LONG, BAD_COUNT, BAD_TOTAL = -6, -7, -8
 AHEAD = 4  # blocks whose place in the index is loaded beforehand
@@ -56,22 +57,25 @@ AHEAD = 4  # blocks whose place in the index is loaded beforehand
 
 @jit
 def growth(h, ids, counts):
-    """Blocks that appending ``counts`` tokens takes, or the error; ids were checked."""
-    need = 0
+    """Blocks that appending ``counts`` tokens takes, copies of shared ones included, or the error; ids were checked."""
+    need = forked = 0
     for i in range(ids.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
+        forked |= sequence.forked
         more = blocks_for(h, sequence.length + counts[i])
         if more > h[COLUMNS] and h[COLUMNS] < h[DEVICE_BLOCKS]:
             h[DETAIL] = i
             return TOO_LONG
         need += more - sequence.blocks
-    return need
+    return need + copies(h, ids, counts) if forked else need
 
 
 @jit
 def _append(h, slot, tokens, start, count):
     blocks, sequence, row, stream = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
     done = 0
+    if sequence.forked and count:
+        make_writable(h, slot, stream)
     while done < count:
         at = sequence.length % h[WIDTH]
         if at == 0:
@@ -179,7 +183,7 @@ def _publish_range(h, slot, first, last):
 
 
 @jit
-def _retry_duplicates(h, slot):
+def retry_duplicates(h, slot):
     """Publish what others held the key of when it was committed, if a device copy has gone since."""
     sequence = sequences_of(h)[slot]
     first = sequence.duplicates
@@ -204,7 +208,7 @@ def commit(h, ids, counts, now):
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         sequence = sequences_of(h)[slot]
-        _retry_duplicates(h, slot)
+        retry_duplicates(h, slot)
         before, first = sequence.committed, sequence.committed // h[WIDTH]
         sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
         stream = stream_of(h, slot)
@@ -223,26 +227,13 @@ def _shared(h, slot, i):
 
 
 @jit
-def _private_copy(h, b, count):
-    """A fresh block with the first ``count`` tokens of ``b``, which other holders keep."""
-    blocks = blocks_of(h)
-    fresh = take_device(h)
-    add_reference(blocks, fresh)
-    copy_tokens(h, b, fresh, count)
-    blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = blocks[b].namespace, blocks[b].priority, blocks[b].ttl
-    emit_move(h, b, fresh, count)
-    drop_reference(blocks, b)
-    return fresh
-
-
-@jit
 def _shorten(h, slot, length):
     """Give the last block of a rewound sequence back to it alone: a block that has a key is never written."""
     blocks, row = blocks_of(h), table_of(h)[slot]
     i, keep = length // h[WIDTH], length % h[WIDTH]
     b = row[i]
     if _shared(h, slot, i):
-        row[i] = _private_copy(h, b, keep)
+        row[i] = private_copy(h, b, keep)
         return 1
     if blocks[b].flags & PUBLISHED:
         forget(h, b, NONE)
@@ -342,24 +333,39 @@ def _forget_everywhere(h, b):
             shelve(h, host, False)
 
 
+@jit(forceinline=True)
+def stored_tail(h, slot, store):
+    """Place of the unfull block whose committed part a sequence leaves behind for partial matches, NONE if it leaves none."""
+    sequence = sequences_of(h)[slot]
+    if not store or sequence.failed or not h[CHILD_BUCKETS] or sequence.committed % h[WIDTH] == 0:
+        return np.int64(NONE)
+    return sequence.committed // h[WIDTH]
+
+
+@jit(forceinline=True)
+def give_back(h, slot, i, b, stream, store, tail):
+    """Drop the hold of a sequence on ``b``, its block ``i``; the blocks before are still in its row. ``tail`` as in ``stored_tail``."""
+    blocks = blocks_of(h)
+    emit_access(h, ACCESSED, stream, b)
+    word = drop_reference(blocks, b)
+    if not store and i >= sequences_of(h)[slot].reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
+        _forget_everywhere(h, b)
+    if word == 0:
+        if i == tail:
+            _store_tail(h, slot, i, b)
+        shelve(h, b, False)
+
+
 @jit
 def _release(h, slot, store):
-    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
-    full, stream = sequence.committed // h[WIDTH], stream_of(h, slot)
+    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
+    stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
     if store and not sequence.failed:
-        _retry_duplicates(h, slot)
+        retry_duplicates(h, slot)
     for i in range(sequence.blocks - 1, -1, -1):
         b = row[i]
         row[i] = NONE
-        emit_access(h, ACCESSED, stream, b)
-        word = drop_reference(blocks, b)
-        if not store and i >= sequence.reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
-            _forget_everywhere(h, b)
-        if word != 0:
-            continue
-        if store and i == full and sequence.committed % h[WIDTH] and h[CHILD_BUCKETS] and not sequence.failed:
-            _store_tail(h, slot, i, b)
-        shelve(h, b, False)
+        give_back(h, slot, i, b, stream, store, tail)
     sequence.live, sequence.length, sequence.blocks = 0, 0, 0
     sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
     rows_of(h)[h[FREE_ROWS]] = slot

@@ -209,6 +209,9 @@ def _sequences(state: State) -> Iterator[Finding]:
     keyed = (blocks["flags"][np.where(used, table, 0)] & KEYED) != 0
     full = (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None]) & used & (sequences["failed"] == 0)[:, None]
     yield from _first("committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key")
+    shared = (blocks["word"][np.where(used, table, 0)] & 0xFFFFFFFF > 1) & used
+    unfull = np.arange(table.shape[1]) == (sequences["length"] // width)[:, None]
+    yield from _first("forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly")
     free = state.rows[: int(state.header[FREE_ROWS])]
     if sorted(free.tolist()) != np.flatnonzero(~live).tolist():
         yield "rows", "the free rows are not those without a sequence"

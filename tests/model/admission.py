@@ -131,8 +131,17 @@ class Admission(Store):
         if prompt is not None:
             hits = [row.device for row in self.walk(prompt).rows if row.device is not None]
             need += self._ceil(len(prompt.tokens) + new_tokens) - sum(b.held for b in hits)
-        for seq in self._live(sequences):
-            need += self._ceil(len(seq.items) + new_tokens) - len(seq.blocks)
+        live = self._live(sequences)
+        return need + self._growth(live, [new_tokens] * len(live))
+
+    def _growth(self, live: Sequence[Seq], counts: Sequence[int]) -> int:
+        """Blocks that growing these sequences takes: new ones, and copies of a last one that others go on holding."""
+        need, left = 0, {block.id: block.refs for seq in live for block in seq.blocks}
+        for seq, count in zip(live, counts, strict=True):
+            need += self._ceil(len(seq.items) + count) - len(seq.blocks)
+            if count and len(seq.items) % self.T and left[seq.blocks[-1].id] > 1:
+                left[seq.blocks[-1].id] -= 1
+                need += 1
         return need
 
     def evictable_if_released(self, ids: Sequence[int]) -> int:

@@ -23,6 +23,9 @@ Readings of the rules where they leave room:
 - "Forgotten" counts every content that a call leaves without a copy, whatever the reason, but not
   what a reset drops.
 - `release(store=True)` publishes what waits for it front to back, then lets go tail first.
+- A fork is no request and no use of its content. Of those that append to a block in one call, all but its last holder
+  copy it, in the order of the call; pins alone do not make a copy.
+- `reorder` lets go of what nobody goes on from with the last blocks first, and within a column in the order of the call.
 - A reservation matches the last token too, and takes a row like a sequence. Its matches are no uses and
   count in no statistics of requests; a retention range applies to them.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
@@ -34,9 +37,21 @@ Readings of the rules where they leave room:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .admission import EXPIRIES_PER_CALL, Admission, Seq
-from .tiers import Block, BlockNotFound, Content, Lease, LeaseExpired, PoolBusy, Prompt, ReservationExpired, Tier
+from .tiers import (
+    Block,
+    BlockNotFound,
+    Content,
+    Lease,
+    LeaseExpired,
+    OutOfSequences,
+    PoolBusy,
+    Prompt,
+    ReservationExpired,
+    Tier,
+)
 
 
 class Model(Admission):
@@ -47,12 +62,13 @@ class Model(Admission):
     def append_tokens(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Append `tokens[i]` to sequence `ids[i]`."""
         live = self._live(ids)
-        ends = [len(seq.items) + len(new) for seq, new in zip(live, tokens, strict=True)]
-        need = sum(self._ceil(end) - len(s.blocks) for s, end in zip(live, ends, strict=True))
+        need = self._growth(live, [len(new) for new in tokens])
         self.need_device(need, self.free("device"))
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
         for seq, new in zip(live, tokens, strict=True):
+            if new and len(seq.items) % self.T and seq.blocks[-1].refs > 1:
+                seq.blocks[-1] = self._private_copy(seq.blocks[-1])
             for token in new:
                 if len(seq.items) % self.T == 0:
                     seq.blocks.append(self.take_device(*seq.decode))
@@ -106,10 +122,7 @@ class Model(Admission):
         while len(seq.blocks) > self._ceil(length):
             self.drop_ref(seq.blocks.pop(), front=True)
         if self._is_shared(seq, length):
-            last = seq.blocks.pop()
-            seq.blocks.append(self.take_device(last.priority, last.ttl))
-            self.drop_ref(last)
-            self.counts["copied_blocks"] += 1
+            seq.blocks[-1] = self._private_copy(seq.blocks[-1])
         elif length % self.T and seq.blocks[-1].content is not None:
             if seq.blocks[-1].indexed:
                 self.forget_device(seq.blocks[-1])
@@ -117,6 +130,44 @@ class Model(Admission):
         del seq.items[length:]
         seq.committed = min(seq.committed, length)
         seq.reused = min(seq.reused, length // self.T)
+
+    def _private_copy(self, block: Block) -> Block:
+        copy = self.take_device(block.priority, block.ttl)
+        self.drop_ref(block)
+        self.counts["copied_blocks"] += 1
+        return copy
+
+    # -- forks ---------------------------------------------------------------------------------
+
+    def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
+        live = self._live(ids)
+        if len(self.sequences) + len(self.reservations) + n * len(live) > self.max_sequences:
+            raise OutOfSequences(n * len(live))
+        new = []
+        for seq in live:
+            new.append(list(range(self.next_id, self.next_id + n)))
+            self.next_id += n
+            for i in new[-1]:
+                self.sequences[i] = replace(seq, items=[*seq.items], blocks=[*seq.blocks])
+                for block in seq.blocks:
+                    block.refs += 1
+        return new
+
+    def reorder(self, ids: Sequence[int], parents: Sequence[int], *, store: bool = False) -> None:
+        """All sequences get their new blocks, then those of before are let go of, the last column first."""
+        live = self._live(ids)
+        dropped = [place for place in range(len(ids)) if place not in parents]
+        for place in dropped:
+            if store:
+                self._publish_waiting(live[place])
+        new = [replace(live[p], items=[*live[p].items], blocks=[*live[p].blocks]) for p in parents]
+        for block in [block for seq in new for block in seq.blocks]:
+            block.refs += 1
+        for index in range(max(len(seq.blocks) for seq in live) - 1, -1, -1):
+            for seq in live:
+                if index < len(seq.blocks):
+                    self._release_block(seq, index, store)
+        self.sequences.update(zip(ids, new, strict=True))
 
     def release(self, ids: Sequence[int], *, store: bool = True) -> None:
         for i, seq in zip(ids, self._live(ids), strict=True):

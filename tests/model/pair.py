@@ -153,6 +153,21 @@ class Pair:
             for i, count in zip(ids, counts, strict=True):
                 self.engine.rewound(self.requests[i], count)
 
+    def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
+        note(f"fork({ids}, {n})")
+        found: list[Any] = []
+        ours = self.both(lambda: found.append(self.cache.fork(self.real_ids(ids), n)), lambda: self.model.fork(ids, n), compare=False)
+        for parent, new, real in zip(ids, ours or [], found[0] if ours else [], strict=False):
+            for i, number in zip(new, real.tolist(), strict=True):
+                self.requests[i] = self.engine.forked(self.requests[parent], number)
+        return ours or []
+
+    def reorder(self, ids: Sequence[int], parents: Sequence[int], store: bool) -> None:
+        note(f"reorder({ids}, {parents}, store={store})")
+        real = self.real_ids(ids)
+        self.both(lambda: self.cache.reorder(real, parents, store=store), lambda: self.model.reorder(ids, parents, store=store))
+        self.engine.reordered([self.requests[i] for i in ids], parents)
+
     def release(self, ids: Sequence[int], store: bool) -> None:
         note(f"release({ids}, store={store})")
         real = self.real_ids(ids)

@@ -41,7 +41,7 @@ def pool_options(random: Random) -> dict[str, Any]:
         "tokens_per_block": random.choice((1, 2, 3, 4, 4)),
         "device_blocks": random.randint(4, 10),
         "host_blocks": random.choice((0, 1, 2, 3, 4, 5, 6)),
-        "max_sequences": random.randint(2, 6),
+        "max_sequences": random.randint(2, 8),
         "partial_reuse": random.random() < 0.8,
         "offload_min_priority": random.choice((30, 30, 30, 0, 36)),
         "offload_min_reuse": random.choice((1, 1, 2)),
@@ -181,6 +181,26 @@ class PoolMachine(RuleBasedStateMachine):
         counts = [random.randint(0, min(len(self.model.sequences[i].items), 2 * self.T + 1)) for i in ids]
         self.pair.rewind(ids, counts)
 
+    @precondition(live)
+    @rule(random=RANDOM)
+    def fork(self, random: Random) -> None:
+        """Often with a token for each right away, so that they part."""
+        parents = self.some(random)[:2]
+        new = self.pair.fork(parents, random.choice((1, 1, 2, 3)))
+        together = [*parents, *(i for each in new for i in each)]
+        if new and random.random() < 0.5:
+            self.pair.check()
+            self.pair.append(random.sample(together, len(together)), [self.new_tokens(random, 2) for _ in together])
+
+    @precondition(live)
+    @rule(random=RANDOM)
+    def reorder(self, random: Random) -> None:
+        """Sequences of one request or of several; now and then every one stays what it is."""
+        live = sorted(self.model.sequences)
+        ids = random.sample(live, random.randint(1, len(live)))
+        parents = [random.randrange(len(ids)) for _ in ids] if random.random() < 0.9 else list(range(len(ids)))
+        self.pair.reorder(ids, parents, random.random() < 0.5)
+
     def finish(self, ids: list[int], *, store: bool) -> None:
         """Commit all but the last token and release."""
         live = [self.model.sequences[i] for i in ids]
@@ -198,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pair.release(ids, store)
 
     @precondition(live)
-    @rule(random=RANDOM, verb=st.sampled_from(("append_tokens", "commit", "rewind", "release", "evictable_if_released")))
+    @rule(random=RANDOM, verb=st.sampled_from(("append_tokens", "commit", "rewind", "release", "fork", "reorder", "evictable_if_released")))
     def misuse(self, random: Random, verb: str) -> None:
         """A stale, foreign or repeated id at the end of a batch: an error, and nothing has changed."""
         ids = self.some(random)
@@ -209,6 +229,8 @@ class PoolMachine(RuleBasedStateMachine):
         each: dict[str, tuple[list[Any], list[Any]]] = {
             "append_tokens": ([[0] * len(bad), [1] * len(bad)], [[[0]] * len(bad)]),
             "rewind": ([[0] * len(bad)], [[0] * len(bad)]),
+            "fork": ([1], [1]),
+            "reorder": ([[0] * len(bad)], [[0] * len(bad)]),
         }
         args, model_args = each.get(verb, ([], []))
         failed = self.pair.both(lambda: getattr(self.pair.cache, verb)(wrong, *args), lambda: getattr(self.model, verb)(bad, *model_args))

@@ -28,7 +28,7 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only judges (verify, debug).
 _STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")}
-_VERBS = ("pool", "staged_tables", "pins", "reservations", "manager", "transfer")
+_VERBS = ("pool", "staged_tables", "pins", "reservations", "forks", "manager", "transfer")
 FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in _VERBS))}
 
 
@@ -38,9 +38,9 @@ class Cast(Engine):
     ``without`` names the guard that is taken out: "state_lock", "transfer_lock", one of ``kvpool.guards``, or None.
     """
 
-    def __init__(self, P: int, S: int, without: str | None) -> None:
+    def __init__(self, P: int, S: int, without: str | None, T: int = 1) -> None:
         cache = KVCacheManager(
-            small_layout(1, layers=1, kv_heads=1, head_dim=4, dtype="uint8"), device_blocks=P, host_blocks=S, device="cpu",
+            small_layout(T, layers=1, kv_heads=1, head_dim=4, dtype="uint8"), device_blocks=P, host_blocks=S, device="cpu",
             max_sequences=4, secret=bytes(32), clock=lambda: 0,
         )  # fmt: skip
         super().__init__(cache)
@@ -290,6 +290,19 @@ def release_and_hit(without: str | None) -> Scene:
     return cast.scene([lambda: cast.cache.release(old.id), cast.admission([1, 5])], check)
 
 
+def two_writers(without: str | None) -> Scene:
+    """Two forks append to the end that they share; there is room for one copy."""
+    cast = Cast(2, 0, without, T=2)
+    one = cast.admission([1])()
+    (other,) = cast.fork(one)
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert _kinds(outcomes) == ("Request", "Request")
+
+    return cast.scene([lambda: cast.append(one, [2]), lambda: cast.append(other, [3])], check)
+
+
 def _word(without: str | None, start: tuple[int, int], changes: Sequence[tuple[int, int]]) -> Scene:
     """Threads change (refs, pins) of one word. Steps are its loads and exchanges. What would fall below zero changes nothing."""
     blocks = np.zeros(1, fields.BLOCK)
@@ -351,6 +364,7 @@ BUILDS: dict[str, tuple[Build, int | None]] = {
     "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 2),
     "load_and_revoke": (load_and_revoke, 1),
     "unpin_and_revoke": (unpin_and_revoke, 2), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
+    "two_writers": (two_writers, 1),
     "two_locks": (two_locks, 1), "a_wait": (a_wait, 1),
     "word_gains_both": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1)]), None),
     "word_loses_both": (lambda without: _word(without, (1, 1), [(-1, 0), (0, -1)]), None),

@@ -27,6 +27,7 @@ PROMISES = [
     ("a reservation is committed or revoked, not both", "load_and_revoke", ["state_lock"]),
     ("content that two sequences commit is published once", "two_commits", ["state_lock"]),
     ("a block is reused while its last holder releases it", "release_and_hit", ["state_lock"]),
+    ("of two that write an end that they share, one copies it", "two_writers", ["state_lock"]),
     ("a word gains a reference and a pin", "word_gains_both", ["compare_exchange"]),
     ("a word loses a reference and a pin", "word_loses_both", ["compare_exchange"]),
     ("a word loses its last reference once", "word_loses_last_twice", ["compare_exchange"]),

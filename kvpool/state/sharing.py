@@ -1,0 +1,80 @@
+"""Blocks that several sequences hold: the private copy that one of them takes before it writes."""
+
+from __future__ import annotations
+
+from kvpool.jit import jit
+from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
+from kvpool.state.blocks import (
+    C_COPIED,
+    NONE,
+    REFS,
+    WIDTH,
+    add_reference,
+    blocks_of,
+    counters_of,
+    drop_reference,
+    sequences_of,
+    table_of,
+)
+from kvpool.state.live import slot_of
+from kvpool.state.tiers import copy_tokens, emit_move, take_device
+
+
+@jit
+def private_copy(h, b, count):
+    """A fresh block with the first ``count`` tokens of ``b``, which other holders keep."""
+    blocks = blocks_of(h)
+    fresh = take_device(h)
+    add_reference(blocks, fresh)
+    copy_tokens(h, b, fresh, count)
+    blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = blocks[b].namespace, blocks[b].priority, blocks[b].ttl
+    emit_move(h, b, fresh, count)
+    drop_reference(blocks, b)
+    return fresh
+
+
+@jit
+def _unfull(h, slot):
+    """The block that the next token of a sequence goes into, NONE if that is a new one."""
+    sequence = sequences_of(h)[slot]
+    return table_of(h)[slot, sequence.blocks - 1] if sequence.length % h[WIDTH] else NONE
+
+
+@jit
+def copies(h, ids, counts):
+    """How many of these sequences must copy their last block before they append ``counts`` tokens; ids were checked.
+
+    Of those that hold a block, the last one writes in place: so holds are dropped one after the other, as the append will, and restored.
+    """
+    blocks, sequences = blocks_of(h), sequences_of(h)
+    n = 0
+    for i in range(ids.shape[0]):
+        slot = slot_of(h, ids[i])
+        b = _unfull(h, slot)
+        if counts[i] > 0 and b != NONE and blocks[b].word & REFS > 1:
+            drop_reference(blocks, b)
+            sequences[slot].mark = 1
+            n += 1
+    for i in range(ids.shape[0]):
+        slot = slot_of(h, ids[i])
+        if sequences[slot].mark:
+            add_reference(blocks, _unfull(h, slot))
+            sequences[slot].mark = 0
+    return n
+
+
+@jit
+def make_writable(h, slot, stream):
+    """Before a forked sequence appends: its last block, unless full, becomes a copy of its own, or is its own as the last that holds it."""
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    sequence.forked = 0
+    b = _unfull(h, slot)
+    if b == NONE:
+        return
+    if blocks[b].word & REFS > 1:
+        # The copy reads what the stream wrote, said or not; who writes the block later waits for what the stream has read there.
+        emit_access(h, WROTE if sequence.committed < sequence.length else ACCESSED, stream, b)
+        b = private_copy(h, b, sequence.length % h[WIDTH])
+        row[sequence.blocks - 1] = b
+        counters_of(h)[C_COPIED] += 1
+    emit_access(h, WILL_WRITE, stream, b)
