@@ -176,8 +176,8 @@ class Pool:
         return owned is not None and bool(owned())
 
     def _refuse_inside(self, call: str) -> None:
-        """Raise where waiting for another lock or the device would hold up whoever waits for the state lock, which this thread has."""
-        if self._inside():
+        """Raise inside a decision or an enqueueing of this thread: it has a lock, and others would wait for what the call waits for."""
+        if self._inside() or self._transfer.enqueuing:
             raise RuntimeError(f"{call} inside another call of this pool: destructors and signal handlers may close leases and release")
 
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
@@ -298,7 +298,7 @@ class Pool:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
         now, hand_overs = self.now() if self._leases else 0, self._staging.under_way()
         with self._lock:
-            ages = [now - held.lease.since for held in list(self._leases.values())]
+            ages = [max(0, now - held.lease.since) for held in list(self._leases.values())]  # one may be younger than ``now``
             return statistics.snapshot(self._state, self._transfer, self.layout.token_bytes, self._pinned(), ages, hand_overs)
 
     def verify(self) -> None:
@@ -354,6 +354,7 @@ class Pool:
         stays until they are gone, though nobody keeps it in order.
         """
         force = bool_argument("force", force)
+        self._refuse_inside("close")
         if self._lending.count:
             gc.collect()  # What nobody can reach is no view.
         now = self.now() if self._leases or self._reservations else 0
@@ -364,8 +365,8 @@ class Pool:
                 views = self._lending.count
                 if views and not force:
                     raise PoolBusy(f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)")
-                owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
-                loaders = [(one.owner, now - one.since) for one in self._reservations.values()]
+                owners = [(held.lease.owner, max(0, now - held.lease.since)) for held in list(self._leases.values())]
+                loaders = [(one.owner, max(0, now - one.since)) for one in self._reservations.values()]
                 self._report = CloseReport(self._live().tolist(), owners, loaders)
                 self._leases.clear()
                 self._reservations.clear()

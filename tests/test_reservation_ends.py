@@ -24,7 +24,9 @@ from kvpool import (
     ReservationExpired,
     UnknownSequence,
 )
+from kvpool.device.base import Event
 from kvpool.device.cpu import CpuDevice
+from kvpool.device.sim import SimDevice
 from kvpool.state import debug, reservations
 from loading import picture
 
@@ -129,7 +131,7 @@ def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
     engine = make(T=4, P=8)
     reservation = engine.cache.reserve(list(range(6)), owner="loader")
     engine.clock.now = 7
-    with pytest.raises(KVPoolError, match="0 sequences, 0 leases and 1 reservations"), engine.cache:
+    with pytest.raises(KVPoolError, match="0 sequences, 0 leases, 1 reservations"), engine.cache:
         pass
     assert engine.cache.close().reservations == [("loader", 7)] and reservation.closed
     for call in (reservation.commit, reservation.abort, lambda: engine.cache.reserve([1])):
@@ -217,6 +219,35 @@ def test_a_device_that_broke_does_not_hide_what_went_wrong() -> None:
             cache.offload([1, 2, 3, 4, 5])
             raise ConnectionError
     cache.close()
+
+
+def test_a_device_that_breaks_while_a_loader_waits_is_what_it_is_told() -> None:
+    class Gone(SimDevice):
+        def synchronize(self, event: Event | None = None) -> None:
+            if event is not None:
+                raise DeviceError("gone", sticky=True)
+            super().synchronize()
+
+    cache = KVCacheManager(BlockLayout(1, 1, 8, 4), device_blocks=2, host_blocks=2, device=Gone(progress=0))
+    sequence = cache.add_sequence([1, 2, 3, 4, 5])
+    cache.commit(sequence)
+    cache.release(sequence)
+    with pytest.raises(DeviceError, match="gone"):
+        cache.reserve([7, 8, 9, 10, 11])
+    cache.close()
+
+
+def test_a_loader_that_is_revoked_while_it_leaves_is_told_nothing_new(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(T=4, P=4)
+
+    def late(*args: Any) -> None:
+        monkeypatch.undo()
+        assert engine.cache.revoke("loader") == 1
+        engine.cache.abort_reserved(*args)
+
+    with engine.cache.reserve([1, 2, 3], owner="loader"):
+        monkeypatch.setattr(engine.cache, "abort_reserved", late)
+    assert engine.cache.reservations == [] and engine.free() == 4
 
 
 def test_a_pin_by_id_outlives_an_abort(make: Make) -> None:
