@@ -239,8 +239,8 @@ class ReservePool(PinPool):
     def revoke(self, owner: str) -> int:
         """Close all leases and abort all reservations of an owner that is gone; returns how many.
 
-        Its readers then read memory that may be reused, and its loaders must not write any more, but for what they have enqueued on the
-        streams that they named.
+        Its readers then read memory that may be reused, and its loaders must not write any more, both but for what they have enqueued
+        on the streams that they named.
         """
         with DeferInterrupt():
             count = super().revoke(owner)
