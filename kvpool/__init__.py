@@ -31,5 +31,6 @@ from kvpool.sequence import Match as Match
 from kvpool.stats import Stats as Stats
 from kvpool.stats import TierStats as TierStats
 from kvpool.strided import StridedArray as StridedArray
+from kvpool.warming import warm_up as warm_up
 
 __version__ = "0.1.0"

@@ -75,6 +75,7 @@ DEFINITIONS = (
     _gauge("kvpool_pinned_blocks", "Blocks that leases hold.", ("tier",), lambda s: {(t,): getattr(s, t).pinned for t in _TIERS}),
     _gauge("kvpool_sequences", "Live sequences.", (), lambda s: {(): s.sequences}),
     _gauge("kvpool_leases", "Open leases.", (), lambda s: {(): s.leases}),
+    _gauge("kvpool_reservations", "Open reservations of loaders.", (), lambda s: {(): s.reservations}),
     _gauge("kvpool_oldest_lease_age_seconds", "Age of the oldest open lease, 0 without any.", (), lambda s: {(): s.oldest_lease_ms / 1e3}),
     _gauge("kvpool_staging_hand_overs", "Block tables on their way to the device.", (), lambda s: {(): s.hand_overs}),
     _gauge("kvpool_staging_hand_overs_peak", "The most of them at once, ever.", (), lambda s: {(): s.most_hand_overs}),

@@ -36,9 +36,9 @@ def _need(write: Any, read: Any, b: int, stream: int, writes: bool, after_copies
     if slot != stream and point > need[slot] and (after_copies if slot < _OWN else after_engine):
         need[slot] = point
     if writes:
-        for slot in range(read.shape[0]):
-            if slot != stream and read[slot, b] > need[slot] and (after_copies if slot < _OWN else after_engine):
-                need[slot] = read[slot, b]
+        for slot in range(read.shape[1]):
+            if slot != stream and read[b, slot] > need[slot] and (after_copies if slot < _OWN else after_engine):
+                need[slot] = read[b, slot]
 
 
 @jit
@@ -51,9 +51,11 @@ def _need_of_copies(write: Any, read: Any, moves: Any, stream: int, guards: int,
 
 
 @jit
-def _need_of_accesses(write: Any, read: Any, rows: Any, guards: int, need: Any) -> None:
-    """``need`` int64[streams, streams]: by the stream that waits."""
+def _need_of_accesses(write: Any, read: Any, rows: Any, guards: int, need: Any, waits: Any) -> None:
+    """``need`` int64[streams, streams] by the stream that waits, ``waits`` bool[streams]: which those are."""
     for i in range(rows.shape[0]):
+        if rows[i, 0] == WILL_READ or rows[i, 0] == WILL_WRITE:
+            waits[rows[i, 1]] = True
         if rows[i, 0] == WILL_READ:
             copies, engine = guards & g.ENGINE_READS_AFTER_COPIES != 0, guards & g.ENGINE_READS_AFTER_ENGINE != 0
             _need(write, read, rows[i, 2], rows[i, 1], False, copies, engine, need[rows[i, 1]])
@@ -71,8 +73,20 @@ def _need_of_host(write: Any, read: Any, ids: Any, writes: bool, need: Any) -> N
 @jit
 def _mark_copies(write: Any, read: Any, moves: Any, stream: int, point: int) -> None:
     for i in range(moves.shape[0]):
-        read[stream, moves[i, SOURCE]] = point
+        read[moves[i, SOURCE], stream] = point
         write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
+
+
+@jit
+def _survey(rows: Any, done: Any) -> bool:
+    """Mark the streams that are said to have used blocks, ``done`` bool[streams]; returns whether a stream follows another one."""
+    follows = False
+    for i in range(rows.shape[0]):
+        if rows[i, 0] == ACCESSED or rows[i, 0] == WROTE:
+            done[rows[i, 1]] = True
+        elif rows[i, 0] == FOLLOWS:
+            follows = True
+    return follows
 
 
 @jit
@@ -82,7 +96,7 @@ def _mark_accesses(write: Any, read: Any, rows: Any, points: Any) -> None:
         if rows[i, 0] == WROTE:
             write[rows[i, 2]] = (points[stream] << _SLOT_BITS) | stream
         elif rows[i, 0] == ACCESSED:
-            read[stream, rows[i, 2]] = points[stream]
+            read[rows[i, 2], stream] = points[stream]
 
 
 class Order:
@@ -96,7 +110,7 @@ class Order:
         self._streams = [device.create_stream(name) for name in ("offload", "onboard", "within")]
         self._slots = {stream.handle: slot for slot, stream in enumerate(self._streams)}
         self._write = np.zeros(blocks, np.int64)
-        self._read = np.zeros((_OWN, blocks), np.int64)
+        self._read = np.zeros((blocks, _OWN), np.int64)
         # Per stream: points so far, the last one known to be complete, and the events of those between.
         self._points: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
         self._complete: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
@@ -136,16 +150,18 @@ class Order:
     def accessed(self, rows: Rows) -> None:
         """Before a batch: take points behind what streams are said to have enqueued, and let streams follow each other."""
         self._grow()
-        for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
-            self._wait(stream, other, self._record(other))
+        done = np.zeros(len(self._points), np.bool_)
+        if _survey(rows, done):
+            for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
+                self._wait(stream, other, self._record(other))
         if len(self._points) >= STREAMS_KEPT:
             for stream in range(len(self._points)):
                 self._forget_complete(stream)
-        done = rows[(rows[:, 0] == ACCESSED) | (rows[:, 0] == WROTE)]
-        if len(done):
-            for stream in np.unique(done[:, 1]).tolist():
-                self._record(stream)
-            _mark_accesses(self._write, self._read, done, self._points)
+        streams = np.flatnonzero(done).tolist()
+        for stream in streams:
+            self._record(stream)
+        if streams:
+            _mark_accesses(self._write, self._read, rows, self._points)
 
     def before_copies(self, moves: Rows, stream: int, guards: int) -> None:
         """Have one of the pool's own streams wait for every access that independent copies on it must not overtake."""
@@ -159,12 +175,10 @@ class Order:
 
     def hold_back(self, rows: Rows, guards: int) -> None:
         """After a batch: have streams wait for what they will use."""
-        will = rows[(rows[:, 0] == WILL_READ) | (rows[:, 0] == WILL_WRITE)]
-        if len(will):
-            need = np.zeros((len(self._points), len(self._points)), np.int64)
-            _need_of_accesses(self._write, self._read, will, guards, need)
-            for stream in np.unique(will[:, 1]).tolist():
-                self._wait_all(stream, need[stream])
+        waits, need = np.zeros(len(self._points), np.bool_), np.zeros((len(self._points), len(self._points)), np.int64)
+        _need_of_accesses(self._write, self._read, rows, guards, need, waits)
+        for stream in np.flatnonzero(waits).tolist():
+            self._wait_all(stream, need[stream])
 
     def follow_copies(self, stream: Stream) -> None:
         """Have any stream, also one without a number, wait for all copies enqueued so far."""
@@ -180,7 +194,7 @@ class Order:
     def _grow(self) -> None:
         more = len(self._streams) - len(self._points)
         if more:
-            self._read = np.concatenate([self._read, np.zeros((more, len(self._write)), np.int64)])
+            self._read = np.concatenate([self._read, np.zeros((len(self._write), more), np.int64)], axis=1)
             self._points, self._complete = np.pad(self._points, (0, more)), np.pad(self._complete, (0, more))
             self._events += [deque() for _ in range(more)]
             self._waited = np.pad(self._waited, ((0, more), (0, more)))

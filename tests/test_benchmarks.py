@@ -58,10 +58,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPools]:
         init(self, *args, **options)
         made.append(self)
 
-    def verified(self: Pool) -> Any:
+    def verified(self: Pool, force: bool = False) -> Any:
         if not self.closed:
             self.verify()
-        return close(self)
+        return close(self, force)
 
     monkeypatch.setattr(MemoryPools, "__init__", noted)
     monkeypatch.setattr(Pool, "close", verified)

@@ -39,6 +39,7 @@ LAYERS = [
     ["pins"],
     ["reservations"],
     ["manager"],
+    ["warming"],
     [""],
     ["metrics", "remote"],
     ["publish"],

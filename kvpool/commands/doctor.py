@@ -56,6 +56,7 @@ _PARTS = (
     Part("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
     Part("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
     Part("zmq", "pyzmq", "serving host blocks to other machines", "pip install -U 'kvpool[remote]'", "25"),
+    Part("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
     Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

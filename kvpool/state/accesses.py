@@ -19,7 +19,7 @@ def emit_access(h, kind, stream, b):
         _note(h, kind, stream, b)
 
 
-@jit
+@jit(forceinline=True)
 def _note(h, kind, stream, b):
     n = h[ACCESSES]
     if stream == NONE:

@@ -45,7 +45,7 @@ from kvpool.state.hashing import block_key
 from kvpool.state.index import expect, find_key
 from kvpool.state.live import check, slot_of, stream_of
 from kvpool.state.lru import free_blocks, heap_remove, unlink
-from kvpool.state.prefix import device_copy, holds, rival_child
+from kvpool.state.prefix import device_copy, expect_child, holds, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
@@ -165,6 +165,7 @@ def _publish_range(h, slot, first, last):
         b = row[i]
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess where it has no key yet
+            expect_child(h, row[i + AHEAD])
         if blocks[b].flags & PUBLISHED:
             continue
         if not blocks[b].flags & KEYED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.state.atomics import prefetch
 from kvpool.state.blocks import (
     CHILD_BUCKETS,
     DEVICE_BLOCKS,
@@ -90,7 +91,14 @@ def host_copy(h, b):
     return b if b >= h[DEVICE_BLOCKS] else blocks_of(h)[b].twin
 
 
-@jit
+@jit(forceinline=True)
+def expect_child(h, b):
+    """Begin to load what entering or removing ``b`` among the children of its parent will read first."""
+    if h[CHILD_BUCKETS]:
+        prefetch(children_of(h), child_bucket(blocks_of(h)[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS]))
+
+
+@jit(forceinline=True)
 def _add_child(h, b):
     blocks, heads = blocks_of(h), children_of(h)
     at = child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], h[CHILD_BUCKETS])

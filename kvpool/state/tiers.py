@@ -61,7 +61,7 @@ from kvpool.state.blocks import (
 )
 from kvpool.state.index import expect
 from kvpool.state.lru import heap_push, heap_remove, lowest, push_back, push_front, unlink
-from kvpool.state.prefix import link, rival_child, unlink_content
+from kvpool.state.prefix import expect_child, link, rival_child, unlink_content
 from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
 
 EXPIRIES_PER_CALL = 64
@@ -279,6 +279,7 @@ def _expect_victims(h, b):
         if b == NONE:
             return
     expect(h, blocks[b].key0)
+    expect_child(h, b)
     b = np.int64(blocks[b].next)
     if b != NONE:
         prefetch(blocks, b)
@@ -327,7 +328,7 @@ def expire(h, limit):
 def supersede(h, b):
     """Forget stored tails that begin a new child ``b``, which serves every partial match that they could."""
     blocks, lists = blocks_of(h), lists_of(h)
-    while True:
+    while blocks[b].child_next != NONE:  # children are entered in front, so that others are behind
         tail = rival_child(h, b, False)
         if tail == NONE:
             return

@@ -44,7 +44,7 @@ def test_a_pool_does_not_close_under_a_view_and_closes_after_it(through: Any, ti
     cache.verify()
     del view
     # The export itself holds nothing.
-    assert cache.close() == ([], [], []) and export.shape
+    assert not any(cache.close()) and export.shape
 
 
 def test_a_forced_close_says_what_it_left_and_the_memory_stays_until_the_last_view() -> None:
@@ -64,7 +64,7 @@ def test_a_view_in_a_cycle_that_nobody_reaches_is_none() -> None:
     cycle: list[Any] = [np.from_dlpack(cache.export())]
     cycle.append(cycle)
     del cycle
-    assert cache.close() == ([], [], [])
+    assert not any(cache.close())
 
 
 def test_leaving_the_with_statement_closes_and_complains() -> None:

@@ -1,0 +1,67 @@
+"""Compiling, or loading from disk, all that a pool runs, before the first request has to wait for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.layout import BlockLayout
+from kvpool.manager import KVCacheManager
+
+_WIDTH = 4
+
+
+def warm_up() -> None:
+    """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
+
+    What a serving process would otherwise compile at its first request (a minute, once per installation) or load (tens of milliseconds
+    a verb) is ready when this returns. Touches no GPU and no other pool. Thread-safe.
+    """
+    from kvpool.device.sim import SimDevice  # for tests otherwise, so that importing the package does not load it
+
+    layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=_WIDTH, dtype="uint8")
+    for device in (None, SimDevice(progress=1)):
+        with KVCacheManager(layout, device_blocks=16, host_blocks=8, device=device or "cpu", event_capacity=64) as cache:
+            _live(cache)
+            _between_requests(cache)
+        if device is not None:
+            device.close()
+
+
+def _live(cache: KVCacheManager) -> None:
+    """The life of sequences: hits, partial hits, evictions, growth, staged tables, and what is refused."""
+    tokens = np.arange(8 * _WIDTH, dtype=np.int32)
+    for shift in (0, 0, 100, 200, 0):
+        keys = cache.block_keys(tokens[: 6 * _WIDTH + 1] + np.int32(shift))
+        cache.match_prefix(keys)
+        cache.blocks_needed(keys)
+        ids = cache.add_sequence_batch([keys], retention=[[(0, _WIDTH, 80, 1000)]]).ids
+        cache.blocks_needed(sequences=ids, new_tokens=1)
+        cache.append_tokens(ids, tokens[:2], np.array([2]))
+        cache.commit(ids, cache.block_table(ids).lengths)
+        target = np.zeros((1, 16), np.int32)
+        cache.copy_batch_block_offsets(target, ids)
+        cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)
+        cache.rewind(ids, np.array([3]))
+        cache.evictable_if_released(ids)
+        cache.release(ids)
+    extra = cache.add_sequence(cache.block_keys(tokens, salt="s", extra_ids=tokens))
+    cache.release(extra, store=False)
+
+
+def _between_requests(cache: KVCacheManager) -> None:
+    """Pins, moves on demand, loaders, imports, and what concerns the pool as a whole."""
+    keys = cache.block_keys(np.arange(6 * _WIDTH + 1, dtype=np.int32))
+    cache.offload(keys)
+    cache.prefetch(keys)
+    cache.pin(keys.keys[:1]).close()
+    found = cache.find_and_pin_host(keys.keys[0])
+    if found is not None:
+        cache.pin_blocks(found.blocks).close()
+        found.close()
+    with cache.reserve(np.arange(500, 500 + _WIDTH, dtype=np.int32)) as reservation:
+        reservation.commit()
+    cache.import_blocks(cache.block_keys(np.arange(900, 900 + _WIDTH, dtype=np.int32)), [bytes(cache.layout.block_bytes)])
+    cache.refresh()
+    cache.events()
+    cache.stats()
+    cache.reset()

@@ -1,0 +1,43 @@
+"""Warming up: afterwards, no call of an engine compiles or loads anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+import kvpool
+from kvpool.__main__ import main
+
+def ready():
+    return {
+        f"{name}.{key}": len(value.overloads)
+        for name, module in list(sys.modules.items()) if name.startswith("kvpool") and "replay" not in name
+        for key, value in vars(module).items() if isinstance(value, Dispatcher) and value.__module__ == name
+    }
+
+kvpool.warm_up()
+before = ready()
+for device in ("cpu", "sim"):
+    main(["replay", "--limit", "12", "--device-blocks", "40", "--host-blocks", "40", "--device", device, "--json"])
+with kvpool.KVCacheManager(kvpool.BlockLayout(1, 1, 1, 4), device_blocks=8, host_blocks=4, device="sim") as cache:
+    a = cache.add_sequence(list(range(9)), retention=[(0, 4, 80, None)])
+    cache.commit(a)
+    b = cache.add_sequence([*range(8), 7, 7])
+    cache.rewind([a, b], [1, 2])
+    cache.release([a, b], store=False)
+    cache.offload(list(range(9)))
+    cache.reset()
+after = ready()
+print(json.dumps({name: after[name] for name in after if after[name] != before.get(name)}))
+"""
+
+
+def test_after_a_warm_up_nothing_is_compiled_or_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
