@@ -294,7 +294,7 @@ class Pool:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
         now, hand_overs = self.now() if self._leases else 0, self._staging.under_way()
         with self._lock:
-            ages = [max(0, now - held.lease.since) for held in list(self._leases.values())]  # one may be younger than ``now``
+            ages = [now - held.lease.since for held in list(self._leases.values())]
             return statistics.snapshot(self._state, self._transfer, self.layout.token_bytes, self._pinned(), ages, hand_overs)
 
     def verify(self) -> None:

@@ -139,6 +139,21 @@ def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
             call()
 
 
+def test_what_is_taken_while_a_pool_closes_has_an_age_of_nothing() -> None:
+    late: list[Reservation] = []
+    times = iter([0, 5, 20])
+
+    def clock() -> int:
+        now = next(times)
+        if now == 5:
+            late.append(cache.reserve([4, 5], owner="late"))
+        return now
+
+    cache = KVCacheManager(BlockLayout(1, 1, 8, 4), device_blocks=4, device="cpu", clock=clock)
+    cache.reserve([1, 2, 3], owner="early")
+    assert cache.close().reservations == [("early", 5), ("late", 0)] and late[0].closed
+
+
 @pytest.mark.parametrize("bad", [7, 11, -1, 2**70, 9.0, True, "9", [9]])
 def test_bad_counts_are_refused(make: Make, bad: Any) -> None:
     engine = make(T=4, P=8)
