@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -28,22 +28,17 @@ class Loan:
 
 
 class Lending:
-    """What one pool has lent of its memory. Thread-safe.
+    """How one pool lends its memory; ``loans`` are those that live. Thread-safe.
 
     ``open_pool`` gives the state lock, and raises PoolClosed inside it; ``follow`` has a stream wait for all copies enqueued so far.
     """
 
     def __init__(
-        self, device: Device, pools: MemoryPools, open_pool: Callable[[], AbstractContextManager[Any]], follow: Callable[[Any], None]
-    ) -> None:
+        self, device: Device, pools: MemoryPools, loans: WeakSet[Loan], open_pool: Callable[[], AbstractContextManager[Any]],
+        follow: Callable[[Any], None],
+    ) -> None:  # fmt: skip
         self.device, self.pools, self.follow = device, pools, follow
-        self._open_pool = open_pool
-        self._loans: weakref.WeakSet[Loan] = weakref.WeakSet()
-
-    @property
-    def count(self) -> int:
-        """How many loans live."""
-        return len(self._loans)
+        self._loans, self._open_pool = loans, open_pool
 
     def lend(self, tier: str) -> Loan:
         """A new loan, which keeps the memory of a tier. Raises PoolClosed."""

@@ -109,8 +109,12 @@ class KVCacheManager(ForkPool):
         requests.hash_request(state.header, result.request[0])
         return result
 
-    def _prompt(self, prompt: Prompt) -> BlockKeys:
-        return self._own_keys(prompt) if isinstance(prompt, BlockKeys) else self._hash(token_array("prompt", prompt))
+    def _prompt(self, prompt: Prompt, *, kept: bool = False) -> BlockKeys:
+        """The keys of a prompt; to be ``kept`` behind the call, they have tokens of their own, whatever becomes of the buffer."""
+        if isinstance(prompt, BlockKeys):
+            return self._own_keys(prompt)
+        found = token_array("prompt", prompt)
+        return self._hash(private(found, prompt) if kept else found)
 
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
@@ -306,7 +310,7 @@ class KVCacheManager(ForkPool):
         ValueError, TypeError.
         """
         own = None if retention is None else retention_rows(retention)
-        return self._reserve(self._prompt(prompt), own, owner, stream)
+        return self._reserve(self._prompt(prompt, kept=True), own, owner, stream)
 
     # -- moving content between the tiers --------------------------------------------------------
 

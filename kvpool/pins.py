@@ -186,7 +186,8 @@ class PinPool(TablePool):
             return [held.lease for held in list(self._leases.values())]
 
     def revoke(self, owner: str) -> int:
-        """Close all leases of an owner, whose readers then read memory that may be reused; returns how many."""
+        """Close all leases of an owner, whose readers then read memory that may be reused, but for what they have enqueued on the streams
+        that they named; returns how many."""
         if not isinstance(owner, str):
             raise TypeError(f"owner={owner!r:.80}: accepted is a string")
         now = self.now()
@@ -196,7 +197,7 @@ class PinPool(TablePool):
             for number, held in list(self._leases.items()):
                 # A destructor may close one meanwhile.
                 if held.lease.owner == owner and self._leases.pop(number, None) is not None:
-                    self._end(held, now)
+                    self._end(held, now, held.lease.stream)
                     count += 1
         return count
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +20,8 @@ from kvpool import guards
 from kvpool import stats as statistics
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream, tier_argument
-from kvpool.errors import (
-    DeviceError,
-    InsufficientMemory,
-    IntegrityError,
-    KVPoolError,
-    PoolBusy,
-    PoolClosed,
-)
-from kvpool.export import Export, Lending
+from kvpool.errors import DeviceError, InsufficientMemory, IntegrityError, KVPoolError, PoolBusy, PoolClosed
+from kvpool.export import Export, Lending, Loan
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.memory import MemoryPools
@@ -105,7 +99,7 @@ class Pool:
         self._lock = threading.RLock()
         self._transfer = Transfer(self._state, self._lock, self._device)
         self._staging = Staging(self._device, self._transfer, depth)
-        self._lending = Lending(self._device, self._pools, self._opened, self._follow)
+        self._loans: WeakSet[Loan] = WeakSet()
         self._leases: dict[int, Any] = {}
         self._lease_count = 0
         self._reservations: dict[int, Any] = {}
@@ -176,8 +170,8 @@ class Pool:
         return owned is not None and bool(owned())
 
     def _refuse_inside(self, call: str) -> None:
-        """Raise where waiting for another lock or the device would hold up whoever waits for the state lock, which this thread has."""
-        if self._inside():
+        """Raise inside a decision or an enqueueing of this thread: it has a lock, and others would wait for what the call waits for."""
+        if self._inside() or self._transfer.enqueuing:
             raise RuntimeError(f"{call} inside another call of this pool: destructors and signal handlers may close leases and release")
 
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
@@ -249,7 +243,9 @@ class Pool:
         """
         tier_argument(tier)
         self._check_open()
-        return Export.of_tier(self._lending, tier, bool_argument("writable", writable), bool_argument("raw", raw))
+        # Made here, since the pool may not hold what holds it: its memory goes with the last reference to it.
+        lending = Lending(self._device, self._pools, self._loans, self._opened, self._follow)
+        return Export.of_tier(lending, tier, bool_argument("writable", writable), bool_argument("raw", raw))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -354,18 +350,19 @@ class Pool:
         stays until they are gone, though nobody keeps it in order.
         """
         force = bool_argument("force", force)
-        if self._lending.count:
+        self._refuse_inside("close")
+        if self._loans:
             gc.collect()  # What nobody can reach is no view.
         now = self.now() if self._leases or self._reservations else 0
         with DeferInterrupt():
             with self._lock:
                 if self._report is not None:
                     return self._report
-                views = self._lending.count
+                views = len(self._loans)
                 if views and not force:
                     raise PoolBusy(f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)")
-                owners = [(held.lease.owner, now - held.lease.since) for held in list(self._leases.values())]
-                loaders = [(one.owner, now - one.since) for one in self._reservations.values()]
+                owners = [(held.lease.owner, max(0, now - held.lease.since)) for held in list(self._leases.values())]
+                loaders = [(one.owner, max(0, now - one.since)) for one in self._reservations.values()]
                 self._report = CloseReport(self._live().tolist(), owners, loaders)
                 self._leases.clear()
                 self._reservations.clear()
@@ -389,7 +386,7 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         report = self.close(force=True)
-        views = self._lending.count
+        views = len(self._loans)
         if kind is None and (any(report) or views):
             held = [f"{len(found)} {name}" for name, found in report._asdict().items()]
             raise KVPoolError(f"the pool was closed while {', '.join(held)} and {views} views of exported memory were held: {report}")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import Stream
-from kvpool.errors import DeviceError, PoolClosed, ReservationExpired
+from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.pins import PinPool
@@ -113,7 +113,9 @@ class Reservation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self.closed:
             try:
-                self.abort()
+                # Somebody may revoke it meanwhile.
+                with suppress(ReservationExpired):
+                    self.abort()
             except PoolClosed:
                 if kind is None:
                     raise
@@ -143,6 +145,7 @@ class ReservePool(PinPool):
         new: list[Reservation] = []
 
         def take(header: Ids, rows: Ids) -> int:
+            self._names.learn([prompt])
             out = np.zeros((1, requests.OUTCOME), np.int64)
             ids = np.empty(count, np.int32)
             result = int(admission.admit(header, rows, out, now, False))
@@ -159,9 +162,10 @@ class ReservePool(PinPool):
                 self._wait_until_free(new[0].blocks[new[0].skip_prefix_n_tokens // self.tokens_per_block :])
                 self._check_reserved(new[0])
         except BaseException:
-            # Ctrl-C is delivered behind the decision: nobody gets the reservation.
+            # Ctrl-C is delivered behind the decision: nobody gets the reservation. What went wrong may have broken the device, too.
             if new and self.is_reserved(new[0]):
-                self.abort_reserved(new[0])
+                with suppress(KVPoolError):
+                    self.abort_reserved(new[0])
             raise
         return new[0]
 
@@ -235,8 +239,8 @@ class ReservePool(PinPool):
     def revoke(self, owner: str) -> int:
         """Close all leases and abort all reservations of an owner that is gone; returns how many.
 
-        Its readers then read memory that may be reused, and its loaders must not write any more, but for what they have enqueued on the
-        streams that they named.
+        Its readers then read memory that may be reused, and its loaders must not write any more, both but for what they have enqueued
+        on the streams that they named.
         """
         with DeferInterrupt():
             count = super().revoke(owner)

@@ -96,6 +96,11 @@ class Transfer:
         return accesses
 
     @property
+    def enqueuing(self) -> bool:
+        """Whether this thread has the transfer lock: then it is in a destructor or signal handler, inside the call that took it."""
+        return self._draining == threading.get_ident()
+
+    @property
     def waiting(self) -> bool:
         """Whether a decided batch, this thread's or another's, may not be enqueued yet."""
         return self._enqueued < self._decided and bool(self.guards & guards.OTHERS_BATCHES_TOO)
@@ -105,7 +110,7 @@ class Transfer:
 
         Does nothing in a destructor or signal handler that runs inside it: the call that was interrupted goes on with all that is queued.
         """
-        if self._draining == threading.get_ident():
+        if self.enqueuing:
             return
         while self._enqueued < self._decided:
             with self._lock:
@@ -137,8 +142,6 @@ class Transfer:
 
     def follow(self, stream: Stream) -> None:
         """Have work enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the transfer lock. Raises DeviceError."""
-        if self._draining == threading.get_ident():
-            raise RuntimeError("what waits for copies, inside another call of this pool")
         if self.order is not None:
             with self._lock:
                 self.order.follow_copies(stream)

@@ -24,7 +24,9 @@ from kvpool import (
     ReservationExpired,
     UnknownSequence,
 )
+from kvpool.device.base import Event
 from kvpool.device.cpu import CpuDevice
+from kvpool.device.sim import SimDevice
 from kvpool.state import debug, reservations
 from loading import picture
 
@@ -137,6 +139,21 @@ def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
             call()
 
 
+def test_what_is_taken_while_a_pool_closes_has_an_age_of_nothing() -> None:
+    late: list[Reservation] = []
+    times = iter([0, 5, 20])
+
+    def clock() -> int:
+        now = next(times)
+        if now == 5:
+            late.append(cache.reserve([4, 5], owner="late"))
+        return now
+
+    cache = KVCacheManager(BlockLayout(1, 1, 8, 4), device_blocks=4, device="cpu", clock=clock)
+    cache.reserve([1, 2, 3], owner="early")
+    assert cache.close().reservations == [("early", 5), ("late", 0)] and late[0].closed
+
+
 @pytest.mark.parametrize("bad", [7, 11, -1, 2**70, 9.0, True, "9", [9]])
 def test_bad_counts_are_refused(make: Make, bad: Any) -> None:
     engine = make(T=4, P=8)
@@ -217,6 +234,35 @@ def test_a_device_that_broke_does_not_hide_what_went_wrong() -> None:
             cache.offload([1, 2, 3, 4, 5])
             raise ConnectionError
     cache.close()
+
+
+def test_a_device_that_breaks_while_a_loader_waits_is_what_it_is_told() -> None:
+    class Gone(SimDevice):
+        def synchronize(self, event: Event | None = None) -> None:
+            if event is not None:
+                raise DeviceError("gone", sticky=True)
+            super().synchronize()
+
+    cache = KVCacheManager(BlockLayout(1, 1, 8, 4), device_blocks=2, host_blocks=2, device=Gone(progress=0))
+    sequence = cache.add_sequence([1, 2, 3, 4, 5])
+    cache.commit(sequence)
+    cache.release(sequence)
+    with pytest.raises(DeviceError, match="gone"):
+        cache.reserve([7, 8, 9, 10, 11])
+    cache.close()
+
+
+def test_a_loader_that_is_revoked_while_it_leaves_is_told_nothing_new(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(T=4, P=4)
+
+    def late(*args: Any) -> None:
+        monkeypatch.undo()
+        assert engine.cache.revoke("loader") == 1
+        engine.cache.abort_reserved(*args)
+
+    with engine.cache.reserve([1, 2, 3], owner="loader"):
+        monkeypatch.setattr(engine.cache, "abort_reserved", late)
+    assert engine.cache.reservations == [] and engine.free() == 4
 
 
 def test_a_pin_by_id_outlives_an_abort(make: Make) -> None:

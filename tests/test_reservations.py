@@ -191,3 +191,30 @@ def test_extra_ids_and_namespaces_are_loaded_too(make: Make) -> None:
     names["extra_ids"].append(0)
     assert engine.reusable(range(7), **names) == 6 and engine.reusable(range(7)) == 0
     assert engine.reusable(range(7), **(names | {"extra_ids": [1, 2, 0, 0, 6, 0, 0]})) == 4
+
+
+@pytest.mark.parametrize("names", [{}, {"salt": "a", "adapter_id": 3}], ids=["plain", "named"])
+def test_events_say_of_what_was_loaded_what_they_say_of_what_was_computed(make: Make, names: dict[str, Any]) -> None:
+    told = []
+    for loads in (False, True):
+        engine = make(T=4, P=8, secret=bytes(32), event_capacity=16)
+        if loads:
+            engine.cache.reserve(engine.prompt(range(8), **names)).commit()
+        else:
+            engine.finish(engine.add(range(8), **names), committed=8)
+        (stored,) = [event for event in engine.cache.events() if event.kind == "stored"]
+        assert stored.keys is not None and stored.parent is None
+        told.append((stored.keys.tolist(), stored.namespace, stored.salt, stored.adapter_id, stored.tier))
+    assert told[0] == told[1] and told[0][2:4] == (names.get("salt"), names.get("adapter_id"))
+
+
+def test_the_prompt_of_a_reservation_is_its_own(make: Make) -> None:
+    engine, buffer = make(T=4, P=8), np.arange(9, dtype=np.int32)
+    with engine.cache.reserve(buffer) as reservation:
+        buffer[:] = 77
+        assert reservation.prompt.tokens.tolist() == list(range(9))
+        load(engine, reservation, range(9))
+        reservation.commit()
+    engine.cache.release(engine.cache.add_sequence(reservation.prompt))
+    engine.cache.verify()
+    assert engine.reusable(range(10)) == 9

@@ -120,6 +120,8 @@ COUNTERS = (
 LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP, HISTOGRAMS = range(6)
 BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms; the sum of all times is behind the bins
 
+BUCKETS_MAX = 1 << 31  # 32 bits of a key times the number of buckets are an int64
+
 LISTS_PER_TIER = 103
 EMPTY, REDUNDANT = 101, 102
 LOWEST = 2 * LISTS_PER_TIER  # rows LOWEST + tier of the lists array: no list of that tier below this priority has a block
@@ -252,6 +254,11 @@ def drop_reference(blocks, b):
 _POOLS = itertools.count(1)
 
 
+def buckets(count: int) -> int:
+    """Buckets of the index, and of the children, of ``count`` blocks: four a block."""
+    return min(4 * count, BUCKETS_MAX)
+
+
 def state_bytes(count: int, width: int, sequences: int, columns: int, events: int) -> int:
     """Bytes that a State of ``count`` blocks will take."""
     per_block = BLOCK.itemsize + 36 + 4 * width
@@ -276,8 +283,8 @@ class State:
         self.tokens = np.zeros((count, width), np.int32)
         self.extra = np.zeros((1, 1), np.int64)
         self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
-        self.index = np.full(4 * count, NONE, np.int32)
-        self.children = np.full(4 * count if partial_reuse else 0, NONE, np.int32)
+        self.index = np.full(buckets(count), NONE, np.int32)
+        self.children = np.full(buckets(count) if partial_reuse else 0, NONE, np.int32)
         self.heap = np.zeros(count + 1, np.int32)
         self.sequences = np.zeros(sequences, SEQUENCE)
         self.rows = np.arange(sequences - 1, -1, -1, dtype=np.int32)

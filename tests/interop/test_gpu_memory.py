@@ -48,7 +48,7 @@ def test_capsules_name_the_gpu_and_pinned_memory(cache: KVCacheManager, tier: st
     with pytest.raises(PoolBusy, match="live: 1"):
         cache.close()
     del capsule
-    assert cache._lending.count == 0
+    assert len(cache._loans) == 0
 
 
 def test_pinned_memory_can_be_asked_for_as_main_memory(cache: KVCacheManager) -> None:

@@ -220,3 +220,20 @@ def test_a_process_ends_as_it_should_when(script: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", start + script + "\nprint('ended')"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "ended\n", done.stdout + done.stderr
+
+
+def test_a_pool_that_nobody_holds_gives_its_memory_back_at_once() -> None:
+    """Not when the collector comes, which knows nothing of gigabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        cache = open_pool()
+        export = cache.export("host")
+        view = np.asarray(export)
+        memory = [weakref.ref(cache._pools.device_bytes), weakref.ref(cache._pools.host_bytes)]
+        del cache, export
+        assert memory[0]() is None and memory[1]() is not None, "the view keeps what it is made of"
+        del view
+        assert memory[1]() is None
+    finally:
+        gc.enable()

@@ -118,6 +118,14 @@ def a_host_block_reused_while_a_copy_of_its_reader_is_pending(lab: Lab) -> None:
     assert lab.cache.stats().forgotten_host_blocks == 1
 
 
+def reuse_of_a_block_that_a_revoked_reader_is_still_copying(lab: Lab) -> None:
+    cached(lab, X)
+    lab.sim.synchronize()
+    lab.read(lab.cache.pin(lab.keys(X), owner="reader", stream=lab.b), X[:2], lab.b)
+    assert lab.cache.revoke("reader") == 1
+    lab.add(Y)
+
+
 def a_pin_between_the_start_of_an_onboard_and_its_end(lab: Lab) -> None:
     cached(lab, X)
     lab.release(lab.add(Y), store=False)
@@ -212,6 +220,7 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     eviction_into_a_host_block_that_is_being_onboarded: ("copy_writes_after_copies", {"P": 3, "S": 1}),
     partial_copy_from_a_block_that_is_being_onboarded: ("copy_reads_after_copies", {"P": 5, "S": 1}),
     a_host_block_reused_while_a_copy_of_its_reader_is_pending: ("copy_writes_after_engine", {"P": 3, "S": 1}),
+    reuse_of_a_block_that_a_revoked_reader_is_still_copying: ("engine_writes_after_engine", {"P": 3, "S": 0}),
     a_pin_between_the_start_of_an_onboard_and_its_end: ("reader_waits", {"P": 3, "S": 2}),
     partial_copy_from_tokens_that_the_engine_is_still_writing: ("copy_reads_after_engine", {"P": 3, "S": 0}),
     rewound_blocks_reused_on_another_stream: ("engine_writes_after_engine", {"P": 3, "S": 0}),

@@ -118,30 +118,41 @@ def test_a_call_inside_a_decision_keeps_the_stream_of_that_decision(monkeypatch:
     assert not lab.findings()
 
 
-@pytest.mark.parametrize("call", ["pin", "import_blocks", "copy_batch_block_offsets", "copy_batch_block_csr"])
-def test_what_waits_is_refused_inside_a_decision(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """There it would wait for others with the lock that they wait for."""
+@pytest.mark.parametrize("where", ["a decision", "copies"])
+@pytest.mark.parametrize(
+    "call", ["pin", "import_blocks", "reserve", "loadable", "copy_batch_block_offsets", "copy_batch_block_csr", "close"]
+)
+def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPatch, call: str, where: str) -> None:
+    """There it would wait for others with the lock that they wait for, or for the lock that this thread has."""
     with KVCacheManager(small_layout(2), device_blocks=4, host_blocks=4, device="cpu") as cache:
         sequence = cache.add_sequence([1, 2, 3])
         cache.commit(sequence)
-        keys, reserve = cache.block_keys([1, 2, 3]), cache._state.reserve_moves
+        keys = cache.block_keys([1, 2, 3])
         calls: dict[str, Callable[[], object]] = {
             "pin": lambda: cache.pin(keys),
             "import_blocks": lambda: cache.import_blocks(keys, [bytes(cache.layout.block_bytes)]),
+            "reserve": lambda: cache.reserve([7, 8, 9]),
+            "loadable": lambda: cache.loadable(sequence),
             "copy_batch_block_offsets": lambda: cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence),
             "copy_batch_block_csr": lambda: cache.copy_batch_block_csr(*np.zeros((3, 4), np.int32), sequence),
+            "close": cache.close,
         }
+        refused = []
+        owner, name = (cache._state, "reserve_moves") if where == "a decision" else (cache._device, "copy_blocks")
+        inner = getattr(owner, name)
 
-        def meanwhile(count: int) -> None:
-            monkeypatch.setattr(cache._state, "reserve_moves", reserve)
+        def meanwhile(*args: Any) -> None:
+            monkeypatch.setattr(owner, name, inner)
             with pytest.raises(RuntimeError, match=f"{call} inside another call"):
                 calls[call]()
-            reserve(count)
+            refused.append(call)
+            inner(*args)
 
-        monkeypatch.setattr(cache._state, "reserve_moves", meanwhile)
-        cache.release(sequence)
-        assert cache._state.reserve_moves == reserve and cache.leases == []
+        monkeypatch.setattr(owner, name, meanwhile)
+        assert cache.offload(keys) == 1
+        assert refused == [call] and cache.leases == cache.reservations == []
         cache.verify()
+        cache.release(sequence)
 
 
 # -- ends at the worst moment ------------------------------------------------------------------------
