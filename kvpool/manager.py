@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from kvpool.block_table import BlockTable
 from kvpool.device.base import NULL_STREAM
+from kvpool.drafts import DraftPool
 from kvpool.errors import KVPoolError
 from kvpool.layout import integer_argument
-from kvpool.reservations import Reservation, ReservePool
+from kvpool.reservations import Reservation
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
 from kvpool.sequence import (
     Admission,
@@ -42,7 +43,7 @@ Prompt = Any
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class KVCacheManager(ReservePool):
+class KVCacheManager(DraftPool):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -61,6 +62,10 @@ class KVCacheManager(ReservePool):
     device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
+
+    table : int32[max_sequences, columns], C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
+        where columns is ``max_sequence_tokens`` in blocks: rows of a larger array, say, of which other rows are another model's. The
+        pool fills it with -1, writes it while it lives, and keeps it alive; nobody else writes these rows.
 
     All methods are thread-safe. A call that raises has changed nothing.
 

@@ -38,6 +38,7 @@ LAYERS = [
     ["staged_tables"],
     ["pins"],
     ["reservations"],
+    ["drafts"],
     ["manager"],
     [""],
     ["metrics", "remote"],
