@@ -213,6 +213,9 @@ class Engine:
     def draft(self, sequence: Request, tokens: Sequence[int], parents: Sequence[int]) -> Request:
         """Append a tree of drafts: the parent of each is an earlier one, or -1. Their bytes are those of the path to them."""
         self.cache.append_tokens(sequence.id, list(tokens))
+        return self.drafted(sequence, tokens, parents)
+
+    def drafted(self, sequence: Request, tokens: Sequence[int], parents: Sequence[int]) -> Request:
         start, paths = len(sequence), list[list[Item]]()
         for token, parent in zip(tokens, parents, strict=True):
             paths.append([*(paths[parent] if parent >= 0 else sequence.items), (token, 0)])
