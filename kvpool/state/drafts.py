@@ -124,7 +124,7 @@ def _gather(h, slot, base, accepted, gap, stream):
             row[i] = _private_copy(h, row[i], min(width, length - i * width))
             copied += 1
         blocks[row[i]].flags &= ~KEYED
-        blocks[row[i]].ticket = h[TICKET]
+        blocks[row[i]].ticket = h[TICKET]  # whose failure loses them
         emit_access(h, WILL_WRITE, stream, row[i])
     moves, n = token_moves_of(h), h[TOKEN_MOVES]
     if n + accepted.shape[0] - gap > h[TOKEN_MOVES_CAPACITY]:

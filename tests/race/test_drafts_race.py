@@ -8,7 +8,7 @@ import pytest
 
 from test_drafts import fork
 from tests.race.lab import Lab
-from tests.race.test_races import RUNS, Scenario, run
+from tests.race.test_races import RUNS, Scenario, X, cached, run
 
 
 def dropped_drafts_reused_on_another_stream(lab: Lab) -> None:
@@ -42,6 +42,17 @@ def tokens_moved_in_a_block_that_is_being_copied_for_another(lab: Lab) -> None:
     lab.kept(child, 5, [4])
 
 
+def shared_drafts_copied_into_a_block_that_is_being_onboarded(lab: Lab) -> None:
+    cached(lab, X)
+    parent = lab.draft(lab.commit(lab.add([61, 62])), [5, 6, 7, 8], [-1] * 4)
+    child = fork(lab, parent)  # evicts X for a moment
+    lab.sim.synchronize()
+    assert lab.cache.prefetch(X) == 1
+    lab.keep(child, 4, [3])
+    assert lab.cache.stats().copied_blocks == 1
+    lab.check(parent)
+
+
 def a_sequence_whose_drafts_are_kept_on_another_stream(lab: Lab) -> None:
     sequence = lab.draft(lab.commit(lab.add([1])), [5, 6, 7, 8, 9], [-1] * 5)
     lab.cache.keep(sequence.id, 5, [4], stream=lab.b)
@@ -54,6 +65,7 @@ RACES: dict[Scenario, tuple[str | None, dict[str, Any]]] = {
     shared_drafts_copied_while_the_engine_is_still_writing_them: ("copy_reads_after_engine", {"P": 6, "S": 0}),
     tokens_moved_in_a_copy_that_is_still_being_made: ("engine_writes_after_copies", {"P": 6, "S": 0}),
     tokens_moved_in_a_block_that_is_being_copied_for_another: ("engine_writes_after_copies", {"P": 6, "S": 0}),
+    shared_drafts_copied_into_a_block_that_is_being_onboarded: ("copy_writes_after_copies", {"P": 4, "S": 2}),
     a_sequence_whose_drafts_are_kept_on_another_stream: (None, {"P": 3, "S": 0}),
 }
 
