@@ -10,6 +10,7 @@ OTHERS_BATCHES_TOO = 512  # a call returns when everything decided before it is 
 TICKET_ORDER = 1024  # batches are enqueued in the order in which they were decided
 READER_WAITS = 2048  # the host gets a lease when the bytes have come, and a block to write to when nobody uses it
 LOST_CONTENT_IS_FORGOTTEN = 4096  # what a failed copy should have brought is not findable
+TOKENS_MOVE_BEFORE_REUSE = 16384  # a block out of which tokens are moved is not overwritten before they have been read
 STAGED_BUFFERS_RETIRE_BY_EVENT = 8192  # a block table on its way to the device is not overwritten before it has been read
 
 GUARDS = {name.lower(): value for name, value in dict(globals()).items() if name.isupper() and isinstance(value, int)}

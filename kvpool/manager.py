@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvpool.block_table import BlockTable
 from kvpool.device.base import NULL_STREAM
+from kvpool.drafts import DraftPool
 from kvpool.errors import KVPoolError
 from kvpool.forks import ForkPool
 from kvpool.layout import integer_argument
@@ -43,7 +44,7 @@ Prompt = Any
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class KVCacheManager(ForkPool):
+class KVCacheManager(ForkPool, DraftPool):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -62,6 +63,10 @@ class KVCacheManager(ForkPool):
     device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
+
+    table : int32[max_sequences, columns], C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
+        where columns is ``max_sequence_tokens`` in blocks: rows of a larger array, say, of which other rows are another model's. The
+        pool fills it with -1, writes it while it lives, and keeps it alive; nobody else writes these rows.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
@@ -109,12 +114,11 @@ class KVCacheManager(ForkPool):
         requests.hash_request(state.header, result.request[0])
         return result
 
-    def _prompt(self, prompt: Prompt, *, kept: bool = False) -> BlockKeys:
-        """The keys of a prompt; to be ``kept`` behind the call, they have tokens of their own, whatever becomes of the buffer."""
+    def _prompt(self, prompt: Prompt) -> BlockKeys:
+        """The keys of a prompt. What was hashed is what is compared and stored, whatever becomes of the caller's buffer."""
         if isinstance(prompt, BlockKeys):
             return self._own_keys(prompt)
-        found = token_array("prompt", prompt)
-        return self._hash(private(found, prompt) if kept else found)
+        return self._hash(private(token_array("prompt", prompt), prompt))
 
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
@@ -310,7 +314,7 @@ class KVCacheManager(ForkPool):
         ValueError, TypeError.
         """
         own = None if retention is None else retention_rows(retention)
-        return self._reserve(self._prompt(prompt, kept=True), own, owner, stream)
+        return self._reserve(self._prompt(prompt), own, owner, stream)
 
     # -- moving content between the tiers --------------------------------------------------------
 

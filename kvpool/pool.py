@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvpool import events as kv_events
 from kvpool import guards
 from kvpool import stats as statistics
+from kvpool.block_table import own_table
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream, tier_argument
 from kvpool.errors import DeviceError, InsufficientMemory, IntegrityError, KVPoolError, PoolBusy, PoolClosed
@@ -58,7 +59,7 @@ class Pool:
         self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
-        device_memory: Any = None, host_memory: Any = None,
+        device_memory: Any = None, host_memory: Any = None, table: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
@@ -82,7 +83,7 @@ class Pool:
             self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks, device_memory, host_memory)
             try:
                 self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
-                self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse)
+                self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse, table)
             except BaseException:
                 self._pools.close()
                 raise
@@ -111,7 +112,7 @@ class Pool:
         kv_events.announce(self._state)
 
     def _build_state(
-        self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int
+        self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int, table: Any
     ) -> None:
         width = self.tokens_per_block
         columns = -(-(tokens or min(self.device_blocks * width, MAX_TOKENS)) // width)
@@ -122,7 +123,7 @@ class Pool:
         self._state = blocks.State(
             device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=sequences, columns=columns,
             secret=secret or os.urandom(32), partial_reuse=self.partial_reuse, offload_min_priority=min_priority,
-            offload_min_reuse=min_reuse, event_capacity=events,
+            offload_min_reuse=min_reuse, event_capacity=events, table=own_table(table, sequences, columns),
         )  # fmt: skip
 
     def _disable_guard(self, name: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
-from kvpool.state import admission, growth, live
+from kvpool.state import admission, drafts, growth, live
 from kvpool.state.blocks import COLUMNS, DETAIL, DETAIL2, WIDTH, State
 
 
@@ -19,6 +19,8 @@ def refusal(state: State, code: int, ids: npt.NDArray[np.int64]) -> Exception:
         return OutOfSequences(detail, more)
     if code == growth.BAD_TOTAL:
         return ValueError(f"counts add up to {detail}, tokens has {more} entries")
+    if code == drafts.BAD_ACCEPTED:
+        return ValueError(f"accepted[{detail}] is out of range or order: accepted are indices in rising order, below the {more} drafts")
     which = int(ids[detail])
     if code == live.UNKNOWN:
         return UnknownSequence(f"{which} is not a live sequence of this pool")
@@ -26,6 +28,8 @@ def refusal(state: State, code: int, ids: npt.NDArray[np.int64]) -> Exception:
         return ValueError(f"sequence {which} is named twice")
     if code == live.FAILED:
         return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
+    if code == drafts.BAD_DRAFTS:
+        return ValueError(f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts")
     if code == growth.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={state.header[COLUMNS] * state.header[WIDTH]}")
     return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")

@@ -23,21 +23,24 @@ from kvpool.levels import Levels
 from kvpool.moved import Moved
 from kvpool.order import OFFLOAD, ONBOARD, WITHIN, Order
 from kvpool.state import blocks, holds
-from kvpool.state.accesses import hand_over
+from kvpool.state.accesses import ACCESSED, hand_over
 from kvpool.state.blocks import State
 
 NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
+NO_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
 Moves = npt.NDArray[np.int64]
 
 
 class Batch(NamedTuple):
-    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), accesses int64[m, 3] as in the state.
+    """One decision: moves int64[n, 4] (source, target, tokens, ticket of the source's content), token moves int64[k, 4] and accesses
+    int64[m, 3] as in the state. Tokens move on the engine's streams, behind the moves.
 
     ``behind`` is called when they are enqueued, with the transfer lock held.
     """
 
     ticket: int
     moves: Moves
+    token_moves: Moves
     accesses: npt.NDArray[np.int64]
     behind: Callable[[], object] | None
 
@@ -79,12 +82,13 @@ class Transfer:
         A destructor or signal handler may decide in the middle of this: what it finds in the buffers goes before its own.
         """
         header = self._state.header
-        while header[blocks.MOVES] or header[blocks.ACCESSES] or self._notes or self._behind is not None:
+        while header[blocks.MOVES] or header[blocks.ACCESSES] or header[blocks.TOKEN_MOVES] or self._notes or self._behind is not None:
             moves, own = np.empty((header[blocks.MOVES], 4), np.int64), np.empty((header[blocks.ACCESSES], 3), np.int64)
-            ticket = int(hand_over(header, moves, own))
+            shifted = np.empty((header[blocks.TOKEN_MOVES], 4), np.int64) if header[blocks.TOKEN_MOVES] else NO_MOVES
+            ticket = int(hand_over(header, moves, shifted, own))
             if ticket != blocks.NONE:
                 behind, self._behind = self._behind, None
-                self._queue[ticket] = Batch(ticket, moves, self._with_notes(own), behind)
+                self._queue[ticket] = Batch(ticket, moves, shifted, self._with_notes(own), behind)
                 self._decided = max(self._decided, ticket)
                 return True
         return False
@@ -181,6 +185,8 @@ class Transfer:
                     self._copy_by_direction(level, batch.ticket)
         if order is not None and len(batch.accesses):
             self._attempt_order(order.hold_back, batch.accesses, self.guards)
+        if len(batch.token_moves):
+            self._move_tokens(batch.token_moves, batch.ticket)
         if batch.behind is not None:
             self._attempt_order(batch.behind)
         lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
@@ -228,6 +234,23 @@ class Transfer:
         if order is not None:
             self._attempt_order(order.after_copies, moves, stream)
         return completed if self.broken is None else 0
+
+    def _move_tokens(self, moves: Moves, ticket: int) -> None:
+        """Token moves, each on the stream of its sequence. Blocks that they should have written and did not are lost."""
+        order, width = self.order, int(self._state.header[blocks.WIDTH])
+        for slot in np.unique(moves[:, 0]).tolist():
+            mine = moves[moves[:, 0] == slot]
+            starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))
+            try:
+                self._attempt(self._device.move_tokens, mine[:, 2:], starts, NULL_STREAM if order is None else order.stream(slot))
+            except DeviceError as error:
+                if error.sticky:
+                    self.broken = error
+                self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
+            if order is not None and self.guards & guards.TOKENS_MOVE_BEFORE_REUSE:
+                # What is dropped is free for others already, who come behind this as well.
+                read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]
+                self._attempt_order(order.accessed, np.array(read, np.int64))
 
     def _attempt_order(self, call: Any, *args: Any) -> None:
         """Streams that cannot be ordered break the device: somebody would read too early, or be overwritten."""

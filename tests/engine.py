@@ -230,6 +230,31 @@ class Engine:
         for sequence in sequences:
             self._done(sequence)
 
+    def draft(self, sequence: Request, tokens: Sequence[int], parents: Sequence[int]) -> Request:
+        """Append a tree of drafts: the parent of each is an earlier one, or -1. Their bytes are those of the path to them."""
+        self.cache.append_tokens(sequence.id, list(tokens))
+        return self.drafted(sequence, tokens, parents)
+
+    def drafted(self, sequence: Request, tokens: Sequence[int], parents: Sequence[int]) -> Request:
+        start, paths = len(sequence), list[list[Item]]()
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else sequence.items), (token, 0)])
+        sequence.items = [*sequence.items, *(path[-1] for path in paths)]
+        sequence.bytes = [*sequence.bytes, *(self.expected.of(sequence.namespace, path)[-1] for path in paths)]
+        self.write(sequence, start)
+        return self._done(sequence)
+
+    def keep(self, sequence: Request, drafts: int, accepted: Sequence[int]) -> Request:
+        """Keep a path of a tree of drafts."""
+        self.cache.keep(sequence.id, drafts, list(accepted))
+        return self.kept(sequence, drafts, accepted)
+
+    def kept(self, sequence: Request, drafts: int, accepted: Sequence[int]) -> Request:
+        start = len(sequence) - drafts
+        sequence.items = [*sequence.items[:start], *(sequence.items[start + i] for i in accepted)]
+        sequence.bytes = self.expected.of(sequence.namespace, sequence.items)
+        return self._done(sequence)
+
     def release(self, *sequences: Request, store: bool = True) -> None:
         for sequence in sequences:
             self.check(self.live.pop(sequence.id))

@@ -193,6 +193,7 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "append_tokens": lambda cache, ids: cache.append_tokens(ids, [1] * np.size(ids), [1] * np.size(ids)),
     "commit": lambda cache, ids: cache.commit(ids),
     "rewind": lambda cache, ids: cache.rewind(ids, [1] * np.size(ids)),
+    "keep": lambda cache, ids: cache.keep(ids, [0] * np.size(ids), [], [0] * np.size(ids)),
     "release": lambda cache, ids: cache.release(ids),
     "blocks_needed": lambda cache, ids: cache.blocks_needed(sequences=ids, new_tokens=[1] * np.size(ids)),
     "evictable_if_released": lambda cache, ids: cache.evictable_if_released(ids),
@@ -244,6 +245,7 @@ COUNT_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "append_tokens": lambda busy, counts: busy.cache.append_tokens([busy.live, busy.other], [1, 2, 3], counts),
     "commit": lambda busy, counts: busy.cache.commit([busy.live, busy.other], counts),
     "rewind": lambda busy, counts: busy.cache.rewind([busy.live, busy.other], counts),
+    "keep": lambda busy, counts: busy.cache.keep([busy.live, busy.other], [0, 0], [], counts),
     "blocks_needed": lambda busy, counts: busy.cache.blocks_needed(sequences=[busy.live, busy.other], new_tokens=counts),
 }
 
@@ -343,6 +345,7 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "append_tokens": lambda busy, stream: busy.cache.append_tokens(busy.live, [1], stream=stream),
     "commit": lambda busy, stream: busy.cache.commit(busy.live, stream=stream),
     "rewind": lambda busy, stream: busy.cache.rewind(busy.live, [1], stream=stream),
+    "keep": lambda busy, stream: busy.cache.keep(busy.live, [0], [], stream=stream),
     "release": lambda busy, stream: busy.cache.release(busy.live, stream=stream),
     "reserve": lambda busy, stream: busy.cache.reserve([1], stream=stream),
     "loadable": lambda busy, stream: busy.cache.loadable(busy.live, stream=stream),

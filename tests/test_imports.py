@@ -38,7 +38,7 @@ LAYERS = [
     ["staged_tables"],
     ["pins"],
     ["reservations"],
-    ["forks"],
+    ["drafts", "forks"],
     ["manager"],
     ["warming"],
     [""],

@@ -60,8 +60,8 @@ class Device(ABC):
     the order in which it was enqueued; work on two streams is ordered by events and by nothing else. A *synchronous*
     device does everything before the call returns, so that its streams and events mean nothing.
 
-    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``stage_rows``, ``stage_vectors``, ``record``, ``wait``: whoever
-    holds the transfer lock); ``query``, ``synchronize``, ``as_table``, ``allocate`` and ``free`` of memory that is not bound may be
+    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``move_tokens``, ``stage_rows``, ``stage_vectors``, ``record``, ``wait``:
+    whoever holds the transfer lock); ``query``, ``synchronize``, ``as_table``, ``allocate`` and ``free`` of memory that is not bound may be
     called by any thread at any time, everything else while no copy is being enqueued.
     """
 
@@ -135,6 +135,18 @@ class Device(ABC):
         Raises TypeError or ValueError, before anything is copied, for rows that are no moves of this pool, and
         DeviceError where the device fails: then the first ``completed`` rows have been enqueued, and of the others any may have
         been. Copying those again does no harm.
+        """
+
+    @abstractmethod
+    def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        """Enqueue on ``stream``: tokens of device blocks, all layers, planes and heads, go to other slots of device blocks.
+
+        ``moves`` is int64[n, 2] with rows (source, target); a slot is block id * tokens_per_block + token. Group g is the rows
+        [starts[g], starts[g + 1]), ``starts`` int64[groups + 1] from 0 to n. Rows of a group are made in order: one may write what an
+        earlier one reads, none reads what an earlier one writes. No group writes what another one reads or writes; the caller sees to it.
+
+        Raises TypeError or ValueError, before anything is moved, for rows that are no token moves of this pool, and DeviceError where the
+        device fails: then any target may have been written.
         """
 
     def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:

@@ -21,6 +21,7 @@ from kvpool.device.base import (
 from kvpool.device.block_copy import Plan, copy_moves, describe_bad_move, make_plan
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_rows, write_vectors
+from kvpool.device.token_moves import TokenMoves, move_tokens
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout
 from kvpool.strided import StridedArray
@@ -87,6 +88,13 @@ class CpuDevice(Device):
         bad = copy_moves(moves, self._plan_vector)
         if bad >= 0:
             raise ValueError(describe_bad_move(bad, moves[bad], plan))
+
+    def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        self._check_open()
+        plan, _pools = self._plan, self._pools
+        if plan is None:
+            raise ValueError("device: not bound to a pool")
+        move_tokens(TokenMoves.of(moves, starts, plan).moves, self._plan_vector)
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self._check_open()

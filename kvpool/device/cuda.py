@@ -28,7 +28,7 @@ from kvpool.device.base import (
 )
 from kvpool.device.block_copy import Plan, describe_bad_move, first_bad_move, make_plan
 from kvpool.device.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration
-from kvpool.device.cuda_arrays import check_adopted, gpu_array
+from kvpool.device.cuda_arrays import check_adopted, gpu_array, gpu_table
 from kvpool.device.cuda_batch import find_batch
 from kvpool.device.cuda_calls import STICKY, Calls, Gpu, gpus, status_of
 from kvpool.device.cuda_events import CudaEvent, EventPool
@@ -37,12 +37,14 @@ from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction
 from kvpool.device.measure import measure
 from kvpool.device.pinned import PinnedMemory
 from kvpool.device.ram import available_ram
-from kvpool.device.tables import StagedRows, StagedVectors, Table, make_table
+from kvpool.device.tables import StagedRows, StagedVectors, Table
+from kvpool.device.token_moves import TokenMoves
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.kernels.copies import block_copies
 from kvpool.kernels.tables import stage_rows
+from kvpool.kernels.token_moves import token_moves
 from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import StridedArray, as_strided
+from kvpool.strided import StridedArray
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
 COPY_PATH = "KVPOOL_COPY_PATH"
@@ -237,16 +239,15 @@ class CudaDevice(Device):
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        if self._bound is None:
-            raise ValueError("device: not bound to a pool")
-        plan, moves = self._bound.plan, moves_argument(moves)
+        bound, moves = self._pool(), moves_argument(moves)
+        plan = bound.plan
         bad = first_bad_move(moves, plan.blocks, plan.block_tokens)
         if bad >= 0:
             raise ValueError(describe_bad_move(bad, moves[bad], plan))
         handle = self.as_stream(stream).handle
         try:
             for direction, rows in by_direction(moves, plan.device_blocks):
-                self._copy(self._bound, direction, rows, handle)
+                self._copy(bound, direction, rows, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
@@ -287,6 +288,17 @@ class CudaDevice(Device):
         ):
             self._launcher.launch(launch, stream)
 
+    def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        self._check_open()
+        bound, handle = self._pool(), self.as_stream(stream).handle
+        for launch in token_moves(bound.vector, *TokenMoves.of(moves, starts, bound.plan), self._launcher.multiprocessors):
+            self._launcher.launch(launch, handle)
+
+    def _pool(self) -> _Bound:
+        if self._bound is None:
+            raise ValueError("device: not bound to a pool")
+        return self._bound
+
     def calibrate(self) -> Calibration:
         """Measure every way of copying, use the fastest from now on, and keep it for other processes on this machine.
 
@@ -306,13 +318,7 @@ class CudaDevice(Device):
     # -- tables ----------------------------------------------------------------------------------
 
     def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:
-        """As every device: an array of the GPU, by ``__cuda_array_interface__`` or DLPack."""
-        found = as_strided(name, target)
-        if found.memory != "device" or (found.kind, found.itemsize) != ("i", 4):
-            raise TypeError(f"{name}: accepted is an int32 array of a GPU, not {found.kind}{8 * found.itemsize} in {found.memory} memory")
-        if not found.writable:
-            raise ValueError(f"{name} is read-only: accepted is an array that can be written")
-        return make_table(name, found.address, found.shape, found.steps, target, vector)
+        return gpu_table(target, name, vector)
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self._check_open()

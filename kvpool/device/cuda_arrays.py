@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvpool.device.cuda_calls import Calls
-from kvpool.strided import StridedArray
+from kvpool.device.tables import Table, make_table
+from kvpool.strided import StridedArray, as_strided
 
 
 def check_adopted(calls: Calls, memory: StridedArray, tier: str, index: int) -> None:
@@ -27,3 +28,13 @@ def gpu_array(cupy: Any, memory: StridedArray, index: int) -> Any:
     unowned = cupy.cuda.UnownedMemory(memory.address, nbytes, memory.owner, index)
     dtype = np.dtype(f"{memory.kind}{memory.itemsize}")
     return cupy.ndarray(memory.shape, dtype, memptr=cupy.cuda.MemoryPointer(unowned, 0), strides=memory.steps)
+
+
+def gpu_table(target: Any, name: str, vector: bool) -> Table:
+    """An array of the GPU as a table, by ``__cuda_array_interface__`` or DLPack. Raises TypeError or ValueError."""
+    found = as_strided(name, target)
+    if found.memory != "device" or (found.kind, found.itemsize) != ("i", 4):
+        raise TypeError(f"{name}: accepted is an int32 array of a GPU, not {found.kind}{8 * found.itemsize} in {found.memory} memory")
+    if not found.writable:
+        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    return make_table(name, found.address, found.shape, found.steps, target, vector)

@@ -34,6 +34,15 @@ def copy_blocks(layout: BlockLayout, device_pool: NDArray[Any], host_pool: NDArr
         target[:, :, :tokens] = source[:, :, :tokens]
 
 
+def move_tokens(layout: BlockLayout, device_pool: NDArray[Any], moves: NDArray[np.int64]) -> None:
+    """What ``Device.move_tokens`` means, row by row."""
+    nothing = np.empty(layout.host_shape(0), device_pool.dtype)
+    for source, target in moves.tolist():
+        (block, token), (to, place) = divmod(source, layout.tokens_per_block), divmod(target, layout.tokens_per_block)
+        moved = block_view(layout, device_pool, nothing, block)[:, :, token]
+        block_view(layout, device_pool, nothing, to)[:, :, place] = moved
+
+
 def gather_kv(cache: NDArray[Any], slot_mapping: NDArray[Any], out: NDArray[Any], skip_prefix_n_tokens: int = 0) -> None:
     """Tokens out of a paged cache, a view ``[planes, layers, blocks, tokens, heads, head_dim]`` of any strides, into
     ``out`` ``[planes, layers, n, heads, head_dim]``."""

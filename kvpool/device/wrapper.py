@@ -56,6 +56,9 @@ class WrappedDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self.inner.copy_blocks(moves, stream)
 
+    def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        self.inner.move_tokens(moves, starts, stream)
+
     def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:
         return self.inner.as_table(target, name, vector)
 

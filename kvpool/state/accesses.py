@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.blocks import ACCESSES, ACCESSES_CAPACITY, MOVES, NONE, TICKET, accesses_of, moves_of
+from kvpool.state.blocks import (
+    ACCESSES,
+    ACCESSES_CAPACITY,
+    MOVES,
+    NONE,
+    TICKET,
+    TOKEN_MOVES,
+    accesses_of,
+    moves_of,
+    token_moves_of,
+)
 
 # Kinds of rows (kind, stream, block). The stream will read the block, or write it, from now on; its accesses so far are enqueued,
 # and among them is what wrote the block's content. FOLLOWS has a second stream in place of the block, which the first one takes over from.
@@ -32,20 +42,23 @@ def _note(h, kind, stream, b):
 
 
 @jit
-def hand_over(h, moves, accesses):
-    """Take a decision's moves and accesses out of the buffers, into arrays of their lengths; returns its ticket.
+def hand_over(h, moves, token_moves, accesses):
+    """Take a decision's moves, token moves and accesses out of the buffers, into arrays of their lengths; returns its ticket.
 
     All in one call, since the interpreter may run anything between two: NONE, with nothing changed, if the lengths are no longer right.
     """
-    if moves.shape[0] != h[MOVES] or accesses.shape[0] != h[ACCESSES]:
+    if moves.shape[0] != h[MOVES] or token_moves.shape[0] != h[TOKEN_MOVES] or accesses.shape[0] != h[ACCESSES]:
         return np.int64(NONE)
-    decided, noted = moves_of(h), accesses_of(h)
+    decided, shifted, noted = moves_of(h), token_moves_of(h), accesses_of(h)
     for i in range(moves.shape[0]):
         for j in range(4):
             moves[i, j] = decided[i, j]
+    for i in range(token_moves.shape[0]):
+        for j in range(4):
+            token_moves[i, j] = shifted[i, j]
     for i in range(accesses.shape[0]):
         for j in range(3):
             accesses[i, j] = noted[i, j]
-    h[MOVES] = h[ACCESSES] = 0
+    h[MOVES] = h[TOKEN_MOVES] = h[ACCESSES] = 0
     h[TICKET] += 1
     return h[TICKET] - 1

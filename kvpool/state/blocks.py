@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.jit import jit
 from kvpool.state.atomics import array_at, compare_exchange, load, store
@@ -100,11 +101,12 @@ EVENT = np.dtype(
 
 # Header: addresses first, then sizes and scalars.
 (
-    A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_ACCESSES, A_EVENTS,
-    A_EVENT_TOKENS, A_EVENT_EXTRA, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS, CHILD_BUCKETS, SEQUENCES, COLUMNS,
-    FREE_ROWS, MOVES, MOVES_CAPACITY, ACCESSES, ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0,
-    SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT, EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
-) = range(48)  # fmt: skip
+    A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_TOKEN_MOVES,
+    A_ACCESSES, A_EVENTS, A_EVENT_TOKENS, A_EVENT_EXTRA, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS,
+    CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS, MOVES, MOVES_CAPACITY, TOKEN_MOVES, TOKEN_MOVES_CAPACITY, ACCESSES,
+    ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT,
+    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
+) = range(51)  # fmt: skip
 
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
@@ -181,6 +183,12 @@ def table_of(h):
 @jit(inline="always")
 def moves_of(h):
     return array_at(h[A_MOVES], (h[MOVES_CAPACITY], 4), np.int64)
+
+
+@jit(inline="always")
+def token_moves_of(h):
+    """Rows (stream, row of the sequence, source slot, target slot); those of a sequence follow each other."""
+    return array_at(h[A_TOKEN_MOVES], (h[TOKEN_MOVES_CAPACITY], 4), np.int64)
 
 
 @jit(inline="always")
@@ -274,6 +282,7 @@ class State:
     def __init__(
         self, *, device_blocks: int, host_blocks: int, width: int, sequences: int, columns: int, secret: bytes, partial_reuse: bool = True,
         offload_min_priority: int = 30, offload_min_reuse: int = 1, event_capacity: int = 0,
+        table: npt.NDArray[np.int32] | None = None,
     ) -> None:  # fmt: skip
         count = device_blocks + host_blocks
         self.secret = secret
@@ -288,8 +297,10 @@ class State:
         self.heap = np.zeros(count + 1, np.int32)
         self.sequences = np.zeros(sequences, SEQUENCE)
         self.rows = np.arange(sequences - 1, -1, -1, dtype=np.int32)
-        self.table = np.full((sequences, columns), NONE, np.int32)
+        self.table = np.empty((sequences, columns), np.int32) if table is None else table
+        self.table.fill(NONE)
         self.moves = np.zeros((64, 4), np.int64)
+        self.token_moves = np.zeros((0, 4), np.int64)
         self.accesses = np.zeros((0, 3), np.int64)
         self.events = np.zeros(event_capacity, EVENT)
         self.event_tokens = np.zeros((event_capacity, width), np.int32)
@@ -302,6 +313,7 @@ class State:
             (A_CHILDREN, self.children), (A_HEAP, self.heap), (A_SEQUENCES, self.sequences), (A_ROWS, self.rows), (A_TABLE, self.table),
             (A_MOVES, self.moves), (A_EVENTS, self.events), (A_EVENT_TOKENS, self.event_tokens), (A_COUNTERS, self.counters),
             (A_HISTOGRAMS, self.histograms), (A_ACCESSES, self.accesses), (A_EVENT_EXTRA, self.event_extra),
+            (A_TOKEN_MOVES, self.token_moves),
         ):  # fmt: skip
             h[slot] = array.ctypes.data
         h[DEVICE_BLOCKS], h[BLOCKS], h[WIDTH] = device_blocks, count, width
@@ -344,6 +356,13 @@ class State:
             self.moves = np.zeros((max(count, 2 * len(self.moves)), 4), np.int64)
             self.header[A_MOVES] = self.moves.ctypes.data
             self.header[MOVES_CAPACITY] = len(self.moves)
+
+    def reserve_token_moves(self, count: int) -> None:
+        """Make room for ``count`` token moves of the next call. None may be waiting in the buffer."""
+        if count > len(self.token_moves):
+            self.token_moves = np.zeros((max(count, 2 * len(self.token_moves)), 4), np.int64)
+            self.header[A_TOKEN_MOVES] = self.token_moves.ctypes.data
+            self.header[TOKEN_MOVES_CAPACITY] = len(self.token_moves)
 
     def reserve_accesses(self, count: int) -> None:
         """Make room for ``count`` accesses of the next call; without any room, none is noted. None may be waiting in the buffer."""

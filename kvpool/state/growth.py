@@ -27,6 +27,7 @@ from kvpool.state.blocks import (
     SECRET0,
     SECRET1,
     TAIL,
+    TICKET,
     WIDTH,
     add_reference,
     blocks_of,
@@ -288,8 +289,9 @@ def _rewind(h, slot, count, stream):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     length = sequence.length - count
     keep = blocks_for(h, length)
-    if length % h[WIDTH]:
-        emit_access(h, WROTE, stream, row[keep - 1])  # committed or not, what stays may be copied now
+    # Committed or not, what stays may be copied now. What this very call has copied there was not written by the engine.
+    if length % h[WIDTH] and blocks[row[keep - 1]].ticket != h[TICKET]:
+        emit_access(h, WROTE, stream, row[keep - 1])
     for i in range(sequence.blocks - 1, keep - 1, -1):
         emit_access(h, ACCESSED, stream, row[i])
         if drop_reference(blocks, row[i]) == 0:

@@ -291,7 +291,7 @@ class FakeCupy:
         return array
 
     def RawModule(self, code: str, options: tuple[str, ...]) -> Any:
-        source = next(name for name in ("block_copy.cu", "kv_copy.cu", "stage_rows.cu") if library_source(name) == code)
+        source = next(name for name in ("block_copy.cu", "kv_copy.cu", "stage_rows.cu", "token_moves.cu") if library_source(name) == code)
         return SimpleNamespace(compile=lambda: library(source), get_function=lambda name: self._kernel(source, name))
 
     def _kernel(self, source: str, name: str) -> Callable[..., None]:

@@ -111,6 +111,18 @@ class Model(Admission):
         for seq, length in zip(live, lengths, strict=True):
             self._rewind_one(seq, length)
 
+    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """Drafts are nobody else's: those that stay come in front of those that go, which are rewound."""
+        live = self._live(ids)
+        for seq, count, path in zip(live, drafts, accepted, strict=True):
+            if count > len(seq.items) - seq.committed or list(path) != sorted({i for i in path if 0 <= i < count}):
+                raise ValueError(f"drafts: {count}, accepted: {path}")
+        for seq, count, path in zip(live, drafts, accepted, strict=True):
+            base = len(seq.items) - count
+            stay, go = [seq.items[base + i] for i in path], [seq.items[base + i] for i in range(count) if i not in path]
+            seq.items[base:] = stay + go
+        self.rewind(ids, [count - len(path) for count, path in zip(drafts, accepted, strict=True)])
+
     def _is_shared(self, seq: Seq, length: int) -> bool:
         """Whether a rewind to this length ends inside a block that others, sequences or readers, hold too."""
         if length % self.T == 0 or length == len(seq.items):

@@ -168,6 +168,30 @@ class Pair:
         self.both(lambda: self.cache.reorder(real, parents, store=store), lambda: self.model.reorder(ids, parents, store=store))
         self.engine.reordered([self.requests[i] for i in ids], parents)
 
+    def draft(self, ids: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> bool:
+        """Append a tree of drafts to each; whether there was room."""
+        note(f"draft({ids}, {tokens}, {parents})")
+        flat = [token for new in tokens for token in new]
+        done = self.both(
+            lambda: self.cache.append_tokens(self.real_ids(ids), flat, [len(new) for new in tokens]),
+            lambda: self.model.append_tokens(ids, tokens) or True,
+            compare=False,
+        )
+        for i, new, above in zip(ids if done else (), tokens, parents, strict=False):
+            self.engine.drafted(self.requests[i], new, above)
+        return bool(done)
+
+    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        note(f"keep({ids}, {drafts}, {accepted})")
+        flat, counts = [i for path in accepted for i in path], [len(path) for path in accepted]
+        done = self.both(
+            lambda: self.cache.keep(self.real_ids(ids), drafts, flat, counts),
+            lambda: self.model.keep(ids, drafts, accepted) or True,
+            compare=False,
+        )
+        for i, count, path in zip(ids if done else (), drafts, accepted, strict=False):
+            self.engine.kept(self.requests[i], count, path)
+
     def release(self, ids: Sequence[int], store: bool) -> None:
         note(f"release({ids}, store={store})")
         real = self.real_ids(ids)

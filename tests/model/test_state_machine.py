@@ -201,6 +201,27 @@ class PoolMachine(RuleBasedStateMachine):
         parents = [random.randrange(len(ids)) for _ in ids] if random.random() < 0.9 else list(range(len(ids)))
         self.pair.reorder(ids, parents, random.random() < 0.5)
 
+    @precondition(live)
+    @rule(random=RANDOM)
+    def speculate(self, random: Random) -> None:
+        """Append trees of drafts and keep a path of each, or now and then ask for something that is refused."""
+        ids = [i for i in self.some(random) if len(self.model.sequences[i].items) <= 8 * self.T]
+        tokens = [self.new_tokens(random, 2 * self.T) for _ in ids]
+        parents = [[random.randint(-1, i - 1) for i in range(len(new))] for new in tokens]
+        if not ids or not self.pair.draft(ids, tokens, parents):
+            return
+        paths: list[list[int]] = []
+        for above in parents:
+            at, path = random.randint(-1, len(above) - 1), list[int]()
+            while at >= 0:
+                path, at = [at, *path], above[at]
+            paths.append(path)
+        if random.random() < 0.1:
+            last = self.model.sequences[ids[-1]]
+            for drafts, path in ((len(last.items) - last.committed + 1, []), (1, [0, 0]), (1, [1])):
+                self.pair.keep(ids, [*map(len, tokens[:-1]), drafts], [*paths[:-1], path])
+        self.pair.keep(ids, [len(new) for new in tokens], paths)
+
     def finish(self, ids: list[int], *, store: bool) -> None:
         """Commit all but the last token and release."""
         live = [self.model.sequences[i] for i in ids]
@@ -218,7 +239,10 @@ class PoolMachine(RuleBasedStateMachine):
             self.pair.release(ids, store)
 
     @precondition(live)
-    @rule(random=RANDOM, verb=st.sampled_from(("append_tokens", "commit", "rewind", "release", "fork", "reorder", "evictable_if_released")))
+    @rule(
+        random=RANDOM,
+        verb=st.sampled_from(("append_tokens", "commit", "rewind", "keep", "release", "fork", "reorder", "evictable_if_released")),
+    )
     def misuse(self, random: Random, verb: str) -> None:
         """A stale, foreign or repeated id at the end of a batch: an error, and nothing has changed."""
         ids = self.some(random)
@@ -231,6 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
             "rewind": ([[0] * len(bad)], [[0] * len(bad)]),
             "fork": ([1], [1]),
             "reorder": ([[0] * len(bad)], [[0] * len(bad)]),
+            "keep": ([[0] * len(bad), [], [0] * len(bad)], [[0] * len(bad), [[]] * len(bad)]),
         }
         args, model_args = each.get(verb, ([], []))
         failed = self.pair.both(lambda: getattr(self.pair.cache, verb)(wrong, *args), lambda: getattr(self.model, verb)(bad, *model_args))

@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 from kvpool.device.base import (
     NULL_EVENT,
     NULL_STREAM,
-    SOURCE,
-    TARGET,
-    TOKENS,
     Device,
     Event,
     Stream,
@@ -32,10 +29,11 @@ from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
 from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument
+from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument, rows_of_moves
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_checked, write_vectors
+from kvpool.device.token_moves import TokenMoves, move_tokens
 from kvpool.errors import PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.strided import StridedArray
@@ -198,20 +196,23 @@ class SimDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         with self._entered():
             mirror, order, _ = self._pool()
-            # The caller may use its array again at once.
-            moves = moves_argument(moves).copy()
+            moves = moves_argument(moves).copy()  # The caller may use its array again at once.
             bad = first_bad_move(moves, mirror.blocks, mirror.tokens)
             if bad >= 0:
                 raise ValueError(describe_bad_move(bad, moves[bad], mirror.plan))
             queue = self._queue(stream)
             if len(moves):
                 access = Access("copy_blocks", queue.name, call_site())
-                self._findings.note(order.dependent_rows(access, moves[:, SOURCE], moves[:, TARGET]))
-                begin = np.zeros(len(moves), np.int64)
-                reads = np.stack([moves[:, SOURCE], begin, moves[:, TOKENS]], axis=1)
-                writes = np.stack([moves[:, TARGET], begin, moves[:, TOKENS]], axis=1)
+                reads, writes = rows_of_moves(moves)
+                self._findings.note(order.dependent_rows(access, reads[:, 0], writes[:, 0]))
                 self._submit(queue, Copy(access, writes, moves, mirror, self._chunk_bytes), reads)
             self._scheduler.poll()
+
+    def move_tokens(self, moves: Rows, starts: Rows, stream: Stream = NULL_STREAM) -> None:
+        with self._entered():
+            plan = self._pool().mirror.plan
+            found = TokenMoves.of(moves, starts, plan)
+            self._launch("move_tokens", stream, partial(move_tokens, found.moves, plan.vector()), *found.rows(plan.block_tokens))
 
     def launch(
         self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = ()
@@ -230,8 +231,7 @@ class SimDevice(Device):
 
     def _launch(self, kind: str, stream: Any, function: Callable[[], object], read: Rows, written: Rows) -> None:
         queue = self._queue(stream)
-        access = Access(kind, queue.name, call_site())
-        self._submit(queue, Launch(access, written, function, bool(len(read) or len(written))), read)
+        self._submit(queue, Launch(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))), read)
         self._scheduler.poll()
 
     def _rows(self, reads: Any, writes: Any, loads: Memory, stores: Memory) -> tuple[Rows, Rows]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.device.sim.reports import Access, Race
 
 LANE_BITS = 16
@@ -36,6 +37,13 @@ def joined(a: Clock, b: Clock) -> Clock:
     both = a.copy()
     np.maximum(both[: len(b)], b, out=both[: len(b)])
     return both
+
+
+def rows_of_moves(moves: Rows) -> tuple[Rows, Rows]:
+    """What block copies read, and what they write."""
+    begin = np.zeros(len(moves), np.int64)
+    reads, writes = (np.stack([moves[:, end], begin, moves[:, TOKENS]], axis=1) for end in (SOURCE, TARGET))
+    return reads, writes
 
 
 class Waits:

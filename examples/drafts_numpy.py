@@ -1,0 +1,228 @@
+"""The engine of engine_numpy.py with trees of drafts: a batch computes every branch of a guess, and the pool keeps the path that was right.
+
+    python examples/drafts_numpy.py                 # every logit compared with the model without a cache
+    python examples/drafts_numpy.py --device sim    # the same on a stream that really runs behind
+
+A draft lies where it was appended, and stands in the text where its depth in the tree says. Attention shows it the text and its own
+ancestors. After the step `cache.keep` moves the KV of the accepted path to where it would lie had nothing else been guessed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from engine_numpy import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYOUT,
+    VOCABULARY,
+    Batch,
+    Chat,
+    Engine,
+    Floats,
+    Ints,
+    PagedModel,
+    compare,
+    forward,
+    make_chats,
+    make_weights,
+    options,
+    report,
+)
+
+import kvpool
+from kvpool.device import get_device
+from kvpool.device.base import Device
+from kvpool.device.sim import SimDevice
+
+BRANCHES, DEPTH = 3, 3
+"""So many guesses of what comes next, each so long: more than the model agrees with."""
+
+
+@dataclass
+class Tree:
+    """Drafts behind a text. The parent of each is an earlier one, or -1 for the last token of the text."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def depths(self) -> list[int]:
+        """1 for a child of the text."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(1 + (found[parent] if parent >= 0 else 0))
+        return found
+
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """[drafts, drafts]: which ones each attends to, its ancestors and itself."""
+        found = np.eye(len(self.tokens), dtype=bool)
+        for i, parent in enumerate(self.parents):
+            if parent >= 0:
+                found[i] |= found[parent]
+        return found
+
+    def child(self, parent: int, token: int) -> int:
+        """The draft that says ``token`` behind ``parent``, or -1."""
+        places = [i for i, said in enumerate(self.tokens) if self.parents[i] == parent and said == token]
+        return places[0] if places else -1
+
+
+def grow_tree(tokens: list[int], depth: int) -> Tree:
+    """What followed the last times that the last token was said, as one tree: common beginnings are guessed once.
+
+    Bad guesses come first, so that good ones have to be moved.
+    """
+    tree = Tree([], [])
+    before = [i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == tokens[-1]][: BRANCHES - 1]
+    for guess in [[(tokens[-1] + 1) % VOCABULARY] * depth, *(tokens[i + 1 : i + 1 + depth] for i in reversed(before))]:
+        at = -1
+        for token in guess:
+            known = tree.child(at, token)
+            if known < 0:
+                tree.tokens.append(token)
+                tree.parents.append(at)
+                known = len(tree.tokens) - 1
+            at = known
+    return tree
+
+
+def tree_attention(q: Floats, k: Floats, v: Floats, slots: Ints, tree: Tree) -> Floats:
+    """As ``attention``, but a token at slot i of its sequence sees the slots up to i of the text, and of the drafts its ancestors."""
+    text = slots[-1] + 1 - len(tree.tokens)
+    visible = np.arange(len(k)) <= slots[:, None]
+    visible[np.ix_(slots >= text, np.arange(len(k)) >= text)] = False
+    visible[np.ix_(slots >= text, np.arange(text, slots[-1] + 1))] = tree.seen()
+    q = q.reshape(len(q), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    scores = np.einsum("nkgd,mkd->nkgm", q, k) / np.sqrt(HEAD_DIM)
+    scores[np.broadcast_to(~visible[:, None, None], scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nkgm,mkd->nkgd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), HEADS, HEAD_DIM)
+
+
+@dataclass
+class TreeBatch(Batch):
+    """``positions`` are places in the sequence's blocks; ``trees`` has the drafts of each sequence, its last tokens."""
+
+    trees: list[Tree]
+
+    def standing(self) -> Ints:
+        """Where each token stands in its text, which is what rotates it."""
+        found = self.positions.copy()
+        for row, tree in enumerate(self.trees):
+            mine = np.flatnonzero(self.owner == row)
+            first = len(mine) - len(tree.tokens)
+            found[mine[first:]] = found[mine[first - 1]] + np.array(tree.depths(), np.int64)
+        return found
+
+
+class TreeModel(PagedModel):
+    """A PagedModel whose last tokens of each sequence are a tree."""
+
+    def run(self, batch: Batch) -> Floats:
+        assert isinstance(batch, TreeBatch)
+        pool, trees = self.cache.device_pool, batch.trees
+        blocks, tokens = np.divmod(batch.slots, LAYOUT.tokens_per_block)
+
+        def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
+            pool[layer, 0, blocks, tokens], pool[layer, 1, blocks, tokens] = k, v
+            out = np.empty_like(q)
+            for row, table in enumerate(batch.table):
+                mine = batch.owner == row
+                keys, values = pool[layer][:, table[table >= 0]].reshape(2, -1, KV_HEADS, HEAD_DIM)
+                out[mine] = tree_attention(q[mine], keys, values, batch.positions[mine], trees[row])
+            return out
+
+        return np.asarray(forward(self.weights, batch.tokens, batch.standing(), attend))
+
+
+class TreeEngine(Engine):
+    """The engine, whose guesses are trees. Drafts are never committed, so that nobody else can find them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.trees: dict[Chat, Tree] = {}
+
+    def grow(self) -> None:
+        while answering := [chat for chat in self.running if self.cache.sequence_length(chat.sequence) < len(chat.tokens)]:
+            trees = [grow_tree(chat.tokens, min(DEPTH, chat.answer - 1)) for chat in answering]
+            new = [token for chat, tree in zip(answering, trees, strict=True) for token in (chat.tokens[-1], *tree.tokens)]
+            counts = [1 + len(tree.tokens) for tree in trees]
+            try:
+                self.cache.append_tokens([chat.sequence for chat in answering], new, counts, stream=self.stream)
+            except kvpool.OutOfBlocks:
+                self.preempt()
+                continue
+            for chat, tree in zip(answering, trees, strict=True):
+                chat.guessed, self.trees[chat] = tree.tokens, tree
+            return
+
+    def batch(self) -> Batch:
+        batch = super().batch()
+        trees = [self.trees[chat] if chat.guessed else Tree([], []) for chat in self.running]
+        return TreeBatch(batch.sequences, batch.tokens, batch.positions, batch.owner, batch.table, trees)
+
+    def sample(self, chats: list[Chat], batch: Batch, logits: Floats) -> None:
+        """Follow the model through each tree from the root; what it walked is kept."""
+        assert isinstance(batch, TreeBatch)
+        drafts: list[int] = []
+        paths: list[list[int]] = []
+        standing = batch.standing()
+        for row, chat in enumerate(chats):
+            mine, tree = np.flatnonzero(batch.owner == row), batch.trees[row]
+            text = len(mine) - len(tree.tokens)
+            said, path, at = [int(logits[mine[text - 1]].argmax())], list[int](), -1
+            while (at := tree.child(at, said[-1])) >= 0:
+                path.append(at)
+                said.append(int(logits[mine[text + at]].argmax()))
+            good = [*mine[:text], *(mine[text + i] for i in path)]
+            chat.logits += [(int(standing[i]), logits[i]) for i in good]
+            chat.computed = len(chat.tokens) + len(path)
+            chat.tokens += said
+            chat.answer -= len(said)
+            chat.guessed = []
+            drafts.append(len(tree.tokens))
+            paths.append(path)
+            self.happened["drafts that were accepted"] += len(path)
+            self.happened["drafts that were dropped"] += len(tree.tokens) - len(path)
+            self.happened["accepted drafts that were moved"] += sum(i != j for j, i in enumerate(path))
+        staying = [i for i, chat in enumerate(chats) if chat in self.running]
+        ids = [chats[i].sequence for i in staying]
+        accepted = [draft for i in staying for draft in paths[i]]
+        self.cache.keep(ids, [drafts[i] for i in staying], accepted, [len(paths[i]) for i in staying], stream=self.stream)
+        self.cache.commit(ids, [chats[i].computed for i in staying], stream=self.stream)
+        self.leave([chats[i] for i in staying if chats[i].answer == 0])
+        for chat in chats:
+            if chat.answer == 0 and chat.turns:
+                chat.next_turn()
+                self.waiting.append(chat)
+
+
+def serve(device: Device, make_model: Callable[..., Any], *, chats: int, seed: int, check: bool) -> int:
+    """As in engine_numpy.py, on a pool with room for the trees."""
+    weights, talks = make_weights(seed), make_chats(chats, seed)
+    with kvpool.KVCacheManager(LAYOUT, device_blocks=30, host_blocks=30, device=device, max_sequences=Engine.running_max) as cache:
+        stream = device.create_stream("engine")
+        engine = TreeEngine(cache, device, stream, make_model(weights, cache), talks)
+        while engine.running or engine.waiting:
+            engine.step()
+            if check:
+                cache.verify()
+        code = report(cache, engine.happened, compare(weights, talks))
+    device.close()
+    return code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = options(("cpu", "sim")).parse_args(arguments)
+    device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
+    return serve(device, TreeModel, chats=given.chats, seed=given.seed, check=given.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Token moves on the CPU, and what every device checks of them: KV that changes its slot inside the device tier."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.block_copy import Plan, memcpy
+from kvpool.jit import jit
+
+Int64s = NDArray[np.int64]
+
+
+class TokenMoves(NamedTuple):
+    """Checked: ``moves`` int64[n, 2] of slots (source, target) in groups [starts[g], starts[g + 1]), contiguous and the device's own."""
+
+    moves: Int64s
+    starts: Int64s
+
+    @classmethod
+    def of(cls, moves: Any, starts: Any, plan: Plan) -> TokenMoves:
+        """Copies of the arguments of ``Device.move_tokens``. Raises TypeError or ValueError for what are no token moves of this pool."""
+        for name, given in (("moves", moves), ("starts", starts)):
+            if not isinstance(given, np.ndarray) or given.dtype != np.int64:
+                found = given.dtype if isinstance(given, np.ndarray) else type(given).__name__
+                raise TypeError(f"{name}: an int64 array is needed, not {found}")
+        if moves.ndim != 2 or moves.shape[1] != 2:
+            raise ValueError(f"moves: shape [n, 2] is needed, not {list(moves.shape)}")
+        if starts.ndim != 1 or not len(starts) or starts[0] != 0 or starts[-1] != len(moves) or (np.diff(starts) < 0).any():
+            raise ValueError(f"starts: rising numbers from 0 to {len(moves)} are needed, not {starts.tolist()!r:.80}")
+        found, slots = cls(moves.copy(), starts.copy()), plan.device_blocks * plan.block_tokens
+        wrong = (found.moves < 0).any(1) | (found.moves >= slots).any(1) | (found.moves[:, 0] == found.moves[:, 1])
+        if wrong.any():
+            bad = int(wrong.argmax())
+            raise ValueError(f"moves[{bad}]: {found.moves[bad].tolist()} must be two different slots in [0, {slots})")
+        return found
+
+    def rows(self, width: int) -> tuple[Int64s, Int64s]:
+        """What is read and what is written: rows (block id, first token, end of tokens) for devices that watch."""
+        blocks, tokens = np.divmod(self.moves.T, width)
+        reads, writes = np.stack([blocks, tokens, tokens + 1], axis=2)
+        return reads, writes
+
+
+@jit
+def move_tokens(moves, plan_vector):  # type: ignore[no-untyped-def]
+    """Move all layers, planes and heads of tokens, one move after the other. The moves have been checked."""
+    v = plan_vector
+    base, block_stride, outer_stride, inner_stride, width = v[0], v[1], v[3], v[4], v[12]
+    outer, inner, token_bytes = v[16], v[17], v[18]
+    for i in range(moves.shape[0]):
+        source = base + moves[i, 0] // width * block_stride + moves[i, 0] % width * token_bytes
+        target = base + moves[i, 1] // width * block_stride + moves[i, 1] % width * token_bytes
+        for o in range(outer):
+            for j in range(inner):
+                place = o * outer_stride + j * inner_stride
+                memcpy(target + place, source + place, token_bytes)

@@ -1,0 +1,63 @@
+"""The kernel that moves tokens, run by the shim, against the plain reference."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvpool.device import CpuDevice, reference
+from kvpool.device.block_copy import make_plan
+from kvpool.kernels.token_moves import MOVES, TOKEN_MOVES, token_moves
+from kvpool.layout import BlockLayout
+from kvpool.memory import MemoryPools
+from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
+from tests.device.test_contract_tokens import SHAPES, random_token_moves
+from tests.kernels.shim import ShimLauncher
+
+
+def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: ShimLauncher) -> None:
+    expected, host = pools.device_pool.copy(), pools.host_pool.copy()
+    reference.move_tokens(pools.layout, expected, moves)
+    plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS).vector()
+    for launch in token_moves(plan, moves, starts, launcher.multiprocessors):
+        launcher.launch(launch, 0)
+    np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected.view(np.uint8))
+    np.testing.assert_array_equal(pools.host_pool.view(np.uint8), host.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+def test_shim_moves_tokens_as_the_reference_does(
+    shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
+) -> None:
+    layout = BlockLayout(*shape, dtype=dtype, planes=planes, order=order, tokens=tokens)
+    pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
+    for seed in range(4):
+        check(pools, *random_token_moves(layout, np.random.default_rng(seed)), launcher)
+    pools.close()
+
+
+def test_shim_makes_one_launch_for_as_many_moves_as_the_argument_holds_and_splits_groups_between_more() -> None:
+    layout = BlockLayout(1, 1, 4, 128, dtype="uint8")
+    pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
+    chain = np.array([(slot + 1, slot) for slot in range(DEVICE_BLOCKS * 128 - 1)], np.int64)
+    for count, launches in ((0, 0), (1, 1), (MOVES, 1), (MOVES + 1, 2), (2 * MOVES + 3, 3)):
+        launcher.launches.clear()
+        starts = np.array([0, 0, min(3, count), min(3, count), count], np.int64)
+        check(pools, chain[:count], starts, launcher)
+        assert len(launcher.launches) == launches
+    pools.close()
+
+
+def test_shim_takes_an_argument_that_every_driver_passes() -> None:
+    assert TOKEN_MOVES.itemsize <= 4096
+
+
+def test_kernels_refuse_more_slots_than_they_count() -> None:
+    plan = np.ones(19, np.int64)
+    plan[10], plan[12] = 1 << 20, 1 << 12
+    with pytest.raises(ValueError, match="device_blocks"):
+        next(token_moves(plan, np.zeros((1, 2), np.int64), np.array([0, 1]), 1))
