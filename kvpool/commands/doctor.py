@@ -55,7 +55,8 @@ _PARTS = (
     Part("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
     Part("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
     Part("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
-    Part("zmq", "pyzmq", "serving host blocks to other machines", "pip install -U 'kvpool[remote]'", "25"),
+    Part("zmq", "pyzmq", "serving host blocks to other machines, events for routers", "pip install -U 'kvpool[remote]'", "25"),
+    Part("msgspec", "msgspec", "events for routers", "pip install -U 'kvpool[events]'", "0.18"),
     Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
