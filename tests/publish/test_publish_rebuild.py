@@ -170,6 +170,24 @@ def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
     assert late.known == cached(engine.cache)
 
 
+def test_many_events_are_encoded_a_part_at_a_time(make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.publish.messages.BLOCKS_PER_MESSAGE", 6)
+    engine = make(P=10, S=8, event_capacity=4096)
+    publisher = publish(engine)
+    hashes, sizes = publisher._encoder._hashes, []
+
+    def noted(keys: Any) -> Any:
+        sizes.append(len(keys))
+        return hashes(keys)
+
+    publisher._encoder._hashes = noted
+    router = route(publisher)
+    busy(engine, 100)
+    router.follow()
+    assert router.known == cached(engine.cache)
+    assert len(sizes) > 20 and max(sizes) <= 6
+
+
 def test_what_somebody_else_took_is_made_up_for_at_once(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=64)
     publisher = publish(engine)
