@@ -224,6 +224,8 @@ def test_requests_that_are_none_are_counted_and_not_answered(make: Make, publish
     for frames in ([b""], [b"", b"1234567"], [b"", b"123456789"], [b"x", bytes(8)], [bytes(8)], [b"", bytes(8), b""], [b"", b""]):
         router.ask.send_multipart(frames)
     assert [number for number, _ in router.replay(0)] == [0], "the first answer is to the first request that was one"
+    publisher.flush()
+    publisher.flush()
     assert publisher.stats().malformed == 7
     assert publisher.stats().replays == 1
 
