@@ -359,10 +359,19 @@ def serve(device: Device, make_model: Callable[..., Any], *, chats: int, seed: i
     return code
 
 
+def at_least(lowest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not lowest <= int(text) < 1 << 63:
+            raise argparse.ArgumentTypeError(f"{text} is not {lowest} or more, and below 2**63")
+        return int(text)
+
+    return number
+
+
 def options(devices: tuple[str, ...]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--chats", type=int, default=24, help="conversations of three turns (default 24; with few, not everything happens)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, chats and the schedule of the sim device (default 0)")
+    parser.add_argument("--chats", type=at_least(1), default=24, help="chats of three turns (default 24; with few, not everything happens)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of weights, chats and the schedule of the sim device (default 0)")
     parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--check", action="store_true", help="have the pool verify its own state after every step, too")
     return parser

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpool.errors import PoolClosed
 from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
 from kvpool.stats import Histogram, Stats, TierStats
@@ -171,12 +172,23 @@ class PoolMetrics:
         self._registry.register(self)
 
     def add(self, pool: str, cache: KVCacheManager) -> None:
-        """Show a pool from now on, with ``pool`` as its label. Raises TypeError, and ValueError where an open pool has that name."""
+        """Show a pool from now on, with ``pool`` as its label.
+
+        Raises TypeError, PoolClosed, and ValueError where an open pool has that name, for one that is no text, and by a closed collector.
+        """
         if not isinstance(pool, str):
             raise TypeError(f"pool={pool!r:.80}: accepted is a string")
+        try:
+            pool.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"pool={pool!a:.80}: accepted is what UTF-8 can say ({error.reason})") from None
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
+        if cache.closed:
+            raise PoolClosed(f"pool={pool!r:.80}: it is closed, and would never be shown")
         with self._lock:
+            if not self._registered:
+                raise ValueError(f"pool={pool!r:.80}: the collector is closed, and would never show it")
             if _open(self._pools.get(pool)) not in (None, cache):
                 raise ValueError(f"pool={pool!r}: an open pool has this name already")
             self._pools[pool] = weakref.ref(cache)
@@ -228,7 +240,7 @@ def served(port: int, host: str = "127.0.0.1") -> Iterator[tuple[PoolMetrics, st
         except OSError as error:
             raise OSError(f"metrics at {host}, port {port}: {error}") from error
         try:
-            yield metrics, f"http://{host}:{server.server_port}/metrics"
+            yield metrics, f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
         finally:
             server.shutdown()
             server.server_close()

@@ -148,6 +148,7 @@ class ReservePool(PinPool):
             self._names.learn([prompt])
             out = np.zeros((1, requests.OUTCOME), np.int64)
             ids = np.empty(count, np.int32)
+            self._names.learn([prompt])
             result = int(admission.admit(header, rows, out, now, False))
             if result == 1:
                 number = int(out[0, requests.O_ID])

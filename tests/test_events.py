@@ -133,6 +133,27 @@ def test_events_name_salt_adapter_and_where_a_prompt_begins(make: Make) -> None:
     assert first.namespace == second.namespace != third.namespace
 
 
+@pytest.mark.parametrize("names", [{}, {"salt": "s", "adapter_id": 3}], ids=str)
+@pytest.mark.parametrize("way", ["sequence", "reservation", "import"])
+def test_events_name_where_a_prompt_begins_whoever_brings_it(make: Make, way: str, names: dict[str, Any]) -> None:
+    cache = make(P=8, S=8, event_capacity=64).cache
+    cache.events()
+    prompt = cache.block_keys(list(range(9)), **names)
+    if way == "sequence":
+        sequence = cache.add_sequence(prompt)
+        cache.commit(sequence)
+        cache.release(sequence)
+    elif way == "reservation":
+        cache.reserve(prompt).commit()
+    else:
+        cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)] * 2)
+    events = cache.events(snapshot=True)
+    stored = [event for event in events if event.kind == "stored"]
+    assert len(stored) == 2, "once when it was stored, once in the snapshot"
+    for event in stored:
+        assert event.parent is None and (event.salt, event.adapter_id) == (names.get("salt"), names.get("adapter_id"))
+
+
 def test_stored_events_have_the_extra_ids(make: Make) -> None:
     engine = make(P=16, event_capacity=64)
     engine.cache.events()

@@ -91,6 +91,13 @@ def test_an_engine_says_what_did_not_happen(engine: ModuleType, capsys: pytest.C
     assert "did not happen: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["--chats", "0"], ["--seed", "-1"], ["--seed", str(1 << 63)], ["--seed", "x"]])
+def test_arguments_of_an_engine_are_checked(engine: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        engine.main(arguments)
+    assert caught.value.code == 2 and f"argument {arguments[0]}" in capsys.readouterr().err
+
+
 def one_wrong_block(tables: list[Any]) -> Any:
     """The table, but in the tenth step the first block of its first sequence is another one."""
     table = tables[-1]

@@ -21,9 +21,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition, parser
 
 from engine import Engine, small_layout
-from kvpool import KVCacheManager
+from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
-from kvpool.metrics import DASHBOARD, DEFINITIONS, PoolMetrics
+from kvpool.metrics import DASHBOARD, DEFINITIONS, PoolMetrics, served
 from kvpool.replay import Replay
 from kvpool.stats import Histogram, Stats, TierStats
 
@@ -41,6 +41,14 @@ def scrape(registry: CollectorRegistry) -> list[Any]:
 
 def pools(registry: CollectorRegistry) -> set[str]:
     return {sample.labels["pool"] for sample in scrape(registry)}
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def small_pool() -> KVCacheManager:
@@ -92,6 +100,28 @@ def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
         with pytest.raises(TypeError, match="cache=None: accepted is a KVCacheManager"):
             metrics.add("b", None)  # type: ignore[arg-type]
         assert pools(registry) == {"a"}
+
+
+def test_what_would_never_be_shown_is_refused() -> None:
+    registry, closed = CollectorRegistry(), small_pool()
+    closed.close()
+    with PoolMetrics(registry) as metrics, small_pool() as cache:
+        with pytest.raises(PoolClosed, match="pool='a'"):
+            metrics.add("a", closed)
+        with pytest.raises(ValueError, match=r"pool='\\udc80': accepted is what UTF-8 can say"):
+            metrics.add("\udc80", cache)
+        assert generate_latest(registry)
+        metrics.close()
+        with pytest.raises(ValueError, match="pool='a': the collector is closed"):
+            metrics.add("a", cache)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_is_one_that_clients_read() -> None:
+    with served(0, "::1") as (metrics, address), small_pool() as cache:
+        metrics.add("six", cache)
+        assert address.startswith("http://[::1]:")
+        assert b'pool="six"' in urlopen(address, timeout=20).read()
 
 
 def test_closing_takes_the_collector_out_of_its_registry() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.planner import Curve, survey_of
 from kvpool.planner import distances as distances_module
-from kvpool.planner import survey_of
 from kvpool.planner.curve import coarse_limits
 from kvpool.planner.distances import BUCKETS
 from kvpool.planner.stack import bucket_of
@@ -185,6 +185,28 @@ def test_a_sample_is_as_good_as_it_says(seed: int) -> None:
         assert curve.hits(0) == 0
         capacity = curve.capacity_for(curve.ceiling / 2)
         assert curve.hits(capacity) >= curve.ceiling / 2 * 0.999 >= curve.hits(int(capacity * 0.97)) * 0.999
+
+
+def test_two_standard_errors_hold_most_of_the_time_where_the_curve_is_steep() -> None:
+    beyond = []
+    for seed in range(16):
+        requests = synthetic(300, seed=seed).requests
+        exact, sampled = survey_of(requests).curve, survey_of(requests, sample=0.1).curve
+        beyond += [abs(sampled.hits(c) - exact.hits(c)) > 2 * sampled.error(c) for c in (1_000, 1_500, 2_000, 2_500)]
+    assert sum(beyond) <= 0.15 * len(beyond)
+
+
+def test_a_sample_that_follows_next_to_nothing_is_refused() -> None:
+    requests = synthetic(100).requests
+    with pytest.raises(ValueError, match=r"sample=0\.001 follows \d+ distinct blocks.*at least 128"):
+        survey_of(requests, sample=0.001)
+    assert survey_of([], sample=0.001).requests == 0
+
+
+def test_what_a_sample_needs_for_some_hits_is_enough() -> None:
+    curve = Curve(np.array([0, 1, 3, 3]), followed=4, lookups=10, sample=0.5)
+    for hits in (1.0, 2.0, 5.0, 8.0):
+        assert curve.hits(curve.capacity_for(hits)) >= hits > curve.hits(curve.capacity_for(hits) - 1)
 
 
 def test_a_sample_of_everything_is_exact() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .pools import PROMPT_TOKENS, Once, blocks_of, make_pool, make_prompts
+from statistics import median
+
+from .admission import TimedLock
+from .pools import LONG_PROMPT_TOKENS, PROMPT_TOKENS, TOKENS_PER_BLOCK, Once, Pooled, blocks_of, make_pool, make_prompts, store
 
 
 class Recording(Once):
@@ -21,7 +24,7 @@ class Recording(Once):
 
 
 class Reading(Once):
-    """Taking the events of prompts that were published: one of 256 blocks each."""
+    """The events of prompts that were published, one of 256 blocks each: taking them, as columns and as objects; and with a snapshot."""
 
     params = [0, 1, 16]
     param_names = ["prompts"]
@@ -34,3 +37,33 @@ class Reading(Once):
 
     def time_events(self, prompts: int) -> None:
         self.cache.events()
+
+    def time_events_as_objects(self, prompts: int) -> None:
+        list(self.cache.events())
+
+    def time_snapshot(self, prompts: int) -> None:
+        self.cache.events(snapshot=True)
+
+
+class SnapshotHold(Pooled):
+    """How long a snapshot of a pool that is full keeps every other caller out; the median of some."""
+
+    params = [1_000, 1_000_000]
+    param_names = ["blocks"]
+    snapshots = 5
+
+    def setup(self, blocks: int) -> None:
+        self.cache = make_pool(blocks, event_capacity=1)
+        tokens = min(blocks // 4 * TOKENS_PER_BLOCK, LONG_PROMPT_TOKENS)
+        for i in range(-(-blocks // blocks_of(tokens))):
+            store(self.cache, make_prompts(1, tokens, seed=i))
+
+    def track_held(self, blocks: int) -> float:
+        lock = TimedLock(self.cache._lock)
+        self.cache._lock = lock  # type: ignore[assignment]
+        for _ in range(self.snapshots):
+            assert len(self.cache.events(snapshot=True).records) > blocks // 2
+        self.cache._lock = lock.inner
+        return 1e3 * median(lock.held)
+
+    track_held.unit = "ms"  # type: ignore[attr-defined]

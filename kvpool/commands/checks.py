@@ -38,10 +38,18 @@ def look_at_jit() -> dict[str, Any]:
     return {
         "disabled": bool(config.DISABLE_JIT),
         "root": None if root is None else str(root),
-        "used": None if root is None else sum(path.stat().st_size for path in root.rglob("*.nbc")),
+        "used": None if root is None else sum(map(_size, root.rglob("*.nbc"))),
         "free": None if root is None else shutil.disk_usage(root).free,
         "in_use": isinstance(getattr(begin, "_cache", None), jit._FunctionCache),
     }
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        # Another process has replaced it meanwhile.
+        return 0
 
 
 def look_at_driver(root: Path = Path("/")) -> dict[str, Any]:

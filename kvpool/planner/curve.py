@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
+from math import hypot, nan
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +48,10 @@ class Curve:
         return self._hits(self._place(capacity))
 
     def error(self, capacity: int) -> float:
-        """Standard error of ``hits``, blocks: what the parts of the sample say of each other. 0 where the curve is exact.
+        """Standard error of ``hits``, blocks. 0 where the curve is exact, NaN where there are no parts of the sample.
 
-        NaN where there are no parts.
+        Two things are luck: which lookups are followed, of which the parts of the sample tell by their differences; and how many followed
+        blocks lie above one in the list, which is the same for all parts and matters where the curve is steep.
         """
         if self.exact:
             return 0.0
@@ -58,7 +59,9 @@ class Curve:
             return nan
         bucket = bucket_of(max(int(capacity * self.sample), 1))
         missed = self.missed[:, min(bucket, self.missed.shape[1] - 1)]
-        return float(np.std(missed, ddof=1) * len(missed) ** 0.5 / self.sample)
+        followed = float(np.std(missed, ddof=1) * len(missed) ** 0.5 / self.sample)
+        shift = round((capacity * (1 - self.sample) / self.sample) ** 0.5)
+        return hypot(followed, (self.hits(capacity + shift) - self.hits(max(capacity - shift, 0))) / 2)
 
     def capacity_for(self, hits: float) -> int:
         """The smallest capacity, in blocks, with at least so many hits; that of the ceiling where there are never so many."""
@@ -68,7 +71,8 @@ class Curve:
         total = self.cumulative
         needed = found - self.lookups + self.followed / self.sample
         place = int(np.searchsorted(total, needed * self.sample - 1e-6))
-        place = min(place, int(np.searchsorted(total, total[-1])))
+        # A sample that hit less than its share finds what it lacks from the first place on.
+        place = max(1, min(place, int(np.searchsorted(total, total[-1]))))
         distance = place if self.limits is None else int(self.limits[place])
         return max(1, int(np.ceil(distance / self.sample)))
 

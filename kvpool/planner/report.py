@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpool.planner.distances import GROUPS
 from kvpool.planner.plan import Plan
 from kvpool.planner.prefixes import Prefix
 
@@ -29,7 +28,7 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
         ("ceiling", f"{shares} are found again with unbounded memory"),
     ]
     if not survey.curve.exact:
-        rows.append(("sample", f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from {GROUPS} parts of it"))
+        rows.append(("sample", f"{survey.sample:.3g} of the blocks; ± is two standard errors, estimated from it"))
     return [f"{name:<9} {text}" for name, text in rows]
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.planner.curve import Curve, coarse_limits
-from kvpool.planner.distances import BUCKETS, StackDistances
+from kvpool.planner.distances import BUCKETS, GROUPS, StackDistances
 from kvpool.planner.prefixes import Prefixes, find_prefixes
 from kvpool.planner.stack import REQUEST_EDGES, SECOND_EDGES
 from kvpool.replay.tokens import Request
@@ -21,6 +21,8 @@ TENANTS_MAX = 64
 """Tenants with a curve of their own; those that come later share one."""
 OTHERS, NOBODY = "(others)", "(none)"
 SAMPLE_MIN = 1e-6
+BLOCKS_MIN = 4 * GROUPS
+"""Distinct blocks of prompts in a sample that say something: with fewer, not even its error can be told."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,14 @@ class Surveyor:
         self._longest = max(self._longest, -(-request.length // size))
 
     def survey(self) -> Survey:
-        """Return the figures of all requests so far; no more may follow, as this takes the histograms over."""
+        """Return the figures of all requests so far; no more may follow, as this takes the histograms over.
+
+        Raises ValueError where a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
+        """
         distances, tables = self._distances, self._distances.tables
         requests, blocks = distances.requests, distances.blocks
+        if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
+            raise ValueError(f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are needed")
         cumulative = tables.distances[: distances.live + 2]
         np.cumsum(cumulative, out=cumulative)
         found = np.cumsum(tables.groups, axis=1)

@@ -11,7 +11,8 @@ class History:
     """The latest messages, bounded in number and in bytes, and one snapshot. Not thread-safe.
 
     A snapshot is messages that begin with "cleared" and have the state behind message ``number - 1``. They take the numbers before
-    ``number``, of messages that whoever gets them has missed anyway: so a reader sees numbers that rise without a gap.
+    ``number``, of messages that whoever gets them has missed anyway: so a reader sees numbers that rise without a gap, and none that it
+    has seen before, which it would skip.
     """
 
     def __init__(self, messages: int, nbytes: int) -> None:
@@ -34,10 +35,12 @@ class History:
         self.next += 1
         while len(self._latest) > self._messages_max or self._nbytes > self._nbytes_max:
             self._nbytes -= len(self._latest.popleft())
+        if self._snapshot_at < self.first:
+            self._snapshot = []
 
     def needs_snapshot(self, start: int) -> bool:
         """Whether the messages from ``start`` on cannot be told without a new snapshot."""
-        return start < self.first and self._snapshot_at < self.first
+        return start < self.first and not (self._snapshot and start <= self._snapshot_at - len(self._snapshot))
 
     def keep_snapshot(self, payloads: list[bytes]) -> None:
         """Keep a snapshot of the state as it is now; at most ``next`` payloads."""

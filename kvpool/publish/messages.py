@@ -109,6 +109,14 @@ class Encoder:
             yield self._encode(Batch(time.time(), batch, self._rank)), stored, removed
 
     def _messages(self, events: Events, start: int, stop: int) -> Iterator[Message]:
+        """The messages of a span of events after the other: making lists of all at once would keep other threads waiting."""
+        while start < stop:
+            end = int(np.searchsorted(events.bounds, events.bounds[start] + BLOCKS_PER_MESSAGE, side="right")) - 1
+            end = min(max(end, start + 1), stop)
+            yield from self._span(events, start, end)
+            start = end
+
+    def _span(self, events: Events, start: int, stop: int) -> Iterator[Message]:
         """One message for each event that changes what is where; neighbours that are removed from one tier share one."""
         bounds = events.bounds[start : stop + 1].tolist()
         rows = slice(bounds[0], bounds[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from kvpool.errors import PoolClosed
+from kvpool.events import Events
 from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
 from kvpool.publish.history import History
@@ -26,6 +28,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT_MESSAGES = 1024
 REQUEST_BYTES_MAX = 64
 REQUESTS_PER_TURN = 16
+_ENDED = "the publisher has ended: it or the pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 
 
@@ -40,8 +43,9 @@ class PublisherStats:
     """Blocks whose events the publisher did not get: the pool's buffer was full, or somebody else took them."""
     resyncs: int = 0
     """Times that all subscribers were told to forget everything, and then what is cached: once at the start, and after every loss."""
-    dropped: int = 0
-    """Messages that the queue of some subscriber had no room for; it sees the gap in the numbers."""
+    overflows: int = 0
+    """Times that the queue of some subscriber was found full: it misses that message and all up to when it has read again, and sees the
+    gap in the numbers."""
     replays: int = 0
     snapshots: int = 0
     """Snapshots made for replays that began before what is kept."""
@@ -85,6 +89,8 @@ class KVEventPublisher:
         topic: str = "", bind: bool = True, allow_remote: bool = False, data_parallel_rank: int = 0, block_hashes: str = "int",
         interval_ms: int = 10, replay_messages: int = 10_000, replay_bytes: int = 64 << 20, hwm: int = 100_000,
     ) -> None:  # fmt: skip
+        if not isinstance(cache, KVCacheManager):
+            raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
         if not isinstance(topic, str):
             raise TypeError(f"topic={topic!r:.80}: accepted is a string")
         if block_hashes not in HASHES:
@@ -101,14 +107,16 @@ class KVEventPublisher:
         waiting = integer_argument("hwm", hwm, 1, 1 << 24)
         self._cache, self._topic = cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank)
-        self._stats, self._expected = PublisherStats(), 0
-        self._lock, self._flushes, self._ended = threading.Lock(), list[threading.Event](), False
+        self._stats = PublisherStats()
+        self._lock, self._flushes, self._ended = threading.Lock(), list[Future[None]](), False
         self._stopping, self._linger_ms = threading.Event(), 0
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             self._sockets(endpoint, bind, replay_endpoint, waiting, kept)
             # In the caller's thread, so that a pool that cannot be published is refused here.
-            self._resync()
+            events = cache.events(snapshot=True)
+            self._expected = events.next
+            self._resync(events)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -141,13 +149,14 @@ class KVEventPublisher:
         return replace(self._stats)
 
     def flush(self) -> None:
-        """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed when closed."""
-        done = threading.Event()
+        """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed where the publisher
+        has ended, or ends before that."""
+        done: Future[None] = Future()
         with self._lock:
             if self._ended:
-                raise PoolClosed("the publisher has ended: it or the pool was closed, or an error that the log has")
+                raise PoolClosed(_ENDED)
             self._flushes.append(done)
-        done.wait()
+        done.result()
 
     @property
     def closed(self) -> bool:
@@ -174,12 +183,12 @@ class KVEventPublisher:
             while not self._stopping.is_set():
                 asked = self._replay.poll(self._interval)
                 with self._lock:
-                    flushes, self._flushes = self._flushes, []
-                try:
-                    self._publish_new()
-                finally:
-                    for done in flushes:
-                        done.set()
+                    asked_before = len(self._flushes)
+                self._publish_new()
+                with self._lock:
+                    flushes, self._flushes = self._flushes[:asked_before], self._flushes[asked_before:]
+                for done in flushes:
+                    done.set_result(None)
                 if asked:
                     self._answer_some()
         except PoolClosed:
@@ -190,44 +199,46 @@ class KVEventPublisher:
             with self._lock:
                 self._ended = True
                 for done in self._flushes:
-                    done.set()
+                    done.set_exception(PoolClosed(_ENDED))
             self._send(self._encoder.cleared())
             self._stopping.wait()
             self._replay.close(linger=0)
             self._pub.close(linger=self._linger_ms)
             self._context.term()
 
-    def _publish_new(self) -> None:
-        events = self._cache.events()
-        if not len(events):
-            return
-        if events.number != self._expected:
-            self._resync(lost=events.number - self._expected)
-            return
-        self._expected = events.next
-        for payload, stored, removed in self._encoder.payloads(events, 0, len(events)):
-            self._send(payload, stored, removed)
-
-    def _resync(self, lost: int = 0) -> None:
-        """Tell everybody to forget everything, and then what is cached."""
-        events = self._cache.events(snapshot=True)
-        self._expected = events.next
+    def _take(self, snapshot: bool = False) -> tuple[Events, bool]:
+        """What is new, and whether something before it was lost."""
+        events = self._cache.events(snapshot=snapshot)
+        lost, self._expected = events.number - self._expected, events.next
         self._stats.lost_blocks += lost
-        self._stats.resyncs += 1
-        for payload, stored, removed in self._encoder.payloads(events, events.before_snapshot, len(events)):
+        return events, lost > 0
+
+    def _publish_new(self) -> None:
+        events, lost = self._take()
+        if lost:
+            self._resync(self._take(snapshot=True)[0])
+        else:
+            self._publish(events, 0, len(events))
+
+    def _publish(self, events: Events, start: int, stop: int) -> None:
+        for payload, stored, removed in self._encoder.payloads(events, start, stop):
             self._send(payload, stored, removed)
 
-    def _snapshot(self) -> None:
-        """Publish what is new, and keep what is cached then for those who have missed more than is kept."""
-        events = self._cache.events(snapshot=True)
-        if events.number != self._expected:
-            self._resync(lost=events.number - self._expected)
-            events = self._cache.events(snapshot=True)
-        self._expected = events.next
-        for payload, stored, removed in self._encoder.payloads(events, 0, events.before_snapshot):
-            self._send(payload, stored, removed)
-        # It takes the numbers of earlier messages, and there must be as many.
-        blocks = max(BLOCKS_PER_MESSAGE, -(-len(events.records) // min(SNAPSHOT_MESSAGES, self._history.next)))
+    def _resync(self, events: Events) -> None:
+        """Tell everybody to forget everything, and then the snapshot in these events."""
+        self._stats.resyncs += 1
+        self._publish(events, events.before_snapshot, len(events))
+
+    def _snapshot(self, start: int) -> None:
+        """Publish what is new, and keep what is cached then for those who missed message ``start`` and may have seen all before."""
+        events, lost = self._take(snapshot=True)
+        if lost:
+            self._resync(events)
+        else:
+            self._publish(events, 0, events.before_snapshot)
+        # It takes the numbers of messages that were missed, and there must be as many: who has seen a number skips it.
+        messages = min(SNAPSHOT_MESSAGES, self._history.next - start)
+        blocks = max(BLOCKS_PER_MESSAGE, -(-len(events.records) // messages))
         told = self._encoder.payloads(events, events.before_snapshot, len(events), blocks)
         self._history.keep_snapshot([payload for payload, _, _ in told])
         self._stats.snapshots += 1
@@ -238,7 +249,7 @@ class KVEventPublisher:
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self._stats.dropped += 1
+            self._stats.overflows += 1
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             self._pub.send_multipart(frames, zmq.NOBLOCK)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
@@ -260,7 +271,7 @@ class KVEventPublisher:
 
     def _answer(self, client: bytes, start: int) -> None:
         if self._history.needs_snapshot(start):
-            self._snapshot()
+            self._snapshot(start)
         try:
             for number, payload in self._history.since(start):
                 self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload], zmq.NOBLOCK)

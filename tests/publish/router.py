@@ -28,7 +28,7 @@ def plain(payload: bytes) -> list[dict[str, Any]]:
 
 
 class Router:
-    """Rebuilds the keys on each medium. ``misses(number)`` says which published messages never arrive."""
+    """Rebuilds the keys on each medium, and skips numbers that it has seen. ``misses(number)`` says which messages never arrive."""
 
     def __init__(self, publisher: KVEventPublisher, misses: Callable[[int], bool] = lambda number: False, decode: Decode = plain) -> None:
         self.publisher, self.misses, self.decode = publisher, misses, decode
@@ -63,7 +63,9 @@ class Router:
     def catch_up(self) -> None:
         """Ask for everything from the next number on."""
         for number, payload in self.replay(self.next):
-            self.apply(number, payload)
+            # As vLLM's own example of a subscriber does.
+            if number >= self.next:
+                self.apply(number, payload)
 
     def follow(self) -> None:
         """Take everything that has been published by now; what did not arrive is asked for."""

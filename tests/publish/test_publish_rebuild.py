@@ -144,6 +144,94 @@ def test_a_snapshot_serves_until_messages_behind_it_are_gone(make: Make, publish
     assert publisher.stats().snapshots == 2
 
 
+@pytest.mark.parametrize("behind", [1, 2, 5])
+def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
+    make: Make, publish: Publish, route: Route, behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.publish.publisher.BLOCKS_PER_MESSAGE", 1)
+    engine = make(P=10, S=8, event_capacity=512)
+    publisher = publish(engine, replay_messages=1)
+    busy(engine, 20)
+    router = route(publisher)
+    router.follow()
+    told = publisher.stats().messages
+    route(publisher).catch_up()
+    for seed in range(100, 200):
+        if publisher.stats().messages >= told + behind + 1:
+            break
+        busy(engine, 1, seed)
+        publisher.flush()
+    else:
+        pytest.fail("nothing more was told")
+    router.catch_up()
+    assert router.known == cached(engine.cache)
+    late = route(publisher)
+    late.catch_up()
+    assert late.known == cached(engine.cache)
+
+
+def test_many_events_are_encoded_a_part_at_a_time(make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.publish.messages.BLOCKS_PER_MESSAGE", 6)
+    engine = make(P=10, S=8, event_capacity=4096)
+    publisher = publish(engine)
+    hashes, sizes = publisher._encoder._hashes, []
+
+    def noted(keys: Any) -> Any:
+        sizes.append(len(keys))
+        return hashes(keys)
+
+    publisher._encoder._hashes = noted
+    router = route(publisher)
+    busy(engine, 100)
+    router.follow()
+    assert router.known == cached(engine.cache)
+    assert len(sizes) > 20 and max(sizes) <= 6
+
+
+def test_what_somebody_else_took_is_made_up_for_at_once(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=64)
+    publisher = publish(engine)
+    router = route(publisher)
+    engine.seed(range(9), committed=8)
+    router.follow()
+    assert router.known["GPU"]
+    with engine.cache._lock:
+        engine.cache.reset()
+        assert engine.cache.events()
+    router.follow()
+    assert router.known == cached(engine.cache) == {"GPU": set(), "CPU": set()}
+    assert publisher.stats().lost_blocks == 1
+
+
+def test_events_lost_while_a_snapshot_is_made_are_not_passed_over(make: Make, publish: Publish, route: Route) -> None:
+    engine = make(P=10, S=8, event_capacity=3)
+    publisher = publish(engine, replay_messages=1)
+    for seed in range(4):
+        busy(engine, 1, seed)
+        publisher.flush()
+    early = route(publisher)
+    early.catch_up()
+    take = engine.cache.events
+
+    def busy_meanwhile(**options: Any) -> Any:
+        found = take(**options)
+        if options:
+            engine.cache.events = take  # type: ignore[method-assign]
+            busy(engine, 3, seed=50)
+        return found
+
+    quiet = publisher._publish_new
+    publisher._publish_new = lambda: None  # type: ignore[method-assign]
+    publisher.flush()
+    busy(engine, 3, seed=40)
+    for _ in range(2):
+        engine.cache.events = busy_meanwhile  # type: ignore[method-assign]
+        route(publisher).replay(0)
+    publisher._publish_new = quiet  # type: ignore[method-assign]
+    early.follow()
+    assert early.known == cached(engine.cache)
+
+
 @pytest.mark.parametrize("capacity", [512, 3])
 def test_a_snapshot_leaves_nothing_untold_to_the_others(make: Make, publish: Publish, route: Route, capacity: int) -> None:
     engine = make(P=10, S=8, event_capacity=capacity)

@@ -206,13 +206,13 @@ def test_a_subscriber_that_does_not_read_is_counted_and_holds_up_nobody(make: Ma
     router = route(publisher)
     try:
         end = time.monotonic() + 60
-        while not publisher.stats().dropped and time.monotonic() < end:
+        while not publisher.stats().overflows and time.monotonic() < end:
             engine.cache.reset()
             sequence = engine.cache.add_sequence(list(range(4000)))
             engine.cache.commit(sequence)
             engine.cache.release(sequence)
             router.follow()
-        assert publisher.stats().dropped
+        assert publisher.stats().overflows
         assert router.known == cached(engine.cache)
     finally:
         context.destroy(linger=0)
@@ -224,6 +224,8 @@ def test_requests_that_are_none_are_counted_and_not_answered(make: Make, publish
     for frames in ([b""], [b"", b"1234567"], [b"", b"123456789"], [b"x", bytes(8)], [bytes(8)], [b"", bytes(8), b""], [b"", b""]):
         router.ask.send_multipart(frames)
     assert [number for number, _ in router.replay(0)] == [0], "the first answer is to the first request that was one"
+    publisher.flush()
+    publisher.flush()
     assert publisher.stats().malformed == 7
     assert publisher.stats().replays == 1
 
@@ -246,6 +248,9 @@ def test_a_client_that_has_gone_is_counted(make: Make, publish: Publish, route: 
     router.ask = router.context.socket(zmq.DEALER)
     router.ask.connect(str(publisher.replay_endpoint))
     router.replay(0)
+    # An answer is counted when it is whole, and may be read just before that.
+    while publisher.stats().replays + publisher.stats().replays_cut < 3 and time.monotonic() < end:
+        time.sleep(0.01)
     assert publisher.stats().replays + publisher.stats().replays_cut == 3
 
 
@@ -291,6 +296,24 @@ def test_wrong_arguments_are_named(make: Make, options: dict[str, Any], error: t
         KVEventPublisher(make(event_capacity=4).cache, **options)
 
 
+@pytest.mark.parametrize("cache", [None, 3, "pool"])
+def test_what_is_no_pool_is_refused(cache: Any) -> None:
+    with pytest.raises(TypeError, match="cache="):
+        KVEventPublisher(cache)
+
+
+def test_a_flush_whose_events_are_never_published_says_so(make: Make, publish: Publish) -> None:
+    engine = make(event_capacity=64)
+    publisher = publish(engine)
+
+    def broken() -> None:
+        raise PoolClosed("as a pool that was closed meanwhile")
+
+    publisher._publish_new = broken  # type: ignore[method-assign]
+    with pytest.raises(PoolClosed, match="ended"):
+        publisher.flush()
+
+
 def test_a_pool_that_records_no_events_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="event_capacity"):
         KVEventPublisher(make().cache)
@@ -328,12 +351,25 @@ def test_a_history_tells_every_number_once_from_any_start() -> None:
             for start in range(15):
                 if history.needs_snapshot(start):
                     assert start < history.first
-                    history.keep_snapshot([b"a", b"b"][: history.next])
+                    history.keep_snapshot([b"a", b"b"][: history.next - start])
                 found = list(history.since(start))
                 numbers = [number for number, _ in found]
                 assert numbers == list(range(numbers[0], n + 1)) if found else start > n
+                assert not found or numbers[0] >= start, "whoever has seen a number skips it"
                 assert not found or numbers[0] == start or found[0][1] == b"a"
                 assert all(payload == str(number).encode() for number, payload in found if payload not in (b"a", b"b"))
+
+
+def test_a_snapshot_that_serves_nobody_any_more_is_not_kept() -> None:
+    history = History(1, 100)
+    for _ in range(3):
+        history.add(b"1234")
+    history.keep_snapshot([b"a", b"b"])
+    assert [payload for _, payload in history.since(0)] == [b"a", b"b"]
+    history.add(b"1234")
+    assert history._snapshot and not history.needs_snapshot(0)
+    history.add(b"1234")
+    assert not history._snapshot and history.needs_snapshot(0)
 
 
 def test_a_history_keeps_to_its_bytes() -> None:
