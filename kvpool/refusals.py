@@ -28,4 +28,6 @@ def refusal(state: State, code: int, ids: npt.NDArray[np.int64]) -> Exception:
         return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
     if code == growth.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={state.header[COLUMNS] * state.header[WIDTH]}")
+    if code == growth.PASSED:
+        return ValueError(f"the count of sequence {which} is out of range: its window has passed; accepted are up to {more} tokens")
     return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")

@@ -28,6 +28,7 @@ from kvpool.state.blocks import (
     SECRET1,
     TAIL,
     WIDTH,
+    WINDOW,
     add_reference,
     blocks_of,
     counters_of,
@@ -49,8 +50,10 @@ from kvpool.state.prefix import device_copy, holds, rival_child
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_tokens, emit_move, enter, expire, forget, shelve, supersede, take_device
+from kvpool.state.windows import give_passed, least
 
 TOO_LONG, BAD_COUNT, BAD_TOTAL = -6, -7, -8
+PASSED = -20
 AHEAD = 4  # blocks whose place in the index is loaded beforehand
 
 
@@ -61,7 +64,7 @@ def growth(h, ids, counts):
     for i in range(ids.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
         more = blocks_for(h, sequence.length + counts[i])
-        if more > h[COLUMNS] and h[COLUMNS] < h[DEVICE_BLOCKS]:
+        if more > h[COLUMNS] and (h[COLUMNS] < h[DEVICE_BLOCKS] or h[WINDOW]):
             h[DETAIL] = i
             return TOO_LONG
         need += more - sequence.blocks
@@ -165,7 +168,7 @@ def _publish_range(h, slot, first, last):
         b = row[i]
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess where it has no key yet
-        if blocks[b].flags & PUBLISHED:
+        if b == NONE or blocks[b].flags & PUBLISHED:
             continue
         if not blocks[b].flags & KEYED:
             parent0, parent1 = _parent(h, slot, i)
@@ -212,6 +215,8 @@ def commit(h, ids, counts, now):
         if sequence.duplicates == NONE:
             sequence.removals = h[REMOVALS]
         _publish_range(h, slot, first, sequence.committed // h[WIDTH])
+        if h[WINDOW]:
+            give_passed(h, slot, stream)
     return 0
 
 
@@ -272,6 +277,9 @@ def rewind(h, ids, counts, now):
         if counts[i] > length:
             h[DETAIL], h[DETAIL2] = i, length
             return BAD_COUNT
+        if h[WINDOW] and length - counts[i] < least(h, slot):
+            h[DETAIL], h[DETAIL2] = i, length - least(h, slot)
+            return PASSED
         length -= counts[i]
         free += _returned(h, slot, blocks_for(h, length))
         need += 1 if counts[i] > 0 and length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
@@ -349,6 +357,8 @@ def _release(h, slot, store):
         _retry_duplicates(h, slot)
     for i in range(sequence.blocks - 1, -1, -1):
         b = row[i]
+        if b == NONE:
+            continue
         row[i] = NONE
         emit_access(h, ACCESSED, stream, b)
         word = drop_reference(blocks, b)
@@ -359,7 +369,7 @@ def _release(h, slot, store):
         if store and i == full and sequence.committed % h[WIDTH] and h[CHILD_BUCKETS] and not sequence.failed:
             _store_tail(h, slot, i, b)
         shelve(h, b, False)
-    sequence.live, sequence.length, sequence.blocks = 0, 0, 0
+    sequence.live = sequence.length = sequence.blocks = sequence.first = 0
     sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
     rows_of(h)[h[FREE_ROWS]] = slot
     h[FREE_ROWS] += 1
