@@ -37,11 +37,12 @@ Ranges = list[tuple[int, "int | None", int, "int | None"]]
 
 
 def pool_options(random: Random) -> dict[str, Any]:
-    window = random.choice((None, None, random.randint(1, 14)))
+    width = random.choice((1, 2, 3, 4, 4))
+    window = random.choice((None, random.randint(1, 2 * width + 2)))
     return {
         "window": window,
-        "sinks": 0 if window is None else random.choice((0, 0, 1, 3, 5)),
-        "tokens_per_block": random.choice((1, 2, 3, 4, 4)),
+        "sinks": 0 if window is None else random.choice((0, 0, 1, width + 1)),
+        "tokens_per_block": width,
         "device_blocks": random.randint(4, 10),
         "host_blocks": random.choice((0, 1, 2, 3, 4, 5, 6)),
         "max_sequences": random.randint(2, 6),
