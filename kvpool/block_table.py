@@ -20,7 +20,8 @@ class Csr(NamedTuple):
     """Block ids of n sequences, one behind the other, as attention libraries take them.
 
     The blocks of sequence i are ``indices[indptr[i]:indptr[i + 1]]``: int32[n + 1] and int32[total]. ``last_page_len`` int32[n] are the
-    tokens in its last block, 1 to tokens_per_block, or 0 where it has no token.
+    tokens in its last block, 1 to tokens_per_block, or 0 where it has no token. Blocks that a window has passed are left out: attention
+    that counts a window back from the last token sees the same.
     """
 
     indptr: npt.NDArray[np.int32]
@@ -33,7 +34,8 @@ class BlockTable(NamedTuple):
 
     ``table`` int32[max_sequences, max_blocks] is the persistent table of the whole pool, read-only, -1 where there is no block; it
     keeps its address and layout while the pool lives, and changes with every call that changes these sequences. ``rows`` int64[n] are
-    the rows of the sequences asked for, ``lengths`` int64[n] their tokens.
+    the rows of the sequences asked for, ``lengths`` int64[n] their tokens. Column i is the block of the tokens from
+    i * tokens_per_block on; where a window has passed it, it is -1 too.
 
     Examples
     --------
@@ -86,11 +88,12 @@ class BlockTable(NamedTuple):
 
     def csr(self) -> Csr:
         """The same without padding, in private arrays. Reads the table as ``dense`` does. Raises ValueError beyond 2**31 - 1 blocks."""
-        indptr = np.concatenate([[0], np.cumsum(self.blocks)])
+        dense = self.dense()
+        present = dense != -1
+        indptr = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
         if indptr[-1] > _INT32_MAX:
             raise ValueError(f"{indptr[-1]} blocks: accepted are {_INT32_MAX}")
-        dense = self.dense()
-        indices = dense[np.arange(dense.shape[1]) < self.blocks[:, None]]
+        indices = dense[present]
         last = np.where(self.lengths > 0, (self.lengths - 1) % self.tokens_per_block + 1, 0)
         return Csr(indptr.astype(np.int32), indices, last.astype(np.int32))
 

@@ -16,8 +16,9 @@ from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.staging import Buffer, Staging
 from kvpool.state.atomics import array_at
-from kvpool.state.blocks import A_TABLE, COLUMNS, DETAIL, DETAIL2, NONE, SEQUENCES, STREAM, WIDTH, sequences_of
+from kvpool.state.blocks import A_TABLE, COLUMNS, DETAIL, DETAIL2, NONE, SEQUENCES, SINKS, STREAM, WIDTH, sequences_of
 from kvpool.state.live import check, stream_of
+from kvpool.state.windows import holes
 
 SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL = -8, -9, -10
 _INT32_MAX = 2**31 - 1
@@ -27,13 +28,13 @@ Ids = npt.NDArray[np.int64]
 
 @jit
 def _used(h, ids):  # type: ignore[no-untyped-def]
-    """Blocks of the longest of these sequences, and of all. A guess without the state lock, where ids may be wrong."""
+    """Columns of the longest of these sequences, and blocks of all. A guess without the state lock, where ids may be wrong."""
     sequences = sequences_of(h)
     most, total = np.int64(0), np.int64(0)
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
         if slot < h[SEQUENCES]:
-            most, total = max(most, np.int64(sequences[slot].blocks)), total + sequences[slot].blocks
+            most, total = max(most, np.int64(sequences[slot].blocks)), total + sequences[slot].blocks - holes(h, slot)
     return most, total
 
 
@@ -64,9 +65,9 @@ def _check(h, ids):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _copy_rows(h, slot, address, columns):  # type: ignore[no-untyped-def]
-    """Columns of the host table from the first one of a sequence's row on; more than a row are those of the next rows too."""
-    memcpy(address, h[A_TABLE] + 4 * slot * h[COLUMNS], 4 * columns)
+def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def]
+    """Columns of the host table from the ``first`` one of a sequence's row on; more than a row are those of the next rows too."""
+    memcpy(address, h[A_TABLE] + 4 * (slot * h[COLUMNS] + first), 4 * columns)
 
 
 @jit
@@ -99,7 +100,7 @@ def stage_dense(h, ids, rows, planes, address, nbytes, columns, cut):  # type: i
         to_rows[i] = rows[i]
         # Whole rows that follow each other are copied at once: short copies cost more than their bytes.
         if i + 1 == ids.shape[0] or width < h[COLUMNS] or ids[i + 1] & 0xFFFFFFFF != slot + 1:
-            _copy_rows(h, slot - (i - first), address + 4 * first * width, (i + 1 - first) * width)
+            _copy_rows(h, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
             first = i + 1
     return width
 
@@ -130,8 +131,14 @@ def stage_csr(h, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
         used, length = np.int64(sequences[slot].blocks), sequences[slot].length
         indptr[i] = done
         last[i] = (length - 1) % h[WIDTH] + 1 if length else 0
-        _copy_rows(h, slot, address + 4 * (2 * n + 1 + done), used)
-        done += used
+        place, gone = address + 4 * (2 * n + 1 + done), holes(h, slot)
+        if gone:
+            _copy_rows(h, slot, 0, place, h[SINKS])
+            place += 4 * h[SINKS]
+            _copy_rows(h, slot, sequences[slot].first, place, used - sequences[slot].first)
+        else:
+            _copy_rows(h, slot, 0, place, used)
+        done += used - gone
     indptr[n] = done
     return total
 

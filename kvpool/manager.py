@@ -58,6 +58,10 @@ class KVCacheManager(ForkPool, DraftPool):
     offload_min_priority, offload_min_reuse : content below either is forgotten, not offloaded, when evicted.
     secret : 16 to 64 bytes that key the hash of content; random by default. Pools with one secret agree on keys.
     event_capacity : blocks whose events are kept until ``events`` is called; 0 (default) records none.
+    window, sinks : attention of all layers is a sliding window: a token sees ``window`` tokens, itself the last of them, and the first
+        ``sinks`` tokens of the sequence. Blocks that nothing can see any more go back at ``commit``, which leaves -1 in the block table,
+        and a prefix is reused if what the next token sees of it is cached. None: a token sees all before it. A sequence may then be
+        longer than the device has room for: its bound is ``max_sequence_tokens``.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     staging_depth : block tables that are on their way to the device at once; one more waits for the oldest.
     device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
@@ -130,7 +134,7 @@ class KVCacheManager(ForkPool, DraftPool):
         out, ids = np.empty(6, np.int64), np.empty(len(keys) // self.tokens_per_block, np.int32)
         with self._lock:
             self._check_open()
-            requests.match(self._state.header, keys.request[0], ids, out)
+            admission.match(self._state.header, keys.request[0], ids, out)
         return out
 
     def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0) -> int:
@@ -240,7 +244,10 @@ class KVCacheManager(ForkPool, DraftPool):
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
 
-        ``counts`` never fall: to take tokens back, ``rewind``. Changes the pool. Raises UnknownSequence, DeviceError, ValueError.
+        ``counts`` never fall: to take tokens back, ``rewind``. With a window, blocks that no token behind these sees go back, in order
+        behind what is enqueued on the stream: have the kernels that read them enqueued there. Changes the pool.
+
+        Raises UnknownSequence, DeviceError, ValueError.
         """
         which = id_array("ids", ids)
         each = NO_COUNTS if counts is None else count_array("counts", counts, which)
@@ -249,13 +256,15 @@ class KVCacheManager(ForkPool, DraftPool):
     def rewind(self, ids: Ids, counts: Any, *, stream: Any = None) -> None:
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written. Changes the pool.
 
-        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError.
+        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError (also for a rewind behind which the window would
+        reach blocks that have gone back: never for tokens that were not committed).
         """
         which = id_array("ids", ids)
         self._decide(2 * len(which), stream, growth.rewind, which, count_array("counts", counts, which), self.now(), ids=which)
 
     def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
-        """Give sequences back, tail first. What was committed stays reusable until evicted; with ``store=False`` what they computed goes.
+        """Give sequences back, tail first. What was committed stays reusable until evicted; with ``store=False`` what they computed goes,
+        but for what a window has passed before.
 
         Changes the pool. Raises UnknownSequence, ValueError.
         """
@@ -321,7 +330,7 @@ class KVCacheManager(ForkPool, DraftPool):
     def prefetch(self, prompt: Prompt) -> int:
         """Onboard the prompt's cached full blocks that are on the host only, without holding them; returns how many came.
 
-        Stops where no device block can be had. Changes the pool.
+        With a window, those that adding the prompt would reuse. Stops where no device block can be had. Changes the pool.
         """
         keys = self._prompt(prompt)
         ids = np.empty(len(keys.keys), np.int32)

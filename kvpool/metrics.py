@@ -132,6 +132,7 @@ DEFINITIONS = (
     ),
     _counter("kvpool_lost_blocks", "Blocks whose bytes a failing device never brought.", (), lambda s: {(): s.lost_blocks}),
     _counter("kvpool_expired_blocks", "Blocks whose retention has ended.", (), lambda s: {(): s.expired_blocks}),
+    _counter("kvpool_passed_blocks", "Blocks that a sliding window has passed, and that went back.", (), lambda s: {(): s.passed_blocks}),
     _counter("kvpool_events_dropped", "Events that were overwritten before anybody took them.", (), lambda s: {(): s.events_dropped}),
     _histogram(
         "kvpool_block_lifetime_seconds",

@@ -28,7 +28,7 @@ from kvpool.layout import BlockLayout, integer_argument
 from kvpool.memory import MemoryPools
 from kvpool.refusals import refusal
 from kvpool.retention import priority_argument
-from kvpool.sequence import BlockKeys, bool_argument
+from kvpool.sequence import BlockKeys, bool_argument, window_argument
 from kvpool.staging import Staging
 from kvpool.state import blocks, holds, live
 from kvpool.state.hashing import remote_password
@@ -59,7 +59,7 @@ class Pool:
         self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
-        device_memory: Any = None, host_memory: Any = None, table: Any = None,
+        device_memory: Any = None, host_memory: Any = None, table: Any = None, window: int | None = None, sinks: int = 0,
     ) -> None:  # fmt: skip
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
@@ -77,6 +77,7 @@ class Pool:
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
         if max_sequence_tokens is not None:
             max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
+        self._window = window_argument(window, sinks)
         self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
         self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
@@ -124,6 +125,7 @@ class Pool:
             device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=sequences, columns=columns,
             secret=secret or os.urandom(32), partial_reuse=self.partial_reuse, offload_min_priority=min_priority,
             offload_min_reuse=min_reuse, event_capacity=events, table=own_table(table, sequences, columns),
+            window=self._window[0], sinks=self._window[1],
         )  # fmt: skip
 
     def _disable_guard(self, name: str) -> None:
@@ -176,14 +178,13 @@ class Pool:
             raise RuntimeError(f"{call} inside another call of this pool: destructors and signal handlers may close leases and release")
 
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
-        """Room for what the next verb says of streams: at most a row for each block it takes, holds or lets go, and three per sequence."""
+        """Room for what a verb says of streams: a row for each block it takes, holds or lets go (with a window both), 3 per sequence."""
         if ids is NO_IDS:
             self._state.reserve_accesses(moves + 1)
         else:
             held = self._state.sequences["blocks"]
-            if ids is not None:
-                held = held[(ids & 0xFFFFFFFF) % len(held)]
-            self._state.reserve_accesses(moves + int(held.sum()) + 3 * len(held) + 1)
+            held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
+            self._state.reserve_accesses(moves + (2 if self._window[0] else 1) * int(held.sum()) + 3 * len(held) + 1)
         self._state.header[blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
 
     def _check_open(self) -> None:
@@ -215,7 +216,7 @@ class Pool:
 
     def _check_columns(self, needed: int) -> None:
         """Raise ValueError for a prompt whose blocks have no place in a row of the block table."""
-        if self._columns < min(needed, self.device_blocks):
+        if self._columns < (needed if self._window[0] else min(needed, self.device_blocks)):
             raise ValueError(f"a prompt of {needed} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
 
     def _enable_extra(self) -> None:

@@ -32,4 +32,6 @@ def refusal(state: State, code: int, ids: npt.NDArray[np.int64]) -> Exception:
         return ValueError(f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts")
     if code == growth.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={state.header[COLUMNS] * state.header[WIDTH]}")
+    if code == growth.PASSED:
+        return ValueError(f"the count of sequence {which} is out of range: its window has passed; accepted are up to {more} tokens")
     return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")

@@ -66,7 +66,10 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class Match(NamedTuple):
-    """What a prompt would reuse now, in tokens: full blocks on the device, full blocks on the host, part of one more block."""
+    """What a prompt would reuse now, in tokens: full blocks on the device, full blocks on the host, part of one more block.
+
+    Tokens that a window has passed count as on the device: they need no block, and are not computed again.
+    """
 
     device_tokens: int
     host_tokens: int
@@ -82,7 +85,10 @@ class Match(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """What a batch got: int64[m] ids, and per request int32[m] reused tokens (total, device, host, partial) and blocks to be computed."""
+    """What a batch got: int64[m] ids, and per request int32[m] reused tokens (total, device, host, partial) and blocks to be computed.
+
+    Tokens that a window has passed count as on the device.
+    """
 
     ids: npt.NDArray[np.int64]
     cached_tokens: npt.NDArray[np.int32]
@@ -162,6 +168,14 @@ def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
     if found.dtype == np.uint64 and len(found) and int(found.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
     return _plain(found, np.int64)
+
+
+def window_argument(window: Any, sinks: Any) -> tuple[int, int]:
+    """Tokens of a sliding window, 0 for none, and of its sinks. Raises TypeError or ValueError."""
+    seen, first = 0 if window is None else integer_argument("window", window, 1, INT32.max), integer_argument("sinks", sinks, 0, INT32.max)
+    if first and not seen:
+        raise ValueError(f"sinks={first}: accepted is 0 without a window")
+    return seen, first
 
 
 def bool_argument(name: str, value: Any) -> bool:

@@ -65,7 +65,7 @@ class Stats:
     host: TierStats
     prompt_tokens: int = 0
     reused_device_tokens: int = 0
-    """in full blocks that were on the device"""
+    """in full blocks that were on the device, or that a window had passed"""
     reused_host_tokens: int = 0
     """in full blocks that were on the host"""
     partial_tokens: int = 0
@@ -97,6 +97,8 @@ class Stats:
     redundant_dropped: int = 0
     """host copies given up while the content was on the device"""
     expired_blocks: int = 0
+    passed_blocks: int = 0
+    """that live sequences gave back when their window had passed them"""
     offloaded_bytes: int = 0
     """that the device was told to copy to the host, and took"""
     onboarded_bytes: int = 0

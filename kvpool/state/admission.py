@@ -40,20 +40,41 @@ from kvpool.state.requests import (
     blocks_for,
     partial_match,
     reusable,
-    walk,
 )
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, hold, let_go
+from kvpool.state.windows import longest
 
 SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES = -1, -2
+
+
+@jit
+def match(h, request, ids, out):
+    """What ``admit`` would reuse now, into ``out`` int64[6]; changes nothing.
+
+    Tokens on the device (or passed by the window), on the host, in part; blocks; full ones that cost no free block; the partial source.
+    """
+    blocks = blocks_of(h)
+    matched = longest(h, request, reusable(request) // h[WIDTH], ids)
+    device = costless = 0
+    for i in range(matched):
+        b = device_copy(h, ids[i]) if ids[i] != NONE else np.int64(NONE)
+        if b != NONE or ids[i] == NONE:
+            device += 1
+            costless += 1 if b == NONE or blocks[b].word != 0 else 0
+    source, n = partial_match(h, request, matched)
+    out[0], out[1], out[2] = device * h[WIDTH], (matched - device) * h[WIDTH], n
+    out[3], out[4], out[5] = blocks_for(h, request[R_LENGTH]), costless, source
 
 
 @jit
 def _claim(h, request, row, out):
     """Phase 1 of one request: hold what matches; a host block stands in ``row`` for the device block that it will need."""
     blocks = blocks_of(h)
-    matched = walk(h, request, reusable(request) // h[WIDTH], row)
+    matched = longest(h, request, reusable(request) // h[WIDTH], row)
     onboards = 0
     for i in range(matched):
+        if row[i] == NONE:
+            continue
         b = device_copy(h, row[i])
         if b == NONE:
             b = np.int64(row[i])
@@ -82,6 +103,8 @@ def _unclaim(h, row, out):
     if out[O_SOURCE] != NONE:
         _unhold(h, out[O_SOURCE])
     for i in range(out[O_MATCHED] - 1, -1, -1):
+        if row[i] == NONE:
+            continue
         blocks_of(h)[row[i]].flags &= ~ONBOARDING
         _unhold(h, np.int64(row[i]))
         row[i] = NONE
@@ -146,7 +169,8 @@ def _untime(h, row, out):
     """Claimed blocks leave the expiries; deferred until the batch is known to fit, since a heap cannot be undone to the byte."""
     blocks, heap = blocks_of(h), heap_of(h)
     for i in range(out[O_MATCHED]):
-        heap_remove(blocks, heap, row[i])
+        if row[i] != NONE:
+            heap_remove(blocks, heap, row[i])
     if out[O_SOURCE] != NONE:
         heap_remove(blocks, heap, out[O_SOURCE])
 

@@ -65,6 +65,7 @@ SEQUENCE = np.dtype(
         ("blocks", "i4"),
         ("cached", "i4"),  # reused tokens, partial ones included
         ("reused", "i4"),  # full blocks reused
+        ("first", "i4"),  # blocks [SINKS, first) were given back: its window has passed them
         ("namespace", "i8"),
         ("root0", "i8"),
         ("root1", "i8"),
@@ -105,19 +106,19 @@ EVENT = np.dtype(
     A_ACCESSES, A_EVENTS, A_EVENT_TOKENS, A_EVENT_EXTRA, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS,
     CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS, MOVES, MOVES_CAPACITY, TOKEN_MOVES, TOKEN_MOVES_CAPACITY, ACCESSES,
     ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT,
-    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, HEADER,
-) = range(51)  # fmt: skip
+    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, WINDOW, SINKS, HEADER,
+) = range(53)  # fmt: skip
 
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
     "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
     "offloads_saved", "copied_blocks", "lost_blocks", "events_dropped", "redundant_dropped", "expired_blocks",
-    "evicted_by_rule_blocks", "evicted_host_full_blocks",
+    "evicted_by_rule_blocks", "evicted_host_full_blocks", "passed_blocks",
 )  # fmt: skip
 (
     C_PROMPT, C_DEVICE_TOKENS, C_HOST_TOKENS, C_PARTIAL_TOKENS, C_DEVICE_HITS, C_HOST_HITS, C_PARTIAL, C_MISSED, C_OFFLOADED,
     C_ONBOARDED, C_FORGOTTEN_DEVICE, C_FORGOTTEN_HOST, C_SAVED, C_COPIED, C_LOST, C_DROPPED, C_REDUNDANT, C_EXPIRED,
-    C_BY_RULE, C_HOST_FULL,
+    C_BY_RULE, C_HOST_FULL, C_PASSED,
 ) = range(len(COUNTERS))  # fmt: skip
 LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP, HISTOGRAMS = range(6)
 BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms; the sum of all times is behind the bins
@@ -276,12 +277,13 @@ def state_bytes(count: int, width: int, sequences: int, columns: int, events: in
 class State:
     """Owns every array of one pool and the header that points to them. Not thread-safe: the manager's state lock guards it.
 
-    Parameters are counts of blocks, tokens per block, sequences and blocks per sequence; ``secret`` keys the hash.
+    Parameters are counts of blocks, tokens per block, sequences and blocks per sequence; ``secret`` keys the hash. ``window`` and ``sinks``
+    are tokens, 0 = none.
     """
 
     def __init__(
         self, *, device_blocks: int, host_blocks: int, width: int, sequences: int, columns: int, secret: bytes, partial_reuse: bool = True,
-        offload_min_priority: int = 30, offload_min_reuse: int = 1, event_capacity: int = 0,
+        offload_min_priority: int = 30, offload_min_reuse: int = 1, event_capacity: int = 0, window: int = 0, sinks: int = 0,
         table: npt.NDArray[np.int32] | None = None,
     ) -> None:  # fmt: skip
         count = device_blocks + host_blocks
@@ -324,6 +326,7 @@ class State:
         h[SECRET0], h[SECRET1] = block_secret(secret)
         h[GUARD] = sum(GUARDS.values())
         h[EVENTS] = event_capacity
+        h[WINDOW], h[SINKS] = window, -(-sinks // width)
         self._fill_lists(device_blocks, count)
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:

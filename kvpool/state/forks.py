@@ -35,7 +35,7 @@ def _become(sequence, other):
     sequence.namespace, sequence.root0, sequence.root1 = other.namespace, other.root0, other.root1
     sequence.removals, sequence.duplicates = other.removals, other.duplicates
     sequence.priority, sequence.ttl = other.priority, other.ttl
-    sequence.stream, sequence.forked = other.stream, other.forked
+    sequence.stream, sequence.forked, sequence.first = other.stream, other.forked, other.first
 
 
 @jit
@@ -71,7 +71,8 @@ def fork(h, ids, out):
                 sequences[row].stream = h[STREAM]
             for j in range(parent.blocks):
                 table[row, j] = table[slot, j]
-                add_reference(blocks_of(h), table[row, j])
+                if table[row, j] != NONE:
+                    add_reference(blocks_of(h), table[row, j])
             sequences[row].live = LIVE
             out[i, k] = (np.int64(sequences[row].generation) << 32) | row
         if out.shape[1]:

@@ -31,6 +31,7 @@ from kvpool.state.blocks import (
     REUSE_GAP,
     STREAM,
     WIDTH,
+    WINDOW,
     add_reference,
     blocks_of,
     counters_of,
@@ -66,6 +67,7 @@ from kvpool.state.requests import (
 )
 from kvpool.state.ring import STORED, UPDATED, emit
 from kvpool.state.tiers import copy_content, emit_move, forget, hold, let_go, record, take_device
+from kvpool.state.windows import kept_from
 
 
 @jit(forceinline=True)
@@ -186,12 +188,16 @@ def grant(h, request, slot, out):
     total = blocks_for(h, request[R_LENGTH])
     out[O_DEVICE_TOKENS] = out[O_HOST_TOKENS] = 0
     for i in range(out[O_MATCHED]):
-        _grant_hit(h, request, row, i, out)
+        if row[i] != NONE:
+            _grant_hit(h, request, row, i, out)
+        else:
+            out[O_DEVICE_TOKENS] += h[WIDTH]
     tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h[WIDTH]
     for i in range(out[O_MATCHED], total):
         row[i] = _grant_new(h, request, tokens, keys, extra, width, i, out)
     for i in range(total if h[ACCESSES_CAPACITY] else 0):
-        emit_access(h, WILL_READ if i < out[O_MATCHED] else WILL_WRITE, h[STREAM], row[i])
+        if row[i] != NONE:
+            emit_access(h, WILL_READ if i < out[O_MATCHED] else WILL_WRITE, h[STREAM], row[i])
     out[O_CACHED] = out[O_MATCHED] * h[WIDTH] + out[O_PARTIAL]
     out[O_MISSED] = total - out[O_MATCHED]
     out[O_ID] = (np.int64(sequence.generation) << 32) | slot
@@ -201,6 +207,7 @@ def grant(h, request, slot, out):
     sequence.length, sequence.blocks = request[R_LENGTH], total
     sequence.committed = sequence.cached = out[O_CACHED]
     sequence.reused, sequence.stream, sequence.forked = out[O_MATCHED], h[STREAM], 0
+    sequence.first = kept_from(h, out[O_MATCHED] * h[WIDTH]) if h[WINDOW] else 0
     sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]
     sequence.priority, sequence.ttl = request[R_PRIORITY], request[R_TTL]
 

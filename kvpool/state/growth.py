@@ -29,6 +29,7 @@ from kvpool.state.blocks import (
     TAIL,
     TICKET,
     WIDTH,
+    WINDOW,
     add_reference,
     blocks_of,
     counters_of,
@@ -51,8 +52,10 @@ from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.sharing import copies, make_writable, private_copy
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, forget, shelve, supersede, take_device
+from kvpool.state.windows import give_passed, least
 
 TOO_LONG, BAD_COUNT, BAD_TOTAL = -6, -7, -8
+PASSED = -20
 AHEAD = 4  # blocks whose place in the index is loaded beforehand
 
 
@@ -64,7 +67,7 @@ def growth(h, ids, counts):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
         forked |= sequence.forked
         more = blocks_for(h, sequence.length + counts[i])
-        if more > h[COLUMNS] and h[COLUMNS] < h[DEVICE_BLOCKS]:
+        if more > h[COLUMNS] and (h[COLUMNS] < h[DEVICE_BLOCKS] or h[WINDOW]):
             h[DETAIL] = i
             return TOO_LONG
         need += more - sequence.blocks
@@ -171,7 +174,7 @@ def _publish_range(h, slot, first, last):
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess where it has no key yet
             expect_child(h, row[i + AHEAD])
-        if blocks[b].flags & PUBLISHED:
+        if b == NONE or blocks[b].flags & PUBLISHED:
             continue
         if not blocks[b].flags & KEYED:
             parent0, parent1 = _parent(h, slot, i)
@@ -218,6 +221,8 @@ def commit(h, ids, counts, now):
         if sequence.duplicates == NONE:
             sequence.removals = h[REMOVALS]
         _publish_range(h, slot, first, sequence.committed // h[WIDTH])
+        if h[WINDOW]:
+            give_passed(h, slot, stream)
     return 0
 
 
@@ -265,6 +270,9 @@ def rewind(h, ids, counts, now):
         if counts[i] > length:
             h[DETAIL], h[DETAIL2] = i, length
             return BAD_COUNT
+        if h[WINDOW] and length - counts[i] < least(h, slot):
+            h[DETAIL], h[DETAIL2] = i, length - least(h, slot)
+            return PASSED
         length -= counts[i]
         free += _returned(h, slot, blocks_for(h, length))
         need += 1 if counts[i] > 0 and length % h[WIDTH] and _shared(h, slot, length // h[WIDTH]) else 0
@@ -366,9 +374,11 @@ def _release(h, slot, store):
         retry_duplicates(h, slot)
     for i in range(sequence.blocks - 1, -1, -1):
         b = row[i]
+        if b == NONE:
+            continue
         row[i] = NONE
         give_back(h, slot, i, b, stream, store, tail)
-    sequence.live, sequence.length, sequence.blocks = 0, 0, 0
+    sequence.live = sequence.length = sequence.blocks = sequence.first = 0
     sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
     rows_of(h)[h[FREE_ROWS]] = slot
     h[FREE_ROWS] += 1

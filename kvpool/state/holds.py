@@ -27,6 +27,7 @@ from kvpool.state.blocks import (
     REMOVALS,
     SEQUENCES,
     WIDTH,
+    WINDOW,
     add_reference,
     blocks_of,
     change_word,
@@ -44,9 +45,10 @@ from kvpool.state.hashing import TICKET_AT_LOSS
 from kvpool.state.index import find_key
 from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
 from kvpool.state.prefix import device_copy, host_copy
-from kvpool.state.requests import R_LENGTH, walk
+from kvpool.state.requests import R_LENGTH, reusable
 from kvpool.state.ring import STORED, emit, emit_cleared
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_content, emit_move, expire, hold, let_go, shelve, take_host, unpublish
+from kvpool.state.windows import longest
 
 ANY_TIER = -1
 
@@ -106,11 +108,13 @@ def unpin(h, ids, now):
 def prefetch(h, request, ids, now):
     """Onboard the cached full blocks of a prompt that are on the host only, as far as device blocks can be had; holds nothing after.
 
-    ``ids`` int32[full blocks] is scratch. Returns blocks onboarded.
+    With a window, those that an admission would hold. ``ids`` int32[full blocks] is scratch. Returns blocks onboarded.
     """
-    matched = walk(h, request, request[R_LENGTH] // h[WIDTH], ids)
+    matched = longest(h, request, (reusable(request) if h[WINDOW] else request[R_LENGTH]) // h[WIDTH], ids)
     begin(h, now)
     for i in range(matched):
+        if ids[i] == NONE:
+            continue
         b = device_copy(h, ids[i])
         if b != NONE:
             ids[i] = b
@@ -126,8 +130,7 @@ def prefetch(h, request, ids, now):
             ids[i] = onboard(h, ids[i])
             done += 1
     release_sources(h, 0)
-    for i in range(matched - 1, -1, -1):
-        let_go(h, ids[i])
+    _drop_rest(h, ids, 0, matched)
     return done
 
 
@@ -135,7 +138,8 @@ def prefetch(h, request, ids, now):
 def _drop_rest(h, ids, first, last):
     """Let go of ``ids[first:last]``, tail first; returns ``first``."""
     for i in range(last - 1, first - 1, -1):
-        let_go(h, ids[i])
+        if ids[i] != NONE:
+            let_go(h, ids[i])
     return first
 
 
@@ -222,7 +226,8 @@ def _fail_sequences(h):
         sequence = sequences_of(h)[slot]
         if sequence.live:
             for i in range(sequence.blocks):
-                if blocks_of(h)[table_of(h)[slot, i]].flags & LOST:
+                b = table_of(h)[slot, i]
+                if b != NONE and blocks_of(h)[b].flags & LOST:
                     sequence.failed = 1
 
 

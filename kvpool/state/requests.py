@@ -1,4 +1,4 @@
-"""A request as jitted code sees it, and what of it is cached: matching, which changes nothing."""
+"""A request as jitted code sees it, and what of it is cached, looked up without a change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.atomics import address_of, array_at
-from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, GUARD, NONE, SECRET0, SECRET1, WIDTH, blocks_of
+from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, GUARD, NONE, SECRET0, SECRET1, WIDTH
 from kvpool.state.hashing import block_key
 from kvpool.state.prefix import best_child, device_copy, find
 
@@ -112,19 +112,3 @@ def retention_at(request, position):
         if ranges[i, 0] <= position < ranges[i, 1]:
             return True, ranges[i, 2], ranges[i, 3]
     return False, np.int64(DEFAULT_PRIORITY), np.int64(NONE)
-
-
-@jit
-def match(h, request, ids, out):
-    """What ``admit`` would reuse now, into ``out`` int64[6]: device, host, partial tokens; blocks; full blocks in use. Changes nothing."""
-    blocks = blocks_of(h)
-    matched = walk(h, request, reusable(request) // h[WIDTH], ids)
-    device = in_use = 0
-    for i in range(matched):
-        b = device_copy(h, ids[i])
-        if b != NONE:
-            device += 1
-            in_use += 1 if blocks[b].word != 0 else 0
-    source, n = partial_match(h, request, matched)
-    out[0], out[1], out[2] = device * h[WIDTH], (matched - device) * h[WIDTH], n
-    out[3], out[4], out[5] = blocks_for(h, request[R_LENGTH]), in_use, source

@@ -31,7 +31,9 @@ from kvpool.state.blocks import (
     REDUNDANT,
     SECRET0,
     SECRET1,
+    SINKS,
     TAIL,
+    WINDOW,
     State,
     blocks_of,
     children_of,
@@ -43,6 +45,7 @@ from kvpool.state.blocks import (
 from kvpool.state.hashing import block_key
 from kvpool.state.index import bucket
 from kvpool.state.prefix import child_bucket
+from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]
 
@@ -193,8 +196,13 @@ def _sequences(state: State) -> Iterator[Finding]:
     blocks, table, sequences = state.blocks, state.table, state.sequences
     live, device = sequences["live"] != 0, int(state.header[DEVICE_BLOCKS])
     length = np.where(live, sequences["blocks"], 0)
-    used = np.arange(table.shape[1]) < length[:, None]
-    yield from _first("table", ((table != NONE) != used).any(axis=1), "row {} has ids behind its end or holes")
+    place, sinks = np.arange(table.shape[1]), int(state.header[SINKS])
+    used = (place < length[:, None]) & ((place < sinks) | (place >= sequences["first"][:, None]))
+    yield from _first("table", ((table != NONE) != used).any(axis=1), "row {} has ids behind its end, or holes that no window has passed")
+    if state.header[WINDOW]:
+        seen = [kept_from(state.header, int(committed)) for committed in sequences["committed"]]
+        wrong = live & (sequences["first"] > np.array(seen))
+        yield from _first("window", wrong, "sequence {} has given back what its next token sees")
     ids = table[used]
     if ids.size and (ids.min() < 0 or ids.max() >= device):
         yield "table", "a live sequence names a block that is not on the device"

@@ -53,7 +53,8 @@ class Seq:
 
     namespace: Namespace
     items: list[Item]
-    blocks: list[Block]
+    blocks: list[Block | None]
+    """None where a window has passed them."""
     committed: int
     reused: int
     cached: int
@@ -68,7 +69,7 @@ class Plan:
 
     prompt: Prompt
     ranges: list[Range]
-    rows: list[Row]
+    rows: list[Row | None]
     source: Block | None
     partial: int
     from_host: list[bool] = field(default_factory=list)
@@ -91,6 +92,8 @@ class Admission(Store):
         offload_min_priority: int = 30,
         offload_min_reuse: int = 1,
         clock: Callable[[], int] = lambda: 0,
+        window: int | None = None,
+        sinks: int = 0,
     ) -> None:
         super().__init__(
             tokens_per_block,
@@ -100,6 +103,8 @@ class Admission(Store):
             offload_min_priority,
             offload_min_reuse,
             clock,
+            window,
+            sinks,
         )
         self.max_sequences = max_sequences
         self.sequences: dict[int, Seq] = {}
@@ -121,7 +126,7 @@ class Admission(Store):
 
     def match_prefix(self, prompt: Prompt) -> Match:
         walk = self.walk(prompt)
-        host = sum(self.T for row in walk.rows if row.device is None)
+        host = sum(self.T for row in walk.rows if row is not None and row.device is None)
         return Match(len(walk.rows) * self.T - host, host, walk.partial)
 
     def blocks_needed(
@@ -129,14 +134,15 @@ class Admission(Store):
     ) -> int:
         need = 0
         if prompt is not None:
-            hits = [row.device for row in self.walk(prompt).rows if row.device is not None]
-            need += self._ceil(len(prompt.tokens) + new_tokens) - sum(b.held for b in hits)
+            rows = self.walk(prompt).rows
+            hits = [row.device for row in rows if row is not None and row.device is not None]
+            need += self._ceil(len(prompt.tokens) + new_tokens) - sum(b.held for b in hits) - rows.count(None)
         live = self._live(sequences)
         return need + self._growth(live, [new_tokens] * len(live))
 
     def _growth(self, live: Sequence[Seq], counts: Sequence[int]) -> int:
         """Blocks that growing these sequences takes: new ones, and copies of a last one that others go on holding."""
-        need, left = 0, {block.id: block.refs for seq in live for block in seq.blocks}
+        need, left = 0, {block.id: block.refs for seq in live for block in seq.blocks if block is not None}
         for seq, count in zip(live, counts, strict=True):
             need += self._ceil(len(seq.items) + count) - len(seq.blocks)
             if count and len(seq.items) % self.T and left[seq.blocks[-1].id] > 1:
@@ -145,7 +151,7 @@ class Admission(Store):
         return need
 
     def evictable_if_released(self, ids: Sequence[int]) -> int:
-        named = [block for seq in self._live(ids) for block in seq.blocks]
+        named = [block for seq in self._live(ids) for block in seq.blocks if block is not None]
         unique = {block.id: block for block in named}
         return sum(
             block.pins == 0 and block.refs == sum(other is block for other in named)
@@ -213,7 +219,9 @@ class Admission(Store):
             plan = Plan(prompt, own, walk.rows, walk.source, walk.partial, loads=loads)
             plans.append(plan)
             for row in plan.rows:
-                plan.from_host.append(row.device is None)
+                plan.from_host.append(row is not None and row.device is None)
+                if row is None:
+                    continue
                 if row.device is not None:
                     row.device.refs += 1
                     self.device.unlist(row.device)
@@ -228,7 +236,7 @@ class Admission(Store):
         hits = [h for p in plans for h, was in zip(p.rows, p.from_host, strict=True) if was]
         for source in onboarded:
             for row in hits:
-                if row.host is source:
+                if row is not None and row.host is source:
                     self._let_go(source)
         for plan in plans:
             if plan.source is not None:
@@ -246,7 +254,7 @@ class Admission(Store):
 
     def _fit(self, plans: list[Plan]) -> None:
         """Drop or take over partial sources until the batch fits."""
-        onboards = {row.host.id for p in plans for row in p.rows if row.device is None and row.host}
+        onboards = {row.host.id for p in plans for row in p.rows if row is not None and row.device is None and row.host}
         fresh = sum(self._ceil(len(p.prompt.tokens)) - len(p.rows) for p in plans)
         need = fresh + len(onboards)
         free = self.free("device")
@@ -267,6 +275,9 @@ class Admission(Store):
         """Give one request its blocks, front to back."""
         prompt, blocks = plan.prompt, []
         for row in plan.rows:
+            if row is None:
+                blocks.append(None)
+                continue
             blocks.append(self._hit(row, onboarded))
             blocks[-1].uses += not plan.loads
             ranged = range_of((len(blocks) - 1) * self.T, plan.ranges)

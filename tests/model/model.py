@@ -30,6 +30,8 @@ Readings of the rules where they leave room:
   count in no statistics of requests; a retention range applies to them.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
   to the front, tail first; what had matched goes to the back, tail first.
+- With a window, the blocks that a prefix needs include its last one, and `prefetch` looks at those that an admission would hold.
+- A commit publishes before it gives back what the window has passed, sequence by sequence, last block first.
 - `prefetch` stops at the first block that neither tier has; `offload` looks at each key by itself,
   and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.
 """
@@ -83,16 +85,26 @@ class Model(Admission):
         for seq, end in zip(live, ends, strict=True):
             seq.committed = end
             for i in range(end // self.T):
-                if seq.blocks[i].content is None:
-                    seq.blocks[i].content = self._content(seq, i)
+                block = seq.blocks[i]
+                if block is not None and block.content is None:
+                    block.content = self._content(seq, i)
             self._publish_waiting(seq)
+            self._give_passed(seq)
+
+    def _give_passed(self, seq: Seq) -> None:
+        for i in range(len(seq.blocks) - 1, -1, -1):
+            block = seq.blocks[i]
+            if block is not None and not self.needs(i, seq.committed):
+                seq.blocks[i] = None
+                self.drop_ref(block)
+                self.counts["passed_blocks"] += 1
 
     def _content(self, seq: Seq, i: int) -> Content:
         return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
 
     def _publish_waiting(self, seq: Seq) -> None:
         for block in seq.blocks[: seq.committed // self.T]:
-            if not block.indexed:
+            if block is not None and not block.indexed:
                 self.publish(block)
 
     def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
@@ -103,6 +115,8 @@ class Model(Admission):
         lengths = [len(seq.items) - count for seq, count in zip(live, counts, strict=True)]
         need, free = 0, self.free("device")
         for seq, length in zip(live, lengths, strict=True):
+            if any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks)):
+                raise ValueError(f"counts: the window has passed {length}")
             free += sum(block.refs == 1 and block.pins == 0 for block in seq.blocks[self._ceil(length) :])
             need += self._is_shared(seq, length)
             self.need_device(need, free)
@@ -161,7 +175,7 @@ class Model(Admission):
             self.next_id += n
             for i in new[-1]:
                 self.sequences[i] = replace(seq, items=[*seq.items], blocks=[*seq.blocks])
-                for block in seq.blocks:
+                for block in filter(None, seq.blocks):
                     block.refs += 1
         return new
 
@@ -173,11 +187,11 @@ class Model(Admission):
             if store:
                 self._publish_waiting(live[place])
         new = [replace(live[p], items=[*live[p].items], blocks=[*live[p].blocks]) for p in parents]
-        for block in [block for seq in new for block in seq.blocks]:
+        for block in [block for seq in new for block in seq.blocks if block is not None]:
             block.refs += 1
         for index in range(max(len(seq.blocks) for seq in live) - 1, -1, -1):
             for seq in live:
-                if index < len(seq.blocks):
+                if index < len(seq.blocks) and seq.blocks[index] is not None:
                     self._release_block(seq, index, store)
         self.sequences.update(zip(ids, new, strict=True))
 
@@ -186,7 +200,8 @@ class Model(Admission):
             if store:
                 self._publish_waiting(seq)
             for index in range(len(seq.blocks) - 1, -1, -1):
-                self._release_block(seq, index, store)
+                if seq.blocks[index] is not None:
+                    self._release_block(seq, index, store)
             del self.sequences[i]
 
     def _release_block(self, seq: Seq, index: int, store: bool) -> None:
@@ -221,19 +236,20 @@ class Model(Admission):
         seq = self._reserved(reservation)
         del self.reservations[reservation]
         for index in range(len(seq.blocks) - 1, -1, -1):
-            self.drop_ref(seq.blocks[index], front=index >= seq.reused)
+            if seq.blocks[index] is not None:
+                self.drop_ref(seq.blocks[index], front=index >= seq.reused)
 
     # -- tiers ---------------------------------------------------------------------------------
 
     def prefetch(self, prompt: Prompt) -> int:
-        rows = self.cached_rows(prompt)
-        held = [row.device or row.host for row in rows]
+        rows = self.cached_rows(prompt) if self.window is None else self.walk(prompt).rows
+        held = [None if row is None else row.device or row.host for row in rows]
         for block in held:
             self._hold(block)
         self.expire(self.clock(), EXPIRIES_PER_CALL)
         onboarded: list[Block] = []
         for place, row in enumerate(rows):
-            if row.device is None and self.free("device"):
+            if row is not None and row.device is None and self.free("device"):
                 self._onboard(row)
                 assert row.device is not None and row.host is not None
                 row.device.refs, row.device.hold = 0, 1
@@ -347,7 +363,7 @@ class Model(Admission):
             assert all(child.content in self.rows for child in bucket if child.block is None)
 
     def _check_holds(self, tier: Tier) -> None:
-        named = [b.id for held in (self.sequences, self.reservations) for seq in held.values() for b in seq.blocks]
+        named = [b.id for held in (self.sequences, self.reservations) for seq in held.values() for b in seq.blocks if b is not None]
         pinned = [b.id for lease in self.leases.values() for b in lease.blocks]
         for block in tier.blocks.values():
             assert block.refs == named.count(block.id), block

@@ -18,7 +18,7 @@ from .tiers import Content, Prompt
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
     "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
-    "offloads_saved", "copied_blocks", "redundant_dropped", "expired_blocks",
+    "offloads_saved", "copied_blocks", "redundant_dropped", "expired_blocks", "passed_blocks",
 )  # fmt: skip
 
 
@@ -40,6 +40,10 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         return Failed(error)
+
+
+def ids_of(blocks: Sequence[Any]) -> list[int]:
+    return [-1 if block is None else block.id for block in blocks]
 
 
 class Pair:
@@ -250,7 +254,7 @@ class Pair:
     # -- comparison ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        tables = [(i, [b.id for b in s.blocks], len(s.items), s.committed) for i, s in self.model.sequences.items()]
+        tables = [(i, ids_of(s.blocks), len(s.items), s.committed) for i, s in self.model.sequences.items()]
         note(f"# (sequence, blocks, tokens, committed): {tables}")
         self.model.check()
         self.cache.verify()
@@ -287,12 +291,12 @@ class Pair:
         assert ids == sorted(self.requests)
         for i in ids:
             seq, request = self.model.sequences[i], self.requests[i]
-            ids_ = [block.id for block in seq.blocks]
+            ids_ = ids_of(seq.blocks)
             assert self.engine.table(request) == ids_, f"blocks of sequence {i}: {self.engine.table(request)}, the model's {ids_}"
             told = [int(getattr(self.cache, name)(request.id)) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
             assert told == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items
-        open_now = {self.reservations[i].id: [b.id for b in seq.blocks] for i, seq in self.model.reservations.items()}
+        open_now = {self.reservations[i].id: ids_of(seq.blocks) for i, seq in self.model.reservations.items()}
         assert {one.id: one.blocks.tolist() for one in self.cache.reservations} == open_now
         assert sorted(lease.id for lease in self.cache.leases) == sorted(self.leases[i].id for i in self.model.leases)
 
@@ -302,7 +306,8 @@ class Pair:
             expected = self.engine.expected.of(seq.namespace, seq.items)
             for place, token in enumerate(expected):
                 block = int(self.reservations[i].blocks[place // self.model.T])
-                self.engine.check_token(block, place % self.model.T, token, f"token {place} of reservation {i}")
+                if block >= 0:
+                    self.engine.check_token(block, place % self.model.T, token, f"token {place} of reservation {i}")
         for name in ("device", "host"):
             tier = getattr(self.model, name)
             for (namespace, items), block in self.model.cached(name).items():

@@ -33,7 +33,8 @@ class Child:
 class Walk:
     """What is cached of a prompt: full blocks from its start, then at most one partial source."""
 
-    rows: list[Row]
+    rows: list[Row | None]
+    """None where a window has passed the block, so that it is not needed."""
     source: Block | None
     partial: int
 
@@ -50,8 +51,11 @@ class Store:
         offload_min_priority: int,
         offload_min_reuse: int,
         clock: Callable[[], int],
+        window: int | None = None,
+        sinks: int = 0,
     ) -> None:
         self.T = tokens_per_block
+        self.window, self.sinks = window, sinks
         self.device = Tier("device", 0, device_blocks)
         self.host = Tier("host", device_blocks, host_blocks)
         self.partial_reuse = partial_reuse
@@ -248,7 +252,7 @@ class Store:
     def walk(self, prompt: Prompt, usable: int | None = None) -> Walk:
         """What an admission of this prompt would reuse now; by default the last token is not matched."""
         usable = max(len(prompt.tokens) - 1, 0) if usable is None else usable
-        rows = self.cached_rows(prompt, usable // self.T)
+        rows = self.reusable_rows(prompt, usable // self.T)
         done = len(rows) * self.T
         source, partial = None, 0
         wanted = prompt.items[done:usable]
@@ -259,6 +263,21 @@ class Store:
                 if common > partial:
                     partial, source = common, self._where(child)
         return Walk(rows, source, partial)
+
+    def needs(self, block: int, count: int) -> bool:
+        """Whether ``count`` computed tokens need a block: it has a sink, a token that the next one sees, or is the last full one."""
+        if self.window is None or block * self.T < self.sinks or block == count // self.T - 1:
+            return True
+        return (block + 1) * self.T > count - self.window + 1
+
+    def reusable_rows(self, prompt: Prompt, limit: int) -> list[Row | None]:
+        """Rows of the longest prefix of at most ``limit`` blocks of which all that is needed is cached."""
+        contents = self.contents(prompt, limit)
+        for count in range(limit, -1, -1):
+            needed = [self.needs(i, count * self.T) for i in range(count)]
+            if all(content in self.rows for content, need in zip(contents, needed, strict=False) if need):
+                return [self.rows[content] if need else None for content, need in zip(contents, needed, strict=False)]
+        raise AssertionError("nothing is needed of an empty prefix")
 
     def cached_rows(self, prompt: Prompt, count: int | None = None) -> list[Row]:
         """Rows of the prompt's first full blocks, up to the first one that neither tier has."""

@@ -37,8 +37,12 @@ Ranges = list[tuple[int, "int | None", int, "int | None"]]
 
 
 def pool_options(random: Random) -> dict[str, Any]:
+    width = random.choice((1, 2, 3, 4, 4))
+    window = random.choice((None, random.randint(1, 2 * width + 2)))
     return {
-        "tokens_per_block": random.choice((1, 2, 3, 4, 4)),
+        "window": window,
+        "sinks": 0 if window is None else random.choice((0, 0, 1, width + 1)),
+        "tokens_per_block": width,
         "device_blocks": random.randint(4, 10),
         "host_blocks": random.choice((0, 1, 2, 3, 4, 5, 6)),
         "max_sequences": random.randint(2, 8),
@@ -332,7 +336,7 @@ class PoolMachine(RuleBasedStateMachine):
         total = self.model.device.capacity + self.model.host.capacity
         ids = [random.randrange(total) for _ in range(random.randint(1, 2))]
         if self.live() and random.random() < 0.6:
-            ids = [block.id for block in self.model.sequences[self.some(random)[0]].blocks]
+            ids = [block.id for block in self.model.sequences[self.some(random)[0]].blocks if block is not None]
         note(f"pin_blocks({ids})")
         if ids:
             self.pair.lease(lambda: self.pair.cache.pin_blocks(ids, owner=owner), lambda: self.model.pin_blocks(ids, owner=owner))
