@@ -43,16 +43,7 @@ def everything(cache: KVCacheManager) -> Any:
 
 def fork(engine: Engine, parent: Request) -> Request:
     """Another sequence with the blocks of one, all of them shared."""
-    child = engine.add([99])
-    engine.cache.rewind(child.id, [1])
-    state, own, other = engine.cache._state, child.id & 0xFFFFFFFF, parent.id & 0xFFFFFFFF
-    for name in ("length", "committed", "blocks", "cached", "reused", "namespace", "root0", "root1", "stream"):
-        state.sequences[name][own] = state.sequences[name][other]
-    state.table[own] = state.table[other]
-    state.blocks["word"][engine.table(parent)] += 1
-    child.items, child.bytes = list(parent.items), list(parent.bytes)
-    engine.check(child)
-    return child
+    return engine.fork(parent)[0]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)

@@ -332,3 +332,29 @@ def test_an_interrupted_fork_leaves_no_sequence_behind(make: Make, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         engine.cache.fork(parent.id, 3)
     assert engine.cache.stats().sequences == 1 and engine.free() == 6
+
+
+# -- a fork that has committed more ----------------------------------------------------------------------
+
+
+def test_what_a_fork_has_published_stays_when_one_that_committed_less_of_it_is_released_last(make: Make) -> None:
+    engine = make(T=4, P=8)
+    parent = engine.append(engine.commit(engine.add([1, 2])), [3, 4, 5])
+    (child,) = engine.fork(parent)
+    engine.commit(child)
+    engine.release(child)
+    engine.release(parent)
+    assert engine.reusable([1, 2, 3, 4, 5, 6]) == 4
+
+
+def test_drafts_do_not_move_into_what_a_fork_has_published(make: Make) -> None:
+    engine = make(T=4, P=8)
+    parent = engine.draft(engine.commit(engine.add([1, 2, 3])), [10, 11, 12], [-1, -1, 1])
+    (child,) = engine.fork(parent)
+    engine.commit(engine.rewind(child, 2))
+    engine.release(child)
+    assert engine.reusable([1, 2, 3, 10, 9]) == 4
+    engine.keep(parent, 3, [1, 2])
+    assert engine.reusable([1, 2, 3, 10, 9]) == 0
+    engine.finish(parent)
+    assert engine.reusable([1, 2, 3, 11, 9]) == 4

@@ -15,6 +15,8 @@ from kvpool.state.blocks import (
     EXTRA,
     HAS_EXTRA,
     KEYED,
+    NONE,
+    PUBLISHED,
     TICKET,
     TOKEN_MOVES,
     TOKEN_MOVES_CAPACITY,
@@ -32,7 +34,7 @@ from kvpool.state.growth import _rewind, _shared, rewind
 from kvpool.state.live import check, slot_of, stream_of
 from kvpool.state.lru import free_blocks
 from kvpool.state.sharing import private_copy
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, forget
 
 BAD_DRAFTS, BAD_ACCEPTED = -11, -12
 
@@ -124,6 +126,8 @@ def _gather(h, slot, base, accepted, gap, stream):
             emit_access(h, WROTE, stream, row[i])
             row[i] = private_copy(h, row[i], min(width, length - i * width))
             copied += 1
+        if blocks[row[i]].flags & PUBLISHED:  # by a fork that has committed it, and has gone
+            forget(h, row[i], NONE)
         blocks[row[i]].flags &= ~KEYED
         blocks[row[i]].ticket = h[TICKET]  # whose failure loses them
         emit_access(h, WILL_WRITE, stream, row[i])

@@ -361,7 +361,7 @@ def give_back(h, slot, i, b, stream, store, tail):
     if not store and i >= sequences_of(h)[slot].reused and word & REFS == 0 and blocks[b].flags & PUBLISHED:
         _forget_everywhere(h, b)
     if word == 0:
-        if i == tail:
+        if i == tail and not blocks[b].flags & PUBLISHED:  # as a fork does that has committed more of it
             _store_tail(h, slot, i, b)
         shelve(h, b, False)
 

@@ -213,7 +213,7 @@ class Model(Admission):
             self.forget_everywhere(block)
         if block.held:
             return
-        if store and self.partial_reuse and 0 < len(tail) < self.T:
+        if store and self.partial_reuse and 0 < len(tail) < self.T and not block.indexed:
             self.store_tail(block, (seq.namespace, tuple(seq.items[:start])), tail)
         self.shelve(block)
 

@@ -45,7 +45,8 @@ def tokens_moved_in_a_block_that_is_being_copied_for_another(lab: Lab) -> None:
 def shared_drafts_copied_into_a_block_that_is_being_onboarded(lab: Lab) -> None:
     cached(lab, X)
     parent = lab.draft(lab.commit(lab.add([61, 62])), [5, 6, 7, 8], [-1] * 4)
-    child = fork(lab, parent)  # evicts X for a moment
+    lab.release(lab.add([99]), store=False)  # evicts X for a moment
+    child = fork(lab, parent)
     lab.sim.synchronize()
     assert lab.cache.prefetch(X) == 1
     lab.keep(child, 4, [3])
