@@ -126,7 +126,7 @@ class Model(Admission):
             self._rewind_one(seq, length)
 
     def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        """Drafts are nobody else's: those that stay come in front of those that go, which are rewound."""
+        """Drafts are nobody else's: those that stay come in front of those that go, which are rewound, first where nothing moves."""
         live = self._live(ids)
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             if count > len(seq.items) - seq.committed or list(path) != sorted({i for i in path if 0 <= i < count}):
@@ -135,7 +135,8 @@ class Model(Admission):
             base = len(seq.items) - count
             stay, go = [seq.items[base + i] for i in path], [seq.items[base + i] for i in range(count) if i not in path]
             seq.items[base:] = stay + go
-        self.rewind(ids, [count - len(path) for count, path in zip(drafts, accepted, strict=True)])
+        order = sorted(range(len(ids)), key=lambda i: list(accepted[i]) != list(range(len(accepted[i]))))
+        self.rewind([ids[i] for i in order], [drafts[i] - len(accepted[i]) for i in order])
 
     def _is_shared(self, seq: Seq, length: int) -> bool:
         """Whether a rewind to this length ends inside a block that others, sequences or readers, hold too."""
