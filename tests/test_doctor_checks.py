@@ -130,7 +130,7 @@ def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
 def test_oldest_versions_are_those_of_the_package() -> None:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
-    extras = "\n".join(text for name, text in settings["options.extras_require"].items() if name not in ("test", "bench", "dev"))
+    extras = "\n".join(text for name, text in settings["options.extras_require"].items() if name not in ("test", "bench", "docs", "dev"))
     lines = f"{settings['options']['install_requires']}\n{extras}"
     required = dict(re.findall(r"^([\w-]+?)(?:-cuda\d+x|\[\w+\])?>=([\d.]+)", lines, re.MULTILINE))
     known = {known.package: known.minimum for known in doctor._PARTS if known.minimum}

@@ -380,6 +380,8 @@ def test_every_check_is_tested() -> None:
         pytest.param(put("list", 1 << 14, lambda v: v.empty), id="a list that is none"),
     ],
 )
+# Other tests of this process may have loaded JAX, whose threads the child does not have and does not use.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_links_to_nowhere_neither_crash_nor_hang(engine: Engine, corrupt: Corrupt) -> None:
     """In a process of its own, which may die of it."""
     child = os.fork()
