@@ -167,6 +167,8 @@ def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine,
     blocks: dict[str, int | None] = {}
     for tier in ("device", "host"):
         count, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
+        if memory is not None and memory < layout.block_bytes and (memory or tier == "device"):
+            options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
         blocks[tier] = count if memory is None else memory // layout.block_bytes
     if blocks["device"] is None and blocks["host"] is not None:
         options.error("a host tier needs --device-memory or --device-blocks")
