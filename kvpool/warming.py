@@ -28,7 +28,7 @@ def warm_up() -> None:
 
 
 def _live(cache: KVCacheManager) -> None:
-    """The life of sequences: hits, partial hits, evictions, growth, staged tables, and what is refused."""
+    """The life of sequences: hits, partial hits, evictions, growth, staged tables, beams, drafts."""
     tokens = np.arange(8 * _WIDTH, dtype=np.int32)
     for shift in (0, 0, 100, 200, 0):
         keys = cache.block_keys(tokens[: 6 * _WIDTH + 1] + np.int32(shift))
@@ -44,6 +44,12 @@ def _live(cache: KVCacheManager) -> None:
         cache.rewind(ids, np.array([3]))
         cache.evictable_if_released(ids)
         cache.release(ids)
+    one = cache.add_sequence(tokens[:2])
+    both = [one, *cache.fork(one, 1).tolist()]
+    cache.reorder(both, [0, 0])
+    cache.append_tokens(both, tokens[:6], [3, 3])
+    cache.keep(both, [3, 3], [1, 2, 0], [2, 1])
+    cache.release(both)
     extra = cache.add_sequence(cache.block_keys(tokens, salt="s", extra_ids=tokens))
     cache.release(extra, store=False)
 
