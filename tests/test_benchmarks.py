@@ -69,12 +69,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPools]:
 
 
 def run_once(benchmark: Benchmark, parameters: list[Any]) -> None:
-    """As asv does: set up, run, tear down. A value that is tracked is a number with a unit."""
+    """As asv does: set up, run, and tear down, also what was skipped. A value that is tracked is a number with a unit."""
     made = benchmark.owner()
     body = getattr(made, benchmark.name)
-    if hasattr(made, "setup"):
-        made.setup(*parameters)
     try:
+        if hasattr(made, "setup"):
+            made.setup(*parameters)
         result = body(*parameters)
     finally:
         if hasattr(made, "teardown"):

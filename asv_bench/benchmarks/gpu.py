@@ -49,10 +49,14 @@ class OnGpu:
         """What a benchmark has made on the device."""
 
     def teardown(self, *parameters: Any) -> None:
+        """What was skipped is torn down too, by asv, and what was refused half-way twice."""
+        if not hasattr(self, "end"):
+            return
         self.release()
         self.device.close()
         for event in (self.begin, self.end):
             self.runtime.eventDestroy(event)
+        del self.begin, self.end
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue one plain copy between addresses."""

@@ -52,12 +52,13 @@ def store(cache: kvpool.KVCacheManager, prompts: list[Any]) -> None:
 
 
 class Pooled:
-    """Base of the benchmarks with a pool, ``self.cache``: closes it."""
+    """Base of the benchmarks with a pool, ``self.cache``: closes it. asv tears down also what ``setup`` has skipped."""
 
     cache: kvpool.KVCacheManager
 
     def teardown(self, *parameters: Any) -> None:
-        self.cache.close()
+        if hasattr(self, "cache"):
+            self.cache.close()
 
 
 class Once(Pooled):
