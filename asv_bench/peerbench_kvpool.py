@@ -59,19 +59,11 @@ class KVPoolAdapter:
         )
 
     def start(self, capacity_blocks: int, block_size: int, max_active: int) -> None:
-        self.block_size = block_size
-        self._warm_up(max_active)
-        self.cache = self._manager(capacity_blocks, self.host_blocks, max_active)
+        import kvpool  # see _manager
 
-    def _warm_up(self, max_active: int) -> None:
-        with self._manager(8, 8, max_active) as cache:
-            tokens = np.arange(2 * self.block_size + 1, dtype=np.int32)
-            for shift in (0, 0, 7):
-                ids = cache.add_sequence_batch([cache.block_keys(tokens + shift)]).ids
-                cache.commit(int(ids[0]))
-                cache.append_tokens(ids, tokens[:2], np.array([2]))
-                cache.commit(ids)
-                cache.release(int(ids[0]))
+        self.block_size = block_size
+        kvpool.warm_up()
+        self.cache = self._manager(capacity_blocks, self.host_blocks, max_active)
 
     def prepare(self, req: Any) -> None:
         req.native = req.tokens.astype(np.int32)
