@@ -34,7 +34,7 @@ from kvpool.sequence import (
     salt_argument,
     token_array,
 )
-from kvpool.state import admission, blocks, growth, hashing, holds, live, requests
+from kvpool.state import answers, blocks, groups, hashing, live, requests
 from kvpool.strided import in_numpy
 
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, requests.REQUEST), np.int64)
@@ -111,11 +111,11 @@ class KVCacheManager(ForkPool, DraftPool):
     def _hash(self, found: npt.NDArray[np.int32], salt: Any = None, adapter_id: Any = None, extra_ids: Any = None) -> BlockKeys:
         extra = extra_array(extra_ids, len(found))
         salt, adapter = salt_argument(salt), adapter_argument(adapter_id)
-        state, width = self._state, self.tokens_per_block
-        root = hashing.namespace_root(state.secret, salt, adapter, state.namespace_in_key)
+        states, width = self._states, self.tokens_per_block
+        root = hashing.namespace_root(states.secret, salt, adapter, states.namespace_in_key)
         keys = np.empty((len(found) // width, 2), np.uint64)
         result = BlockKeys(found, keys, salt, adapter, extra, root, self._origin)
-        requests.hash_request(state.header, result.request[0])
+        requests.hash_request(states.heads[0], result.request[0])
         return result
 
     def _prompt(self, prompt: Prompt) -> BlockKeys:
@@ -127,14 +127,15 @@ class KVCacheManager(ForkPool, DraftPool):
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
         found = self._match(prompt)
-        return Match(int(found[0]), int(found[1]), int(found[2]))
+        return Match(int(found[0, 0]), int(found[0, 1]), int(found[0, 2]))
 
     def _match(self, prompt: Prompt) -> npt.NDArray[np.int64]:
         keys = self._prompt(prompt)
-        out, ids = np.empty(6, np.int64), np.empty(len(keys) // self.tokens_per_block, np.int32)
+        heads = self._states.heads
+        out, ids = np.empty((len(heads), 6), np.int64), np.empty((len(heads), len(keys) // self.tokens_per_block), np.int32)
         with self._lock:
             self._check_open()
-            admission.match(self._state.header, keys.request[0], ids, out)
+            answers.match(heads, keys.request[0], ids, out)
         return out
 
     def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0) -> int:
@@ -147,15 +148,16 @@ class KVCacheManager(ForkPool, DraftPool):
         if sequences is None:
             more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
             keys = self._prompt(prompt)
-            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[4])
+            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[0, 4])
         ids = id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:
             self._check_open()
-            result = live.check(self._state.header, ids, True) or growth.growth(self._state.header, ids, counts)
-            if result < 0:
-                raise self._error(result, ids)
-        return int(result)
+            needs = np.empty(len(self._states), np.int64)
+            error = groups.growth_needs(self._states.heads, ids, counts, needs)
+            if error:
+                raise self._error(error, ids)
+        return int(needs[0])
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -205,26 +207,26 @@ class KVCacheManager(ForkPool, DraftPool):
             if key.extra_ids is not None:
                 self._enable_extra()
         self._check_columns(longest)
-        out = np.full((len(keys), requests.OUTCOME), blocks.NONE, np.int64)
+        out = np.full((len(self._states), len(keys), requests.OUTCOME), blocks.NONE, np.int64)
         try:
             on = NULL_STREAM if stream is None else stream
             n = self._decide(moves, on, self._admit_named, rows, out, self.now(), allow_partial, keys)
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the ids.
-            admitted = out[out[:, requests.O_ID] != blocks.NONE, requests.O_ID]
+            admitted = out[0, out[0, :, requests.O_ID] != blocks.NONE, requests.O_ID]
             if len(admitted) and not self.closed:
                 with suppress(KVPoolError):
                     self.release(admitted)
             raise
-        return out[:n]
+        return out[0, :n]
 
     def _admit_named(
-        self, header: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], out: npt.NDArray[np.int64], now: int, allow_partial: bool,
+        self, heads: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], out: npt.NDArray[np.int64], now: int, allow_partial: bool,
         keys: list[BlockKeys],
     ) -> int:  # fmt: skip
         """The verb, behind a note of the namespaces that events will name. The state lock is held by the caller."""
         self._names.learn(keys)
-        return int(admission.admit(header, rows, out, now, allow_partial))
+        return int(answers.admit(heads, rows, out, now, allow_partial))
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``; with one id, all of them. Changes the pool.
@@ -239,7 +241,7 @@ class KVCacheManager(ForkPool, DraftPool):
             counts = len(new)
         each = count_array("counts", counts, which)
         moves = 2 * (len(new) // self.tokens_per_block) + 3 * len(which)
-        self._decide(moves, stream, growth.append, which, each, new, self.now(), ids=which)
+        self._decide(moves, stream, groups.append, which, each, new, self.now(), self._scratch(), ids=which)
 
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
@@ -251,7 +253,7 @@ class KVCacheManager(ForkPool, DraftPool):
         """
         which = id_array("ids", ids)
         each = NO_COUNTS if counts is None else count_array("counts", counts, which)
-        self._decide(0, stream, growth.commit, which, each, self.now(), ids=which)
+        self._decide(0, stream, groups.commit, which, each, self.now(), ids=which)
 
     def rewind(self, ids: Ids, counts: Any, *, stream: Any = None) -> None:
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written. Changes the pool.
@@ -260,7 +262,8 @@ class KVCacheManager(ForkPool, DraftPool):
         reach blocks that have gone back: never for tokens that were not committed).
         """
         which = id_array("ids", ids)
-        self._decide(2 * len(which), stream, growth.rewind, which, count_array("counts", counts, which), self.now(), ids=which)
+        each = count_array("counts", counts, which)
+        self._decide(2 * len(which), stream, groups.rewind, which, each, self.now(), self._scratch(), ids=which)
 
     def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
         """Give sequences back, tail first. What was committed stays reusable until evicted; with ``store=False`` what they computed goes,
@@ -269,13 +272,13 @@ class KVCacheManager(ForkPool, DraftPool):
         Changes the pool. Raises UnknownSequence, ValueError.
         """
         which = id_array("ids", ids)
-        self._decide(0, stream, growth.release, which, bool_argument("store", store), self.now(), ids=which)
+        self._decide(0, stream, groups.release, which, bool_argument("store", store), self.now(), ids=which)
 
     def evictable_if_released(self, ids: Ids) -> int:
         """Device blocks that would become free if these sequences were released together. Does not change the pool."""
         which = id_array("ids", ids)
         with self._lock:
-            named = self._table[self._rows(which)]
+            named = self._tables[0, self._rows(which)]
             found, times = np.unique(named[named != blocks.NONE], return_counts=True)
             return int(np.count_nonzero(self._state.blocks["word"][found] == times))
 
@@ -289,7 +292,11 @@ class KVCacheManager(ForkPool, DraftPool):
             self._decide(0, stream, live.use, which, ids=which)
         with self._lock:
             rows = self._rows(which)
-            return BlockTable(self._table, rows, self._state.sequences["length"][rows].astype(np.int64), self.tokens_per_block)
+            return BlockTable(self._tables[0], rows, self._state.sequences["length"][rows].astype(np.int64), self.tokens_per_block)
+
+    def _scratch(self) -> npt.NDArray[np.int64]:
+        """A number for each group."""
+        return np.empty(len(self._states), np.int64)
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)
@@ -333,8 +340,8 @@ class KVCacheManager(ForkPool, DraftPool):
         With a window, those that adding the prompt would reuse. Stops where no device block can be had. Changes the pool.
         """
         keys = self._prompt(prompt)
-        ids = np.empty(len(keys.keys), np.int32)
-        return int(self._decide(2 * len(ids), None, holds.prefetch, keys.request[0], ids, self.now()))
+        ids = np.empty((len(self._states), len(keys.keys)), np.int32)
+        return int(self._decide(2 * len(keys.keys), None, groups.prefetch, keys.request[0], ids, self.now()))
 
     def offload(self, prompt: Any) -> int:
         """Copy cached device blocks to the host and keep them, so that their eviction will cost no copy; returns how many were copied.
@@ -343,7 +350,7 @@ class KVCacheManager(ForkPool, DraftPool):
         """
         prompt = in_numpy("prompt", prompt)
         rows = key_rows(self._prompt(prompt) if isinstance(prompt, BlockKeys) or not _is_keys(prompt) else prompt)
-        return int(self._decide(len(rows), None, holds.offload, rows, self.now()))
+        return int(self._decide(len(rows), None, groups.offload, rows, self.now()))
 
 
 def _is_keys(value: Any) -> bool:

@@ -238,10 +238,10 @@ class PinPool(TablePool):
         if keys.extra_ids is not None:
             self._enable_extra()
 
-        def take(header: Ids, request: Ids) -> int:
-            imports.take(header, request, first, priority, ids, held, now)
+        def take(heads: Ids, request: Ids) -> int:
+            imports.take(heads[0], request, first, priority, ids, held, now)
             self._imported = np.concatenate([_named(held), _named(ids)])
-            return int(header[blocks.GENERATION])
+            return int(heads[0, blocks.GENERATION])
 
         return int(self._decide(0, None, take, keys.request[0]))
 
@@ -255,12 +255,12 @@ class PinPool(TablePool):
                 if block != blocks.NONE:
                     rows[block - self.device_blocks] = buffer
 
-    def _publish(self, header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
+    def _publish(self, heads: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
         """Blocks published: none if the pool was reset since they were taken. The state lock is held by the caller."""
-        if generation != header[blocks.GENERATION]:
+        if generation != heads[0, blocks.GENERATION]:
             return 0
         self._names.learn([keys])
-        return int(imports.publish(header, keys.request[0], first, priority, ids, now))
+        return int(imports.publish(heads[0], keys.request[0], first, priority, ids, now))
 
     def _give_back_imports(self, ids: Ids, held: Ids, now: int) -> None:
         """Unpin, tail first so that leaves age first, and what was cached before last."""

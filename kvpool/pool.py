@@ -30,7 +30,7 @@ from kvpool.refusals import refusal
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, bool_argument, window_argument
 from kvpool.staging import Staging
-from kvpool.state import blocks, holds, live
+from kvpool.state import blocks, groups, live, states
 from kvpool.state.hashing import remote_password
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
@@ -92,14 +92,15 @@ class Pool:
             if self._owns_device:
                 self._device.close()
             raise
-        self._columns = self._state.table.shape[1]
-        self._origin = (self._state.fingerprint, width)
-        self._table = self._state.table.view()
-        self._table.flags.writeable = False
+        self._state = self._states[0]
+        self._columns = self._states.table.shape[2]
+        self._origin = (self._states.fingerprint, width)
+        self._tables = self._states.table.view()
+        self._tables.flags.writeable = False
         self._clock: Callable[[], int] = clock or _milliseconds
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
-        self._transfer = Transfer(self._state, self._lock, self._device)
+        self._transfer = Transfer(self._states, self._lock, self._device)
         self._staging = Staging(self._device, self._transfer, depth)
         self._loans: WeakSet[Loan] = WeakSet()
         self._leases: dict[int, Any] = {}
@@ -109,24 +110,23 @@ class Pool:
         self._importing = threading.Lock()
         self._imported = NO_IDS
         self._report: CloseReport | None = None
-        self._names = kv_events.Names(self._state)
-        kv_events.announce(self._state)
+        self._names = kv_events.Names(self._states)
+        kv_events.announce(self._states)
 
     def _build_state(
         self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int, table: Any
     ) -> None:
         width = self.tokens_per_block
         columns = -(-(tokens or min(self.device_blocks * width, MAX_TOKENS)) // width)
-        needed = blocks.state_bytes(self.device_blocks + self.host_blocks, width, sequences, columns, events)
+        sizes = [states.GroupSizes(self.device_blocks, self.host_blocks, *self._window)]
+        needed = states.state_bytes(sizes, width, sequences, columns, events)
         available = self._device.available_bytes("host")
         if available is not None and needed > available:
             raise InsufficientMemory("state: the host", needed, available)
-        self._state = blocks.State(
-            device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=sequences, columns=columns,
-            secret=secret or os.urandom(32), partial_reuse=self.partial_reuse, offload_min_priority=min_priority,
-            offload_min_reuse=min_reuse, event_capacity=events, table=own_table(table, sequences, columns),
-            window=self._window[0], sinks=self._window[1],
+        settings = states.Settings(
+            width, sequences, columns, secret or os.urandom(32), self.partial_reuse, min_priority, min_reuse, events
         )  # fmt: skip
+        self._states = states.States(sizes, settings, own_table(table, sequences, columns))
 
     def _disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
@@ -135,7 +135,7 @@ class Pool:
         elif name in guards.GUARDS:
             self._transfer.guards &= ~guards.GUARDS[name]
         else:
-            self._state.disable_guard(name)
+            self._states.disable_guard(name)
 
     # -- the shape of every decision ------------------------------------------------------------
 
@@ -146,20 +146,20 @@ class Pool:
         whose streams the call concerns (None: all that live); ``stream`` is what the caller named.
         """
         on = None if stream is None else self._device.as_stream(stream)
-        inside, header = self._inside(), self._state.header
+        inside, heads = self._inside(), self._states.heads
         with DeferInterrupt():
             with self._lock:
                 self._check_open()
                 # A signal handler or destructor that decides inside another call finds that one's moves here, and keeps them in order.
                 self._transfer.collect()
-                self._state.reserve_moves(moves)
-                before = header[blocks.STREAM]
+                self._states.reserve_moves(moves)
+                before = heads[0, blocks.STREAM]
                 try:
                     if self._transfer.order is not None:
                         self._prepare_accesses(on, moves, ids)
-                    result = verb(header, *args)
+                    result = verb(heads, *args)
                 finally:
-                    header[blocks.STREAM] = before
+                    heads[:, blocks.STREAM] = before
                 if result < 0:
                     raise self._error(result, args[0])
                 mine = self._transfer.collect()
@@ -179,13 +179,14 @@ class Pool:
 
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
         """Room for what a verb says of streams: a row for each block it takes, holds or lets go (with a window both), 3 per sequence."""
-        if ids is NO_IDS:
-            self._state.reserve_accesses(moves + 1)
-        else:
-            held = self._state.sequences["blocks"]
-            held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
-            self._state.reserve_accesses(moves + (2 if self._window[0] else 1) * int(held.sum()) + 3 * len(held) + 1)
-        self._state.header[blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
+        for state in self._states:
+            if ids is NO_IDS:
+                state.reserve_accesses(moves + 1)
+            else:
+                held = state.sequences["blocks"]
+                held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
+                state.reserve_accesses(moves + (2 if state.header[blocks.WINDOW] else 1) * int(held.sum()) + 3 * len(held) + 1)
+        self._states.heads[:, blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
 
     def _check_open(self) -> None:
         if self._report is not None:
@@ -194,12 +195,12 @@ class Pool:
             raise PoolClosed(f"the device has failed: {self._transfer.broken}") from self._transfer.broken
 
     def _error(self, code: int, ids: npt.NDArray[np.int64]) -> Exception:
-        return refusal(self._state, code, ids)
+        return refusal(self._states.heads, code, ids)
 
     def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows of live sequences. The state lock is held by the caller."""
         self._check_open()
-        error = live.check(self._state.header, which, True)
+        error = live.check_ids(self._states.heads, which, True)
         if error:
             raise self._error(error, which)
         return which & 0xFFFFFFFF
@@ -221,7 +222,7 @@ class Pool:
 
     def _enable_extra(self) -> None:
         with self._lock:
-            self._state.enable_extra()
+            self._states.enable_extra()
 
     # -- the pool as a whole ---------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class Pool:
     @property
     def remote_password(self) -> str:
         """What pools of the same secret know, and nobody else; not for showing."""
-        return remote_password(self._state.secret)
+        return remote_password(self._states.secret)
 
     @property
     def closed(self) -> bool:
@@ -276,7 +277,7 @@ class Pool:
     def refresh(self, now_ms: int | None = None) -> int:
         """Let blocks whose time is over fall to the back of the default priority; returns how many. Changes the pool."""
         now = self.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
-        return int(self._decide(0, None, holds.refresh, now))
+        return int(self._decide(0, None, groups.refresh, now))
 
     def events(self, *, snapshot: bool = False) -> kv_events.Events:
         """What has changed in the cache since the last call; each event is given once.
@@ -285,11 +286,11 @@ class Pool:
         a reader needs that starts late, or has lost some. Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a
         pool with ``event_capacity=0``, TypeError, PoolClosed.
         """
-        if bool_argument("snapshot", snapshot) and not self._state.header[blocks.EVENTS]:
+        if bool_argument("snapshot", snapshot) and not self._states.heads[0, blocks.EVENTS]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
         with self._lock:
             self._check_open()
-            taken = kv_events.take(self._state, self._names, snapshot)
+            taken = kv_events.take(self._states, self._names, snapshot)
         return kv_events.decode(taken)
 
     def stats(self) -> statistics.Stats:
@@ -326,13 +327,13 @@ class Pool:
         """
         self._decide(0, None, self._reset, bool_argument("force", force), self.now(), ids=None)
 
-    def _reset(self, header: npt.NDArray[np.int64], force: bool, now: int) -> int:
+    def _reset(self, heads: npt.NDArray[np.int64], force: bool, now: int) -> int:
         ids, reserved = self._live(), self._live(blocks.RESERVED)
         if len(reserved) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live and {len(reserved)} reservations open: end them, or reset(force=True)")
         if len(ids) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-        holds.reset(header, np.concatenate([ids, reserved]), now)
+        groups.reset(heads, np.concatenate([ids, reserved]), now)
         self._reservations.clear()
         return 0
 

@@ -73,7 +73,7 @@ class TablePool(Pool):
         self._refuse_inside(call)
         decided = 0
         while not decided:
-            buffer = self._staging.take(hand_over.room(self._state.header, which))
+            buffer = self._staging.take(hand_over.room(self._states.heads[0], which))
             try:
                 decided = self._decide(0, stream, self._stage, which, hand_over, buffer, stream)
             finally:
@@ -85,16 +85,16 @@ class TablePool(Pool):
             raise DeviceError(f"the device has failed: {self._transfer.broken}", sticky=True)
 
     def _stage(
-        self, header: npt.NDArray[np.int64], which: npt.NDArray[np.int64], hand_over: HandOver, buffer: Buffer, stream: Stream | None
+        self, heads: npt.NDArray[np.int64], which: npt.NDArray[np.int64], hand_over: HandOver, buffer: Buffer, stream: Stream | None
     ) -> int:
         """Snapshot the tables; whether the buffer was large enough. The state lock is held by the caller."""
         order = self._transfer.order
         if stream is not None and order is not None:
             self._state.reserve_accesses(len(which))
         with self._device.host_access(stores=[buffer.array]):
-            staged = hand_over.stage(header, which, buffer)
+            staged = hand_over.stage(heads[0], which, buffer)
         if staged == SEVERAL_STREAMS:
-            raise stream_error(header, which)
+            raise stream_error(heads[0], which)
         if staged < 0:
             return 0 if staged == TOO_SMALL else staged
         if stream is None and order is not None and len(which):
