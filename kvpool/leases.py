@@ -22,21 +22,22 @@ class Lessor(Protocol):
 class Lease:
     """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
 
-    ``blocks`` int64[n] ids; ``keys`` uint64[n, 2] or None for a lease by block id; ``addresses`` int64[n] of the first byte of each
+    ``blocks`` int64[n] ids, ``groups`` int64[n] the group of layers that each belongs to; ``keys`` uint64[n, 2] or None for a lease by
+    block id: of several groups, those that have a key have a block for it, one group behind the other; ``addresses`` int64[n] of the first byte of each
     block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given,
     ``since`` is when that was, in ms on the pool's clock. The bytes are there when the lease is, for the host, or for work on ``stream``
     where it was taken for one. Thread-safe.
     """
 
-    __slots__ = ("_pool", "addresses", "blocks", "generation", "id", "keys", "owner", "since", "stream")
+    __slots__ = ("_pool", "addresses", "blocks", "generation", "groups", "id", "keys", "owner", "since", "stream")
 
     def __init__(
         self, pool: Lessor, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
-        keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64], stream: Stream | None = None,
+        groups: npt.NDArray[np.int64], keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64], stream: Stream | None = None,
     ) -> None:  # fmt: skip
         self._pool, self.since, self.stream = pool, since, stream
         self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
-        self.blocks, self.keys = blocks.copy(), None if keys is None else keys.view(np.uint64).copy()
+        self.blocks, self.groups, self.keys = blocks.copy(), groups, None if keys is None else keys.view(np.uint64).copy()
 
     @property
     def age_ms(self) -> int:

@@ -14,18 +14,13 @@ from kvpool.state.admission import SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.answers import look
 from kvpool.state.atomics import address_of
 from kvpool.state.blocks import (
-    BLOCKS,
     CROSS,
     DETAIL,
     DETAIL2,
     DEVICE,
-    DEVICE_BLOCKS,
-    DEVICE_FIRST,
     FREE_ROWS,
-    HOST_FIRST,
     KIND,
     LIVE,
-    NONE,
     NOW,
     RECURRENT,
     RESERVED,
@@ -37,6 +32,7 @@ from kvpool.state.blocks import (
 )
 from kvpool.state.live import check_ids, follow, refuse
 from kvpool.state.lru import free_blocks
+from kvpool.state.pins import place_of
 from kvpool.state.requests import (
     R_LENGTH,
     reusable,
@@ -290,18 +286,6 @@ def refresh(heads, now):
     for g in range(heads.shape[0]):
         done += holds.refresh(heads[g], now)
     return np.int64(done)
-
-
-@jit
-def place_of(heads, b):
-    """The group of a block and its id there, from the id that all behind the state knows it by; (NONE, NONE) for none."""
-    for g in range(heads.shape[0]):
-        h = heads[g]
-        if h[DEVICE_FIRST] <= b < h[DEVICE_FIRST] + h[DEVICE_BLOCKS]:
-            return np.int64(g), b - h[DEVICE_FIRST]
-        if h[HOST_FIRST] + h[DEVICE_BLOCKS] <= b < h[HOST_FIRST] + h[BLOCKS]:
-            return np.int64(g), b - h[HOST_FIRST]
-    return np.int64(NONE), np.int64(NONE)
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Everything between requests: pins, prefetch, offload on demand, expiry, blocks that a failed device lost, reset."""
+"""What one group does between requests: prefetch, offload on demand, expiry, blocks that a failed device lost, reset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kvpool.state.blocks import (
     C_LOST,
     C_OFFLOADED,
     CHILD_BUCKETS,
-    DETAIL,
     DEVICE,
     DEVICE_BLOCKS,
     EMPTY,
@@ -27,7 +26,6 @@ from kvpool.state.blocks import (
     WIDTH,
     add_reference,
     blocks_of,
-    change_word,
     children_of,
     counters_of,
     heap_of,
@@ -44,59 +42,6 @@ from kvpool.state.prefix import device_copy, host_copy
 from kvpool.state.ring import STORED, emit
 from kvpool.state.storing import release
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_content, emit_move, expire, hold, let_go, shelve, take_host, unpublish
-
-ANY_TIER = -1
-
-
-@jit
-def pin_block(h, b):
-    blocks = blocks_of(h)
-    if change_word(blocks, b, 0, 1) == 1 << 32:
-        heap_remove(blocks, heap_of(h), b)
-        unlink(blocks, lists_of(h), b)
-
-
-@jit
-def pin_keys(h, keys, tier, out):
-    """Pin the block of each key (int64[n, 2]), ids into ``out`` int64[n]: on ``tier``, or with ANY_TIER the host copy where there is one.
-
-    Returns 0, or -1 with nothing changed and the place of the first missing key in DETAIL.
-    """
-    for i in range(keys.shape[0]):
-        b = find_key(h, keys[i, 0], keys[i, 1])
-        if b != NONE:
-            device, host = device_copy(h, b), host_copy(h, b)
-            b = device if tier == DEVICE or (tier == ANY_TIER and host == NONE) else host
-        if b == NONE:
-            h[DETAIL] = i
-            return -1
-        out[i] = b
-    for i in range(keys.shape[0]):
-        pin_block(h, out[i])
-    return 0
-
-
-@jit
-def pin_blocks(h, ids):
-    """Pin blocks by id; each must be held or cached. Returns 0, or -1 with nothing changed and the offender's place in DETAIL."""
-    blocks = blocks_of(h)
-    for i in range(ids.shape[0]):
-        b = ids[i]
-        if b < 0 or b >= h[BLOCKS] or blocks[b].flags & LOST or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
-            h[DETAIL] = i
-            return -1
-    for i in range(ids.shape[0]):
-        pin_block(h, ids[i])
-    return 0
-
-
-@jit
-def unpin(h, ids, now):
-    """Drop one pin of each block; what nobody holds then goes back into the list that its content says."""
-    begin(h, now)
-    for i in range(ids.shape[0]):
-        if change_word(blocks_of(h), ids[i], 0, -1) == 0:
-            shelve(h, ids[i], False)
 
 
 @jit

@@ -271,6 +271,13 @@ class States:
                 found.append((state, places, np.where(device, ids - h[DEVICE_FIRST], ids - h[HOST_FIRST])[places]))
         return found
 
+    def groups_of(self, ids: Ids) -> Ids:
+        """The group of each block by those ids; 0 for none."""
+        found = np.zeros(len(ids), np.int64)
+        for state, places, _ in self.split(ids) if len(self.groups) > 1 else []:
+            found[places] = state.header[GROUP]
+        return found
+
     def gather(self, field: str, ids: Ids) -> npt.NDArray[Any]:
         """A field of blocks by those ids."""
         found = np.zeros(len(ids), BLOCK[field])
