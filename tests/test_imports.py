@@ -33,7 +33,7 @@ LAYERS = [
     ["staging"],
     ["hand_over"],
     ["retention", "sequence", "events", "stats", "leases", "export"],
-    ["refusals"],
+    ["refusals", "groups"],
     ["pool"],
     ["staged_tables"],
     ["pins"],
