@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool import building, guards
 from kvpool import events as kv_events
-from kvpool import guards
 from kvpool import stats as statistics
-from kvpool.block_table import own_table
+from kvpool.building import pool_groups
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream, tier_argument
-from kvpool.errors import DeviceError, InsufficientMemory, IntegrityError, KVPoolError, PoolBusy, PoolClosed
+from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy, PoolClosed
 from kvpool.export import Export, Lending, Loan
+from kvpool.groups import Group
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
+from kvpool.leases import CloseReport
 from kvpool.memory import MemoryPools
 from kvpool.refusals import refusal
-from kvpool.retention import priority_argument
-from kvpool.sequence import BlockKeys, bool_argument, window_argument
+from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
-from kvpool.state import blocks, groups, live, states
+from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
@@ -38,53 +38,35 @@ from kvpool.transfer import Transfer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MAX_TOKENS = 262_144
 MAX_MS = 1 << 42
 NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 Ids = npt.NDArray[np.int64] | None
-
-
-class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and reservations."""
-
-    sequences: list[int]
-    leases: list[tuple[str, int]]
-    reservations: list[tuple[str, int]]
 
 
 class Pool:
     """What ``KVCacheManager`` is built on; use that."""
 
     def __init__(
-        self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
+        self, layout: BlockLayout | None = None, *, device_blocks: Any, host_blocks: Any = 0, groups: Any = None,
+        tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
         device_memory: Any = None, host_memory: Any = None, table: Any = None, window: int | None = None, sinks: int = 0,
     ) -> None:  # fmt: skip
-        if not isinstance(layout, BlockLayout):
-            raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
-        if secret is not None and (not isinstance(secret, bytes) or not 16 <= len(secret) <= 64):
-            raise ValueError("secret: accepted are 16 to 64 bytes")
+        self._groups, width = pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
+        rules = building.rules(max_sequences, max_sequence_tokens, secret, event_capacity, offload_min_priority, offload_min_reuse)
         if clock is not None and not callable(clock):
             raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
-        width = layout.tokens_per_block
-        if width > np.iinfo(np.int16).max:
-            raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
-        min_priority = priority_argument("offload_min_priority", offload_min_priority)
-        min_reuse = integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535)
-        events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
-        sequences = integer_argument("max_sequences", max_sequences, 1, 1 << 24)
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
-        if max_sequence_tokens is not None:
-            max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
-        self._window = window_argument(window, sinks)
-        self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
+        # A state behind a part of a block is kept nowhere.
+        recurrent = any(group.kind == "recurrent" for group in self._groups)
+        self.tokens_per_block, self.partial_reuse = width, bool_argument("partial_reuse", partial_reuse) and not recurrent
         self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
-            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks, device_memory, host_memory)
+            layouts, device_blocks, host_blocks = zip(*((g.layouts, g.device_blocks, g.host_blocks) for g in self._groups), strict=True)
+            self._pools = MemoryPools(self._device, layouts, device_blocks, host_blocks, device_memory, host_memory)
             try:
-                self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
-                self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse, table)
+                self._states = building.build_states(self._device, self._groups, width, rules, self.partial_reuse, table)
             except BaseException:
                 self._pools.close()
                 raise
@@ -92,6 +74,7 @@ class Pool:
             if self._owns_device:
                 self._device.close()
             raise
+        self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
         self._state = self._states[0]
         self._columns = self._states.table.shape[2]
         self._origin = (self._states.fingerprint, width)
@@ -112,21 +95,6 @@ class Pool:
         self._report: CloseReport | None = None
         self._names = kv_events.Names(self._states)
         kv_events.announce(self._states)
-
-    def _build_state(
-        self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int, table: Any
-    ) -> None:
-        width = self.tokens_per_block
-        columns = -(-(tokens or min(self.device_blocks * width, MAX_TOKENS)) // width)
-        sizes = [states.GroupSizes(self.device_blocks, self.host_blocks, *self._window)]
-        needed = states.state_bytes(sizes, width, sequences, columns, events)
-        available = self._device.available_bytes("host")
-        if available is not None and needed > available:
-            raise InsufficientMemory("state: the host", needed, available)
-        settings = states.Settings(
-            width, sequences, columns, secret or os.urandom(32), self.partial_reuse, min_priority, min_reuse, events
-        )  # fmt: skip
-        self._states = states.States(sizes, settings, own_table(table, sequences, columns))
 
     def _disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
@@ -217,7 +185,8 @@ class Pool:
 
     def _check_columns(self, needed: int) -> None:
         """Raise ValueError for a prompt whose blocks have no place in a row of the block table."""
-        if self._columns < (needed if self._window[0] else min(needed, self.device_blocks)):
+        whole = [group.device_blocks for group in self._groups if group.kind == "attention" and group.window is None]
+        if self._columns < min(needed, *whole):
             raise ValueError(f"a prompt of {needed} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
 
     def _enable_extra(self) -> None:
@@ -225,6 +194,32 @@ class Pool:
             self._states.enable_extra()
 
     # -- the pool as a whole ---------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of layers."""
+        return self._groups
+
+    def _group(self, group: Any) -> int:
+        """The group that an argument means. Raises TypeError or ValueError."""
+        if group is None and len(self._groups) > 1:
+            raise ValueError(f"group=None: accepted are 0 to {len(self._groups) - 1} where there are several")
+        return 0 if group is None else integer_argument("group", group, 0, len(self._groups) - 1)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Of a pool with one group of one layout; ValueError for others, which have ``groups``."""
+        return self._pools.layout
+
+    @property
+    def device_pools(self) -> tuple[tuple[Any, ...], ...]:
+        """The device tier of each group, and of each of its layouts: see ``device_pool``."""
+        return self._pools.device_pools
+
+    @property
+    def host_pools(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
+        """The host tier of each group, and of each of its layouts: see ``host_pool``."""
+        return self._pools.host_pools
 
     @property
     def device_pool(self) -> Any:
