@@ -25,6 +25,7 @@ from kvpool.sequence import (
     address,
     bool_argument,
     count_array,
+    encoder_argument,
     extra_array,
     id_array,
     is_integer,
@@ -127,7 +128,8 @@ class KVCacheManager(ForkPool, DraftPool):
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
         found = self._match(prompt)
-        return Match(int(found[0, 0]), int(found[0, 1]), int(found[0, 2]))
+        host, last = int(found[:, 1].max()), found[int(self._state.header[blocks.GROUP])]
+        return Match(int(last[0] + last[1]) - host, host, int(last[2]))
 
     def _match(self, prompt: Prompt) -> npt.NDArray[np.int64]:
         keys = self._prompt(prompt)
@@ -138,17 +140,19 @@ class KVCacheManager(ForkPool, DraftPool):
             answers.match(heads, keys.request[0], ids, out)
         return out
 
-    def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0) -> int:
+    def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0, group: int | None = None) -> int:
         """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by ``new_tokens``.
 
-        Only reusable blocks that somebody holds are subtracted, since unused cached ones count as free. Does not change the pool.
+        Only reusable blocks that somebody holds are subtracted, since unused cached ones count as free. ``group``: of layers, to be named
+        where there are several. Does not change the pool.
         """
         if (prompt is None) == (sequences is None):
             raise TypeError("accepted is either a prompt or sequences=")
+        which = self._group(group)
         if sequences is None:
             more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
             keys = self._prompt(prompt)
-            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[0, 4])
+            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[which, 4])
         ids = id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:
@@ -157,29 +161,30 @@ class KVCacheManager(ForkPool, DraftPool):
             error = groups.growth_needs(self._states.heads, ids, counts, needs)
             if error:
                 raise self._error(error, ids)
-        return int(needs[0])
+        return int(needs[which])
 
     # -- sequences -------------------------------------------------------------------------------
 
     def add_sequence(
         self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = blocks.DEFAULT_PRIORITY,
-        decode_ttl_ms: int | None = None, stream: Any = None,
+        decode_ttl_ms: int | None = None, stream: Any = None, encoder_tokens: int | None = None,
     ) -> int:  # fmt: skip
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
         own = None if retention is None else retention_rows(retention)
-        out = self._admit([self._prompt(prompt)], [own], decode_priority, decode_ttl_ms, stream, False)
+        out = self._admit([self._prompt(prompt)], [own], decode_priority, decode_ttl_ms, stream, False, encoder_tokens)
         return int(out[0, requests.O_ID])
 
     def add_sequence_batch(
         self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
         decode_priority: int = blocks.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: Any = None,
-        allow_partial_batch: bool = False,
+        allow_partial_batch: bool = False, encoder_tokens: Any = None,
     ) -> Admission:  # fmt: skip
         """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
 
         All prompts are matched before anything is taken, so each gets the full blocks that ``match_prefix`` promised right before. All
         or nothing, unless ``allow_partial_batch``: then the head of the batch that fits. ``retention`` has one list of ranges, or
-        None, per prompt. Raises OutOfBlocks, OutOfSequences, ValueError, TypeError. ``stream``: the engine's, which will use the blocks.
+        None, per prompt. ``stream``: the engine's, which will use the blocks. ``encoder_tokens``: int64[n], what each has room for in the
+        groups for cross attention, exactly where there is one. Raises OutOfBlocks, OutOfSequences, ValueError, TypeError.
         """
         partial = bool_argument("allow_partial_batch", allow_partial_batch)
         keys = [self._prompt(prompt) for prompt in list_argument("prompts", prompts)]
@@ -187,17 +192,20 @@ class KVCacheManager(ForkPool, DraftPool):
         ranges = [None if one is None else retention_rows(one) for one in given]
         if len(ranges) != len(keys):
             raise ValueError(f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts")
-        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, partial)
+        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, partial, encoder_tokens)
         return Admission(out[:, requests.O_ID].copy(), *out[:, requests.O_CACHED : requests.O_MISSED + 1].T.astype(np.int32))
 
     def _admit(
         self, keys: list[BlockKeys], ranges: Sequence[npt.NDArray[np.int64] | None], decode_priority: int, decode_ttl_ms: int | None,
-        stream: Any, allow_partial: bool,
+        stream: Any, allow_partial: bool, encoder_tokens: Any,
     ) -> npt.NDArray[np.int64]:  # fmt: skip
-        """The outcome rows (see ``state.requests``) of the requests that were admitted."""
+        """The outcome rows (see ``state.requests``) of the requests that were admitted, the groups' as one."""
         rows = np.concatenate([key.request for key in keys] or [NO_REQUESTS])
         rows[:, requests.R_PRIORITY] = priority_argument("decode_priority", decode_priority)
         rows[:, requests.R_TTL] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        crosses = any(group.kind == "cross" for group in self._groups)
+        if crosses or encoder_tokens is not None:
+            rows[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), crosses)
         moves = longest = 0
         for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
             held = -(-len(key) // self.tokens_per_block)
@@ -218,7 +226,15 @@ class KVCacheManager(ForkPool, DraftPool):
                 with suppress(KVPoolError):
                     self.release(admitted)
             raise
-        return out[0, :n]
+        return out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
+
+    def _joined(self, out: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """One answer of all groups' outcomes, as ``Admission`` says."""
+        found = out[int(self._state.header[blocks.GROUP])].copy()
+        full, host = found[:, requests.O_CACHED] - found[:, requests.O_PARTIAL], out[:, :, requests.O_HOST_TOKENS].max(axis=0)
+        found[:, requests.O_DEVICE_TOKENS], found[:, requests.O_HOST_TOKENS] = full - host, host
+        found[:, requests.O_MISSED] = out[:, :, requests.O_MISSED].max(axis=0)
+        return found
 
     def _admit_named(
         self, heads: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], out: npt.NDArray[np.int64], now: int, allow_partial: bool,
@@ -274,25 +290,30 @@ class KVCacheManager(ForkPool, DraftPool):
         which = id_array("ids", ids)
         self._decide(0, stream, groups.release, which, bool_argument("store", store), self.now(), ids=which)
 
-    def evictable_if_released(self, ids: Ids) -> int:
-        """Device blocks that would become free if these sequences were released together. Does not change the pool."""
-        which = id_array("ids", ids)
-        with self._lock:
-            named = self._tables[0, self._rows(which)]
-            found, times = np.unique(named[named != blocks.NONE], return_counts=True)
-            return int(np.count_nonzero(self._state.blocks["word"][found] == times))
+    def evictable_if_released(self, ids: Ids, group: int | None = None) -> int:
+        """Device blocks, of a group where there are several, that would become free if these sequences were released together.
 
-    def block_table(self, ids: Ids, stream: Any = None) -> BlockTable:
-        """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError.
-
-        ``stream``: where the engine goes on with them; it waits for what they were used on before.
+        Does not change the pool.
         """
-        which = id_array("ids", ids)
+        which, g = id_array("ids", ids), self._group(group)
+        with self._lock:
+            named = self._tables[g, self._rows(which)]
+            found, times = np.unique(named[named != blocks.NONE], return_counts=True)
+            return int(np.count_nonzero(self._states[g].blocks["word"][found] == times))
+
+    def block_table(self, ids: Ids, stream: Any = None, group: int | None = None) -> BlockTable:
+        """Where the blocks of these sequences are, in the persistent host table of a group of layers, to be named where there are several.
+
+        ``stream``: where the engine goes on with them; it waits for what they were used on before. Raises UnknownSequence, DeviceError,
+        ValueError.
+        """
+        which, g = id_array("ids", ids), self._group(group)
         if stream is not None:
             self._decide(0, stream, live.use, which, ids=which)
         with self._lock:
             rows = self._rows(which)
-            return BlockTable(self._tables[0], rows, self._state.sequences["length"][rows].astype(np.int64), self.tokens_per_block)
+            lengths = self._states[g].sequences["length"][rows].astype(np.int64)
+            return BlockTable(self._tables[g], rows, lengths, self.tokens_per_block)
 
     def _scratch(self) -> npt.NDArray[np.int64]:
         """A number for each group."""

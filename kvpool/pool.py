@@ -75,7 +75,8 @@ class Pool:
                 self._device.close()
             raise
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
-        self._state = self._states[0]
+        # Of the tokens of sequences, whose number all groups know but those for cross attention.
+        self._state = next(state for state in self._states if state.header[blocks.KIND] != blocks.CROSS)
         self._columns = self._states.table.shape[2]
         self._origin = (self._states.fingerprint, width)
         self._tables = self._states.table.view()

@@ -290,7 +290,13 @@ class States:
         for state in self.groups:
             state.reserve_moves(count)
 
+    def reserve_accesses(self, count: int) -> None:
+        """As ``State.reserve_accesses``, in each group."""
+        for state in self.groups:
+            state.reserve_accesses(count)
+
     def reserve_token_moves(self, count: int) -> None:
+        """As ``State.reserve_token_moves``, in each group."""
         for state in self.groups:
             state.reserve_token_moves(count)
 
