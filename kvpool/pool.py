@@ -187,7 +187,7 @@ class Pool:
     def _check_columns(self, needed: int) -> None:
         """Raise ValueError for a prompt whose blocks have no place in a row of the block table."""
         whole = [group.device_blocks for group in self._groups if group.kind == "attention" and group.window is None]
-        if self._columns < min(needed, *whole):
+        if self._columns < min([needed, *whole]):
             raise ValueError(f"a prompt of {needed} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
 
     def _enable_extra(self) -> None:
