@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import SOURCE, TARGET, TOKENS, Part, Region
+from kvpool.device.base import SOURCE, TARGET, TICKET, TOKENS, Part, Region
 from kvpool.device.block_copy import first_bad_move
 from kvpool.jit import jit
 from kvpool.layout import BlockLayout, integer_argument
@@ -126,9 +126,9 @@ def _split(moves, places, out, ends):  # type: ignore[no-untyped-def]
     for i in range(moves.shape[0]):
         s, t = _column(places, moves[i, SOURCE]), _column(places, moves[i, TARGET])
         to = ends[s % regions]
-        out[to] = moves[i]
-        out[to, SOURCE] += places[_SHIFT, s]
-        out[to, TARGET] += places[_SHIFT, t]
+        out[to, SOURCE] = moves[i, SOURCE] + places[_SHIFT, s]
+        out[to, TARGET] = moves[i, TARGET] + places[_SHIFT, t]
+        out[to, TOKENS], out[to, TICKET] = moves[i, TOKENS], moves[i, TICKET]
         ends[s % regions] += 1
     return -1
 
