@@ -77,10 +77,12 @@ class Regions:
     def split(self, moves: Int64s) -> list[tuple[int, Int64s]]:
         """The moves of each region, in their order, with the ids of the region. Raises ValueError, which names a row that is no move."""
         if len(self.all) == 1:
-            bad, out, ends = first_bad_move(moves, self.blocks, self.width), moves, np.array([len(moves)])
-        else:
-            out, ends = np.empty_like(moves), np.zeros(len(self.all), np.int64)
-            bad = _split(moves, self._map, out, ends)
+            bad = first_bad_move(moves, self.blocks, self.width)
+            if bad < 0:
+                return [(0, moves)]
+            raise ValueError(self.describe_bad_move(bad, moves[bad]))
+        out, ends = np.empty_like(moves), np.zeros(len(self.all), np.int64)
+        bad = _split(moves, self._map, out, ends)
         if bad >= 0:
             raise ValueError(self.describe_bad_move(bad, moves[bad]))
         return [(region, out[first:end]) for region, (first, end) in enumerate(pairwise([0, *ends.tolist()])) if end > first]

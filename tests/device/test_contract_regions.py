@@ -212,7 +212,7 @@ def test_a_pool_of_one_region_is_copied_as_it_is() -> None:
     memory = [np.zeros(2 * LAYOUTS[0][0].block_bytes, np.uint8) for _ in range(2)]
     regions = Regions([Region.of(LAYOUTS[0][0], *memory, 2, 2)])
     ((region, rows),) = regions.split(moves)
-    assert region == 0 and np.shares_memory(rows, moves) and rows.shape == moves.shape
+    assert region == 0 and rows is moves
     found = TokenMoves.of(np.array([(0, 1)]), np.array([0, 1]), regions)
     assert list(found.by_region(regions)) == [(0, found)]
 
