@@ -61,7 +61,8 @@ class CpuDevice(Device):
 
     def free(self, array: NDArray[np.uint8]) -> None:
         # The memory itself goes back with the last view of it.
-        if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
+        bound = self._bound
+        if bound is not None and any(array is pool for pool in bound.regions.pools):
             self._bound = None
 
     def adopt(self, memory: StridedArray, tier: str) -> NDArray[np.uint8]:
@@ -83,10 +84,11 @@ class CpuDevice(Device):
         self._bound = _Bound.of(Regions(regions))
 
     def _pool(self) -> _Bound:
-        self._check_open()
-        if self._bound is None:
+        bound = self._bound
+        if bound is None:
+            self._check_open()
             raise ValueError("device: not bound to a pool")
-        return self._bound
+        return bound
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         bound, moves = self._pool(), moves_argument(moves)

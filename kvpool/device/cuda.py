@@ -198,7 +198,8 @@ class CudaDevice(Device):
         return (dlpack.CUDA_HOST, 0) if tier == "host" else (dlpack.CUDA, self.index)
 
     def free(self, array: Any) -> None:
-        if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
+        bound = self._bound
+        if bound is not None and any(array is pool for pool in bound.regions.pools):
             self._bound = None
         _, memory = self._owned.pop(id(array), (None, None))
         if memory is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import SOURCE, TARGET, TOKENS, Part, Region
+from kvpool.device.base import SOURCE, TARGET, TICKET, TOKENS, Part, Region
 from kvpool.device.block_copy import first_bad_move
 from kvpool.jit import jit
 from kvpool.layout import BlockLayout, integer_argument
@@ -77,10 +77,12 @@ class Regions:
     def split(self, moves: Int64s) -> list[tuple[int, Int64s]]:
         """The moves of each region, in their order, with the ids of the region. Raises ValueError, which names a row that is no move."""
         if len(self.all) == 1:
-            bad, out, ends = first_bad_move(moves, self.blocks, self.width), moves, np.array([len(moves)])
-        else:
-            out, ends = np.empty_like(moves), np.zeros(len(self.all), np.int64)
-            bad = _split(moves, self._map, out, ends)
+            bad = first_bad_move(moves, self.blocks, self.width)
+            if bad < 0:
+                return [(0, moves)]
+            raise ValueError(self.describe_bad_move(bad, moves[bad]))
+        out, ends = np.empty_like(moves), np.zeros(len(self.all), np.int64)
+        bad = _split(moves, self._map, out, ends)
         if bad >= 0:
             raise ValueError(self.describe_bad_move(bad, moves[bad]))
         return [(region, out[first:end]) for region, (first, end) in enumerate(pairwise([0, *ends.tolist()])) if end > first]
@@ -126,9 +128,9 @@ def _split(moves, places, out, ends):  # type: ignore[no-untyped-def]
     for i in range(moves.shape[0]):
         s, t = _column(places, moves[i, SOURCE]), _column(places, moves[i, TARGET])
         to = ends[s % regions]
-        out[to] = moves[i]
-        out[to, SOURCE] += places[_SHIFT, s]
-        out[to, TARGET] += places[_SHIFT, t]
+        out[to, SOURCE] = moves[i, SOURCE] + places[_SHIFT, s]
+        out[to, TARGET] = moves[i, TARGET] + places[_SHIFT, t]
+        out[to, TOKENS], out[to, TICKET] = moves[i, TOKENS], moves[i, TICKET]
         ends[s % regions] += 1
     return -1
 
