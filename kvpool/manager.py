@@ -209,7 +209,7 @@ class KVCacheManager(ForkPool, DraftPool):
         moves = longest = 0
         for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
             held = -(-len(key) // self.tokens_per_block)
-            moves, longest = moves + 2 * held, max(longest, held)
+            moves, longest = moves + 2 * held - (-int(rows[i, requests.R_ENCODER]) // self.tokens_per_block), max(longest, held)
             if own is not None:
                 rows[i, requests.R_RANGES], rows[i, requests.R_RANGE_COUNT] = address(own), len(own)
             if key.extra_ids is not None:
@@ -339,19 +339,22 @@ class KVCacheManager(ForkPool, DraftPool):
 
     # -- a loader's way in ----------------------------------------------------------------------
 
-    def reserve(self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None) -> Reservation:
+    def reserve(
+        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None, encoder_tokens: int | None = None
+    ) -> Reservation:
         """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere. Changes the pool.
 
         What the pool has of the prompt is held (and onboarded), as for a sequence, and the loader leaves it alone; the rest can be
         found by nobody before ``Reservation.commit``. ``stream``: the loader's. Without one, waits outside the locks until nothing
         that is enqueued touches the blocks, so that anybody may write to them, from any process and stream.
 
-        ``owner`` is who to ask about it, and what ``revoke`` takes; ``retention`` as in ``add_sequence``. A reservation takes one of
+        ``owner`` is who to ask about it, and what ``revoke`` takes; ``retention`` and ``encoder_tokens`` as in ``add_sequence`` (0 takes
+        no blocks for cross attention, of which a commit publishes nothing). A reservation takes one of
         ``max_sequences``, and counts as no reuse in the statistics. Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError,
         ValueError, TypeError.
         """
         own = None if retention is None else retention_rows(retention)
-        return self._reserve(self._prompt(prompt), own, owner, stream)
+        return self._reserve(self._prompt(prompt), own, owner, stream, encoder_tokens)
 
     # -- moving content between the tiers --------------------------------------------------------
 

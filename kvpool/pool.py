@@ -21,8 +21,8 @@ from kvpool.building import pool_groups
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream, tier_argument
 from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy, PoolClosed
-from kvpool.export import Export, Lending, Loan
-from kvpool.groups import Group
+from kvpool.export import Export, Lending, Loan, Place
+from kvpool.groups import Group, group_argument
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.leases import CloseReport
@@ -203,9 +203,7 @@ class Pool:
 
     def _group(self, group: Any) -> int:
         """The group that an argument means. Raises TypeError or ValueError."""
-        if group is None and len(self._groups) > 1:
-            raise ValueError(f"group=None: accepted are 0 to {len(self._groups) - 1} where there are several")
-        return 0 if group is None else integer_argument("group", group, 0, len(self._groups) - 1)
+        return group_argument(group, len(self._groups))
 
     @property
     def layout(self) -> BlockLayout:
@@ -233,18 +231,21 @@ class Pool:
         """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
         return self._pools.host_pool
 
-    def export(self, tier: str = "device", *, writable: bool = True, raw: bool = False) -> Export:
+    def export(self, tier: str = "device", *, writable: bool = True, raw: bool = False, group: int | None = None, part: int = 0) -> Export:
         """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like ``device_pool`` or ``host_pool``.
 
         ``writable=False`` says that it is not to be written. ``raw``: types that NumPy has no name for (bfloat16, float8) go as the
-        unsigned integers of the pools, for packages that do not know them either. Thread-safe; does not change the pool. Raises
-        TypeError, ValueError, PoolClosed.
+        unsigned integers of the pools, for packages that do not know them either. ``group``: of layers, to be named where there are
+        several, and ``part`` of its layouts: it is ``device_pools[group][part]`` or ``host_pools[group][part]`` then. Thread-safe; does not
+        change the pool. Raises TypeError, ValueError, PoolClosed.
         """
         tier_argument(tier)
+        g = self._group(group)
+        place = Place(tier, g, integer_argument("part", part, 0, len(self._groups[g].layouts) - 1))
         self._check_open()
         # Made here, since the pool may not hold what holds it: its memory goes with the last reference to it.
         lending = Lending(self._device, self._pools, self._loans, self._opened, self._follow)
-        return Export.of_tier(lending, tier, bool_argument("writable", writable), bool_argument("raw", raw))
+        return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
