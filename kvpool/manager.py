@@ -51,7 +51,10 @@ class KVCacheManager(ForkPool, DraftPool):
     Parameters
     ----------
     layout : shape and bytes of a block.
-    device_blocks, host_blocks : capacities; ids [0, device_blocks) are device blocks, the rest host blocks.
+    groups : instead of a layout, a list of ``LayerGroup``: layers that differ in what they keep, each group with blocks of its own.
+    device_blocks, host_blocks : capacities; ids [0, device_blocks) are device blocks, the rest host blocks. A list of one for each group
+        where there are groups.
+    tokens_per_block : only where no layout says it, since all groups are recurrent.
     device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no other pool.
     max_sequences, max_sequence_tokens : bounds of what lives at once; they size the block table (default: 256 sequences of as many
         tokens as fit on the device, at most 262,144).
@@ -67,11 +70,12 @@ class KVCacheManager(ForkPool, DraftPool):
     staging_depth : block tables that are on their way to the device at once; one more waits for the oldest.
     device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
-        caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
-
-    table : int32[max_sequences, columns], C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
-        where columns is ``max_sequence_tokens`` in blocks: rows of a larger array, say, of which other rows are another model's. The
-        pool fills it with -1, writes it while it lives, and keeps it alive; nobody else writes these rows.
+        caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it. Of several groups or layouts,
+        a list of these, one for each layout, group after group; one function is called for each.
+    table : int32[max_sequences, columns], or [groups, max_sequences, columns] of several groups, C-contiguous NumPy memory of the
+        caller's in place of the pool's own persistent block table, where columns is ``max_sequence_tokens`` in blocks: rows of a larger
+        array, say, of which other rows are another model's. The pool fills it with -1, writes it while it lives, and keeps it alive;
+        nobody else writes these rows.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
@@ -209,7 +213,7 @@ class KVCacheManager(ForkPool, DraftPool):
         moves = longest = 0
         for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
             held = -(-len(key) // self.tokens_per_block)
-            moves, longest = moves + 2 * held - (-int(rows[i, requests.R_ENCODER]) // self.tokens_per_block), max(longest, held)
+            moves, longest = moves + 2 * held + self._encoder_blocks(int(rows[i, requests.R_ENCODER])), max(longest, held)
             if own is not None:
                 rows[i, requests.R_RANGES], rows[i, requests.R_RANGE_COUNT] = address(own), len(own)
             if key.extra_ids is not None:

@@ -199,7 +199,7 @@ class ReservePool(PinPool):
             return result
 
         try:
-            self._decide(2 * count - (-int(row[0, requests.R_ENCODER]) // self.tokens_per_block), on, take, row)
+            self._decide(2 * count + self._encoder_blocks(int(row[0, requests.R_ENCODER])), on, take, row)
             if on is None and self._transfer.order is not None:
                 self._wait_until_free(new)
                 self._check_reserved(new[0])
@@ -210,6 +210,10 @@ class ReservePool(PinPool):
                     self.abort_reserved(new[0])
             raise
         return new[0]
+
+    def _encoder_blocks(self, tokens: int) -> int:
+        """Blocks for cross attention to so many tokens, as far as a row has columns; what passes them is refused by the decision."""
+        return min(-(-tokens // self.tokens_per_block), self._columns)
 
     def _shares(self, row: int, skip: int) -> list[Share]:
         """What a sequence has in each group, of whose tokens the first ``skip`` are there. The state lock is held by the caller."""

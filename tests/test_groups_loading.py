@@ -234,6 +234,10 @@ def test_the_length_of_an_encoder_is_given_exactly_where_there_is_cross_attentio
     for wrong, error in ((None, ValueError), (-1, ValueError), ("x", TypeError), ([1, 2], ValueError)):
         with pytest.raises(error, match="encoder_tokens"):
             engine.cache.reserve(A[:4], encoder_tokens=wrong)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.reserve(A[:4], encoder_tokens=2**31 - 1)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.add_sequence(A[:4], encoder_tokens=2**31 - 1)
     assert engine.cache.reservations == []
 
 
@@ -301,16 +305,16 @@ def test_an_import_is_found_once_all_groups_have_what_they_need(make: Make, devi
     engine.release(engine.add(A[:17], cached=16))
 
 
-def test_states_are_imported_by_the_block_behind_which_they_stand(make: Make) -> None:
-    engine = make([8, 4], [8, 4], groups=[FULL, RECURRENT])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_states_are_imported_by_the_block_behind_which_they_stand(make: Make, device: str) -> None:
+    engine = make([8, 4], [8, 4], groups=[FULL, RECURRENT], device=device)
     prompt = engine.cache.block_keys(A[:17])
     engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0)
     assert engine.cache.import_blocks(prompt, [bytes(range(24))], first=2, group=1) == 1
     assert engine.reusable(A[:17]) == 12
     assert (engine.cache.host_pools[1][0].view(np.uint8).reshape(4, 24) == np.arange(24)).all(axis=1).sum() == 1
-    lease = engine.cache.pin(prompt.keys[2:3], tier="host")
-    assert lease.groups.tolist() == [0, 1]
-    lease.close()
+    with engine.cache.pin(prompt.keys[2:3], tier="host") as lease:
+        assert lease.groups.tolist() == [0, 1]
 
 
 def test_an_import_into_a_group_is_refused_by_name(make: Make) -> None:
