@@ -47,10 +47,9 @@ class Share(NamedTuple):
             slots = np.full(self.tokens, -1, np.int64)
             slots[np.minimum((places + 1) * self.width, self.tokens) - 1] = self.blocks[places]
         else:
-            first = np.where(self.blocks < 0, -self.width, self.blocks.astype(np.int64) * self.width)
-            slots = (first[:, None] + np.arange(self.width)).reshape(-1)[: self.tokens]
-        slots[: self.skip] = -1
-        return np.maximum(slots, -1)
+            slots = (self.blocks.astype(np.int64)[:, None] * self.width + np.arange(self.width)).reshape(-1)[: self.tokens]
+        slots[: self.skip] = -1  # a window passes no other blocks
+        return slots
 
     def to_fill(self) -> npt.NDArray[np.int32]:
         """The blocks that a loader writes to."""

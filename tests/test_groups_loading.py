@@ -221,9 +221,9 @@ def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make:
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_an_encoder_may_be_longer_than_the_prompt(make: Make, device: str) -> None:
-    engine = make([20, 20], groups=[CROSS, FULL], device=device)
-    engine.release(engine.add(A[:2], encoder_tokens=70))
-    with engine.cache.reserve(A[:2], encoder_tokens=70, stream=engine.b) as reservation:
+    one, other = (make([20, 20], groups=[CROSS, FULL], device=device) for _ in range(2))
+    one.release(one.add(A[:2], encoder_tokens=70))
+    with other.cache.reserve(A[:2], encoder_tokens=70, stream=other.b) as reservation:
         assert len(reservation.blocks_of(0)) == 18
 
 
@@ -256,7 +256,9 @@ def test_without_a_stream_no_group_has_a_block_that_something_enqueued_still_rea
     group: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process, whose stream the pool cannot know, writes where an evicted block is being offloaded."""
-    engine = GroupEngine([4, 4], [8, 8], device="sim")
+    capacities = [12, 12]
+    capacities[group] = 4
+    engine = GroupEngine(capacities, [8, 8], device="sim")
     engine.seed(A[:16])
     if not waits:
         monkeypatch.setattr(engine.cache, "_wait_until_free", lambda _: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,27 @@ def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, pa
         with pytest.raises(PoolBusy, match="views of exported memory live: 1"):
             cache.close()
         del view
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_view_keeps_the_memory_of_its_part_and_no_other(place: tuple[int, int]) -> None:
+    alive: dict[tuple[int, int], Any] = {}
+    left = iter(PLACES)
+
+    def give(nbytes: int, alignment: int) -> Any:
+        raw = aligned(nbytes)
+        alive[next(left)] = weakref.ref(raw)
+        return raw
+
+    cache = open_groups(device_memory=give)
+    view = np.from_dlpack(cache.export(group=place[0], part=place[1]))
+    cache.close(force=True)
+    del cache
+    gc.collect()
+    assert [found for found, raw in alive.items() if raw() is not None] == [place]
+    del view
+    gc.collect()
+    assert all(raw() is None for raw in alive.values())
 
 
 def test_what_is_exported_is_named() -> None:
