@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from group_engine import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins, verify_groups
+from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins, verify_groups
 from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
 from kvpool.device.cpu import CpuDevice
 from kvpool.reservations import Share

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from group_engine import CROSS, FULL, NARROW, RECURRENT, WIDE, GroupEngine, T, pins, verify_groups
+from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, GroupEngine, T, pins, verify_groups
 from kvpool import BlockNotFound, KVCacheManager, KVPoolError, LayerGroup, Lease, LeaseExpired, PoolClosed
 from kvpool.device.cpu import CpuDevice
 from kvpool.remote import BlockClient, BlockServer

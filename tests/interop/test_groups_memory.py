@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from group_engine import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T, verify_groups
+from groups_lab import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T, verify_groups
 from kvpool import KVCacheManager, PagedKV, PoolBusy, gather_kv, scatter_kv
 from tests.interop.arrays import aligned
 
