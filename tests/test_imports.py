@@ -34,6 +34,8 @@ LAYERS = [
     ["hand_over"],
     ["retention", "sequence", "events", "stats", "leases", "export"],
     ["refusals", "groups"],
+    ["building"],
+    ["building"],
     ["pool"],
     ["staged_tables"],
     ["pins"],
