@@ -256,6 +256,7 @@ def search(device: Device, groups: Groups, blocks: list[int], *, prompts: int, s
                 cache.verify()
         counts = {"blocks copied when they were written": beams.copies, "times that a beam went on from another": beams.moved}
         code = report(counts, compare_beams(weights, beams, lambda *given: uncached(groups, *given)))
+        cache.release(beams.ids, stream=beams.stream)
     device.close()
     return code
 
@@ -275,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("with recurrent layers")
     code |= serve(device(), PlainEngine, (FULL, WINDOWED, RECURRENT), [26, 20, 16], **chats)
     print("and with beams")
-    code |= search(device(), (FULL, WINDOWED, RECURRENT), [80, 60, 40], prompts=3, seed=given.seed, check=given.check)
+    code |= search(device(), (FULL, WINDOWED, RECURRENT), [80, 60, 140], prompts=3, seed=given.seed, check=given.check)
     return code
 
 
