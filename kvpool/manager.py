@@ -50,8 +50,12 @@ class KVCacheManager(ForkPool, DraftPool):
 
     Parameters
     ----------
-    layout : shape and bytes of a block.
-    device_blocks, host_blocks : capacities; ids [0, device_blocks) are device blocks, the rest host blocks.
+    layout : shape and bytes of a block, of a model whose layers all keep the same.
+    groups : in place of a layout, a list of ``LayerGroup``: layers with other attention, heads or state keep other blocks. All calls act
+        on all groups or on none, and a prefix is reused as far as every group can. What is about the blocks of one group takes ``group=``.
+    device_blocks, host_blocks : capacities, of each group where there are groups (see ``split_blocks``); ids [0, device_blocks) are device
+        blocks, the rest host blocks.
+    tokens_per_block : of a pool whose groups are all recurrent; others have it in their layouts.
     device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no other pool.
     max_sequences, max_sequence_tokens : bounds of what lives at once; they size the block table (default: 256 sequences of as many
         tokens as fit on the device, at most 262,144).
@@ -69,7 +73,7 @@ class KVCacheManager(ForkPool, DraftPool):
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
 
-    table : int32[max_sequences, columns], C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
+    table : int32[max_sequences, columns] (of several groups int32[groups, max_sequences, columns]), C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
         where columns is ``max_sequence_tokens`` in blocks: rows of a larger array, say, of which other rows are another model's. The
         pool fills it with -1, writes it while it lives, and keeps it alive; nobody else writes these rows.
 
