@@ -1,4 +1,4 @@
-"""The model of the pool's state: what every public verb returns and leaves behind.
+"""The model of the state of one group of layers: what every public verb returns and leaves behind.
 
 Content is named by its namespace and all tokens of its prefix, so that the model has no hash.
 Block ids are the pool's: device blocks 0..P-1, host blocks P..P+S-1; both tiers start with their
@@ -30,9 +30,10 @@ Readings of the rules where they leave room:
   count in no statistics of requests; a retention range applies to them.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
   to the front, tail first; what had matched goes to the back, tail first.
-- With a window, the blocks that a prefix needs include its last one, and `prefetch` looks at those that an admission would hold.
+- With a window, the blocks that a prefix needs include its last one.
+- `prefetch` looks at all that is cached of a prompt, or, where a window or recurrent states leave holes, at what an admission would hold.
 - A commit publishes before it gives back what the window has passed, sequence by sequence, last block first.
-- `prefetch` stops at the first block that neither tier has; `offload` looks at each key by itself,
+- `offload` looks at each key by itself,
   and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.
 """
 
@@ -41,10 +42,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .admission import EXPIRIES_PER_CALL, Admission, Seq
+from .admission import Admission, Seq
+from .batches import EXPIRIES_PER_CALL
+from .store import Row
 from .tiers import (
     Block,
-    BlockNotFound,
     Content,
     Lease,
     LeaseExpired,
@@ -69,12 +71,15 @@ class Model(Admission):
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
         for seq, new in zip(live, tokens, strict=True):
-            if new and len(seq.items) % self.T and seq.blocks[-1].refs > 1:
+            if new and self._copies(seq, seq.blocks[-1].refs if seq.blocks else 0):
                 seq.blocks[-1] = self._private_copy(seq.blocks[-1])
             for token in new:
                 if len(seq.items) % self.T == 0:
-                    seq.blocks.append(self.take_device(*seq.decode))
+                    self._open_column(seq)
                 seq.items.append((token, 0))
+
+    def _open_column(self, seq: Seq) -> None:
+        seq.blocks.append(self.take_device(*seq.decode))
 
     def commit(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> None:
         live = self._live(ids)
@@ -83,28 +88,34 @@ class Model(Admission):
             if not seq.committed <= end <= len(seq.items):
                 raise ValueError(f"counts: {end}")
         for seq, end in zip(live, ends, strict=True):
+            for i in range(seq.committed // self.T, end // self.T):
+                self._name(seq, i)
             seq.committed = end
-            for i in range(end // self.T):
-                block = seq.blocks[i]
-                if block is not None and block.content is None:
-                    block.content = self._content(seq, i)
             self._publish_waiting(seq)
             self._give_passed(seq)
+
+    def _name(self, seq: Seq, i: int) -> None:
+        block = seq.blocks[i]
+        if block is not None and block.content is None:
+            block.content = self._content(seq, i)
 
     def _give_passed(self, seq: Seq) -> None:
         for i in range(len(seq.blocks) - 1, -1, -1):
             block = seq.blocks[i]
-            if block is not None and not self.needs(i, seq.committed):
+            if block is not None and self._is_passed(seq, i):
                 seq.blocks[i] = None
                 self.drop_ref(block)
                 self.counts["passed_blocks"] += 1
+
+    def _is_passed(self, seq: Seq, i: int) -> bool:
+        return not self.needs(i, seq.committed)
 
     def _content(self, seq: Seq, i: int) -> Content:
         return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
 
     def _publish_waiting(self, seq: Seq) -> None:
         for block in seq.blocks[: seq.committed // self.T]:
-            if block is not None and not block.indexed:
+            if block is not None and not block.indexed and block.content is not None:
                 self.publish(block)
 
     def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
@@ -113,17 +124,23 @@ class Model(Admission):
             if not 0 <= count <= len(seq.items):
                 raise ValueError(f"counts: {count}")
         lengths = [len(seq.items) - count for seq, count in zip(live, counts, strict=True)]
+        for seq, length in zip(live, lengths, strict=True):
+            if self.has_passed(seq, length):
+                raise ValueError(f"counts: {length} tokens have been passed")
         need, free = 0, self.free("device")
         for seq, length in zip(live, lengths, strict=True):
-            if any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks)):
-                raise ValueError(f"counts: the window has passed {length}")
-            free += sum(block.refs == 1 and block.pins == 0 for block in seq.blocks[self._ceil(length) :])
-            need += self._is_shared(seq, length)
+            _, go, written = self._cut(seq, length)
+            free += sum(block.refs == 1 and block.pins == 0 for block in go)
+            need += written is not None and written.refs + written.pins > 1
             self.need_device(need, free)
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
         for seq, length in zip(live, lengths, strict=True):
             self._rewind_one(seq, length)
+
+    def has_passed(self, seq: Seq, length: int) -> bool:
+        """Whether a block has gone back that a sequence of this length would need."""
+        return any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks))
 
     def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         """Drafts are nobody else's: those that stay come in front of those that go, which are rewound, first where nothing moves."""
@@ -138,25 +155,30 @@ class Model(Admission):
         order = sorted(range(len(ids)), key=lambda i: list(accepted[i]) != list(range(len(accepted[i]))))
         self.rewind([ids[i] for i in order], [drafts[i] - len(accepted[i]) for i in order])
 
-    def _is_shared(self, seq: Seq, length: int) -> bool:
-        """Whether a rewind to this length ends inside a block that others, sequences or readers, hold too."""
-        if length % self.T == 0 or length == len(seq.items):
-            return False
-        block = seq.blocks[length // self.T]
-        return block.refs + block.pins > 1
+    def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
+        """What a rewind to this length leaves in the row, what it gives back, and the last block of the row if it will be written again."""
+        stay, go = seq.blocks[: self._ceil(length)], seq.blocks[self._ceil(length) :]
+        written = stay[-1] if length % self.T and length < len(seq.items) else None
+        return stay, [block for block in go if block is not None], written
 
     def _rewind_one(self, seq: Seq, length: int) -> None:
-        while len(seq.blocks) > self._ceil(length):
-            self.drop_ref(seq.blocks.pop(), front=True)
-        if self._is_shared(seq, length):
-            seq.blocks[-1] = self._private_copy(seq.blocks[-1])
-        elif length % self.T and seq.blocks[-1].content is not None:
-            if seq.blocks[-1].indexed:
-                self.forget_device(seq.blocks[-1])
-            seq.blocks[-1].content = None
+        seq.blocks[:], go, written = self._cut(seq, length)
+        for block in reversed(go):
+            self.drop_ref(block, front=True)
+        if written is not None:
+            seq.blocks[-1] = self._own(written)
         del seq.items[length:]
         seq.committed = min(seq.committed, length)
         seq.reused = min(seq.reused, length // self.T)
+
+    def _own(self, block: Block) -> Block:
+        """A block that its sequence may write to: a copy where others, sequences or readers, hold it too."""
+        if block.refs + block.pins > 1:
+            return self._private_copy(block)
+        if block.indexed:
+            self.forget_device(block)
+        block.content = None
+        return block
 
     def _private_copy(self, block: Block) -> Block:
         copy = self.take_device(block.priority, block.ttl)
@@ -242,8 +264,8 @@ class Model(Admission):
 
     # -- tiers ---------------------------------------------------------------------------------
 
-    def prefetch(self, prompt: Prompt) -> int:
-        rows = self.cached_rows(prompt) if self.window is None else self.walk(prompt).rows
+    def bring(self, rows: Sequence[Row | None]) -> int:
+        """Onboard what of these rows only the host has, as far as there is room."""
         held = [None if row is None else row.device or row.host for row in rows]
         for block in held:
             self._hold(block)
@@ -278,36 +300,7 @@ class Model(Admission):
 
     # -- pins ----------------------------------------------------------------------------------
 
-    def pin(self, contents: Sequence[Content], *, owner: str = "", tier: str | None = None) -> int:
-        """Pin the host copy of each content, or its device block (`tier` asks for one); lease id."""
-        blocks = []
-        for content in contents:
-            row = self.rows.get(content)
-            found = None if row is None else self._choose(row.device, row.host, tier)
-            if found is None:
-                raise BlockNotFound(content)
-            blocks.append(found)
-        return self._lease(blocks, owner)
-
-    @staticmethod
-    def _choose(device: Block | None, host: Block | None, tier: str | None) -> Block | None:
-        if tier is None:
-            return host or device
-        return host if tier == "host" else device
-
-    def find_and_pin_host(self, content: Content, *, owner: str = "") -> int | None:
-        row = self.rows.get(content)
-        return None if row is None or row.host is None else self._lease([row.host], owner)
-
-    def pin_blocks(self, ids: Sequence[int], *, owner: str = "") -> int:
-        """Pin blocks by id, where somebody holds them or they are cached."""
-        known = self.device.blocks | self.host.blocks
-        for i in ids:
-            if i not in known or not (known[i].held or known[i].indexed or known[i].tail):
-                raise BlockNotFound(i)
-        return self._lease([known[i] for i in ids], owner)
-
-    def _lease(self, blocks: list[Block], owner: str) -> int:
+    def lease(self, blocks: list[Block], owner: str) -> int:
         for block in blocks:
             block.pins += 1
             self.tier(block).unlist(block)
