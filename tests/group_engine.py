@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from engine import Bytes, Clock, Engine, Item, Request
-from kvpool import BlockLayout, KVCacheManager
+import kvpool
+from engine import Bytes, Clock, Engine, Item, Request, small_layout
+from kvpool import BlockLayout
+from kvpool.state import debug
 
 
 class Digests:
@@ -64,7 +66,7 @@ class GroupsEngine(Engine):
 
     expected: Digests  # type: ignore[assignment]
 
-    def __init__(self, cache: KVCacheManager, sides: Sequence[Side]) -> None:
+    def __init__(self, cache: kvpool.KVCacheManager, sides: Sequence[Side]) -> None:
         self.cache, self.sides = cache, sides
         self.T = cache.tokens_per_block
         self.expected = Digests()
@@ -78,6 +80,10 @@ class GroupsEngine(Engine):
     def named(self, group: int) -> dict[str, int]:
         """How a call says which group it means."""
         return {} if len(self.sides) == 1 else {"group": group}
+
+    def free_blocks(self, tier: str = "device") -> list[int]:
+        """Blocks of each group that nobody holds."""
+        return [len(debug.lists(state)[tier]) for state in self.states()]
 
     def states(self) -> Sequence[Any]:
         return [self.cache._state] if len(self.sides) == 1 else self.cache._states
@@ -142,6 +148,14 @@ class GroupsEngine(Engine):
 
     # -- verbs ---------------------------------------------------------------------------------
 
+    def add(self, tokens: Sequence[int], *, encoder_tokens: int | None = None, **options: Any) -> Request:
+        """As ``Engine.add``; ``encoder_tokens`` where there is cross attention."""
+        names = {name: options.pop(name) for name in ("salt", "adapter_id", "extra_ids") if name in options}
+        if encoder_tokens is not None:
+            options["encoder_tokens"] = encoder_tokens
+        new = self.cache.add_sequence(self.prompt(tokens, **names), **options)
+        return self.admitted(new, tokens, encoder_tokens=encoder_tokens or 0, **names)
+
     def admitted(
         self, new: int, tokens: Sequence[int], *, salt: object = None, adapter_id: object = None, extra_ids: Sequence[int] | None = None,
         encoder_tokens: int = 0,
@@ -183,3 +197,29 @@ class GroupsEngine(Engine):
         for side in self.sides:
             if side.kind == "recurrent":
                 self.fill(side, self.table(sequence, side.index), self.digests(side, sequence), max(start, 0))
+
+
+def open_groups(groups: Sequence[dict[str, Any]], *, tokens_per_block: int = 4, **options: Any) -> GroupsEngine:
+    """An engine on a pool of its own. ``groups`` has the options of each: ``parts``, those of its layouts, rules and capacities.
+
+    A plain group alone is opened in the form without groups.
+    """
+    sides = []
+    for g, group in enumerate(groups):
+        kind = group.get("kind", "attention")
+        layouts = [small_layout(1 if kind == "recurrent" else tokens_per_block, **part) for part in group.get("parts", ({},))]
+        sides.append(Side(g, layouts, group["device_blocks"], tokens_per_block, kind, group.get("window"), group.get("sinks", 0)))
+    options = {"device": "cpu", "clock": Clock()} | options
+    capacities = {name: [group.get(name, 0) for group in groups] for name in ("device_blocks", "host_blocks")}
+    if len(sides) == 1 and len(sides[0].layouts) == 1 and sides[0].kind == "attention":
+        one = {name: value for name, (value,) in capacities.items()}
+        cache = kvpool.KVCacheManager(sides[0].layouts[0], window=sides[0].window, sinks=sides[0].sinks, **one, **options)
+    else:
+        rules = [{name: group[name] for name in ("kind", "window", "sinks", "snapshot_tokens") if name in group} for group in groups]
+        made = [kvpool.LayerGroup(side.layouts, **rule) for side, rule in zip(sides, rules, strict=True)]
+        if all(side.kind == "recurrent" for side in sides):
+            options["tokens_per_block"] = tokens_per_block
+        cache = kvpool.KVCacheManager(groups=made, **capacities, **options)
+    engine = GroupsEngine(cache, sides)
+    engine.clock = options["clock"]
+    return engine

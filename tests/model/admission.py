@@ -189,12 +189,13 @@ class Admission(Batches, Store):
             self._name_admitted(plan, i, blocks[i])
         host = sum(plan.from_host)
         match = Match((plan.full - host) * self.T, host * self.T, plan.partial)
-        self._count_admission(plan, match, missed=len(new))
+        missed = self._ceil(len(prompt.tokens)) - plan.full
+        self._count_admission(plan, match, missed)
         new_id = self.next_id
         self.next_id += 1
         items = list(prompt.items)
         self.sequences[new_id] = Seq(prompt.namespace, items, blocks, match.tokens, plan.full, match.tokens, decode)
-        return Admitted(new_id, match, len(new))
+        return Admitted(new_id, match, missed)
 
     def _name_admitted(self, plan: Plan, i: int, block: Block | None) -> None:
         """Full blocks of a prompt have their content from the first."""

@@ -235,7 +235,7 @@ def _together(admitted: Sequence[Admitted]) -> Admitted:
     matches = [one.match for one in admitted]
     host = max(match.host_tokens for match in matches)
     full = matches[0].device_tokens + matches[0].host_tokens
-    return Admitted(admitted[0].id, Match(full - host, host, matches[0].partial_tokens), max(one.missed_blocks for one in admitted))
+    return Admitted(admitted[0].id, Match(full - host, host, matches[0].partial_tokens), admitted[0].missed_blocks)
 
 
 def check_ranges(ranges: Sequence[Range]) -> list[Range]:

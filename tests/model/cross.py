@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .admission import Seq
-from .batches import Plan
+from .batches import Match, Plan
 from .model import Model
 from .store import Row, Walk
 from .tiers import Block, Prompt
@@ -27,6 +27,9 @@ class Cross(Model):
 
     def _name_admitted(self, plan: Plan, i: int, block: Block | None) -> None:
         pass
+
+    def _count_admission(self, plan: Plan, match: Match, missed: int) -> None:
+        """What is counted are prompts."""
 
     def _growth(self, live: Sequence[Seq], counts: Sequence[int]) -> int:
         return 0

@@ -152,8 +152,11 @@ class Model(Admission):
             base = len(seq.items) - count
             stay, go = [seq.items[base + i] for i in path], [seq.items[base + i] for i in range(count) if i not in path]
             seq.items[base:] = stay + go
-        order = sorted(range(len(ids)), key=lambda i: list(accepted[i]) != list(range(len(accepted[i]))))
+        order = sorted(range(len(ids)), key=lambda i: self._moves_tokens(accepted[i]))
         self.rewind([ids[i] for i in order], [drafts[i] - len(accepted[i]) for i in order])
+
+    def _moves_tokens(self, path: Sequence[int]) -> bool:
+        return list(path) != list(range(len(path)))
 
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         """What a rewind to this length leaves in the row, what it gives back, and the last block of the row if it will be written again."""

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import note
 
-import kvpool
-from engine import Clock, EventReplay, Request, small_layout
-from group_engine import GroupsEngine, Side
+from engine import Clock, EventReplay, Request
+from group_engine import Side, open_groups
 from kvpool.state import blocks, debug
 
 from .groups import GroupsModel
@@ -51,26 +50,6 @@ def ids_of(blocks: Sequence[Any]) -> list[int]:
     return [-1 if block is None else block.id for block in blocks]
 
 
-def side_of(g: int, group: dict[str, Any], tokens_per_block: int) -> Side:
-    """A group of ``Pair`` as the engine knows it."""
-    kind = group.get("kind", "attention")
-    layouts = [small_layout(1 if kind == "recurrent" else tokens_per_block, **part) for part in group["parts"]]
-    return Side(g, layouts, group["device_blocks"], tokens_per_block, kind, group.get("window"), group.get("sinks", 0))
-
-
-def open_pool(groups: Sequence[dict[str, Any]], sides: Sequence[Side], **options: Any) -> Any:
-    """A manager of these groups; of a plain one in the form without groups."""
-    rules = [{name: value for name, value in group.items() if name in ("kind", "window", "sinks", "snapshot_tokens")} for group in groups]
-    capacities = {name: [group[name] for group in groups] for name in ("device_blocks", "host_blocks")}
-    if len(sides) == 1 and len(sides[0].layouts) == 1 and sides[0].kind == "attention":
-        one = {name: value for name, (value,) in capacities.items()}
-        return kvpool.KVCacheManager(sides[0].layouts[0], window=sides[0].window, sinks=sides[0].sinks, **one, **options)
-    made = [kvpool.LayerGroup(side.layouts, **rule) for side, rule in zip(sides, rules, strict=True)]
-    if all(side.kind == "recurrent" for side in sides):
-        options["tokens_per_block"] = sides[0].width
-    return kvpool.KVCacheManager(groups=made, **capacities, **options)
-
-
 class Pair:
     """Sequences and leases are named by the model's ids; block ids are the same on both sides."""
 
@@ -79,11 +58,10 @@ class Pair:
         self.clock = Clock()
         rules = [{name: value for name, value in group.items() if name != "parts"} for group in groups]
         self.model = GroupsModel(rules, tokens_per_block=tokens_per_block, clock=self.clock, **options)
-        self.sides = [side_of(g, group, tokens_per_block) for g, group in enumerate(groups)]
-        self.cache = open_pool(
-            groups, self.sides, device="cpu", max_sequence_tokens=64, event_capacity=4096, clock=self.clock, **options
+        self.engine = open_groups(
+            groups, tokens_per_block=tokens_per_block, max_sequence_tokens=64, event_capacity=4096, clock=self.clock, **options
         )
-        self.engine = GroupsEngine(self.cache, self.sides)
+        self.cache, self.sides = self.engine.cache, self.engine.sides
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Any] = {}
         self.reservations: dict[int, Any] = {}

@@ -4,7 +4,6 @@ Readings of the rules where they leave room:
 
 - The last full block that a prompt can reuse has a block of its own from admission on; it is not taken again after a rewind before it.
 - A running block keeps its priority and ttl when it moves to the next column, and forgets a content that waits to be published.
-- Full blocks have their content from `commit` on. What a commit has passed over without publishing is not published later.
 - A rewind that finds no block in its last column moves the first one behind it there, and copies it where others hold it too.
 """
 
@@ -39,9 +38,6 @@ class Recurrent(Model):
         kept = (last, plan.usable // self.T - 1)
         return [i for i in range(plan.full, last + 1) if i in kept or self._is_snapshot(i)]
 
-    def _name_admitted(self, plan: Plan, i: int, block: Block | None) -> None:
-        """States have their content when it is known that they end there."""
-
     def _growth(self, live: Sequence[Seq], counts: Sequence[int]) -> int:
         need, left = 0, {block.id: block.refs for seq in live for block in seq.blocks if block is not None}
         for seq, count in zip(live, counts, strict=True):
@@ -74,6 +70,9 @@ class Recurrent(Model):
 
     def has_passed(self, seq: Seq, length: int) -> bool:
         return length < seq.committed
+
+    def _moves_tokens(self, path: Sequence[int]) -> bool:
+        return False
 
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         stay, go, written = super()._cut(seq, length)
