@@ -10,7 +10,6 @@ ancestors. After the step `cache.keep` moves the KV of the accepted path to wher
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from engine_numpy import (
     HEAD_DIM,
-    HEADS,
     KV_HEADS,
     LAYOUT,
     VOCABULARY,
@@ -28,17 +26,14 @@ from engine_numpy import (
     Floats,
     Ints,
     PagedModel,
-    compare,
+    attention,
     forward,
-    make_chats,
-    make_weights,
     options,
-    report,
+    serve,
 )
 
 import kvpool
 from kvpool.device import get_device
-from kvpool.device.base import Device
 from kvpool.device.sim import SimDevice
 
 BRANCHES, DEPTH = 3, 3
@@ -92,17 +87,14 @@ def grow_tree(tokens: list[int], depth: int) -> Tree:
     return tree
 
 
-def tree_attention(q: Floats, k: Floats, v: Floats, slots: Ints, tree: Tree) -> Floats:
-    """As ``attention``, but a token at slot i of its sequence sees the slots up to i of the text, and of the drafts its ancestors."""
-    text = slots[-1] + 1 - len(tree.tokens)
-    visible = np.arange(len(k)) <= slots[:, None]
-    visible[np.ix_(slots >= text, np.arange(len(k)) >= text)] = False
-    visible[np.ix_(slots >= text, np.arange(text, slots[-1] + 1))] = tree.seen()
-    q = q.reshape(len(q), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    scores = np.einsum("nkgd,mkd->nkgm", q, k) / np.sqrt(HEAD_DIM)
-    scores[np.broadcast_to(~visible[:, None, None], scores.shape)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nkgm,mkd->nkgd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), HEADS, HEAD_DIM)
+def in_tree(positions: Ints, places: Ints, tree: Tree) -> npt.NDArray[np.bool_]:
+    """Which tokens [n, m] at ``places`` those at ``positions`` see: the text up to their own, and of the drafts their ancestors."""
+    end = positions[-1] + 1
+    text = end - len(tree.tokens)
+    seen = places <= positions[:, None]
+    drafts, looking = (places >= text) & (places < end), positions >= text
+    seen[np.ix_(looking, drafts)] = tree.seen()[np.ix_(positions[looking] - text, places[drafts] - text)]
+    return seen
 
 
 @dataclass
@@ -135,7 +127,7 @@ class TreeModel(PagedModel):
             for row, table in enumerate(batch.table):
                 mine = batch.owner == row
                 keys, values = pool[layer][:, table[table >= 0]].reshape(2, -1, KV_HEADS, HEAD_DIM)
-                out[mine] = tree_attention(q[mine], keys, values, batch.positions[mine], trees[row])
+                out[mine] = attention(q[mine], keys, values, in_tree(batch.positions[mine], np.arange(len(keys)), trees[row]))
             return out
 
         return np.asarray(forward(self.weights, batch.tokens, batch.standing(), attend))
@@ -203,25 +195,11 @@ class TreeEngine(Engine):
                 self.waiting.append(chat)
 
 
-def serve(device: Device, make_model: Callable[..., Any], *, chats: int, seed: int, check: bool) -> int:
-    """As in engine_numpy.py, on a pool with room for the trees."""
-    weights, talks = make_weights(seed), make_chats(chats, seed)
-    with kvpool.KVCacheManager(LAYOUT, device_blocks=30, host_blocks=30, device=device, max_sequences=Engine.running_max) as cache:
-        stream = device.create_stream("engine")
-        engine = TreeEngine(cache, device, stream, make_model(weights, cache), talks)
-        while engine.running or engine.waiting:
-            engine.step()
-            if check:
-                cache.verify()
-        code = report(cache, engine.happened, compare(weights, talks))
-    device.close()
-    return code
-
-
 def main(arguments: list[str] | None = None) -> int:
     given = options(("cpu", "sim")).parse_args(arguments)
     device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
-    return serve(device, TreeModel, chats=given.chats, seed=given.seed, check=given.check)
+    model = lambda weights, cache, stream: TreeModel(weights, cache)  # noqa: E731
+    return serve(device, model, chats=given.chats, seed=given.seed, check=given.check, engine=TreeEngine, blocks=30)
 
 
 if __name__ == "__main__":

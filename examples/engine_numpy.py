@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,8 @@ TOLERANCE = 1e-9
 # -- the model ---------------------------------------------------------------------------------------------------------------------------
 
 
-def make_weights(seed: int) -> dict[str, Any]:
-    """Random weights: what the model says is nonsense, but every token depends on all that came before it."""
+def make_weights(seed: int, kv_heads: Sequence[int] = (KV_HEADS,) * LAYERS) -> dict[str, Any]:
+    """Random weights of layers with so many KV heads: what the model says is nonsense, but every token depends on all before it."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Floats:
@@ -46,10 +46,10 @@ def make_weights(seed: int) -> dict[str, Any]:
 
     layers = [
         {
-            "q": matrix(WIDTH, HEADS * HEAD_DIM), "k": matrix(WIDTH, KV_HEADS * HEAD_DIM), "v": matrix(WIDTH, KV_HEADS * HEAD_DIM),
+            "q": matrix(WIDTH, HEADS * HEAD_DIM), "k": matrix(WIDTH, heads * HEAD_DIM), "v": matrix(WIDTH, heads * HEAD_DIM),
             "out": matrix(HEADS * HEAD_DIM, WIDTH), "gate": matrix(WIDTH, 64), "up": matrix(WIDTH, 64), "down": matrix(64, WIDTH),
         }
-        for _ in range(LAYERS)
+        for heads in kv_heads
     ]  # fmt: skip
     frequencies = 100.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     return {"embed": rng.normal(0, 1, (VOCABULARY, WIDTH)), "layers": layers, "head": matrix(WIDTH, VOCABULARY), "rope": frequencies}
@@ -75,8 +75,8 @@ def forward(weights: dict[str, Any], tokens: Any, positions: Any, attend: Callab
     for layer, w in enumerate(weights["layers"]):
         h = rms_norm(x)
         q = rope((h @ w["q"]).reshape(n, HEADS, HEAD_DIM), positions, weights["rope"], np)
-        k = rope((h @ w["k"]).reshape(n, KV_HEADS, HEAD_DIM), positions, weights["rope"], np)
-        v = (h @ w["v"]).reshape(n, KV_HEADS, HEAD_DIM)
+        k = rope((h @ w["k"]).reshape(n, -1, HEAD_DIM), positions, weights["rope"], np)
+        v = (h @ w["v"]).reshape(n, -1, HEAD_DIM)
         x = x + attend(layer, q, k, v).reshape(n, HEADS * HEAD_DIM) @ w["out"]
         h = rms_norm(x)
         gate = h @ w["gate"]
@@ -84,11 +84,11 @@ def forward(weights: dict[str, Any], tokens: Any, positions: Any, attend: Callab
     return rms_norm(x) @ weights["head"]
 
 
-def attention(q: Floats, k: Floats, v: Floats, positions: Ints) -> Floats:
-    """Grouped-query attention within one sequence: q [n, heads, d] at ``positions`` sees k, v [m, kv_heads, d] up to its own."""
-    q = q.reshape(len(q), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+def attention(q: Floats, k: Floats, v: Floats, seen: Any) -> Floats:
+    """Grouped-query attention within one sequence: q [n, heads, d] sees those of k, v [m, kv_heads, d] that ``seen`` [n, m] says."""
+    q = q.reshape(len(q), k.shape[1], -1, HEAD_DIM)
     scores = np.einsum("nkgd,mkd->nkgm", q, k) / np.sqrt(HEAD_DIM)
-    scores[np.broadcast_to(np.arange(len(k)) > positions[:, None, None, None], scores.shape)] = -np.inf
+    scores[np.broadcast_to(~seen[:, None, None], scores.shape)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("nkgm,mkd->nkgd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), HEADS, HEAD_DIM)
 
@@ -96,7 +96,8 @@ def attention(q: Floats, k: Floats, v: Floats, positions: Ints) -> Floats:
 def uncached(weights: dict[str, Any], tokens: list[int]) -> Floats:
     """The same model without any cache: all logits of a whole conversation at once."""
     positions = np.arange(len(tokens))
-    return np.asarray(forward(weights, np.array(tokens), positions, lambda layer, q, k, v: attention(q, k, v, positions)))
+    seen = positions <= positions[:, None]
+    return np.asarray(forward(weights, np.array(tokens), positions, lambda layer, q, k, v: attention(q, k, v, seen)))
 
 
 # -- the model on a paged cache ----------------------------------------------------------------------------------------------------------
@@ -121,6 +122,12 @@ class Batch:
         size = LAYOUT.tokens_per_block
         return self.table[self.owner, self.positions // size] * size + self.positions % size
 
+    def touched(self) -> tuple[list[Any], list[Any]]:
+        """What is read and what is written: blocks, with the first token and the one behind the last."""
+        size, last = LAYOUT.tokens_per_block, {int(row): int(end) for row, end in zip(self.owner, self.positions, strict=True)}
+        reads = [(b, 0, min(size, end + 1 - i * size)) for row, end in last.items() for i, b in enumerate(self.table[row]) if b >= 0]
+        return reads, [(slot // size, slot % size, slot % size + 1) for slot in self.slots]
+
 
 class PagedModel:
     """``forward`` with an attention that writes the new K and V to the pool, and reads everything from there."""
@@ -141,7 +148,7 @@ class PagedModel:
                 paged = pool[layer][:, table[table >= 0]]  # [K and V, blocks of this sequence, tokens, kv_heads, head_dim]
                 keys, values = paged.reshape(2, -1, KV_HEADS, HEAD_DIM)
                 # What lies behind the last position, in a block that is not full, is masked out with the future.
-                out[mine] = attention(q[mine], keys, values, batch.positions[mine])
+                out[mine] = attention(q[mine], keys, values, np.arange(len(keys)) <= batch.positions[mine, None])
             return out
 
         return np.asarray(forward(self.weights, batch.tokens, batch.positions, attend))
@@ -207,6 +214,13 @@ class Engine:
         for chat in chats:
             chat.next_turn()
 
+    def run(self, check: bool = False) -> None:
+        """All chats to their ends; ``check``: the pool verifies its own state after every step."""
+        while self.running or self.waiting:
+            self.step()
+            if check:
+                self.cache.verify()
+
     def step(self) -> None:
         """One step. Every call names the stream, which is all the synchronization there is; the host waits only for logits."""
         self.grow()
@@ -258,11 +272,14 @@ class Engine:
     def batch(self) -> Batch:
         """What is not computed yet of the running sequences."""
         sequences = [chat.sequence for chat in self.running]
-        table = self.cache.block_table(sequences, stream=self.stream)
+        table = self.table(sequences)
         spans = [np.arange(chat.computed, end) for chat, end in zip(self.running, table.lengths, strict=True)]
         tokens = [token for chat in self.running for token in (chat.tokens + chat.guessed)[chat.computed :]]
         owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
         return Batch(sequences, np.array(tokens), np.concatenate(spans), owner, table.dense())
+
+    def table(self, sequences: Any) -> kvpool.BlockTable:
+        return self.cache.block_table(sequences, stream=self.stream)
 
     def launch(self, batch: Batch) -> SimpleNamespace:
         """Enqueue the computation of a batch on the stream; ``logits`` of the result are there when it is done."""
@@ -273,9 +290,7 @@ class Engine:
 
         if isinstance(self.device, SimDevice):
             # Behind the back of this thread, as on a GPU. What the kernels touch is told to the device, which looks for races.
-            size, last = LAYOUT.tokens_per_block, {int(row): int(end) for row, end in zip(batch.owner, batch.positions, strict=True)}
-            reads = [(b, 0, min(size, end + 1 - i * size)) for row, end in last.items() for i, b in enumerate(batch.table[row]) if b >= 0]
-            writes = [(slot // size, slot % size, slot % size + 1) for slot in batch.slots]
+            reads, writes = batch.touched()
             self.device.launch(self.stream, work, reads=reads, writes=writes)
         else:
             work()
@@ -317,22 +332,23 @@ class Engine:
 # -- the proof ---------------------------------------------------------------------------------------------------------------------------
 
 
-def compare(weights: dict[str, Any], chats: list[Chat]) -> tuple[int, float]:
+def compare(weights: dict[str, Any], chats: list[Chat], reference: Callable[..., Floats] = uncached) -> tuple[int, float]:
     """Every logit that was computed against the model without a cache: tokens compared, and the largest difference."""
     differences = []
     for chat in chats:
-        expected = uncached(weights, chat.tokens)
+        expected = reference(weights, chat.tokens)
         differences += [np.abs(logits - expected[position]).max() for position, logits in chat.logits]
     return len(differences), float(np.max(differences))
 
 
-def report(cache: kvpool.KVCacheManager, happened: Counter[str], compared: tuple[int, float]) -> int:
+def counted(stats: kvpool.Stats) -> dict[str, int]:
+    reused = {"blocks reused on the device": stats.reused_device_blocks, "blocks reused in part": stats.partial_blocks}
+    return reused | {"blocks offloaded": stats.offloaded_blocks, "blocks onboarded": stats.onboarded_blocks}
+
+
+def report(counts: dict[str, int], compared: tuple[int, float]) -> int:
     """Print what happened; the exit code: 1 if a logit is wrong, or if something that had to be shown did not happen."""
-    stats, (tokens, worst) = cache.stats(), compared
-    counts = {
-        "blocks reused on the device": stats.reused_device_blocks, "blocks reused in part": stats.partial_blocks,
-        "blocks offloaded": stats.offloaded_blocks, "blocks onboarded": stats.onboarded_blocks, **dict(sorted(happened.items())),
-    }  # fmt: skip
+    tokens, worst = compared
     for name, count in counts.items():
         print(f"{count:7,} {name}")
     print(f"{tokens:7,} tokens compared with the model without a cache, largest difference of a logit {worst:.1e}")
@@ -344,17 +360,14 @@ def report(cache: kvpool.KVCacheManager, happened: Counter[str], compared: tuple
     return 1 if missing or not worst <= TOLERANCE else 0
 
 
-def serve(device: Device, make_model: Callable[..., Any], *, chats: int, seed: int, check: bool = False) -> int:
+def serve(device: Device, make_model: Any, *, chats: int, seed: int, check: bool = False, engine: Any = Engine, blocks: int = 26) -> int:
     """Chat on a pool that is far too small for it, compare, and close everything; the exit code. ``make_model(weights, cache, stream)``."""
     weights, talks = make_weights(seed), make_chats(chats, seed)
-    with kvpool.KVCacheManager(LAYOUT, device_blocks=26, host_blocks=30, device=device, max_sequences=Engine.running_max) as cache:
+    with kvpool.KVCacheManager(LAYOUT, device_blocks=blocks, host_blocks=30, device=device, max_sequences=Engine.running_max) as cache:
         stream = device.create_stream("engine")
-        engine = Engine(cache, device, stream, make_model(weights, cache, stream), talks)
-        while engine.running or engine.waiting:
-            engine.step()
-            if check:
-                cache.verify()
-        code = report(cache, engine.happened, compare(weights, talks))
+        serving = engine(cache, device, stream, make_model(weights, cache, stream), talks)
+        serving.run(check)
+        code = report(counted(cache.stats()) | dict(sorted(serving.happened.items())), compare(weights, talks))
     device.close()
     return code
 

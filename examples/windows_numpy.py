@@ -13,21 +13,23 @@ import sys
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from engine_numpy import (
     HEAD_DIM,
-    HEADS,
     KV_HEADS,
     LAYOUT,
-    TOLERANCE,
     Batch,
-    Chat,
     Engine,
     Floats,
     Ints,
+    attention,
+    compare,
+    counted,
     forward,
     make_chats,
     make_weights,
     options,
+    report,
 )
 
 import kvpool
@@ -38,22 +40,17 @@ from kvpool.device.sim import SimDevice
 WINDOW, SINKS = 19, 3
 
 
-def attention(q: Floats, k: Floats, v: Floats, positions: Ints, places: Ints) -> Floats:
-    """Grouped-query attention within one sequence: q [n, heads, d] at ``positions``, k and v [m, kv_heads, d] at ``places``."""
-    q = q.reshape(len(q), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    scores = np.einsum("nkgd,mkd->nkgm", q, k) / np.sqrt(HEAD_DIM)
-    behind = positions[:, None] - places  # how many tokens before the query
-    seen = (behind >= 0) & ((behind < WINDOW) | (places < SINKS))
-    scores[np.broadcast_to(~seen[:, None, None], scores.shape)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nkgm,mkd->nkgd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), HEADS, HEAD_DIM)
+def in_window(positions: Ints, places: Ints, window: int = WINDOW, sinks: int = SINKS) -> npt.NDArray[np.bool_]:
+    """Which tokens [n, m] at ``places`` those at ``positions`` see."""
+    behind = positions[:, None] - places  # how many tokens before the one that looks
+    return (behind >= 0) & ((behind < window) | (places < sinks))
 
 
 def uncached(weights: dict[str, Any], tokens: list[int]) -> Floats:
     """The same model without any cache: all logits of a whole conversation at once."""
     positions = np.arange(len(tokens))
-    attend = lambda layer, q, k, v: attention(q, k, v, positions, positions)  # noqa: E731
-    return np.asarray(forward(weights, np.array(tokens), positions, attend))
+    seen = in_window(positions, positions)
+    return np.asarray(forward(weights, np.array(tokens), positions, lambda layer, q, k, v: attention(q, k, v, seen)))
 
 
 class WindowedModel:
@@ -78,20 +75,11 @@ class WindowedModel:
                 here = np.flatnonzero(table >= 0)
                 places = (here[:, None] * size + np.arange(size)).reshape(-1)
                 keys, values = pool[layer][:, table[here]].reshape(2, -1, KV_HEADS, HEAD_DIM)
-                out[mine] = attention(q[mine], keys, values, batch.positions[mine], places)
+                out[mine] = attention(q[mine], keys, values, in_window(batch.positions[mine], places))
                 self.passed += 0 if layer else int(here[-1]) + 1 - len(here)
             return out
 
         return np.asarray(forward(self.weights, batch.tokens, batch.positions, attend))
-
-
-def compare(weights: dict[str, Any], chats: list[Chat]) -> tuple[int, float]:
-    """Every logit that was computed against the model without a cache: tokens compared, and the largest difference."""
-    differences = []
-    for chat in chats:
-        expected = uncached(weights, chat.tokens)
-        differences += [np.abs(logits - expected[position]).max() for position, logits in chat.logits]
-    return len(differences), float(np.max(differences))
 
 
 def serve(device: Device, *, chats: int, seed: int, check: bool = False) -> int:
@@ -103,26 +91,11 @@ def serve(device: Device, *, chats: int, seed: int, check: bool = False) -> int:
     ) as cache:  # fmt: skip
         model = WindowedModel(weights, cache)
         engine = Engine(cache, device, device.create_stream("engine"), model, talks)
-        while engine.running or engine.waiting:
-            engine.step()
-            if check:
-                cache.verify()
-        stats, (tokens, worst) = cache.stats(), compare(weights, talks)
+        engine.run(check)
+        passed = {"blocks that the window had passed went back": cache.stats().passed_blocks, "blocks less were read": model.passed}
+        code = report(passed | counted(cache.stats()) | dict(sorted(engine.happened.items())), compare(weights, talks, uncached))
     device.close()
-    counts = {
-        "blocks that the window had passed went back": stats.passed_blocks, "blocks less were read": model.passed,
-        "blocks reused on the device": stats.reused_device_blocks, "blocks onboarded": stats.onboarded_blocks,
-        **dict(sorted(engine.happened.items())),
-    }  # fmt: skip
-    for name, count in counts.items():
-        print(f"{count:7,} {name}")
-    print(f"{tokens:7,} tokens compared with the model without a cache, largest difference of a logit {worst:.1e}")
-    missing = [name for name, count in counts.items() if not count]
-    if missing:
-        print("did not happen: " + ", ".join(missing))
-    if not worst <= TOLERANCE:
-        print(f"the logits differ by more than {TOLERANCE}")
-    return 1 if missing or not worst <= TOLERANCE else 0
+    return code
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,8 @@ from kvpool.errors import UnknownSequence as UnknownSequence
 from kvpool.events import Event as Event
 from kvpool.events import Events as Events
 from kvpool.export import Export as Export
+from kvpool.groups import LayerGroup as LayerGroup
+from kvpool.groups import split_blocks as split_blocks
 from kvpool.kv_copy import gather_kv as gather_kv
 from kvpool.kv_copy import scatter_kv as scatter_kv
 from kvpool.kv_layout import PagedKV as PagedKV

@@ -166,14 +166,16 @@ def _first_bad(rows: npt.NDArray[np.int64], available: int, seen: npt.NDArray[np
     return -1
 
 
-def own_table(table: Any, sequences: int, columns: int) -> npt.NDArray[np.int32] | None:
+def own_table(table: Any, groups: int, sequences: int, columns: int) -> npt.NDArray[np.int32] | None:
     """The caller's memory for a persistent table, or None where it gives none. Raises TypeError or ValueError."""
     if table is None:
         return None
     if not isinstance(table, np.ndarray) or table.dtype != np.int32:
         raise TypeError(f"table: accepted is an int32 array, not {getattr(table, 'dtype', type(table).__name__)}")
-    if table.shape != (sequences, columns):
-        raise ValueError(f"table has shape {list(table.shape)}: accepted is [max_sequences, columns] = [{sequences}, {columns}]")
+    shape = (groups, sequences, columns)[groups == 1 :]
+    if table.shape != shape:
+        text = "groups, " * (groups > 1) + "max_sequences, columns"
+        raise ValueError(f"table has shape {list(table.shape)}: accepted is [{text}] = {list(shape)}")
     flags = table.flags
     if not (flags.c_contiguous and flags.aligned and flags.writeable):
         raise ValueError("table: accepted is an array that is C-contiguous, aligned and writable")

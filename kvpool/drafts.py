@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvpool.reservations import ReservePool
 from kvpool.sequence import count_array, id_array, int64_array, private
-from kvpool.state import drafts as state
+from kvpool.state import groups
 
 
 class DraftPool(ReservePool):
@@ -38,7 +40,8 @@ class DraftPool(ReservePool):
         most = 2 * (len(path) // self.tokens_per_block + 2 * len(which))
         self._decide(most, stream, self._keep, which, tails, path, each, ids=which)
 
-    def _keep(self, header: Any, which: Any, tails: Any, path: Any, each: Any) -> int:
+    def _keep(self, heads: Any, which: Any, tails: Any, path: Any, each: Any) -> int:
         """The verb, with room for its token moves. The state lock is held by the caller."""
-        self._state.reserve_token_moves(len(path))
-        return int(state.keep(header, which, tails, path, each, tails - each, self.now()))
+        self._states.reserve_token_moves(len(path))
+        needs = np.empty(len(heads), np.int64)
+        return int(groups.keep(heads, which, tails, path, each, tails - each, self.now(), needs))

@@ -10,12 +10,12 @@ class KVPoolError(Exception):
 class OutOfBlocks(KVPoolError):
     """A tier has fewer evictable blocks than the call needs; the pool is as it was before the call.
 
-    Attributes: ``tier`` ("device" or "host"), ``needed`` and ``free`` in blocks.
+    Attributes: ``tier`` ("device" or "host"), ``needed`` and ``free`` in blocks, ``group`` of layers where the pool has several, else None.
     """
 
-    def __init__(self, tier: str, needed: int, free: int) -> None:
-        super().__init__(f"{tier} tier: {needed} blocks needed, {free} free")
-        self.tier, self.needed, self.free = tier, needed, free
+    def __init__(self, tier: str, needed: int, free: int, group: int | None = None) -> None:
+        super().__init__(f"{tier} tier{'' if group is None else f' of group {group}'}: {needed} blocks needed, {free} free")
+        self.tier, self.needed, self.free, self.group = tier, needed, free, group
 
 
 class OutOfSequences(KVPoolError):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.state.blocks import DEVICE_BLOCKS, EVENT, EVENT_NEXT, EVENT_READ, EVENTS, EXTRA, NONE, PUBLISHED, State
+from kvpool.state.blocks import DEVICE_BLOCKS, EVENT, EVENT_NEXT, EVENT_READ, EVENTS, EXTRA, NONE, PUBLISHED
 from kvpool.state.requests import R_ROOT0, R_ROOT1
 from kvpool.state.ring import CLEARED, CREATED, STORED
+from kvpool.state.states import States
 
 if TYPE_CHECKING:
     from kvpool.sequence import BlockKeys
@@ -68,13 +69,13 @@ class Names:
 
     LEAST = 1024
 
-    def __init__(self, state: State) -> None:
-        self._state, self._limit = state, self.LEAST
+    def __init__(self, states: States) -> None:
+        self._states, self._limit = states, self.LEAST
         self.known: dict[int, Name] = {}
 
     def learn(self, prompts: Sequence[BlockKeys]) -> None:
         """Note the namespaces of prompts whose content the decision under way may store; nothing where nobody asked for events."""
-        if not self._state.header[EVENTS]:
+        if not self._states.heads[0, EVENTS]:
             return
         if len(self.known) + len(prompts) > self._limit:
             self._forget()
@@ -85,8 +86,8 @@ class Names:
 
     def _forget(self) -> None:
         """Keep what blocks, sequences or events name; whoever decodes events meanwhile keeps the old dictionary."""
-        state = self._state
-        named = np.concatenate([part["namespace"] for part in (state.blocks, state.sequences, state.events)])
+        parts = [part for state in self._states for part in (state.blocks, state.sequences)]
+        named = np.concatenate([part["namespace"] for part in (*parts, self._states.ring.events)])
         kept = set(np.unique(named).tolist())
         self.known = {tag: name for tag, name in self.known.items() if tag in kept}
         self._limit = max(self.LEAST, 2 * len(self.known))
@@ -106,7 +107,7 @@ class Events(Sequence[Event]):
         capacities: tuple[int, int], snapshot_row: int | None = None,
     ) -> None:  # fmt: skip
         self.records, self.tokens, self.extra, self.number, self.capacities = records, tokens, extra, number, capacities
-        starts = records["group"] == 0
+        starts = records["joined"] == 0
         if len(records):
             starts[0] = True
         self.bounds = np.append(np.flatnonzero(starts), len(records))
@@ -147,7 +148,7 @@ class Events(Sequence[Event]):
         extra = np.logical_or.reduceat(self.records["extra"], self.bounds[:-1])[which].tolist() if len(which) else []
         ends = self.bounds[which + 1].tolist()
         for head, start, end, parent, has_extra in zip(heads.tolist(), starts.tolist(), ends, parents, extra, strict=True):
-            kind, tier, priority, _, _, _, _, parent0, parent1, namespace = head
+            kind, tier, priority, _, _, _, _, _, parent0, parent1, namespace = head
             number = self.number + start
             if kind in (CREATED, CLEARED):
                 sizes = self.capacities if kind == CREATED else (0, 0)
@@ -161,11 +162,11 @@ class Events(Sequence[Event]):
             )  # fmt: skip
 
 
-def announce(state: State) -> None:
+def announce(states: States) -> None:
     """Write the first event of a pool into the ring."""
-    if state.header[EVENTS]:
-        state.events[0]["kind"] = CREATED
-        state.header[EVENT_NEXT] = 1
+    if states.heads[0, EVENTS]:
+        states.ring.events[0]["kind"] = CREATED
+        states.ring.numbers[EVENT_NEXT] = 1
 
 
 class Taken(NamedTuple):
@@ -180,22 +181,22 @@ class Taken(NamedTuple):
     capacities: tuple[int, int]
 
 
-def take(state: State, names: Names, snapshot: bool) -> Taken:
+def take(states: States, names: Names, snapshot: bool) -> Taken:
     """Copy and empty the ring, and with ``snapshot`` copy what is cached. The state lock is held by the caller."""
-    header = state.header
-    first, last = int(header[EVENT_READ]), int(header[EVENT_NEXT])
-    places = np.arange(first, last) % max(1, int(header[EVENTS]))
-    records = _whole(state.events, places)
-    ring = records, state.event_tokens[places], _extra_rows(state.event_extra, places, records["extra"] != 0)
+    state, numbers, told = states[0], states.ring.numbers, states.ring
+    first, last = int(numbers[EVENT_READ]), int(numbers[EVENT_NEXT])
+    places = np.arange(first, last) % max(1, len(told.events))
+    records = _whole(told.events, places)
+    ring = records, told.tokens[places], _extra_rows(told.extra, places, records["extra"] != 0)
     ids = np.flatnonzero(state.blocks["flags"] & PUBLISHED) if snapshot else np.empty(0, np.int64)
     cached = None
     if snapshot:
         blocks = _whole(state.blocks, ids)
         cached = blocks, state.tokens.take(ids, axis=0), _extra_rows(state.extra, ids, blocks["flags"] & EXTRA != 0)
         # A snapshot is numbered like any other events, so that its reader goes on without a gap.
-        header[EVENT_NEXT] += 1 + len(ids)
-    header[EVENT_READ] = header[EVENT_NEXT]
-    device_blocks = int(header[DEVICE_BLOCKS])
+        numbers[EVENT_NEXT] += 1 + len(ids)
+    numbers[EVENT_READ] = numbers[EVENT_NEXT]
+    device_blocks = int(state.header[DEVICE_BLOCKS])
     return Taken(ring, cached, ids, first, names.known, (device_blocks, len(state.blocks) - device_blocks))
 
 
@@ -225,7 +226,7 @@ def decode(taken: Taken) -> Events:
     blocks["kind"], blocks["tier"], blocks["extra"] = STORED, taken.ids >= taken.capacities[0], rows["flags"] & EXTRA != 0
     order = _parents_first(blocks, taken.ids, rows["twin"])
     blocks, own_tokens = _whole(blocks, order), own_tokens.take(order, axis=0)
-    blocks["group"][1:] = _continues(blocks[1:], blocks[:-1])
+    blocks["joined"][1:] = _continues(blocks[1:], blocks[:-1])
     cleared = np.zeros(1, EVENT)
     cleared["kind"] = CLEARED
     if extra is not None or own_extra is not None:

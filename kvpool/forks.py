@@ -12,7 +12,7 @@ from kvpool.errors import KVPoolError
 from kvpool.layout import integer_argument
 from kvpool.reservations import ReservePool
 from kvpool.sequence import address, bool_argument, first_outside, id_array, is_integer
-from kvpool.state import blocks, forks, growth
+from kvpool.state import blocks, groups
 
 
 class ForkPool(ReservePool):
@@ -34,13 +34,13 @@ class ForkPool(ReservePool):
         out = np.empty((len(which), count), np.int64)
         out[:1, :1] = blocks.NONE
         try:
-            self._decide(0, stream, forks.fork, which, out, ids=which)
+            self._decide(0, stream, groups.fork, which, out, ids=which)
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the ids.
             if out.size and out[0, 0] != blocks.NONE and not self.closed:
                 new = out.ravel()
                 with suppress(KVPoolError):
-                    self._decide(0, None, growth.release, new, True, self.now(), ids=new)
+                    self._decide(0, None, groups.release, new, True, self.now(), ids=new)
             raise
         return out[0] if is_integer(ids) else out
 
@@ -62,4 +62,4 @@ class ForkPool(ReservePool):
             raise ValueError(f"parents: {int(places[outside])} is out of range: accepted are places in ids, 0 to {len(which) - 1}")
         before, scratch = np.empty((len(which), blocks.SEQUENCE.itemsize), np.uint8), np.zeros((3, len(which)), np.int64)
         keep = bool_argument("store", store)
-        self._decide(0, stream, forks.reorder, which, places, keep, self.now(), address(before), scratch, ids=which)
+        self._decide(0, stream, groups.reorder, which, places, keep, self.now(), address(before), scratch, ids=which)

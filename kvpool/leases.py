@@ -1,9 +1,9 @@
-"""Leases: pins that somebody holds, with the name of the holder, and the way to give them back."""
+"""Leases: pins that somebody holds, with the name of the holder, and the way to give them back; what nobody gave back."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +19,33 @@ class Lessor(Protocol):
     def close_lease(self, lease: Lease, stream: Any) -> None: ...
 
 
+class CloseReport(NamedTuple):
+    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and reservations."""
+
+    sequences: list[int]
+    leases: list[tuple[str, int]]
+    reservations: list[tuple[str, int]]
+
+
 class Lease:
     """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
 
-    ``blocks`` int64[n] ids; ``keys`` uint64[n, 2] or None for a lease by block id; ``addresses`` int64[n] of the first byte of each
-    block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was given,
-    ``since`` is when that was, in ms on the pool's clock. The bytes are there when the lease is, for the host, or for work on ``stream``
-    where it was taken for one. Thread-safe.
+    ``blocks`` int64[n] ids, ``groups`` int64[n] the group of layers that each belongs to; ``keys`` uint64[n, 2] or None for a lease by
+    block id: of several groups, those that have a key have a block for it, one group behind the other. ``addresses`` int64[n] of the
+    first byte of each block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was
+    given, ``since`` is when that was, in ms on the pool's clock. The bytes are there when the lease is, for the host, or for work on
+    ``stream`` where it was taken for one. Thread-safe.
     """
 
-    __slots__ = ("_pool", "addresses", "blocks", "generation", "id", "keys", "owner", "since", "stream")
+    __slots__ = ("_pool", "addresses", "blocks", "generation", "groups", "id", "keys", "owner", "since", "stream")
 
     def __init__(
         self, pool: Lessor, number: int, owner: str, generation: int, since: int, blocks: npt.NDArray[np.int64],
-        keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64], stream: Stream | None = None,
+        groups: npt.NDArray[np.int64], keys: npt.NDArray[np.int64] | None, addresses: npt.NDArray[np.int64], stream: Stream | None = None,
     ) -> None:  # fmt: skip
         self._pool, self.since, self.stream = pool, since, stream
         self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
-        self.blocks, self.keys = blocks.copy(), None if keys is None else keys.view(np.uint64).copy()
+        self.blocks, self.groups, self.keys = blocks.copy(), groups, None if keys is None else keys.view(np.uint64).copy()
 
     @property
     def age_ms(self) -> int:

@@ -25,6 +25,7 @@ from kvpool.sequence import (
     address,
     bool_argument,
     count_array,
+    encoder_argument,
     extra_array,
     id_array,
     is_integer,
@@ -34,7 +35,7 @@ from kvpool.sequence import (
     salt_argument,
     token_array,
 )
-from kvpool.state import admission, blocks, growth, hashing, holds, live, requests
+from kvpool.state import answers, blocks, groups, hashing, live, requests
 from kvpool.strided import in_numpy
 
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, requests.REQUEST), np.int64)
@@ -111,11 +112,11 @@ class KVCacheManager(ForkPool, DraftPool):
     def _hash(self, found: npt.NDArray[np.int32], salt: Any = None, adapter_id: Any = None, extra_ids: Any = None) -> BlockKeys:
         extra = extra_array(extra_ids, len(found))
         salt, adapter = salt_argument(salt), adapter_argument(adapter_id)
-        state, width = self._state, self.tokens_per_block
-        root = hashing.namespace_root(state.secret, salt, adapter, state.namespace_in_key)
+        states, width = self._states, self.tokens_per_block
+        root = hashing.namespace_root(states.secret, salt, adapter, states.namespace_in_key)
         keys = np.empty((len(found) // width, 2), np.uint64)
         result = BlockKeys(found, keys, salt, adapter, extra, root, self._origin)
-        requests.hash_request(state.header, result.request[0])
+        requests.hash_request(states.heads[0], result.request[0])
         return result
 
     def _prompt(self, prompt: Prompt) -> BlockKeys:
@@ -127,57 +128,63 @@ class KVCacheManager(ForkPool, DraftPool):
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
         found = self._match(prompt)
-        return Match(int(found[0]), int(found[1]), int(found[2]))
+        host, last = int(found[:, 1].max()), found[int(self._state.header[blocks.GROUP])]
+        return Match(int(last[0] + last[1]) - host, host, int(last[2]))
 
     def _match(self, prompt: Prompt) -> npt.NDArray[np.int64]:
         keys = self._prompt(prompt)
-        out, ids = np.empty(6, np.int64), np.empty(len(keys) // self.tokens_per_block, np.int32)
+        heads = self._states.heads
+        out, ids = np.empty((len(heads), 6), np.int64), np.empty((len(heads), len(keys) // self.tokens_per_block), np.int32)
         with self._lock:
             self._check_open()
-            admission.match(self._state.header, keys.request[0], ids, out)
+            answers.match(heads, keys.request[0], ids, out)
         return out
 
-    def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0) -> int:
+    def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0, group: int | None = None) -> int:
         """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by ``new_tokens``.
 
-        Only reusable blocks that somebody holds are subtracted, since unused cached ones count as free. Does not change the pool.
+        Only reusable blocks that somebody holds are subtracted, since unused cached ones count as free. ``group``: of layers, to be named
+        where there are several. Does not change the pool.
         """
         if (prompt is None) == (sequences is None):
             raise TypeError("accepted is either a prompt or sequences=")
+        which = self._group(group)
         if sequences is None:
             more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
             keys = self._prompt(prompt)
-            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[4])
+            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[which, 4])
         ids = id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:
             self._check_open()
-            result = live.check(self._state.header, ids, True) or growth.growth(self._state.header, ids, counts)
-            if result < 0:
-                raise self._error(result, ids)
-        return int(result)
+            needs = np.empty(len(self._states), np.int64)
+            error = groups.growth_needs(self._states.heads, ids, counts, needs)
+            if error:
+                raise self._error(error, ids)
+        return int(needs[which])
 
     # -- sequences -------------------------------------------------------------------------------
 
     def add_sequence(
         self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = blocks.DEFAULT_PRIORITY,
-        decode_ttl_ms: int | None = None, stream: Any = None,
+        decode_ttl_ms: int | None = None, stream: Any = None, encoder_tokens: int | None = None,
     ) -> int:  # fmt: skip
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
         own = None if retention is None else retention_rows(retention)
-        out = self._admit([self._prompt(prompt)], [own], decode_priority, decode_ttl_ms, stream, False)
+        out = self._admit([self._prompt(prompt)], [own], decode_priority, decode_ttl_ms, stream, False, encoder_tokens)
         return int(out[0, requests.O_ID])
 
     def add_sequence_batch(
         self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
         decode_priority: int = blocks.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: Any = None,
-        allow_partial_batch: bool = False,
+        allow_partial_batch: bool = False, encoder_tokens: Any = None,
     ) -> Admission:  # fmt: skip
         """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
 
         All prompts are matched before anything is taken, so each gets the full blocks that ``match_prefix`` promised right before. All
         or nothing, unless ``allow_partial_batch``: then the head of the batch that fits. ``retention`` has one list of ranges, or
-        None, per prompt. Raises OutOfBlocks, OutOfSequences, ValueError, TypeError. ``stream``: the engine's, which will use the blocks.
+        None, per prompt. ``stream``: the engine's, which will use the blocks. ``encoder_tokens``: int64[n], what each has room for in the
+        groups for cross attention, exactly where there is one. Raises OutOfBlocks, OutOfSequences, ValueError, TypeError.
         """
         partial = bool_argument("allow_partial_batch", allow_partial_batch)
         keys = [self._prompt(prompt) for prompt in list_argument("prompts", prompts)]
@@ -185,17 +192,20 @@ class KVCacheManager(ForkPool, DraftPool):
         ranges = [None if one is None else retention_rows(one) for one in given]
         if len(ranges) != len(keys):
             raise ValueError(f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts")
-        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, partial)
+        out = self._admit(keys, ranges, decode_priority, decode_ttl_ms, stream, partial, encoder_tokens)
         return Admission(out[:, requests.O_ID].copy(), *out[:, requests.O_CACHED : requests.O_MISSED + 1].T.astype(np.int32))
 
     def _admit(
         self, keys: list[BlockKeys], ranges: Sequence[npt.NDArray[np.int64] | None], decode_priority: int, decode_ttl_ms: int | None,
-        stream: Any, allow_partial: bool,
+        stream: Any, allow_partial: bool, encoder_tokens: Any,
     ) -> npt.NDArray[np.int64]:  # fmt: skip
-        """The outcome rows (see ``state.requests``) of the requests that were admitted."""
+        """The outcome rows (see ``state.requests``) of the requests that were admitted, the groups' as one."""
         rows = np.concatenate([key.request for key in keys] or [NO_REQUESTS])
         rows[:, requests.R_PRIORITY] = priority_argument("decode_priority", decode_priority)
         rows[:, requests.R_TTL] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        crosses = any(group.kind == "cross" for group in self._groups)
+        if crosses or encoder_tokens is not None:
+            rows[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), crosses)
         moves = longest = 0
         for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
             held = -(-len(key) // self.tokens_per_block)
@@ -205,26 +215,34 @@ class KVCacheManager(ForkPool, DraftPool):
             if key.extra_ids is not None:
                 self._enable_extra()
         self._check_columns(longest)
-        out = np.full((len(keys), requests.OUTCOME), blocks.NONE, np.int64)
+        out = np.full((len(self._states), len(keys), requests.OUTCOME), blocks.NONE, np.int64)
         try:
             on = NULL_STREAM if stream is None else stream
             n = self._decide(moves, on, self._admit_named, rows, out, self.now(), allow_partial, keys)
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the ids.
-            admitted = out[out[:, requests.O_ID] != blocks.NONE, requests.O_ID]
+            admitted = out[0, out[0, :, requests.O_ID] != blocks.NONE, requests.O_ID]
             if len(admitted) and not self.closed:
                 with suppress(KVPoolError):
                     self.release(admitted)
             raise
-        return out[:n]
+        return out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
+
+    def _joined(self, out: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """One answer of all groups' outcomes, as ``Admission`` says."""
+        found = out[int(self._state.header[blocks.GROUP])].copy()
+        full, host = found[:, requests.O_CACHED] - found[:, requests.O_PARTIAL], out[:, :, requests.O_HOST_TOKENS].max(axis=0)
+        found[:, requests.O_DEVICE_TOKENS], found[:, requests.O_HOST_TOKENS] = full - host, host
+        found[:, requests.O_MISSED] = out[:, :, requests.O_MISSED].max(axis=0)
+        return found
 
     def _admit_named(
-        self, header: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], out: npt.NDArray[np.int64], now: int, allow_partial: bool,
+        self, heads: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], out: npt.NDArray[np.int64], now: int, allow_partial: bool,
         keys: list[BlockKeys],
     ) -> int:  # fmt: skip
         """The verb, behind a note of the namespaces that events will name. The state lock is held by the caller."""
         self._names.learn(keys)
-        return int(admission.admit(header, rows, out, now, allow_partial))
+        return int(answers.admit(heads, rows, out, now, allow_partial))
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``; with one id, all of them. Changes the pool.
@@ -239,7 +257,7 @@ class KVCacheManager(ForkPool, DraftPool):
             counts = len(new)
         each = count_array("counts", counts, which)
         moves = 2 * (len(new) // self.tokens_per_block) + 3 * len(which)
-        self._decide(moves, stream, growth.append, which, each, new, self.now(), ids=which)
+        self._decide(moves, stream, groups.append, which, each, new, self.now(), self._scratch(), ids=which)
 
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
@@ -251,7 +269,7 @@ class KVCacheManager(ForkPool, DraftPool):
         """
         which = id_array("ids", ids)
         each = NO_COUNTS if counts is None else count_array("counts", counts, which)
-        self._decide(0, stream, growth.commit, which, each, self.now(), ids=which)
+        self._decide(0, stream, groups.commit, which, each, self.now(), ids=which)
 
     def rewind(self, ids: Ids, counts: Any, *, stream: Any = None) -> None:
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written. Changes the pool.
@@ -260,7 +278,8 @@ class KVCacheManager(ForkPool, DraftPool):
         reach blocks that have gone back: never for tokens that were not committed).
         """
         which = id_array("ids", ids)
-        self._decide(2 * len(which), stream, growth.rewind, which, count_array("counts", counts, which), self.now(), ids=which)
+        each = count_array("counts", counts, which)
+        self._decide(2 * len(which), stream, groups.rewind, which, each, self.now(), self._scratch(), ids=which)
 
     def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
         """Give sequences back, tail first. What was committed stays reusable until evicted; with ``store=False`` what they computed goes,
@@ -269,27 +288,36 @@ class KVCacheManager(ForkPool, DraftPool):
         Changes the pool. Raises UnknownSequence, ValueError.
         """
         which = id_array("ids", ids)
-        self._decide(0, stream, growth.release, which, bool_argument("store", store), self.now(), ids=which)
+        self._decide(0, stream, groups.release, which, bool_argument("store", store), self.now(), ids=which)
 
-    def evictable_if_released(self, ids: Ids) -> int:
-        """Device blocks that would become free if these sequences were released together. Does not change the pool."""
-        which = id_array("ids", ids)
-        with self._lock:
-            named = self._table[self._rows(which)]
-            found, times = np.unique(named[named != blocks.NONE], return_counts=True)
-            return int(np.count_nonzero(self._state.blocks["word"][found] == times))
+    def evictable_if_released(self, ids: Ids, group: int | None = None) -> int:
+        """Device blocks, of a group where there are several, that would become free if these sequences were released together.
 
-    def block_table(self, ids: Ids, stream: Any = None) -> BlockTable:
-        """Where the blocks of these sequences are, in the persistent host table. Raises UnknownSequence, DeviceError.
-
-        ``stream``: where the engine goes on with them; it waits for what they were used on before.
+        Does not change the pool.
         """
-        which = id_array("ids", ids)
+        which, g = id_array("ids", ids), self._group(group)
+        with self._lock:
+            named = self._tables[g, self._rows(which)]
+            found, times = np.unique(named[named != blocks.NONE], return_counts=True)
+            return int(np.count_nonzero(self._states[g].blocks["word"][found] == times))
+
+    def block_table(self, ids: Ids, stream: Any = None, group: int | None = None) -> BlockTable:
+        """Where the blocks of these sequences are, in the persistent host table of a group of layers, to be named where there are several.
+
+        ``stream``: where the engine goes on with them; it waits for what they were used on before. Raises UnknownSequence, DeviceError,
+        ValueError.
+        """
+        which, g = id_array("ids", ids), self._group(group)
         if stream is not None:
             self._decide(0, stream, live.use, which, ids=which)
         with self._lock:
             rows = self._rows(which)
-            return BlockTable(self._table, rows, self._state.sequences["length"][rows].astype(np.int64), self.tokens_per_block)
+            lengths = self._states[g].sequences["length"][rows].astype(np.int64)
+            return BlockTable(self._tables[g], rows, lengths, self.tokens_per_block)
+
+    def _scratch(self) -> npt.NDArray[np.int64]:
+        """A number for each group."""
+        return np.empty(len(self._states), np.int64)
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)
@@ -333,8 +361,8 @@ class KVCacheManager(ForkPool, DraftPool):
         With a window, those that adding the prompt would reuse. Stops where no device block can be had. Changes the pool.
         """
         keys = self._prompt(prompt)
-        ids = np.empty(len(keys.keys), np.int32)
-        return int(self._decide(2 * len(ids), None, holds.prefetch, keys.request[0], ids, self.now()))
+        ids = np.empty((len(self._states), len(keys.keys)), np.int32)
+        return int(self._decide(2 * len(keys.keys), None, groups.prefetch, keys.request[0], ids, self.now()))
 
     def offload(self, prompt: Any) -> int:
         """Copy cached device blocks to the host and keep them, so that their eviction will cost no copy; returns how many were copied.
@@ -343,7 +371,7 @@ class KVCacheManager(ForkPool, DraftPool):
         """
         prompt = in_numpy("prompt", prompt)
         rows = key_rows(self._prompt(prompt) if isinstance(prompt, BlockKeys) or not _is_keys(prompt) else prompt)
-        return int(self._decide(len(rows), None, holds.offload, rows, self.now()))
+        return int(self._decide(len(rows), None, groups.offload, rows, self.now()))
 
 
 def _is_keys(value: Any) -> bool:

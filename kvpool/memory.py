@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import dlpack
-from kvpool.device.base import TIERS, Device
+from kvpool.device.base import TIERS, Device, Part, Region
+from kvpool.device.regions import BLOCKS_MAX
 from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.strided import StridedArray, as_strided
 
-BLOCKS_MAX = 2**31 - 1
-"""Blocks of both tiers together: ids are int32."""
 ADDRESSABLE_BYTES = sys.maxsize // 2
 """More than any tier can have, where nobody knows how much memory there is."""
 ADOPTED_ALIGNMENT = 64
 """Bytes: what the memory that a caller brings starts at a multiple of, a line of a cache."""
 _GONE = "the memory of this pool has been given back"
+
+
+Layouts = tuple[tuple[BlockLayout, ...], ...]
+"""Those of the parts of each group."""
+
+
+class _Need(NamedTuple):
+    """One allocation: memory of a tier for the blocks of a part, in the form in which the caller brings it, if so."""
+
+    tier: str
+    nbytes: int
+    given: Any
+    name: str
 
 
 class MemoryPools:
@@ -32,21 +46,31 @@ class MemoryPools:
     device
         An open device that serves no other pool.
     layout
-        Shape of a block.
+        Shape of a block. Or, for groups of blocks that differ, a sequence with one entry for each group: its layout, or a sequence with
+        the layouts of its parts, which share the ids of the group and have equal ``tokens_per_block``.
     device_blocks, host_blocks
-        Capacities: at least 1 and at least 0, together below 2**31.
-
+        Capacities: at least 1 and at least 0, together below 2**31. For groups, a sequence with one number for each; 0 for the host tier
+        is 0 for each.
     device_memory, host_memory
-        None, an array, or a function (nbytes, alignment) that gives one: see ``KVCacheManager``.
+        None, an array, or a function (nbytes, alignment) that gives one: see ``KVCacheManager``. Where there are several parts, a
+        sequence with one of these for each, group after group; one function is called for each.
 
     Attributes
     ----------
+    layouts
+        ``layouts[group][part]``.
+    device_blocks, host_blocks
+        Of all groups together. Block ids are those of ``Device.bind``: device blocks of all groups, then host blocks of all groups.
+    device_pools, host_pools
+        ``[group][part]``: the memory in ``layout.storage_dtype``, shaped ``layout.device_shape(blocks)`` and ``layout.host_shape(blocks)``
+        for the blocks of the group.
     device_pool, host_pool
-        The tiers in ``layout.storage_dtype``, shaped ``layout.device_shape(device_blocks)`` and
-        ``layout.host_shape(host_blocks)``. They raise PoolClosed after ``close``; views made before stay readable, and
-        keep the memory until they are gone.
+        The only ones.
     device_bytes, host_bytes
         The same memory as flat uint8 arrays. The host tier is NumPy's; the device tier is the device's own kind of array.
+
+    All memory raises PoolClosed after ``close``; views made before stay readable, and keep the memory until they are gone. What is the only
+    one raises ValueError where there are several.
 
     Raises
     ------
@@ -57,79 +81,185 @@ class MemoryPools:
     """
 
     def __init__(
-        self, device: Device, layout: BlockLayout, device_blocks: int, host_blocks: int = 0, device_memory: Any = None,
-        host_memory: Any = None,
-    ) -> None:  # fmt: skip
+        self, device: Device, layout: Any, device_blocks: Any, host_blocks: Any = 0, device_memory: Any = None, host_memory: Any = None
+    ) -> None:
         if not isinstance(device, Device):
             raise TypeError(f"device={device!r}: a Device is needed, not {type(device).__name__}")
-        if not isinstance(layout, BlockLayout):
-            raise TypeError(f"layout={layout!r}: a BlockLayout is needed, not {type(layout).__name__}")
-        self.device_blocks = integer_argument("device_blocks", device_blocks, 1, BLOCKS_MAX)
-        self.host_blocks = integer_argument("host_blocks", host_blocks, 0, BLOCKS_MAX)
+        self.device, self.layouts = device, _layouts(layout)
+        single = isinstance(layout, BlockLayout)
+        counts = [
+            _counts(name, blocks, low, len(self.layouts), single)
+            for name, blocks, low in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0))
+        ]
+        self.device_blocks, self.host_blocks = (sum(of_tier) for of_tier in counts)
         if self.device_blocks + self.host_blocks > BLOCKS_MAX:
             raise ValueError(f"device_blocks={device_blocks} and host_blocks={host_blocks}: together they must be at most {BLOCKS_MAX}")
-        self.device, self.layout = device, layout
-        sizes = {"device": self.device_blocks * layout.block_bytes, "host": self.host_blocks * layout.block_bytes}
-        given = {"device": device_memory, "host": host_memory}
-        _check_room(device, {tier: nbytes if given[tier] is None else 0 for tier, nbytes in sizes.items()})
-        self._pools: dict[str, Any] | None = _allocate(device, sizes, given)
-        self._bases = [as_strided(tier, pool).address for tier, pool in self._pools.items()]
+        needs = _needs(self.layouts, counts, (device_memory, host_memory))
+        _check_room(device, needs)
+        regions = _regions(self.layouts, counts, _allocate(device, needs))
+        self._regions: tuple[Region, ...] | None = regions
+        self._bases = [[[as_strided("pool", part[1 + i]).address for part in region.parts] for region in regions] for i in range(2)]
+        self._places = _places(regions, self._bases)
         try:
-            device.bind(layout, self.device_bytes, self.host_bytes, self.device_blocks, self.host_blocks)
+            device.bind(regions)
         except BaseException:
             self.close()
             raise
 
     @property
+    def layout(self) -> BlockLayout:
+        """The only one."""
+        self._only("layout")
+        return self.layouts[0][0]
+
+    @property
+    def device_pools(self) -> tuple[tuple[Any, ...], ...]:
+        return tuple(
+            tuple(
+                part.device_pool.view(part.layout.storage_dtype).reshape(part.layout.device_shape(region.device_blocks))
+                for part in region.parts
+            )
+            for region in self._open()
+        )
+
+    @property
+    def host_pools(self) -> tuple[tuple[NDArray[Any], ...], ...]:
+        return tuple(
+            tuple(
+                part.host_pool.view(part.layout.storage_dtype).reshape(part.layout.host_shape(region.host_blocks)) for part in region.parts
+            )
+            for region in self._open()
+        )
+
+    @property
     def device_bytes(self) -> Any:
-        return self._bytes("device")
+        self._only("device_bytes")
+        return self.flat("device")
 
     @property
     def host_bytes(self) -> NDArray[np.uint8]:
-        return self._bytes("host")
+        self._only("host_bytes")
+        found: NDArray[np.uint8] = self.flat("host")
+        return found
 
     @property
     def device_pool(self) -> Any:
-        return self.device_bytes.view(self.layout.storage_dtype).reshape(self.layout.device_shape(self.device_blocks))
+        self._only("device_pool")
+        return self.device_pools[0][0]
 
     @property
     def host_pool(self) -> NDArray[Any]:
-        return self.host_bytes.view(self.layout.storage_dtype).reshape(self.layout.host_shape(self.host_blocks))
+        self._only("host_pool")
+        return self.host_pools[0][0]
 
-    def address(self, tier: str) -> int:
-        """Of the first byte of a tier."""
-        if self.closed:
-            raise PoolClosed(_GONE)
-        return self._bases[TIERS.index(tier)]
+    def flat(self, tier: str, group: int = 0, part: int = 0) -> Any:
+        """The memory of a part as flat bytes: uint8[n]."""
+        return self._open()[group].parts[part][1 + TIERS.index(tier)]
+
+    def address(self, tier: str, group: int = 0, part: int = 0) -> int:
+        """Of the first byte of a part in a tier."""
+        self._open()
+        return self._bases[TIERS.index(tier)][group][part]
 
     def addresses(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Address of the first byte of each block by id; all bytes of a host block follow its first."""
-        if self.closed:
-            raise PoolClosed(_GONE)
-        host = ids >= self.device_blocks
-        device_step = self.layout.device_strides(self.device_blocks).block
-        at_device = self._bases[0] + ids * device_step
-        at_host = self._bases[1] + (ids - self.device_blocks) * self.layout.block_bytes
-        return np.where(host, at_host, at_device)
+        """Address of the first byte of each block by id, in the first part of its group; all bytes of a host block follow its first."""
+        self._open()
+        first, end, base, step = self._places
+        place = np.searchsorted(end, ids, "right")
+        found: NDArray[np.int64] = base[place] + (ids - first[place]) * step[place]
+        return found
 
     @property
     def closed(self) -> bool:
-        return self._pools is None
+        return self._regions is None
 
     def close(self) -> None:
         """Give the memory back to the device, which must have finished its copies. Closing twice is fine."""
-        pools, self._pools = self._pools, None
-        for pool in (pools or {}).values():
+        regions, self._regions = self._regions, None
+        for pool in [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)]:
             self.device.free(pool)
 
-    def _bytes(self, tier: str) -> Any:
-        if self._pools is None:
+    def _open(self) -> tuple[Region, ...]:
+        regions = self._regions
+        if regions is None:
             raise PoolClosed(_GONE)
-        return self._pools[tier]
+        return regions
+
+    def _only(self, name: str) -> None:
+        if len(self.layouts) > 1 or len(self.layouts[0]) > 1:
+            parts = [len(parts) for parts in self.layouts]
+            raise ValueError(f"{name}: there are groups of {parts} parts; accepted are device_pools[group][part], host_pools[group][part]")
 
 
-def _check_room(device: Device, sizes: dict[str, int]) -> None:
+def _layouts(layout: Any) -> Layouts:
+    """The layouts of each group."""
+    if isinstance(layout, BlockLayout):
+        return ((layout,),)
+    groups = [(one,) if isinstance(one, BlockLayout) else one for one in layout] if isinstance(layout, (list, tuple)) else []
+    wrong = [
+        one for one in groups if not isinstance(one, (list, tuple)) or not one or not all(isinstance(part, BlockLayout) for part in one)
+    ]
+    if not groups or wrong:
+        raise TypeError(f"layout={layout!r:.200}: a BlockLayout, or a sequence with that of each group, or those of its parts, is needed")
+    for group, parts in enumerate(groups):
+        tokens = [part.tokens_per_block for part in parts]
+        if len(set(tokens)) > 1:
+            raise ValueError(f"layout[{group}]: tokens_per_block of its parts must be equal, not {tokens}")
+    return tuple(tuple(parts) for parts in groups)
+
+
+def _counts(name: str, blocks: Any, low: int, groups: int, single: bool) -> list[int]:
+    """Blocks of each group in a tier."""
+    if single:
+        return [integer_argument(name, blocks, low, BLOCKS_MAX)]
+    if low == 0 and type(blocks) is int and blocks == 0:
+        return [0] * groups
+    if not isinstance(blocks, (Sequence, np.ndarray)) or isinstance(blocks, str):
+        raise TypeError(f"{name}={blocks!r}: a sequence with the blocks of each of the {groups} groups is needed")
+    if len(blocks) != groups:
+        raise ValueError(f"{name}={blocks!r}: {groups} numbers are needed, one for each group")
+    return [integer_argument(f"{name}[{group}]", one, low, BLOCKS_MAX) for group, one in enumerate(blocks)]
+
+
+def _needs(layouts: Layouts, counts: list[list[int]], memory: tuple[Any, Any]) -> list[_Need]:
+    """The device tier of every part, then the host tier of every part."""
+    needs = []
+    parts = sum(map(len, layouts))
+    for tier, of_tier, given in zip(TIERS, counts, memory, strict=True):
+        name = f"{tier}_memory"
+        sizes = [blocks * layout.block_bytes for group, blocks in zip(layouts, of_tier, strict=True) for layout in group]
+        each = [given] * parts
+        if parts > 1 and given is not None and not callable(given):
+            if not isinstance(given, (list, tuple)) or len(given) != parts:
+                raise ValueError(f"{name}: accepted are None, a function, and a list of {parts}, one for each part, group after group")
+            each = list(given)
+        names = [name] if parts == 1 else [f"{name}[{i}]" for i in range(parts)]
+        needs += [_Need(tier, *one) for one in zip(sizes, each, names, strict=True)]
+    return needs
+
+
+def _regions(layouts: Layouts, counts: list[list[int]], pools: list[Any]) -> tuple[Region, ...]:
+    """The regions that a device is bound to: pools are those that ``_needs`` says."""
+    device_pools, host_pools = iter(pools[: len(pools) // 2]), iter(pools[len(pools) // 2 :])
+    return tuple(
+        Region(tuple(Part(layout, next(device_pools), next(host_pools)) for layout in parts), device_blocks, host_blocks)
+        for parts, device_blocks, host_blocks in zip(layouts, *counts, strict=True)
+    )
+
+
+def _places(regions: tuple[Region, ...], bases: list[list[list[int]]]) -> NDArray[np.int64]:
+    """int64[4, 2 * groups]: first id, end of ids, address and step of the device blocks of each group's first part, then of the host's."""
+    firsts = [region.parts[0].layout for region in regions]
+    steps = [layout.device_strides(region.device_blocks).block for layout, region in zip(firsts, regions, strict=True)]
+    steps += [layout.block_bytes for layout in firsts]
+    count = np.array([region.device_blocks for region in regions] + [region.host_blocks for region in regions], np.int64)
+    end = np.cumsum(count)
+    return np.array([end - count, end, [parts[0] for of_tier in bases for parts in of_tier], steps], np.int64)
+
+
+def _check_room(device: Device, needs: list[_Need]) -> None:
     """Raise InsufficientMemory for what the device is known not to have."""
+    sizes = {tier: sum(need.nbytes for need in needs if need.tier == tier and need.given is None) for tier in TIERS}
     if device.one_memory:
         sizes = {"device and host": sum(sizes.values())} if sizes["host"] else {"device": sizes["device"]}
     for tiers, requested in sizes.items():
@@ -139,34 +269,33 @@ def _check_room(device: Device, sizes: dict[str, int]) -> None:
             raise InsufficientMemory(tiers, requested, limit)
 
 
-def _allocate(device: Device, sizes: dict[str, int], given: dict[str, Any]) -> dict[str, Any]:
-    """Both tiers, or InsufficientMemory and none of them."""
-    pools: dict[str, Any] = {}
+def _allocate(device: Device, needs: list[_Need]) -> list[Any]:
+    """All that is needed, or InsufficientMemory and none of it."""
+    pools: list[Any] = []
     try:
-        for tier, nbytes in sizes.items():
+        for tier, nbytes, given, name in needs:
             try:
-                pools[tier] = device.allocate(nbytes, tier) if given[tier] is None else _adopt(device, tier, given[tier], nbytes)
+                pools.append(device.allocate(nbytes, tier) if given is None else _adopt(device, tier, given, nbytes, name))
             except MemoryError as error:
                 raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
-        if given["device"] is not None and given["host"] is not None:
-            _check_apart(*pools.values())
+        _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.given is not None])
     except BaseException:
-        for pool in pools.values():
+        for pool in pools:
             device.free(pool)
         raise
     return pools
 
 
-def _check_apart(device_pool: Any, host_pool: Any) -> None:
-    """Raise ValueError for tiers that share bytes."""
-    starts, sizes = [as_strided("pool", pool).address for pool in (device_pool, host_pool)], (device_pool.nbytes, host_pool.nbytes)
-    if starts[0] < starts[1] + sizes[1] and starts[1] < starts[0] + sizes[0]:
-        raise ValueError("device_memory and host_memory share bytes: accepted is memory of its own for each tier")
+def _check_apart(given: list[tuple[str, Any]]) -> None:
+    """Raise ValueError for memory of the caller's that shares bytes."""
+    spans = [(name, as_strided("pool", pool).address, pool.nbytes) for name, pool in given if pool.nbytes]
+    for (name, start, size), (other, other_start, other_size) in combinations(spans, 2):
+        if start < other_start + other_size and other_start < start + size:
+            raise ValueError(f"{name} and {other} share bytes: accepted is memory of its own for each tier of each part")
 
 
-def _adopt(device: Device, tier: str, given: Any, nbytes: int) -> Any:
+def _adopt(device: Device, tier: str, given: Any, nbytes: int, name: str) -> Any:
     """Memory of the caller's as the tier, once its layout is right. Raises TypeError, ValueError, and what the caller's function raises."""
-    name = f"{tier}_memory"
     found = as_strided(name, given(nbytes, ADOPTED_ALIGNMENT) if callable(given) else given)
     place = device.dlpack_device(tier)[0]
     memory = "device" if place == dlpack.CUDA else "host"

@@ -17,7 +17,7 @@ from kvpool.leases import Lease
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, id_array, key_row, key_rows, list_argument
 from kvpool.staged_tables import TablePool
-from kvpool.state import blocks, holds, imports
+from kvpool.state import blocks, imports, pins
 from kvpool.state.accesses import ACCESSED, WILL_READ
 from kvpool.strided import in_numpy
 
@@ -41,11 +41,11 @@ class PinPool(TablePool):
         Returns when the bytes are there for the host to read, which is waited for outside the locks; with a ``stream``, at once: work
         enqueued there from now on waits. Raises BlockNotFound, naming the first key that is missing, with nothing pinned; DeviceError.
         """
-        wanted = {None: holds.ANY_TIER, "device": blocks.DEVICE, "host": blocks.HOST}
+        wanted = {None: pins.ANY_TIER, "device": blocks.DEVICE, "host": blocks.HOST}
         if not (tier is None or isinstance(tier, str)) or tier not in wanted:
             raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
         rows = key_rows(keys)
-        lease = self._pin(owner, rows, np.empty(len(rows), np.int64), wanted[tier], stream)
+        lease = self._pin(owner, rows, None, wanted[tier], stream)
         if isinstance(lease, int):
             raise BlockNotFound(f"key {rows[lease].tobytes().hex()} is not cached{'' if tier is None else f' on the {tier}'}")
         return lease
@@ -55,7 +55,7 @@ class PinPool(TablePool):
 
         Readiness is as for ``pin``.
         """
-        lease = self._pin(owner, key_row(key), np.empty(1, np.int64), blocks.HOST, stream)
+        lease = self._pin(owner, key_row(key), None, blocks.HOST, stream)
         return None if isinstance(lease, int) else lease
 
     def pin_blocks(self, ids: Any, *, owner: str = "", stream: Any = None) -> Lease:
@@ -64,13 +64,13 @@ class PinPool(TablePool):
         Readiness is as for ``pin``; of a block that a sequence is filling, only for its committed tokens, behind which the engine goes on.
         """
         which = id_array("ids", ids)
-        lease = self._pin(owner, None, which.copy(), holds.ANY_TIER, stream)
+        lease = self._pin(owner, None, which.copy(), pins.ANY_TIER, stream)
         if isinstance(lease, int):
             raise BlockNotFound(f"block {which[lease]} is unknown or holds nothing")
         return lease
 
-    def _pin(self, owner: str, keys: Ids | None, ids: Ids, tier: int, stream: Any) -> Lease | int:
-        """A lease, or the place of the first block that cannot be pinned."""
+    def _pin(self, owner: str, keys: Ids | None, ids: Ids | None, tier: int, stream: Any) -> Lease | int:
+        """A lease of the blocks of keys, or of blocks by id; or the place of the first that cannot be pinned."""
         if not isinstance(owner, str):
             raise TypeError(f"owner={owner!r:.80}: accepted is a string")
         now, on = self.now(), None if stream is None else self._device.as_stream(stream)
@@ -83,6 +83,7 @@ class PinPool(TablePool):
                     lease = self._take_lease(owner, keys, ids, tier, now, on)
                     if isinstance(lease, int):
                         return lease
+                    ids = self._leases[lease.id].ids
                     self._note(WILL_READ, on, ids)
                     # Asked here: a copy that another thread hands over, and loses, right after this must be seen below.
                     behind = self._transfer.collect() or self._transfer.waiting
@@ -100,18 +101,25 @@ class PinPool(TablePool):
             raise
         return lease
 
-    def _take_lease(self, owner: str, keys: Ids | None, ids: Ids, tier: int, now: int, stream: Stream | None) -> Lease | int:
+    def _take_lease(self, owner: str, keys: Ids | None, ids: Ids | None, tier: int, now: int, stream: Stream | None) -> Lease | int:
         """The state lock is held by the caller."""
-        header = self._state.header
-        failed = holds.pin_blocks(header, ids) if keys is None else holds.pin_keys(header, keys, tier, ids)
+        heads = self._states.heads
+        if keys is None:
+            assert ids is not None
+            failed, groups = pins.pin_blocks(heads, ids), self._states.groups_of(ids)
+        else:
+            found = np.empty((len(heads), len(keys)), np.int64)
+            failed = pins.pin_keys(heads, keys, tier, found)
+            groups, places = np.nonzero(found != blocks.NONE)
+            ids, keys = found[groups, places], keys[places]
         if failed:
-            return int(header[blocks.DETAIL])
+            return int(heads[0, blocks.DETAIL])
         try:
-            generation, places = int(header[blocks.GENERATION]), self._pools.addresses(ids)
-            lease = Lease(self, self._lease_count + 1, owner, generation, now, ids, keys, places, stream)
+            generation, at = int(heads[0, blocks.GENERATION]), self._pools.addresses(ids)
+            lease = Lease(self, self._lease_count + 1, owner, generation, now, ids, groups, keys, at, stream)
             self._leases[lease.id] = Held(lease, ids, nullcontext())
         except BaseException:
-            holds.unpin(header, ids, now)
+            pins.unpin(heads, ids, now)
             raise
         self._lease_count += 1
         return lease
@@ -124,11 +132,11 @@ class PinPool(TablePool):
     def _drop_lost(self, lease: Lease, ids: Ids, now: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
         with self._lock:
-            lost = np.flatnonzero(self._state.blocks["flags"][ids] & blocks.LOST)
+            lost = np.flatnonzero(self._states.gather("flags", ids) & blocks.LOST)
             if len(lost) == 0:
                 return None
             if self._leases.pop(lease.id, None) is not None:
-                holds.unpin(self._state.header, ids, now)
+                pins.unpin(self._states.heads, ids, now)
             return int(lost[0])
 
     def _await(self, lease: Lease, ids: Ids) -> None:
@@ -155,7 +163,7 @@ class PinPool(TablePool):
 
     def _filled(self, ids: Ids) -> npt.NDArray[np.int64]:
         """The tokens that blocks have, as rows (block, first, end) for the device: in an unfull one, the engine may go on behind them."""
-        filled = self._state.blocks["filled"][ids].astype(np.int64)
+        filled = self._states.gather("filled", ids).astype(np.int64)
         return np.stack([ids, np.zeros_like(ids), filled], axis=1)[filled > 0]
 
     def is_leased(self, lease: Lease) -> bool:
@@ -175,7 +183,7 @@ class PinPool(TablePool):
 
     def _end(self, held: Held, now: int, stream: Stream | None = None) -> None:
         """Unpin what a lease held. The state lock is held by the caller."""
-        holds.unpin(self._state.header, held.ids, now)
+        pins.unpin(self._states.heads, held.ids, now)
         self._note(ACCESSED, stream, held.ids)
         held.access.__exit__(None, None, None)
 
@@ -238,10 +246,10 @@ class PinPool(TablePool):
         if keys.extra_ids is not None:
             self._enable_extra()
 
-        def take(header: Ids, request: Ids) -> int:
-            imports.take(header, request, first, priority, ids, held, now)
+        def take(heads: Ids, request: Ids) -> int:
+            imports.take(heads[0], request, first, priority, ids, held, now)
             self._imported = np.concatenate([_named(held), _named(ids)])
-            return int(header[blocks.GENERATION])
+            return int(heads[0, blocks.GENERATION])
 
         return int(self._decide(0, None, take, keys.request[0]))
 
@@ -255,19 +263,19 @@ class PinPool(TablePool):
                 if block != blocks.NONE:
                     rows[block - self.device_blocks] = buffer
 
-    def _publish(self, header: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
+    def _publish(self, heads: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
         """Blocks published: none if the pool was reset since they were taken. The state lock is held by the caller."""
-        if generation != header[blocks.GENERATION]:
+        if generation != heads[0, blocks.GENERATION]:
             return 0
         self._names.learn([keys])
-        return int(imports.publish(header, keys.request[0], first, priority, ids, now))
+        return int(imports.publish(heads[0], keys.request[0], first, priority, ids, now))
 
     def _give_back_imports(self, ids: Ids, held: Ids, now: int) -> None:
         """Unpin, tail first so that leaves age first, and what was cached before last."""
         with DeferInterrupt(), self._lock:
             if self._report is None:
                 for which in (ids, held):
-                    holds.unpin(self._state.header, _named(which)[::-1].copy(), now)
+                    pins.unpin(self._states.heads, _named(which)[::-1].copy(), now)
             self._imported = np.empty(0, np.int64)
 
 

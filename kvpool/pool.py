@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool import building, guards
 from kvpool import events as kv_events
-from kvpool import guards
 from kvpool import stats as statistics
-from kvpool.block_table import own_table
+from kvpool.building import pool_groups
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream, tier_argument
-from kvpool.errors import DeviceError, InsufficientMemory, IntegrityError, KVPoolError, PoolBusy, PoolClosed
+from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy, PoolClosed
 from kvpool.export import Export, Lending, Loan
+from kvpool.groups import Group
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
+from kvpool.leases import CloseReport
 from kvpool.memory import MemoryPools
 from kvpool.refusals import refusal
-from kvpool.retention import priority_argument
-from kvpool.sequence import BlockKeys, bool_argument, window_argument
+from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
-from kvpool.state import blocks, holds, live
+from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
 from kvpool.state.verify import verify as verify_state
 from kvpool.transfer import Transfer
@@ -38,53 +38,35 @@ from kvpool.transfer import Transfer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MAX_TOKENS = 262_144
 MAX_MS = 1 << 42
 NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 Ids = npt.NDArray[np.int64] | None
-
-
-class CloseReport(NamedTuple):
-    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and reservations."""
-
-    sequences: list[int]
-    leases: list[tuple[str, int]]
-    reservations: list[tuple[str, int]]
 
 
 class Pool:
     """What ``KVCacheManager`` is built on; use that."""
 
     def __init__(
-        self, layout: BlockLayout, *, device_blocks: int, host_blocks: int = 0, device: str | Device = "auto", max_sequences: int = 256,
+        self, layout: BlockLayout | None = None, *, device_blocks: Any, host_blocks: Any = 0, groups: Any = None,
+        tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30, offload_min_reuse: int = 1,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None, staging_depth: int = 8,
         device_memory: Any = None, host_memory: Any = None, table: Any = None, window: int | None = None, sinks: int = 0,
     ) -> None:  # fmt: skip
-        if not isinstance(layout, BlockLayout):
-            raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
-        if secret is not None and (not isinstance(secret, bytes) or not 16 <= len(secret) <= 64):
-            raise ValueError("secret: accepted are 16 to 64 bytes")
+        self._groups, width = pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
+        rules = building.rules(max_sequences, max_sequence_tokens, secret, event_capacity, offload_min_priority, offload_min_reuse)
         if clock is not None and not callable(clock):
             raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
-        width = layout.tokens_per_block
-        if width > np.iinfo(np.int16).max:
-            raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
-        min_priority = priority_argument("offload_min_priority", offload_min_priority)
-        min_reuse = integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535)
-        events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
-        sequences = integer_argument("max_sequences", max_sequences, 1, 1 << 24)
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
-        if max_sequence_tokens is not None:
-            max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, (1 << 31) - 1)
-        self._window = window_argument(window, sinks)
-        self.layout, self.tokens_per_block, self.partial_reuse = layout, width, bool_argument("partial_reuse", partial_reuse)
+        # A state behind a part of a block is kept nowhere.
+        recurrent = any(group.kind == "recurrent" for group in self._groups)
+        self.tokens_per_block, self.partial_reuse = width, bool_argument("partial_reuse", partial_reuse) and not recurrent
         self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
-            self._pools = MemoryPools(self._device, layout, device_blocks, host_blocks, device_memory, host_memory)
+            layouts, device_blocks, host_blocks = zip(*((g.layouts, g.device_blocks, g.host_blocks) for g in self._groups), strict=True)
+            self._pools = MemoryPools(self._device, layouts, device_blocks, host_blocks, device_memory, host_memory)
             try:
-                self.device_blocks, self.host_blocks = int(device_blocks), int(host_blocks)
-                self._build_state(sequences, max_sequence_tokens, secret, events, min_priority, min_reuse, table)
+                self._states = building.build_states(self._device, self._groups, width, rules, self.partial_reuse, table)
             except BaseException:
                 self._pools.close()
                 raise
@@ -92,14 +74,17 @@ class Pool:
             if self._owns_device:
                 self._device.close()
             raise
-        self._columns = self._state.table.shape[1]
-        self._origin = (self._state.fingerprint, width)
-        self._table = self._state.table.view()
-        self._table.flags.writeable = False
+        self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
+        # Of the tokens of sequences, whose number all groups know but those for cross attention.
+        self._state = next(state for state in self._states if state.header[blocks.KIND] != blocks.CROSS)
+        self._columns = self._states.table.shape[2]
+        self._origin = (self._states.fingerprint, width)
+        self._tables = self._states.table.view()
+        self._tables.flags.writeable = False
         self._clock: Callable[[], int] = clock or _milliseconds
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
-        self._transfer = Transfer(self._state, self._lock, self._device)
+        self._transfer = Transfer(self._states, self._lock, self._device)
         self._staging = Staging(self._device, self._transfer, depth)
         self._loans: WeakSet[Loan] = WeakSet()
         self._leases: dict[int, Any] = {}
@@ -109,24 +94,8 @@ class Pool:
         self._importing = threading.Lock()
         self._imported = NO_IDS
         self._report: CloseReport | None = None
-        self._names = kv_events.Names(self._state)
-        kv_events.announce(self._state)
-
-    def _build_state(
-        self, sequences: int, tokens: int | None, secret: bytes | None, events: int, min_priority: int, min_reuse: int, table: Any
-    ) -> None:
-        width = self.tokens_per_block
-        columns = -(-(tokens or min(self.device_blocks * width, MAX_TOKENS)) // width)
-        needed = blocks.state_bytes(self.device_blocks + self.host_blocks, width, sequences, columns, events)
-        available = self._device.available_bytes("host")
-        if available is not None and needed > available:
-            raise InsufficientMemory("state: the host", needed, available)
-        self._state = blocks.State(
-            device_blocks=self.device_blocks, host_blocks=self.host_blocks, width=width, sequences=sequences, columns=columns,
-            secret=secret or os.urandom(32), partial_reuse=self.partial_reuse, offload_min_priority=min_priority,
-            offload_min_reuse=min_reuse, event_capacity=events, table=own_table(table, sequences, columns),
-            window=self._window[0], sinks=self._window[1],
-        )  # fmt: skip
+        self._names = kv_events.Names(self._states)
+        kv_events.announce(self._states)
 
     def _disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
@@ -135,7 +104,7 @@ class Pool:
         elif name in guards.GUARDS:
             self._transfer.guards &= ~guards.GUARDS[name]
         else:
-            self._state.disable_guard(name)
+            self._states.disable_guard(name)
 
     # -- the shape of every decision ------------------------------------------------------------
 
@@ -146,20 +115,20 @@ class Pool:
         whose streams the call concerns (None: all that live); ``stream`` is what the caller named.
         """
         on = None if stream is None else self._device.as_stream(stream)
-        inside, header = self._inside(), self._state.header
+        inside, heads = self._inside(), self._states.heads
         with DeferInterrupt():
             with self._lock:
                 self._check_open()
                 # A signal handler or destructor that decides inside another call finds that one's moves here, and keeps them in order.
                 self._transfer.collect()
-                self._state.reserve_moves(moves)
-                before = header[blocks.STREAM]
+                self._states.reserve_moves(moves)
+                before = heads[0, blocks.STREAM]
                 try:
                     if self._transfer.order is not None:
                         self._prepare_accesses(on, moves, ids)
-                    result = verb(header, *args)
+                    result = verb(heads, *args)
                 finally:
-                    header[blocks.STREAM] = before
+                    heads[:, blocks.STREAM] = before
                 if result < 0:
                     raise self._error(result, args[0])
                 mine = self._transfer.collect()
@@ -179,13 +148,14 @@ class Pool:
 
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
         """Room for what a verb says of streams: a row for each block it takes, holds or lets go (with a window both), 3 per sequence."""
-        if ids is NO_IDS:
-            self._state.reserve_accesses(moves + 1)
-        else:
-            held = self._state.sequences["blocks"]
-            held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
-            self._state.reserve_accesses(moves + (2 if self._window[0] else 1) * int(held.sum()) + 3 * len(held) + 1)
-        self._state.header[blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
+        for state in self._states:
+            if ids is NO_IDS:
+                state.reserve_accesses(moves + 1)
+            else:
+                held = state.sequences["blocks"]
+                held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
+                state.reserve_accesses(moves + (2 if state.header[blocks.WINDOW] else 1) * int(held.sum()) + 3 * len(held) + 1)
+        self._states.heads[:, blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
 
     def _check_open(self) -> None:
         if self._report is not None:
@@ -194,12 +164,12 @@ class Pool:
             raise PoolClosed(f"the device has failed: {self._transfer.broken}") from self._transfer.broken
 
     def _error(self, code: int, ids: npt.NDArray[np.int64]) -> Exception:
-        return refusal(self._state, code, ids)
+        return refusal(self._states.heads, code, ids)
 
     def _rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows of live sequences. The state lock is held by the caller."""
         self._check_open()
-        error = live.check(self._state.header, which, True)
+        error = live.check_ids(self._states.heads, which, True)
         if error:
             raise self._error(error, which)
         return which & 0xFFFFFFFF
@@ -216,14 +186,41 @@ class Pool:
 
     def _check_columns(self, needed: int) -> None:
         """Raise ValueError for a prompt whose blocks have no place in a row of the block table."""
-        if self._columns < (needed if self._window[0] else min(needed, self.device_blocks)):
+        whole = [group.device_blocks for group in self._groups if group.kind == "attention" and group.window is None]
+        if self._columns < min([needed, *whole]):
             raise ValueError(f"a prompt of {needed} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
 
     def _enable_extra(self) -> None:
         with self._lock:
-            self._state.enable_extra()
+            self._states.enable_extra()
 
     # -- the pool as a whole ---------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of layers."""
+        return self._groups
+
+    def _group(self, group: Any) -> int:
+        """The group that an argument means. Raises TypeError or ValueError."""
+        if group is None and len(self._groups) > 1:
+            raise ValueError(f"group=None: accepted are 0 to {len(self._groups) - 1} where there are several")
+        return 0 if group is None else integer_argument("group", group, 0, len(self._groups) - 1)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Of a pool with one group of one layout; ValueError for others, which have ``groups``."""
+        return self._pools.layout
+
+    @property
+    def device_pools(self) -> tuple[tuple[Any, ...], ...]:
+        """The device tier of each group, and of each of its layouts: see ``device_pool``."""
+        return self._pools.device_pools
+
+    @property
+    def host_pools(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
+        """The host tier of each group, and of each of its layouts: see ``host_pool``."""
+        return self._pools.host_pools
 
     @property
     def device_pool(self) -> Any:
@@ -267,7 +264,7 @@ class Pool:
     @property
     def remote_password(self) -> str:
         """What pools of the same secret know, and nobody else; not for showing."""
-        return remote_password(self._state.secret)
+        return remote_password(self._states.secret)
 
     @property
     def closed(self) -> bool:
@@ -276,7 +273,7 @@ class Pool:
     def refresh(self, now_ms: int | None = None) -> int:
         """Let blocks whose time is over fall to the back of the default priority; returns how many. Changes the pool."""
         now = self.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
-        return int(self._decide(0, None, holds.refresh, now))
+        return int(self._decide(0, None, groups.refresh, now))
 
     def events(self, *, snapshot: bool = False) -> kv_events.Events:
         """What has changed in the cache since the last call; each event is given once.
@@ -285,11 +282,11 @@ class Pool:
         a reader needs that starts late, or has lost some. Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a
         pool with ``event_capacity=0``, TypeError, PoolClosed.
         """
-        if bool_argument("snapshot", snapshot) and not self._state.header[blocks.EVENTS]:
+        if bool_argument("snapshot", snapshot) and not self._states.heads[0, blocks.EVENTS]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
         with self._lock:
             self._check_open()
-            taken = kv_events.take(self._state, self._names, snapshot)
+            taken = kv_events.take(self._states, self._names, snapshot)
         return kv_events.decode(taken)
 
     def stats(self) -> statistics.Stats:
@@ -326,13 +323,13 @@ class Pool:
         """
         self._decide(0, None, self._reset, bool_argument("force", force), self.now(), ids=None)
 
-    def _reset(self, header: npt.NDArray[np.int64], force: bool, now: int) -> int:
+    def _reset(self, heads: npt.NDArray[np.int64], force: bool, now: int) -> int:
         ids, reserved = self._live(), self._live(blocks.RESERVED)
         if len(reserved) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live and {len(reserved)} reservations open: end them, or reset(force=True)")
         if len(ids) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-        holds.reset(header, np.concatenate([ids, reserved]), now)
+        groups.reset(heads, np.concatenate([ids, reserved]), now)
         self._reservations.clear()
         return 0
 

@@ -15,7 +15,7 @@ from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.pins import PinPool
 from kvpool.sequence import BlockKeys, address, id_array
-from kvpool.state import admission, blocks, live, requests, reservations
+from kvpool.state import answers, blocks, groups, live, requests
 
 Ids = npt.NDArray[np.int64]
 
@@ -144,16 +144,15 @@ class ReservePool(PinPool):
             self._enable_extra()
         new: list[Reservation] = []
 
-        def take(header: Ids, rows: Ids) -> int:
-            self._names.learn([prompt])
-            out = np.zeros((1, requests.OUTCOME), np.int64)
+        def take(heads: Ids, rows: Ids) -> int:
+            out = np.zeros((len(heads), 1, requests.OUTCOME), np.int64)
             ids = np.empty(count, np.int32)
             self._names.learn([prompt])
-            result = int(admission.admit(header, rows, out, now, False))
+            result = int(answers.admit(heads, rows, out, now, False))
             if result == 1:
-                number = int(out[0, requests.O_ID])
-                ids[:] = self._table[number & 0xFFFFFFFF, :count]
-                new.append(Reservation(self, number, owner, now, prompt, ids, int(out[0, requests.O_CACHED]), on))
+                number = int(out[0, 0, requests.O_ID])
+                ids[:] = self._tables[0, number & 0xFFFFFFFF, :count]
+                new.append(Reservation(self, number, owner, now, prompt, ids, int(out[0, 0, requests.O_CACHED]), on))
                 self._reservations[number] = new[0]
             return result
 
@@ -188,16 +187,16 @@ class ReservePool(PinPool):
         count = reservation.tokens
         if tokens is not None:
             count = integer_argument("tokens", tokens, reservation.skip_prefix_n_tokens, reservation.tokens)
-        self._end_reserved(reservation, reservations.publish, count, stream)
+        self._end_reserved(reservation, groups.publish_reserved, count, stream)
 
     def abort_reserved(self, reservation: Reservation, stream: Any = None) -> None:
         """What ``Reservation.abort`` does."""
-        self._end_reserved(reservation, reservations.abort, 0, stream)
+        self._end_reserved(reservation, groups.abort_reserved, 0, stream)
 
     def _end_reserved(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
-        def end(header: Ids, ids: Ids, counts: Ids, now: int) -> int:
+        def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_reserved(reservation)
-            result = int(verb(header, ids, counts, now))
+            result = int(verb(heads, ids, counts, now, np.empty(len(heads), np.int64)))
             if result == live.FAILED:
                 raise DeviceError(f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it")
             if result == 0:
@@ -229,7 +228,7 @@ class ReservePool(PinPool):
             found = []
             for row in rows.tolist():
                 sequence = self._state.sequences[row]
-                own = self._table[row, : sequence["blocks"]].copy()
+                own = self._tables[0, row, : sequence["blocks"]].copy()
                 skip, tokens = int(sequence["committed"]), int(sequence["length"])
                 found.append(Loadable(own, _slots(own, width, skip, tokens), skip, tokens))
         if stream is None and self._transfer.order is not None:

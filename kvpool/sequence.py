@@ -68,7 +68,8 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 class Match(NamedTuple):
     """What a prompt would reuse now, in tokens: full blocks on the device, full blocks on the host, part of one more block.
 
-    Tokens that a window has passed count as on the device: they need no block, and are not computed again.
+    Tokens that a window has passed count as on the device: they need no block, and are not computed again. Where there are several groups
+    of layers, all of them can reuse these tokens, and those on the host are of the group that has the most there.
     """
 
     device_tokens: int
@@ -87,7 +88,8 @@ class Match(NamedTuple):
 class Admission(NamedTuple):
     """What a batch got: int64[m] ids, and per request int32[m] reused tokens (total, device, host, partial) and blocks to be computed.
 
-    Tokens that a window has passed count as on the device.
+    Tokens that a window has passed count as on the device. Where there are several groups of layers, tokens on the host are of the group
+    that has the most there, and blocks to be computed of the one with the most.
     """
 
     ids: npt.NDArray[np.int64]
@@ -176,6 +178,19 @@ def window_argument(window: Any, sinks: Any) -> tuple[int, int]:
     if first and not seen:
         raise ValueError(f"sinks={first}: accepted is 0 without a window")
     return seen, first
+
+
+def encoder_argument(name: str, tokens: Any, count: int, needed: bool) -> npt.NDArray[np.int64]:
+    """Lengths of the encoder's inputs, one for each of ``count`` prompts where there is cross attention. Raises TypeError or ValueError."""
+    if (tokens is not None) != needed:
+        raise ValueError(f"{name}={tokens!r:.80}: accepted is {'a number' if needed else 'None without a group'} for cross attention")
+    found = np.zeros(count, np.int64) if tokens is None else id_array(name, tokens)
+    if len(found) != count:
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} prompts")
+    wrong = first_outside(found, INT32.max)
+    if wrong >= 0:
+        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32.max}")
+    return found
 
 
 def bool_argument(name: str, value: Any) -> bool:

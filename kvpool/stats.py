@@ -22,8 +22,8 @@ from kvpool.state.blocks import (
     REDUNDANT,
     RESERVED,
     REUSE_GAP,
-    State,
 )
+from kvpool.state.states import State
 from kvpool.transfer import Transfer
 
 

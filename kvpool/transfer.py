@@ -22,9 +22,9 @@ from kvpool.errors import DeviceError
 from kvpool.levels import Levels
 from kvpool.moved import Moved
 from kvpool.order import OFFLOAD, ONBOARD, WITHIN, Order
-from kvpool.state import blocks, holds
-from kvpool.state.accesses import ACCESSED, hand_over
-from kvpool.state.blocks import State
+from kvpool.state import blocks, groups
+from kvpool.state.accesses import ACCESSED, hand_over, pending
+from kvpool.state.states import States
 
 NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 NO_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
@@ -52,17 +52,19 @@ class Transfer:
     the device has taken.
     """
 
-    def __init__(self, state: State, state_lock: AbstractContextManager[Any], device: Device) -> None:
-        self._state, self._state_lock, self._device = state, state_lock, device
+    def __init__(self, states: States, state_lock: AbstractContextManager[Any], device: Device) -> None:
+        self._states, self._state_lock, self._device = states, state_lock, device
+        self._totals = np.zeros(3, np.int64)
         self._lock = threading.Lock()
         self._queue: dict[int, Batch] = {}
         self._notes: deque[npt.NDArray[np.int64]] = deque()
         self._draining = 0
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
-        self._levels = Levels(len(state.blocks), int(state.header[blocks.WIDTH]))
-        self.order = None if device.synchronous else Order(device, len(state.blocks))
-        self.moved = Moved(int(state.header[blocks.DEVICE_BLOCKS]))
+        self._width = int(states.heads[0, blocks.WIDTH])
+        self._levels = Levels(states.blocks, self._width)
+        self.order = None if device.synchronous else Order(device, states.blocks)
+        self.moved = Moved(states.device_blocks)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         self._behind: Callable[[], object] | None = None
@@ -81,11 +83,11 @@ class Transfer:
 
         A destructor or signal handler may decide in the middle of this: what it finds in the buffers goes before its own.
         """
-        header = self._state.header
-        while header[blocks.MOVES] or header[blocks.ACCESSES] or header[blocks.TOKEN_MOVES] or self._notes or self._behind is not None:
-            moves, own = np.empty((header[blocks.MOVES], 4), np.int64), np.empty((header[blocks.ACCESSES], 3), np.int64)
-            shifted = np.empty((header[blocks.TOKEN_MOVES], 4), np.int64) if header[blocks.TOKEN_MOVES] else NO_MOVES
-            ticket = int(hand_over(header, moves, shifted, own))
+        heads, totals = self._states.heads, self._totals
+        while pending(heads, totals) or self._notes or self._behind is not None:
+            moves, own = np.empty((totals[0], 4), np.int64), np.empty((totals[2], 3), np.int64)
+            shifted = np.empty((totals[1], 4), np.int64) if totals[1] else NO_MOVES
+            ticket = int(hand_over(heads, moves, shifted, own))
             if ticket != blocks.NONE:
                 behind, self._behind = self._behind, None
                 self._queue[ticket] = Batch(ticket, moves, shifted, self._with_notes(own), behind)
@@ -157,7 +159,7 @@ class Transfer:
 
     def _idle(self) -> npt.NDArray[np.bool_]:
         """Streams that no sequence uses and no batch names: none while there are batches."""
-        sequences = self._state.sequences
+        sequences = self._states[0].sequences
         idle = np.full(1 << 16, not self._queue and not self._notes)
         idle[sequences["stream"][sequences["live"] != 0]] = False
         return idle
@@ -166,7 +168,7 @@ class Transfer:
         """A batch is on its way, except for the moves to ``lost`` targets (block, ticket), which lose their content."""
         with self._state_lock:
             if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:
-                holds.lose(self._state.header, lost)
+                groups.lose(self._states.heads, lost)
             del self._queue[batch.ticket]
             self._enqueued += 1
             if not self._queue:
@@ -193,7 +195,7 @@ class Transfer:
         return np.array(lost, np.int64) if lost else NO_LOST
 
     def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
-        boundary = self._state.header[blocks.DEVICE_BLOCKS]
+        boundary = self._states.device_blocks
         source_host, target_host = moves[:, SOURCE] >= boundary, moves[:, TARGET] >= boundary
         directions = ((OFFLOAD, target_host & ~source_host), (ONBOARD, source_host & ~target_host), (WITHIN, source_host == target_host))
         for stream, which in directions:
@@ -237,7 +239,7 @@ class Transfer:
 
     def _move_tokens(self, moves: Moves, ticket: int) -> None:
         """Token moves, each on the stream of its sequence. Blocks that they should have written and did not are lost."""
-        order, width = self.order, int(self._state.header[blocks.WIDTH])
+        order, width = self.order, self._width
         for slot in np.unique(moves[:, 0]).tolist():
             mine = moves[moves[:, 0] == slot]
             starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))

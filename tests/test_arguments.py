@@ -115,7 +115,7 @@ def test_bad_namespaces_are_refused(busy: Busy, names: dict[str, Any], error: ty
 @pytest.mark.parametrize("call", PROMPT_CALLS[1:])
 @pytest.mark.parametrize("options", [{"secret": b"another secret, 32 bytes of it.."}, {"T": 2}], ids=["secret", "tokens_per_block"])
 def test_keys_of_another_pool_are_refused(busy: Busy, call: str, options: dict[str, Any]) -> None:
-    stranger = open_engine(options.get("T", 4), 4, 0, secret=options.get("secret", busy.cache._state.secret))
+    stranger = open_engine(options.get("T", 4), 4, 0, secret=options.get("secret", busy.cache._states.secret))
     keys = stranger.prompt(range(8))
     stranger.cache.close()
     refused(busy.cache, lambda: getattr(busy.cache, call)(keys), ValueError, "keys.*another pool|another secret|tokens_per_block")
@@ -123,7 +123,7 @@ def test_keys_of_another_pool_are_refused(busy: Busy, call: str, options: dict[s
 
 
 def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
-    twin = open_engine(4, 4, 0, secret=busy.cache._state.secret)
+    twin = open_engine(4, 4, 0, secret=busy.cache._states.secret)
     assert busy.cache.match_prefix(twin.prompt(range(9))).full_tokens == 8
     twin.cache.close()
 

@@ -226,7 +226,7 @@ def test_no_call_that_raises_changes_a_byte() -> None:
         ids: list[int] = []
         for _ in range(60):
             call = random_call(engine, rng, ids)
-            engine.cache._state.enable_extra()
+            engine.cache._states.enable_extra()
             before = picture(engine.cache)
             try:
                 done = call()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from engine import Clock
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
 from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
 from kvpool.device.base import SOURCE, TARGET
-from kvpool.state import debug, holds
+from kvpool.state import debug, groups, pins
 
 
 @pytest.fixture
@@ -270,15 +271,15 @@ def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatc
     one.seed(range(8), committed=8)
     keys = one.prompt(range(8)).keys
 
-    def interrupted(verb: str, call: Callable[[], object]) -> None:
-        changed = getattr(holds, verb)
+    def interrupted(verb: str, call: Callable[[], object], where: ModuleType = pins) -> None:
+        changed = getattr(where, verb)
 
         def change(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             return changed(*args)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(holds, verb, change)
+            patched.setattr(where, verb, change)
             call()
         one.check_everything()
 
@@ -290,7 +291,7 @@ def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatc
     interrupted("unpin", one.cache.leases[0].close)
     interrupted("unpin", lambda: one.cache.revoke("b"))
     assert one.cache.leases == [] and one.free() == 6
-    interrupted("reset", one.cache.reset)
+    interrupted("reset", one.cache.reset, groups)
     assert not one.cached()
 
 

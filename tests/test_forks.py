@@ -14,7 +14,7 @@ import pytest
 from engine import Engine, Request
 from failing import Rig, on_host_only
 from kvpool import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
-from kvpool.state import debug, forks
+from kvpool.state import debug, groups
 
 Make = Callable[..., Engine]
 
@@ -322,13 +322,13 @@ def test_a_lost_block_fails_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -
 def test_an_interrupted_fork_leaves_no_sequence_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     (parent,) = beams(engine, [*range(6)], 1)
-    changed = forks.fork
+    changed = groups.fork
 
     def fork(*args: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return changed(*args)
 
-    monkeypatch.setattr(forks, "fork", fork)
+    monkeypatch.setattr(groups, "fork", fork)
     with pytest.raises(KeyboardInterrupt):
         engine.cache.fork(parent.id, 3)
     assert engine.cache.stats().sequences == 1 and engine.free() == 6

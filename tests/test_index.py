@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvpool.memory import BLOCKS_MAX
-from kvpool.state.blocks import buckets
 from kvpool.state.index import bucket
+from kvpool.state.states import buckets
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 2**29, 2**29 + 1, BLOCKS_MAX])

@@ -153,7 +153,7 @@ def test_dropping_the_parent_from_the_key_fails_the_verification(active: int) ->
     with Replay(trace, ReplayConfig(SMALL, **options)) as replay:
         assert replay.run().hits.tokens == 16
     with Replay(trace, ReplayConfig(SMALL, **options)) as replay:
-        replay.cache._state.disable_guard("parent_in_key")
+        replay.cache._states.disable_guard("parent_in_key")
         with pytest.raises(VerificationError, match=r"request 2 \(line 3\): was handed out as cached") as caught:
             replay.run()
         assert caught.value.tier == "device" and caught.value.token == 0
@@ -167,8 +167,8 @@ def test_dropping_the_namespace_from_key_and_comparison_fails_the_verification(a
     with Replay(trace, ReplayConfig(SMALL, **options)) as replay:
         assert replay.run().hits.tokens == 0
     with Replay(trace, ReplayConfig(SMALL, **options)) as replay:
-        replay.cache._state.disable_guard("namespace_in_key")
-        replay.cache._state.disable_guard("namespace_at_hit")
+        replay.cache._states.disable_guard("namespace_in_key")
+        replay.cache._states.disable_guard("namespace_at_hit")
         with pytest.raises(VerificationError, match=r"token 0, request 1 \(line 2\): was handed out as cached"):
             replay.run()
 

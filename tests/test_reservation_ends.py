@@ -27,7 +27,7 @@ from kvpool import (
 from kvpool.device.base import Event
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
-from kvpool.state import debug, reservations
+from kvpool.state import debug, groups
 from loading import picture
 
 Make = Callable[..., Engine]
@@ -208,17 +208,17 @@ def test_an_interrupt_leaves_no_reservation_half_way(rig: Callable[..., Rig], mo
         one.cache.reserve(list(range(6)))
     one.device.before = None
     assert one.cache.reservations == [] and one.free() == 4, "nobody got it"
-    for verb in ("publish", "abort"):
-        inner = getattr(reservations, verb)
+    for verb in ("publish_reserved", "abort_reserved"):
+        inner = getattr(groups, verb)
 
         def change(*args: Any, inner: Any = inner) -> Any:
             signal.raise_signal(signal.SIGINT)
             return inner(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(reservations, verb, change)
+            patched.setattr(groups, verb, change)
             with pytest.raises(KeyboardInterrupt), one.cache.reserve(list(range(5))) as reservation:
-                reservation.commit(0) if verb == "publish" else reservation.abort()
+                reservation.commit(0) if verb == "publish_reserved" else reservation.abort()
         assert reservation.closed and one.free() == 4, "it was done whole"
 
 

@@ -62,7 +62,7 @@ def test_a_key_that_collides_is_no_hit(make: Make, guarded: bool) -> None:
     forged = engine.cache.block_keys(list(range(50, 59)))
     forged._owned[1][:] = engine.cache.block_keys(list(range(9))).keys
     if not guarded:
-        engine.cache._state.disable_guard("tokens_at_hit")
+        engine.cache._states.disable_guard("tokens_at_hit")
     assert engine.cache.match_prefix(forged).tokens == (0 if guarded else 8)
 
 

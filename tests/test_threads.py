@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
-from kvpool.state import holds, tiers
+from kvpool.state import pins, tiers
 from kvpool.state.atomics import compare_exchange, load
 from kvpool.state.blocks import BLOCK, change_word
 
@@ -162,7 +162,7 @@ def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
         run(*(lambda mine=mine: take(mine) for mine in taken))
         assert sorted(sum(taken, [])) == list(range(8, 2008)) and cache.stats().host.free == 0
         with cache._lock:
-            holds.unpin(state.header, np.array(sum(taken, [])), 0)
+            pins.unpin(state.header[None], np.array(sum(taken, [])), 0)
         cache.verify()
         assert cache.stats().host.free == 2000
 

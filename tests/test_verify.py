@@ -35,8 +35,8 @@ from kvpool.state.blocks import (
     REDUNDANT,
     SECRET0,
     TAIL,
-    State,
 )
+from kvpool.state.states import State
 
 Corrupt = Callable[[State], object]
 T = 4

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvpool import dlpack
 from kvpool.device.tables import StagedRows, StagedVectors, Table, host_table
 from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import StridedArray, as_strided
+from kvpool.strided import StridedArray
 
 TIERS = ("device", "host")
 ALIGNMENT = 4096
@@ -50,10 +50,39 @@ NULL_EVENT = Event()
 """Complete from the start, on every device."""
 
 
+class Part(NamedTuple):
+    """Memory of some layers of a region: both tiers in ``layout``, as flat bytes."""
+
+    layout: BlockLayout
+    device_pool: Any
+    host_pool: Any
+
+
+class Region(NamedTuple):
+    """Blocks of one kind, which lie in one or more parts: a copy of a block copies it in every part.
+
+    All parts have as many blocks, and blocks of as many tokens.
+    """
+
+    parts: tuple[Part, ...]
+    device_blocks: int
+    host_blocks: int
+
+    @classmethod
+    def of(cls, layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: int, host_blocks: int) -> Region:
+        """A region of one part."""
+        return cls((Part(layout, device_pool, host_pool),), device_blocks, host_blocks)
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.parts[0].layout.tokens_per_block
+
+
 class Device(ABC):
     """Memory for one pool, and the copies of its blocks.
 
-    One device serves one pool: ``bind`` tells it where the two tiers lie and ``copy_blocks`` then works on block ids,
+    One device serves one pool: ``bind`` tells it where the regions of the pool lie in both tiers, and ``copy_blocks`` then works on block
+    ids. These count the device blocks of all regions, in the order of the regions, then the host blocks of all regions: with one region,
     ``[0, device_blocks)`` on the device and ``[device_blocks, device_blocks + host_blocks)`` on the host.
 
     Work is *enqueued* on a stream when a call returns and *done* at some time after it. Work on one stream is done in
@@ -109,28 +138,21 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: Any,
-        host_pool: NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
-    ) -> None:
-        """Learn where the blocks lie: both pools as flat bytes in ``layout``, kept alive until they are freed.
+    def bind(self, regions: Sequence[Region]) -> None:
+        """Learn where the blocks lie: the memory of one or more regions, kept alive until any of it is freed.
 
-        Raises ValueError for pools of another size or type, and where the device is bound already.
+        Raises TypeError or ValueError for what are no regions, for memory of another size or type, and where the device is bound already.
         """
 
     @abstractmethod
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         """Enqueue block copies on ``stream``.
 
-        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket), any tier to any tier. The rows do not
-        depend on each other: none writes a block that another one reads or writes, and they may be made in any order
-        and at the same time; the caller sees to it. ``tokens`` below the block's length copies the
-        first ``tokens`` tokens of every layer, plane and head, and leaves the rest of the target as it is. The ticket is
-        the caller's.
+        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket), any tier to any tier inside one region; the rows may be
+        of several regions. They do not depend on each other: none writes a block that another one reads or writes, and they may be
+        made in any order and at the same time; the caller sees to it. ``tokens`` is 1 to the tokens of a block of the region; fewer than
+        those copies the first ``tokens`` tokens of every layer, plane and head, and leaves the rest of the target as it is.
+        The ticket is the caller's.
 
         Raises TypeError or ValueError, before anything is copied, for rows that are no moves of this pool, and
         DeviceError where the device fails: then the first ``completed`` rows have been enqueued, and of the others any may have
@@ -139,9 +161,10 @@ class Device(ABC):
 
     @abstractmethod
     def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: tokens of device blocks, all layers, planes and heads, go to other slots of device blocks.
+        """Enqueue on ``stream``: tokens of device blocks, all parts, layers, planes and heads, go to other slots of device blocks.
 
-        ``moves`` is int64[n, 2] with rows (source, target); a slot is block id * tokens_per_block + token. Group g is the rows
+        ``moves`` is int64[n, 2] with rows (source, target) inside one region; a slot is block id * width + token, where width is the most
+        tokens that a block of any region has. Tokens of regions whose blocks have fewer do not move. Group g is the rows
         [starts[g], starts[g + 1]), ``starts`` int64[groups + 1] from 0 to n. Rows of a group are made in order: one may write what an
         earlier one reads, none reads what an earlier one writes. No group writes what another one reads or writes; the caller sees to it.
 
@@ -204,8 +227,9 @@ class Device(ABC):
     ) -> AbstractContextManager[Any]:
         """Say what the calling thread itself reads and writes while the context is open, for devices that watch.
 
-        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None. ``loads``, ``stores``: arrays outside
-        the pools, such as staging buffers and tables, that are read and written. Costs nothing elsewhere.
+        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None; tokens are at most those of the block's
+        region. ``loads``, ``stores``: arrays outside the pools, such as staging buffers and tables, that are read and written. Costs
+        nothing elsewhere.
         """
         return nullcontext()
 
@@ -254,26 +278,3 @@ def moves_argument(moves: Any) -> NDArray[np.int64]:
     if moves.ndim != 2 or moves.shape[1] != 4:
         raise ValueError(f"moves: shape [n, 4] is needed, not {list(moves.shape)}")
     return np.ascontiguousarray(moves)
-
-
-def bind_arguments(
-    layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: Any, host_blocks: Any, device_memory: str = "host"
-) -> tuple[int, int]:
-    """The block counts that ``bind`` was given, once everything fits together; else TypeError or ValueError.
-
-    ``device_memory`` says where the device tier lies, as in ``StridedArray``.
-    """
-    counts = integer_argument("device_blocks", device_blocks, 0, 2**31 - 1), integer_argument("host_blocks", host_blocks, 0, 2**31 - 1)
-    tiers = ("device_pool", device_pool, counts[0], device_memory), ("host_pool", host_pool, counts[1], "host")
-    for name, pool, blocks, memory in tiers:
-        try:
-            found = as_strided(name, pool)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-        kind = (found.memory, found.kind, found.itemsize, len(found.shape))
-        if kind != (memory, "u", 1, 1) or (found.shape[0] > 1 and found.steps != (1,)):
-            raise ValueError(f"{name}: a contiguous uint8 array of one dimension in {memory} memory is needed")
-        nbytes = blocks * layout.block_bytes
-        if found.shape[0] != nbytes or not found.writable:
-            raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {found.shape[0]} with writable={found.writable}")
-    return counts

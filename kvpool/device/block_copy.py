@@ -170,15 +170,6 @@ def first_bad_move(moves, blocks, block_tokens):  # type: ignore[no-untyped-def]
     return -1
 
 
-def describe_bad_move(index: int, move: NDArray[np.int64], plan: Plan) -> str:
-    """What is wrong with the row that ``first_bad_move`` found."""
-    source, target, tokens = int(move[SOURCE]), int(move[TARGET]), int(move[TOKENS])
-    return (
-        f"moves[{index}]: source={source} and target={target} must be two different ids in [0, {plan.blocks}), "
-        f"tokens={tokens} must be 1 to {plan.block_tokens}"
-    )
-
-
 @jit
 def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     """Check all moves, then copy them in order. Returns -1, or the index of the first bad one with nothing copied."""

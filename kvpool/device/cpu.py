@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +13,34 @@ from kvpool.device.base import (
     NULL_STREAM,
     Device,
     Event,
+    Region,
     Stream,
-    bind_arguments,
     moves_argument,
     stream_argument,
     tier_argument,
 )
-from kvpool.device.block_copy import Plan, copy_moves, describe_bad_move, make_plan
+from kvpool.device.block_copy import copy_moves, make_plan
 from kvpool.device.ram import allocate_ram, available_ram
+from kvpool.device.regions import Regions
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_rows, write_vectors
 from kvpool.device.token_moves import TokenMoves, move_tokens
 from kvpool.errors import PoolClosed
-from kvpool.layout import BlockLayout
 from kvpool.strided import StridedArray
+
+
+class _Bound(NamedTuple):
+    """What is known of the pool: addresses are all that a copy gets, so ``regions`` keeps its memory."""
+
+    regions: Regions
+    plans: list[list[NDArray[np.int64]]]
+    """The vector of the plan of each part of each region."""
+    only: NDArray[np.int64] | None
+    """The one that there is, or None where there are several."""
+
+    @classmethod
+    def of(cls, regions: Regions) -> _Bound:
+        plans = [[make_plan(*part, region.device_blocks, region.host_blocks).vector() for part in region.parts] for region in regions.all]
+        return cls(regions, plans, plans[0][0] if len(plans) == len(plans[0]) == 1 else None)
 
 
 class CpuDevice(Device):
@@ -35,9 +51,7 @@ class CpuDevice(Device):
     one_memory = True
 
     def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._plan_vector: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._pools: tuple[NDArray[np.uint8], ...] = ()
+        self._bound: _Bound | None = None
         self._closed = False
 
     def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
@@ -47,8 +61,9 @@ class CpuDevice(Device):
 
     def free(self, array: NDArray[np.uint8]) -> None:
         # The memory itself goes back with the last view of it.
-        if any(array is pool for pool in self._pools):
-            self._plan, self._pools = None, ()
+        bound = self._bound
+        if bound is not None and any(array is pool for pool in bound.regions.pools):
+            self._bound = None
 
     def adopt(self, memory: StridedArray, tier: str) -> NDArray[np.uint8]:
         self._check_open()
@@ -62,39 +77,35 @@ class CpuDevice(Device):
         stream_argument(stream)
         return NULL_STREAM
 
-    def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: NDArray[np.uint8],
-        host_pool: NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
-    ) -> None:
+    def bind(self, regions: Sequence[Region]) -> None:
         self._check_open()
-        if self._plan is not None:
+        if self._bound is not None:
             raise ValueError("device: already bound to a pool; every pool needs a device of its own")
-        device_blocks, host_blocks = bind_arguments(layout, device_pool, host_pool, device_blocks, host_blocks)
-        self._plan = make_plan(layout, device_pool, host_pool, device_blocks, host_blocks)
-        self._plan_vector = self._plan.vector()
-        self._pools = (device_pool, host_pool)
+        self._bound = _Bound.of(Regions(regions))
+
+    def _pool(self) -> _Bound:
+        bound = self._bound
+        if bound is None:
+            self._check_open()
+            raise ValueError("device: not bound to a pool")
+        return bound
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        self._check_open()
-        # Addresses are all that the copy gets, so its pools are held here until it is done.
-        plan, _pools = self._plan, self._pools
-        if plan is None:
-            raise ValueError("device: not bound to a pool")
-        moves = moves_argument(moves)
-        bad = copy_moves(moves, self._plan_vector)
+        bound, moves = self._pool(), moves_argument(moves)
+        if bound.only is None:
+            for region, rows in bound.regions.split(moves):
+                for plan in bound.plans[region]:
+                    copy_moves(rows, plan)
+            return
+        bad = copy_moves(moves, bound.only)
         if bad >= 0:
-            raise ValueError(describe_bad_move(bad, moves[bad], plan))
+            raise ValueError(bound.regions.describe_bad_move(bad, moves[bad]))
 
     def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        self._check_open()
-        plan, _pools = self._plan, self._pools
-        if plan is None:
-            raise ValueError("device: not bound to a pool")
-        move_tokens(TokenMoves.of(moves, starts, plan).moves, self._plan_vector)
+        bound = self._pool()
+        for region, found in TokenMoves.of(moves, starts, bound.regions).by_region(bound.regions):
+            for plan in bound.plans[region]:
+                move_tokens(found.moves, plan)
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
@@ -120,7 +131,7 @@ class CpuDevice(Device):
         self._check_open()
 
     def close(self) -> None:
-        self._plan, self._pools, self._closed = None, (), True
+        self._bound, self._closed = None, True
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +21,14 @@ from kvpool.device.base import (
     TOKENS,
     Device,
     Event,
+    Part,
+    Region,
     Stream,
-    bind_arguments,
     moves_argument,
     stream_argument,
     tier_argument,
 )
-from kvpool.device.block_copy import Plan, describe_bad_move, first_bad_move, make_plan
+from kvpool.device.block_copy import make_plan
 from kvpool.device.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration
 from kvpool.device.cuda_arrays import check_adopted, gpu_array, gpu_table
 from kvpool.device.cuda_batch import find_batch
@@ -37,13 +39,14 @@ from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction
 from kvpool.device.measure import measure
 from kvpool.device.pinned import PinnedMemory
 from kvpool.device.ram import available_ram
+from kvpool.device.regions import Regions
 from kvpool.device.tables import StagedRows, StagedVectors, Table
 from kvpool.device.token_moves import TokenMoves
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.kernels.copies import block_copies
 from kvpool.kernels.tables import stage_rows
 from kvpool.kernels.token_moves import token_moves
-from kvpool.layout import BlockLayout, integer_argument
+from kvpool.layout import integer_argument
 from kvpool.strided import StridedArray
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
@@ -52,13 +55,10 @@ _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 
 
 class _Bound(NamedTuple):
-    """What is known of the pool."""
+    """What is known of the pool; ``cutters[region][part]``."""
 
-    plan: Plan
-    vector: NDArray[np.int64]
-    cutter: Cutter
-    pools: tuple[Any, NDArray[np.uint8]]
-    token_bytes: int
+    regions: Regions
+    cutters: list[list[Cutter]]
 
 
 def _cupy() -> Any:
@@ -198,7 +198,8 @@ class CudaDevice(Device):
         return (dlpack.CUDA_HOST, 0) if tier == "host" else (dlpack.CUDA, self.index)
 
     def free(self, array: Any) -> None:
-        if self._bound is not None and any(array is pool for pool in self._bound.pools):
+        bound = self._bound
+        if bound is not None and any(array is pool for pool in bound.regions.pools):
             self._bound = None
         _, memory = self._owned.pop(id(array), (None, None))
         if memory is not None:
@@ -220,47 +221,45 @@ class CudaDevice(Device):
         with self._calls("cudaMemGetInfo") as runtime:
             return max(0, int(runtime.memGetInfo()[0]) - ALIGNMENT)
 
-    def bind(
-        self, layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
-    ) -> None:
+    def bind(self, regions: Sequence[Region]) -> None:
         self._check_open()
         if self._bound is not None:
             raise ValueError("device: already bound to a pool; every pool needs a device of its own")
-        device_blocks, host_blocks = bind_arguments(layout, device_pool, host_pool, device_blocks, host_blocks, "device")
-        _, memory = self._owned.get(id(host_pool), (None, None))
+        found = Regions(regions, "device")
+        cutters = [[self._cutter(part, region) for part in region.parts] for region in found.all]
+        self._kernels = self._have_kernels()
+        self._bound = _Bound(found, cutters)
+
+    def _cutter(self, part: Part, region: Region) -> Cutter:
+        _, memory = self._owned.get(id(part.host_pool), (None, None))
         if memory is None:
             raise ValueError("host_pool: what allocate gave for the host tier is needed")
-        plan = make_plan(layout, device_pool, host_pool, device_blocks, host_blocks)
-        cutter = Cutter(plan, host_pool.nbytes, memory.chunk_bytes)
-        self._kernels = self._have_kernels()
-        self._bound = _Bound(plan, plan.vector(), cutter, (device_pool, host_pool), layout.token_bytes)
+        return Cutter(make_plan(*part, region.device_blocks, region.host_blocks), part.host_pool.nbytes, memory.chunk_bytes)
 
     # -- copies ----------------------------------------------------------------------------------
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        bound, moves = self._pool(), moves_argument(moves)
-        plan = bound.plan
-        bad = first_bad_move(moves, plan.blocks, plan.block_tokens)
-        if bad >= 0:
-            raise ValueError(describe_bad_move(bad, moves[bad], plan))
-        handle = self.as_stream(stream).handle
+        bound = self._pool()
+        split, handle = bound.regions.split(moves_argument(moves)), self.as_stream(stream).handle
         try:
-            for direction, rows in by_direction(moves, plan.device_blocks):
-                self._copy(bound, direction, rows, handle)
+            for region, rows in split:
+                for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
+                    for cutter in bound.cutters[region]:
+                        self._copy(cutter, direction, some, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
-    def _copy(self, bound: _Bound, direction: str, moves: NDArray[np.int64], stream: int) -> None:
+    def _copy(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         """Moves of one direction, by the path that is the fastest for so many fragments of such a size."""
-        moves = bound.cutter.order(moves)
-        count = bound.cutter.count(moves)
-        nbytes = int(moves[:, TOKENS].sum()) * bound.token_bytes // count
+        moves = cutter.order(moves)
+        count = cutter.count(moves)
+        nbytes = int(moves[:, TOKENS].sum()) * cutter.token_bytes // count
         path = PLAIN if direction == INSIDE_HOST else self.calibration.choose(direction, nbytes, count, self._paths(stream))
         if path == KERNEL:
-            self._copy_by_kernel(bound, direction, moves, stream)
+            self._copy_by_kernel(cutter, direction, moves, stream)
             return
-        fragments = bound.cutter.cut(moves, count)
+        fragments = cutter.cut(moves, count)
         if path == BATCHED:
             assert self._batch is not None
             with self._calls("cuMemcpyBatchAsync") as runtime:
@@ -279,19 +278,22 @@ class CudaDevice(Device):
     def _have_kernels(self) -> bool:
         return self._same_addresses and self._launcher.prepare("block_copy.cu")
 
-    def _copy_by_kernel(self, bound: _Bound, direction: str, moves: NDArray[np.int64], stream: int) -> None:
+    def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         address = self._launcher.upload(moves, stream)
-        whole = bool((moves[:, TOKENS] == bound.plan.block_tokens).all())
+        whole = bool((moves[:, TOKENS] == cutter.block_tokens).all())
         multiprocessors = self._launcher.multiprocessors
         for launch in block_copies(
-            bound.vector, address, len(moves), whole=whole, host=direction != WITHIN, multiprocessors=multiprocessors
+            cutter.vector, address, len(moves), whole=whole, host=direction != WITHIN, multiprocessors=multiprocessors
         ):
             self._launcher.launch(launch, stream)
 
     def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        bound, handle = self._pool(), self.as_stream(stream).handle
-        for launch in token_moves(bound.vector, *TokenMoves.of(moves, starts, bound.plan), self._launcher.multiprocessors):
+        bound, handle, multiprocessors = self._pool(), self.as_stream(stream).handle, self._launcher.multiprocessors
+        by_region = TokenMoves.of(moves, starts, bound.regions).by_region(bound.regions)
+        launches = [token_moves(cutter.vector, *found, multiprocessors) for region, found in by_region for cutter in bound.cutters[region]]
+        # All of them are made before the first is launched: one that cannot be made moves nothing.
+        for launch in [launch for some in launches for launch in some]:
             self._launcher.launch(launch, handle)
 
     def _pool(self) -> _Bound:

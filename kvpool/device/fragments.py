@@ -78,10 +78,13 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
 
 
 class Cutter:
-    """Cuts batches of moves for one pool. Host memory is registered in chunks of ``chunk_bytes``, which no fragment crosses."""
+    """Cuts batches of moves for one part. Host memory is registered in chunks of ``chunk_bytes``, which no fragment crosses.
+
+    ``vector`` is that of the part's plan, ``block_tokens`` the tokens of a block, ``token_bytes`` all bytes of a token.
+    """
 
     def __init__(self, plan: Plan, host_bytes: int, chunk_bytes: int) -> None:
-        self._plan = plan.vector()
+        self.vector, self.block_tokens, self.token_bytes = plan.vector(), plan.block_tokens, plan.outer * plan.inner * plan.token_bytes
         self._host = np.array([plan.host.base, plan.host.base + host_bytes, chunk_bytes], np.int64)
 
     def order(self, moves: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -90,12 +93,12 @@ class Cutter:
 
     def count(self, moves: npt.NDArray[np.int64]) -> int:
         """How many fragments ``cut`` gives for ordered moves."""
-        return int(_cut(moves, self._plan, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
+        return int(_cut(moves, self.vector, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
 
     def cut(self, moves: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
         """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves, which have been checked."""
         out = np.empty((count, 3), np.int64)
-        _cut(moves, self._plan, self._host, out, np.zeros(3, np.int64))
+        _cut(moves, self.vector, self._host, out, np.zeros(3, np.int64))
         return out
 
 

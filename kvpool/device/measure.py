@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import Device, Stream
+from kvpool.device.base import Device, Region, Stream
 from kvpool.device.calibration import OFFLOAD, ONBOARD, WITHIN, Measurement
 from kvpool.layout import BlockLayout
 
@@ -50,7 +50,7 @@ def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]
     layout = BlockLayout(1, 1, nbytes, 1, "uint8", planes=1, order="block_first")
     pools = [device.allocate(blocks * nbytes, tier) for tier in ("device", "host")]
     try:
-        device.bind(layout, pools[0], pools[1], blocks, blocks)
+        device.bind([Region.of(layout, pools[0], pools[1], blocks, blocks)])
         for count in counts:
             # Every other block, in disorder: nothing that could be merged.
             even = 2 * np.random.default_rng(count).permutation(blocks // 2)[:count]

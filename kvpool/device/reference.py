@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.device.base import SOURCE, TARGET, TOKENS, Region
 from kvpool.layout import BlockLayout
 
 
@@ -41,6 +42,40 @@ def move_tokens(layout: BlockLayout, device_pool: NDArray[Any], moves: NDArray[n
         (block, token), (to, place) = divmod(source, layout.tokens_per_block), divmod(target, layout.tokens_per_block)
         moved = block_view(layout, device_pool, nothing, block)[:, :, token]
         block_view(layout, device_pool, nothing, to)[:, :, place] = moved
+
+
+def block_place(regions: Sequence[Region], block: int) -> tuple[int, int]:
+    """The region of a block id of the pool, and its id there."""
+    rest = block
+    for number, region in enumerate(regions):
+        if rest < region.device_blocks:
+            return number, rest
+        rest -= region.device_blocks
+    for number, region in enumerate(regions):
+        if rest < region.host_blocks:
+            return number, region.device_blocks + rest
+        rest -= region.host_blocks
+    raise IndexError(block)
+
+
+def copy_region_blocks(regions: Sequence[Region], moves: NDArray[np.int64]) -> None:
+    """As ``copy_blocks``, for regions whose parts have views as in ``block_view`` for their pools."""
+    for source, target, tokens, ticket in moves.tolist():
+        region, first = block_place(regions, source)
+        _, second = block_place(regions, target)
+        for part in regions[region].parts:
+            copy_blocks(*part, np.array([(first, second, tokens, ticket)]))
+
+
+def move_region_tokens(regions: Sequence[Region], moves: NDArray[np.int64]) -> None:
+    """As ``move_tokens``, for regions as in ``copy_region_blocks``."""
+    width = max(region.tokens_per_block for region in regions)
+    for source, target in moves.tolist():
+        region, first = block_place(regions, source // width)
+        _, second = block_place(regions, target // width)
+        for part in regions[region].parts:
+            local = [(first * width + source % width, second * width + target % width)]
+            move_tokens(part.layout, part.device_pool, np.array(local))
 
 
 def gather_kv(cache: NDArray[Any], slot_mapping: NDArray[Any], out: NDArray[Any], skip_prefix_n_tokens: int = 0) -> None:

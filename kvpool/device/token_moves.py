@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.block_copy import Plan, memcpy
+from kvpool.device.block_copy import memcpy
+from kvpool.device.regions import Regions
 from kvpool.jit import jit
 
 Int64s = NDArray[np.int64]
@@ -20,7 +22,7 @@ class TokenMoves(NamedTuple):
     starts: Int64s
 
     @classmethod
-    def of(cls, moves: Any, starts: Any, plan: Plan) -> TokenMoves:
+    def of(cls, moves: Any, starts: Any, regions: Regions) -> TokenMoves:
         """Copies of the arguments of ``Device.move_tokens``. Raises TypeError or ValueError for what are no token moves of this pool."""
         for name, given in (("moves", moves), ("starts", starts)):
             if not isinstance(given, np.ndarray) or given.dtype != np.int64:
@@ -30,12 +32,30 @@ class TokenMoves(NamedTuple):
             raise ValueError(f"moves: shape [n, 2] is needed, not {list(moves.shape)}")
         if starts.ndim != 1 or not len(starts) or starts[0] != 0 or starts[-1] != len(moves) or (np.diff(starts) < 0).any():
             raise ValueError(f"starts: rising numbers from 0 to {len(moves)} are needed, not {starts.tolist()!r:.80}")
-        found, slots = cls(moves.copy(), starts.copy()), plan.device_blocks * plan.block_tokens
+        found, slots = cls(moves.copy(), starts.copy()), regions.device_blocks * regions.width
         wrong = (found.moves < 0).any(1) | (found.moves >= slots).any(1) | (found.moves[:, 0] == found.moves[:, 1])
+        together = ""
+        if len(regions.all) > 1:
+            inside = np.flatnonzero(~wrong)
+            blocks = found.moves[inside] // regions.width
+            region, _ = regions.place(blocks)
+            wrong[inside] = (region[:, 0] != region[:, 1]) | (regions.lengths[blocks[:, 0]] != regions.width)
+            together = f" of one region with {regions.width} tokens in a block"
         if wrong.any():
             bad = int(wrong.argmax())
-            raise ValueError(f"moves[{bad}]: {found.moves[bad].tolist()} must be two different slots in [0, {slots})")
+            raise ValueError(f"moves[{bad}]: {found.moves[bad].tolist()} must be two different slots in [0, {slots}){together}")
         return found
+
+    def by_region(self, regions: Regions) -> Iterator[tuple[int, TokenMoves]]:
+        """The moves of each region that has any, in their groups, with the slots of the region."""
+        if len(regions.all) == 1:
+            yield 0, self
+            return
+        region, _ = regions.place(self.moves[:, 0] // regions.width)
+        for one in np.unique(region).tolist():
+            mine = region == one
+            before = np.concatenate([[0], np.cumsum(mine)])
+            yield one, TokenMoves(self.moves[mine] - regions.first(one) * regions.width, before[self.starts])
 
     def rows(self, width: int) -> tuple[Int64s, Int64s]:
         """What is read and what is written: rows (block id, first token, end of tokens) for devices that watch."""

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import NULL_STREAM, Device, Event, Stream
+from kvpool.device.base import NULL_STREAM, Device, Event, Region, Stream
 from kvpool.device.tables import StagedRows, StagedVectors, Table
-from kvpool.layout import BlockLayout
 from kvpool.strided import StridedArray
 
 
@@ -43,15 +42,8 @@ class WrappedDevice(Device):
     def as_stream(self, stream: Any) -> Stream:
         return self.inner.as_stream(stream)
 
-    def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: Any,
-        host_pool: NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
-    ) -> None:
-        self.inner.bind(layout, device_pool, host_pool, device_blocks, host_blocks)
+    def bind(self, regions: Sequence[Region]) -> None:
+        self.inner.bind(regions)
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self.inner.copy_blocks(moves, stream)

@@ -129,7 +129,7 @@ class Encoder:
         labels: dict[int, Labels] = {}
         removed: list[Any] = []
         removed_from = -1
-        for i, (kind, tier, _, _, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
+        for i, (kind, tier, _, _, _, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
             low, high = bounds[i] - first, bounds[i + 1] - first
             if removed and (kind != REMOVED or tier != removed_from):
                 yield BlockRemoved(removed, MEDIA[TIERS[removed_from]])

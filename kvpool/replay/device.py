@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Stream
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Region, Stream
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError
@@ -83,17 +83,14 @@ class MeteredDevice(WrappedDevice):
         if isinstance(self.inner, SimDevice):
             self.inner.check()
 
-    def bind(
-        self,
-        layout: BlockLayout,
-        device_pool: Any,
-        host_pool: npt.NDArray[np.uint8],
-        device_blocks: int,
-        host_blocks: int,
-    ) -> None:
-        self._device_blocks, self._token_bytes = device_blocks, layout.token_bytes
-        self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, device_blocks)
-        self.inner.bind(layout, device_pool, host_pool, device_blocks, host_blocks)
+    def bind(self, regions: Sequence[Region]) -> None:
+        """As every device, but for one region of one part. Raises ValueError for more."""
+        if len(regions) != 1 or len(regions[0].parts) != 1:
+            raise ValueError(f"regions: {[len(region.parts) for region in regions]} parts; accepted is one region of one")
+        ((layout, device_pool, _),), self._device_blocks, _ = regions[0]
+        self._token_bytes = layout.token_bytes
+        self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, self._device_blocks)
+        self.inner.bind(regions)
 
     def copy_blocks(self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         begin = perf_counter_ns()

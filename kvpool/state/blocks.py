@@ -1,19 +1,18 @@
 """The arrays that hold all state of a pool, their fields and their meaning, and the views of them that jitted functions take.
 
 A jitted verb gets one array, the *header*: addresses and sizes of all others, and the scalars. Opening a view costs a few loads;
-passing a dozen arrays from Python would cost more than most verbs. ``State`` owns the memory behind the addresses.
+passing a dozen arrays from Python would cost more than most verbs. ``states`` owns the memory behind the addresses.
+
+Every group of layers has blocks, sequences and a header of its own: ``h`` below. Headers are the rows of one matrix, ``heads``
+int64[groups, HEADER].
 """
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.jit import jit
 from kvpool.state.atomics import array_at, compare_exchange, load, store
-from kvpool.state.hashing import GUARDS, block_secret, fingerprint
 
 NONE = -1
 DEVICE, HOST = 0, 1
@@ -89,7 +88,8 @@ EVENT = np.dtype(
         ("kind", "i1"),
         ("tier", "i1"),
         ("priority", "i1"),
-        ("group", "i1"),  # 1 = continues the stored event before it
+        ("joined", "i1"),  # 1 = continues the stored event before it
+        ("group", "i1"),
         ("extra", "i1"),  # 1 = some token has an extra id
         ("key0", "i8"),
         ("key1", "i8"),
@@ -105,9 +105,15 @@ EVENT = np.dtype(
     A_BLOCKS, A_TOKENS, A_EXTRA, A_LISTS, A_INDEX, A_CHILDREN, A_HEAP, A_SEQUENCES, A_ROWS, A_TABLE, A_MOVES, A_TOKEN_MOVES,
     A_ACCESSES, A_EVENTS, A_EVENT_TOKENS, A_EVENT_EXTRA, A_COUNTERS, A_HISTOGRAMS, DEVICE_BLOCKS, BLOCKS, WIDTH, BUCKETS,
     CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS, MOVES, MOVES_CAPACITY, TOKEN_MOVES, TOKEN_MOVES_CAPACITY, ACCESSES,
-    ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, EVENT_NEXT,
-    EVENT_READ, CALL_EVENT, REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, WINDOW, SINKS, HEADER,
-) = range(53)  # fmt: skip
+    ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, A_RING,
+    REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, DETAIL_GROUP, WINDOW, SINKS, KIND, GROUP, BLOCK_TOKENS, DEVICE_FIRST, HOST_FIRST,
+    SNAPSHOT, HEADER,
+) = range(58)  # fmt: skip
+# DETAIL_GROUP, in the first header only, is the group that an error is about. DEVICE_FIRST or HOST_FIRST, added to the id of a device or
+# host block, gives the id that all behind the state knows it by. BLOCK_TOKENS are the tokens of a whole block for the device; SNAPSHOT, the
+# blocks from one kept state to the next. The ring of events is common to all groups; A_RING has its numbers:
+EVENT_NEXT, EVENT_READ, CALL_EVENT, RING = range(4)
+ATTENTION, RECURRENT, CROSS = range(3)
 
 COUNTERS = (
     "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
@@ -214,6 +220,11 @@ def event_extra_of(h):
 
 
 @jit(inline="always")
+def ring_of(h):
+    return array_at(h[A_RING], (RING,), np.int64)
+
+
+@jit(inline="always")
 def counters_of(h):
     return array_at(h[A_COUNTERS], (len(COUNTERS),), np.int64)
 
@@ -258,132 +269,3 @@ def drop_reference(blocks, b):
         store(words, b, 0)
         return np.int64(0)
     return change_word(blocks, b, -1, 0)
-
-
-_POOLS = itertools.count(1)
-
-
-def buckets(count: int) -> int:
-    """Buckets of the index, and of the children, of ``count`` blocks: four a block."""
-    return min(4 * count, BUCKETS_MAX)
-
-
-def state_bytes(count: int, width: int, sequences: int, columns: int, events: int) -> int:
-    """Bytes that a State of ``count`` blocks will take."""
-    per_block = BLOCK.itemsize + 36 + 4 * width
-    return count * per_block + sequences * (SEQUENCE.itemsize + 4 + 4 * columns) + events * (EVENT.itemsize + 4 * width)
-
-
-class State:
-    """Owns every array of one pool and the header that points to them. Not thread-safe: the manager's state lock guards it.
-
-    Parameters are counts of blocks, tokens per block, sequences and blocks per sequence; ``secret`` keys the hash. ``window`` and ``sinks``
-    are tokens, 0 = none.
-    """
-
-    def __init__(
-        self, *, device_blocks: int, host_blocks: int, width: int, sequences: int, columns: int, secret: bytes, partial_reuse: bool = True,
-        offload_min_priority: int = 30, offload_min_reuse: int = 1, event_capacity: int = 0, window: int = 0, sinks: int = 0,
-        table: npt.NDArray[np.int32] | None = None,
-    ) -> None:  # fmt: skip
-        count = device_blocks + host_blocks
-        self.secret = secret
-        self.fingerprint = fingerprint(secret)
-        self.namespace_in_key = True
-        self.blocks = np.zeros(count, BLOCK)
-        self.tokens = np.zeros((count, width), np.int32)
-        self.extra = np.zeros((1, 1), np.int64)
-        self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
-        self.index = np.full(buckets(count), NONE, np.int32)
-        self.children = np.full(buckets(count) if partial_reuse else 0, NONE, np.int32)
-        self.heap = np.zeros(count + 1, np.int32)
-        self.sequences = np.zeros(sequences, SEQUENCE)
-        self.rows = np.arange(sequences - 1, -1, -1, dtype=np.int32)
-        self.table = np.empty((sequences, columns), np.int32) if table is None else table
-        self.table.fill(NONE)
-        self.moves = np.zeros((64, 4), np.int64)
-        self.token_moves = np.zeros((0, 4), np.int64)
-        self.accesses = np.zeros((0, 3), np.int64)
-        self.events = np.zeros(event_capacity, EVENT)
-        self.event_tokens = np.zeros((event_capacity, width), np.int32)
-        self.event_extra = np.zeros((1, 1), np.int64)
-        self.counters = np.zeros(len(COUNTERS), np.int64)
-        self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
-        self.header = h = np.zeros(HEADER, np.int64)
-        for slot, array in (
-            (A_BLOCKS, self.blocks), (A_TOKENS, self.tokens), (A_EXTRA, self.extra), (A_LISTS, self.lists), (A_INDEX, self.index),
-            (A_CHILDREN, self.children), (A_HEAP, self.heap), (A_SEQUENCES, self.sequences), (A_ROWS, self.rows), (A_TABLE, self.table),
-            (A_MOVES, self.moves), (A_EVENTS, self.events), (A_EVENT_TOKENS, self.event_tokens), (A_COUNTERS, self.counters),
-            (A_HISTOGRAMS, self.histograms), (A_ACCESSES, self.accesses), (A_EVENT_EXTRA, self.event_extra),
-            (A_TOKEN_MOVES, self.token_moves),
-        ):  # fmt: skip
-            h[slot] = array.ctypes.data
-        h[DEVICE_BLOCKS], h[BLOCKS], h[WIDTH] = device_blocks, count, width
-        h[BUCKETS], h[CHILD_BUCKETS] = len(self.index), len(self.children)
-        h[SEQUENCES], h[COLUMNS], h[FREE_ROWS] = sequences, columns, sequences
-        h[MOVES_CAPACITY] = len(self.moves)
-        h[OFFLOAD_PRIORITY], h[OFFLOAD_REUSE] = offload_min_priority, offload_min_reuse
-        h[SECRET0], h[SECRET1] = block_secret(secret)
-        h[GUARD] = sum(GUARDS.values())
-        h[EVENTS] = event_capacity
-        h[WINDOW], h[SINKS] = window, -(-sinks // width)
-        self._fill_lists(device_blocks, count)
-
-    def _fill_lists(self, device_blocks: int, count: int) -> None:
-        blocks, lists = self.blocks, self.lists
-        for name in ("twin", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
-            blocks[name] = NONE
-        blocks["priority"] = DEFAULT_PRIORITY
-        self.sequences["duplicates"] = NONE
-        # Ids of one pool mean nothing to another: generations start elsewhere in each.
-        self.sequences["generation"] = (next(_POOLS) * 0x9E3779B1) & 0x7FFFFFFF
-        lists[:, 2] = 0
-        lists[LOWEST:, 0] = EMPTY
-        for tier, low, high in ((DEVICE, 0, device_blocks), (HOST, device_blocks, count)):
-            if low == high:
-                continue
-            which = tier * LISTS_PER_TIER + EMPTY
-            blocks["list"][low:high] = which
-            blocks["prev"][low + 1 : high] = np.arange(low, high - 1)
-            blocks["next"][low : high - 1] = np.arange(low + 1, high)
-            lists[which] = low, high - 1, high - low
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of state per pool that grow with its blocks, tokens left out."""
-        return sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
-
-    def reserve_moves(self, count: int) -> None:
-        """Make room for ``count`` moves of the next call. No move may be waiting in the buffer."""
-        if count > len(self.moves):
-            self.moves = np.zeros((max(count, 2 * len(self.moves)), 4), np.int64)
-            self.header[A_MOVES] = self.moves.ctypes.data
-            self.header[MOVES_CAPACITY] = len(self.moves)
-
-    def reserve_token_moves(self, count: int) -> None:
-        """Make room for ``count`` token moves of the next call. None may be waiting in the buffer."""
-        if count > len(self.token_moves):
-            self.token_moves = np.zeros((max(count, 2 * len(self.token_moves)), 4), np.int64)
-            self.header[A_TOKEN_MOVES] = self.token_moves.ctypes.data
-            self.header[TOKEN_MOVES_CAPACITY] = len(self.token_moves)
-
-    def reserve_accesses(self, count: int) -> None:
-        """Make room for ``count`` accesses of the next call; without any room, none is noted. None may be waiting in the buffer."""
-        if count > len(self.accesses):
-            self.accesses = np.zeros((max(count, 2 * len(self.accesses)), 3), np.int64)
-            self.header[A_ACCESSES] = self.accesses.ctypes.data
-            self.header[ACCESSES_CAPACITY] = len(self.accesses)
-
-    def enable_extra(self) -> None:
-        """Allocate the extra ids when the first prompt that has some comes; untouched rows cost no memory."""
-        if not self.header[HAS_EXTRA]:
-            self.extra = np.zeros(self.tokens.shape, np.int64)
-            self.header[A_EXTRA] = self.extra.ctypes.data
-            self.event_extra = np.zeros(self.event_tokens.shape, np.int64)
-            self.header[A_EVENT_EXTRA] = self.event_extra.ctypes.data
-            self.header[HAS_EXTRA] = 1
-
-    def disable_guard(self, name: str) -> None:
-        """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
-        self.header[GUARD] &= ~GUARDS[name]
-        self.namespace_in_key = bool(self.header[GUARD] & GUARDS["namespace_in_key"])

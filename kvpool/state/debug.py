@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvpool.state.blocks import DEVICE_BLOCKS, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT, State
+from kvpool.state.blocks import DEVICE_BLOCKS, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT
+from kvpool.state.states import State
 
 
 def lists(state: State) -> dict[str, list[int]]:
@@ -34,4 +35,4 @@ def dump(state: State) -> bytes:
     """Every byte that a decision depends on: all but the scalars and counters in the header and the search's starting points."""
     arrays = (state.blocks, state.tokens, state.lists[:-2], state.index, state.children, state.heap, state.sequences, state.rows)
     extra = state.extra.tobytes() if state.extra.size > 1 else b""
-    return b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.events)) + extra
+    return b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.ring.events)) + extra

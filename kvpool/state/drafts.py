@@ -30,21 +30,21 @@ from kvpool.state.blocks import (
     token_moves_of,
     tokens_of,
 )
-from kvpool.state.growth import _rewind, _shared, rewind
-from kvpool.state.live import check, slot_of, stream_of
+from kvpool.state.growth import rewind, rewind_need, rewind_one, shared
+from kvpool.state.live import slot_of, stream_of
 from kvpool.state.lru import free_blocks
 from kvpool.state.sharing import private_copy
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, forget
+from kvpool.state.tiers import forget
 
 BAD_DRAFTS, BAD_ACCEPTED = -11, -12
 
 
 @jit
-def _check(h, ids, drafts, accepted, counts):
-    """0, or an error: DETAIL is the offender's place in ``ids``, for BAD_ACCEPTED in ``accepted``; DETAIL2 the bound that it broke."""
-    error = check(h, ids, True)
-    if error:
-        return error
+def draft_error(h, ids, drafts, accepted, counts):
+    """0, or an error: DETAIL is the offender's place in ``ids``, for BAD_ACCEPTED in ``accepted``; DETAIL2 the bound that it broke.
+
+    The ids were checked.
+    """
     start = 0
     for i in range(ids.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
@@ -75,7 +75,7 @@ def _shared_between(h, slot, first, end):
     """How many of the blocks of tokens [first, end) others hold too."""
     found = 0
     for i in range(first // h[WIDTH], (end - 1) // h[WIDTH] + 1 if end > first else 0):
-        found += 1 if _shared(h, slot, i) else 0
+        found += 1 if shared(h, slot, i) else 0
     return found
 
 
@@ -122,7 +122,7 @@ def _gather(h, slot, base, accepted, gap, stream):
     blocks, row, width = blocks_of(h), table_of(h)[slot], h[WIDTH]
     length, copied = sequences_of(h)[slot].length, 0
     for i in range((base + gap) // width, (base + accepted.shape[0] - 1) // width + 1):
-        if _shared(h, slot, i):
+        if shared(h, slot, i):
             emit_access(h, WROTE, stream, row[i])
             row[i] = private_copy(h, row[i], min(width, length - i * width))
             copied += 1
@@ -152,31 +152,33 @@ def _drop(h, ids, drafts, accepted, counts, moved):
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         if counts[i] < drafts[i] and (_gap(accepted, start, counts[i]) < counts[i]) == moved:
-            copied += _rewind(h, slot, drafts[i] - counts[i], stream_of(h, slot))
+            copied += rewind_one(h, slot, drafts[i] - counts[i], stream_of(h, slot))
         start += counts[i]
     return copied
 
 
 @jit
-def keep(h, ids, drafts, accepted, counts, dropped, now):
-    """Of the last ``drafts`` tokens of each sequence keep its next ``counts`` of ``accepted``, indices among them in rising order.
-
-    ``dropped`` is ``drafts - counts``. Returns blocks copied, or an error with nothing changed.
-    """
-    error = _check(h, ids, drafts, accepted, counts)
-    if error:
-        return error
+def keep_need(h, ids, drafts, accepted, counts, dropped):
+    """Blocks that ``keep`` takes for copies, or the error, after ``draft_error``; ``dropped`` is ``drafts - counts``."""
     need, moving = _copies(h, ids, drafts, accepted, counts)
     if not moving:
-        return rewind(h, ids, dropped, now)
+        return rewind_need(h, ids, dropped)
     # Blocks that this call returns do not count: tokens are moved out of them behind all copies into fresh blocks.
     free = free_blocks(lists_of(h), DEVICE)
     if need > free:
         h[DETAIL], h[DETAIL2] = need, free
-        return SHORT_OF_BLOCKS
-    begin(h, now)
-    if need:
-        expire(h, EXPIRIES_PER_CALL)
+        return np.int64(SHORT_OF_BLOCKS)
+    return need
+
+
+@jit
+def keep(h, ids, drafts, accepted, counts, dropped):
+    """Of the last ``drafts`` tokens of each sequence keep its next ``counts`` of ``accepted``, indices among them in rising order.
+
+    ``keep_need`` has found it possible. Returns blocks copied.
+    """
+    if not _copies(h, ids, drafts, accepted, counts)[1]:
+        return rewind(h, ids, dropped)
     start, copied = 0, 0
     for i in range(ids.shape[0]):
         slot, gap = slot_of(h, ids[i]), _gap(accepted, start, counts[i])

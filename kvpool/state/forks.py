@@ -6,11 +6,8 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import FOLLOWS, emit_access
-from kvpool.state.admission import SHORT_OF_SEQUENCES
 from kvpool.state.atomics import array_at
 from kvpool.state.blocks import (
-    DETAIL,
-    DETAIL2,
     FREE_ROWS,
     LIVE,
     NONE,
@@ -22,9 +19,8 @@ from kvpool.state.blocks import (
     sequences_of,
     table_of,
 )
-from kvpool.state.growth import give_back, retry_duplicates, stored_tail
-from kvpool.state.live import check, slot_of, stream_of
-from kvpool.state.tiers import begin
+from kvpool.state.live import slot_of, stream_of
+from kvpool.state.storing import give_back, retry_duplicates, stored_tail
 
 
 @jit
@@ -47,17 +43,11 @@ def _follow(h, stream, other):
 
 @jit
 def fork(h, ids, out):
-    """Sequences ``out`` int64[m, n] that continue ``ids`` int64[m]. Returns 0 or an error with nothing changed.
+    """Sequences ``out`` int64[m, n] that continue ``ids`` int64[m], for which there are rows; ids were checked.
 
     They hold the same blocks, a last one that is not full included, which is copied when one of its holders writes.
     """
-    error = check(h, ids, True)
-    if error:
-        return error
     top = h[FREE_ROWS]
-    if out.size > top:
-        h[DETAIL], h[DETAIL2] = out.size, top
-        return SHORT_OF_SEQUENCES
     sequences, table = sequences_of(h), table_of(h)
     for i in range(out.shape[0]):
         slot = slot_of(h, ids[i])
@@ -78,19 +68,15 @@ def fork(h, ids, out):
         if out.shape[1]:
             _follow(h, h[STREAM], parent.stream)
     h[FREE_ROWS] = top
-    return 0
 
 
 @jit
-def reorder(h, ids, parents, store, now, before, scratch):
+def reorder(h, ids, parents, store, before, scratch):
     """Sequence ``ids[i]`` goes on from what ``ids[parents[i]]`` is now; what nobody goes on from is given back, as by a release.
 
-    Room to work in: SEQUENCE[n] at the address ``before``, and ``scratch`` int64[3, n], zeros. Returns 0 or an error with nothing changed.
+    Room to work in: SEQUENCE[n] at the address ``before``, and ``scratch`` int64[3, n]. The ids were checked.
     """
-    error = check(h, ids, True)
-    if error:
-        return error
-    begin(h, now)
+    scratch[:] = 0
     sequences, old = sequences_of(h), array_at(before, (ids.shape[0],), SEQUENCE)
     slots, children, longest = scratch[0], scratch[1], 0
     for i in range(ids.shape[0]):
@@ -111,7 +97,6 @@ def reorder(h, ids, parents, store, now, before, scratch):
         _become(sequences[slots[i]], parent)
         if children[parents[i]] > 1:
             sequences[slots[i]].forked = 1
-    return 0
 
 
 @jit

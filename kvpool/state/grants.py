@@ -18,6 +18,7 @@ from kvpool.state.blocks import (
     C_PARTIAL,
     C_PARTIAL_TOKENS,
     C_PROMPT,
+    DEFAULT_PRIORITY,
     DEVICE_BLOCKS,
     EXTRA,
     HAS_EXTRA,
@@ -52,6 +53,7 @@ from kvpool.state.requests import (
     O_PARTIAL,
     O_SOURCE,
     O_TAKES,
+    R_ENCODER,
     R_LENGTH,
     R_NAMESPACE,
     R_PRIORITY,
@@ -59,7 +61,8 @@ from kvpool.state.requests import (
     R_ROOT0,
     R_ROOT1,
     R_TTL,
-    blocks_for,
+    columns_for,
+    has_block,
     request_extra,
     request_keys,
     request_tokens,
@@ -87,6 +90,24 @@ def write_tokens(h, b, at, tokens, extra, start, count):
         if some:
             blocks[b].flags |= EXTRA
     blocks[b].filled = at + count
+
+
+@jit
+def grant_cross(h, request, slot, out):
+    """Blocks for what an encoder gives, which nobody else has and nothing changes. Nothing here can fail."""
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    total = columns_for(h, request)
+    for i in range(total):
+        row[i] = take_device(h)
+        add_reference(blocks, row[i])
+        blocks[row[i]].namespace, blocks[row[i]].priority, blocks[row[i]].ttl = request[R_NAMESPACE], DEFAULT_PRIORITY, NONE
+        emit_access(h, WILL_WRITE, h[STREAM], row[i])
+    out[:] = 0
+    out[O_SOURCE] = NONE
+    out[O_ID] = (np.int64(sequence.generation) << 32) | slot
+    begin_row(h, sequence, request)
+    sequence.length, sequence.blocks = request[R_ENCODER], total
+    sequence.committed = sequence.cached = sequence.reused = sequence.first = 0
 
 
 @jit(forceinline=True)
@@ -150,7 +171,7 @@ def _grant_new(h, request, tokens, keys, extra, width, i, out):
     else:
         b = take_device(h)
         add_reference(blocks, b)
-        if partial:
+        if partial and out[O_PARTIAL]:  # none where another group has dropped its part
             emit_move(h, out[O_SOURCE], b, out[O_PARTIAL])
             counters_of(h)[C_COPIED] += 1
     start = i * width
@@ -185,7 +206,7 @@ def _count(h, request, out):
 def grant(h, request, slot, out):
     """Phase 2 of one request."""
     sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-    total = blocks_for(h, request[R_LENGTH])
+    total = columns_for(h, request)
     out[O_DEVICE_TOKENS] = out[O_HOST_TOKENS] = 0
     for i in range(out[O_MATCHED]):
         if row[i] != NONE:
@@ -194,7 +215,8 @@ def grant(h, request, slot, out):
             out[O_DEVICE_TOKENS] += h[WIDTH]
     tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h[WIDTH]
     for i in range(out[O_MATCHED], total):
-        row[i] = _grant_new(h, request, tokens, keys, extra, width, i, out)
+        if has_block(h, request, i):
+            row[i] = _grant_new(h, request, tokens, keys, extra, width, i, out)
     for i in range(total if h[ACCESSES_CAPACITY] else 0):
         if row[i] != NONE:
             emit_access(h, WILL_READ if i < out[O_MATCHED] else WILL_WRITE, h[STREAM], row[i])
@@ -203,11 +225,18 @@ def grant(h, request, slot, out):
     out[O_ID] = (np.int64(sequence.generation) << 32) | slot
     if not request[R_RESERVES]:
         _count(h, request, out)
-    sequence.live, sequence.failed, sequence.duplicates = RESERVED if request[R_RESERVES] else LIVE, 0, NONE
+    begin_row(h, sequence, request)
     sequence.length, sequence.blocks = request[R_LENGTH], total
     sequence.committed = sequence.cached = out[O_CACHED]
-    sequence.reused, sequence.stream, sequence.forked = out[O_MATCHED], h[STREAM], 0
+    sequence.reused = out[O_MATCHED]
     sequence.first = kept_from(h, out[O_MATCHED] * h[WIDTH]) if h[WINDOW] else 0
+
+
+@jit(forceinline=True)
+def begin_row(h, sequence, request):
+    """What a new sequence has of its request alone."""
+    sequence.live, sequence.failed, sequence.duplicates = RESERVED if request[R_RESERVES] else LIVE, 0, NONE
+    sequence.stream, sequence.forked = h[STREAM], 0
     sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]
     sequence.priority, sequence.ttl = request[R_PRIORITY], request[R_TTL]
 

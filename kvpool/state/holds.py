@@ -1,4 +1,4 @@
-"""Everything between requests: pins, prefetch, offload on demand, expiry, blocks that a failed device lost, reset."""
+"""What one group does between requests: prefetch, offload on demand, expiry, blocks that a failed device lost, reset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kvpool.state.blocks import (
     C_LOST,
     C_OFFLOADED,
     CHILD_BUCKETS,
-    DETAIL,
     DEVICE,
     DEVICE_BLOCKS,
     EMPTY,
@@ -22,15 +21,11 @@ from kvpool.state.blocks import (
     LIVE,
     LOST,
     NONE,
-    NOW,
     PUBLISHED,
     REMOVALS,
-    SEQUENCES,
     WIDTH,
-    WINDOW,
     add_reference,
     blocks_of,
-    change_word,
     children_of,
     counters_of,
     heap_of,
@@ -40,78 +35,21 @@ from kvpool.state.blocks import (
     table_of,
 )
 from kvpool.state.grants import onboard, release_sources
-from kvpool.state.growth import release
 from kvpool.state.hashing import TICKET_AT_LOSS
 from kvpool.state.index import find_key
 from kvpool.state.lru import free_blocks, heap_remove, push_back, unlink
 from kvpool.state.prefix import device_copy, host_copy
-from kvpool.state.requests import R_LENGTH, reusable
-from kvpool.state.ring import STORED, emit, emit_cleared
+from kvpool.state.ring import STORED, emit
+from kvpool.state.storing import release
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, copy_content, emit_move, expire, hold, let_go, shelve, take_host, unpublish
-from kvpool.state.windows import longest
-
-ANY_TIER = -1
 
 
 @jit
-def pin_block(h, b):
-    blocks = blocks_of(h)
-    if change_word(blocks, b, 0, 1) == 1 << 32:
-        heap_remove(blocks, heap_of(h), b)
-        unlink(blocks, lists_of(h), b)
+def prefetch(h, matched, ids):
+    """Onboard those of the ``matched`` cached blocks ``ids`` int32 that are on the host only, as far as device blocks can be had.
 
-
-@jit
-def pin_keys(h, keys, tier, out):
-    """Pin the block of each key (int64[n, 2]), ids into ``out`` int64[n]: on ``tier``, or with ANY_TIER the host copy where there is one.
-
-    Returns 0, or -1 with nothing changed and the place of the first missing key in DETAIL.
+    Holds nothing after. Returns blocks onboarded. The ids are scratch.
     """
-    for i in range(keys.shape[0]):
-        b = find_key(h, keys[i, 0], keys[i, 1])
-        if b != NONE:
-            device, host = device_copy(h, b), host_copy(h, b)
-            b = device if tier == DEVICE or (tier == ANY_TIER and host == NONE) else host
-        if b == NONE:
-            h[DETAIL] = i
-            return -1
-        out[i] = b
-    for i in range(keys.shape[0]):
-        pin_block(h, out[i])
-    return 0
-
-
-@jit
-def pin_blocks(h, ids):
-    """Pin blocks by id; each must be held or cached. Returns 0, or -1 with nothing changed and the offender's place in DETAIL."""
-    blocks = blocks_of(h)
-    for i in range(ids.shape[0]):
-        b = ids[i]
-        if b < 0 or b >= h[BLOCKS] or blocks[b].flags & LOST or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
-            h[DETAIL] = i
-            return -1
-    for i in range(ids.shape[0]):
-        pin_block(h, ids[i])
-    return 0
-
-
-@jit
-def unpin(h, ids, now):
-    """Drop one pin of each block; what nobody holds then goes back into the list that its content says."""
-    begin(h, now)
-    for i in range(ids.shape[0]):
-        if change_word(blocks_of(h), ids[i], 0, -1) == 0:
-            shelve(h, ids[i], False)
-
-
-@jit
-def prefetch(h, request, ids, now):
-    """Onboard the cached full blocks of a prompt that are on the host only, as far as device blocks can be had; holds nothing after.
-
-    With a window, those that an admission would hold. ``ids`` int32[full blocks] is scratch. Returns blocks onboarded.
-    """
-    matched = longest(h, request, (reusable(request) if h[WINDOW] else request[R_LENGTH]) // h[WIDTH], ids)
-    begin(h, now)
     for i in range(matched):
         if ids[i] == NONE:
             continue
@@ -144,13 +82,12 @@ def _drop_rest(h, ids, first, last):
 
 
 @jit
-def offload(h, keys, now):
+def offload(h, keys):
     """Copy device blocks by key (int64[n, 2]) to the host, as far as it has room, and keep them; returns blocks copied.
 
     The copies are held until the call ends, so that they do not push each other out.
     """
     blocks = blocks_of(h)
-    begin(h, now)
     done = 0
     first = np.int64(NONE)
     for i in range(keys.shape[0]):
@@ -194,46 +131,40 @@ def refresh(h, now):
 
 
 @jit
-def lose(h, targets):
-    """Blocks whose bytes never came: ``targets`` int64[n, 2] of block and the ticket that should have written it.
+def lose(h, b, ticket):
+    """Take the content of a block whose bytes never came, unless a later decision than ``ticket`` has put other content there.
 
-    Content that a later decision has put there is left alone. Returns how many blocks lost theirs.
+    Returns whether there was any.
     """
-    blocks, lists = blocks_of(h), lists_of(h)
-    begin(h, h[NOW])
-    lost = 0
-    for i in range(targets.shape[0]):
-        b = targets[i, 0]
-        stale = blocks[b].ticket != targets[i, 1] and h[GUARD] & TICKET_AT_LOSS != 0
-        if stale or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
-            continue
-        unpublish(h, b, NONE)
-        lost += 1
-        if blocks[b].list != NONE:
-            heap_remove(blocks, heap_of(h), b)
-            unlink(blocks, lists, b)
-            shelve(h, b, False)
-        else:
-            blocks[b].flags = LOST
-    counters_of(h)[C_LOST] += lost
-    _fail_sequences(h)
-    return lost
+    blocks = blocks_of(h)
+    stale = blocks[b].ticket != ticket and h[GUARD] & TICKET_AT_LOSS != 0
+    if stale or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
+        return False
+    unpublish(h, b, NONE)
+    if blocks[b].list != NONE:
+        heap_remove(blocks, heap_of(h), b)
+        unlink(blocks, lists_of(h), b)
+        shelve(h, b, False)
+    else:
+        blocks[b].flags = LOST
+    counters_of(h)[C_LOST] += 1
+    return True
 
 
 @jit
-def _fail_sequences(h):
-    for slot in range(h[SEQUENCES]):
-        sequence = sequences_of(h)[slot]
-        if sequence.live:
-            for i in range(sequence.blocks):
-                b = table_of(h)[slot, i]
-                if b != NONE and blocks_of(h)[b].flags & LOST:
-                    sequence.failed = 1
+def lost_one(h, slot):
+    """Whether a live sequence or reservation has lost a block in this group."""
+    if sequences_of(h)[slot].live:
+        for i in range(sequences_of(h)[slot].blocks):
+            b = table_of(h)[slot, i]
+            if b != NONE and blocks_of(h)[b].flags & LOST:
+                return True
+    return False
 
 
 @jit
 def reset(h, ids, now):
-    """Drop all content with one event, and ``ids``, all sequences and reservations that live.
+    """Drop all content, without an event, and ``ids``, all sequences and reservations that live.
 
     Pinned blocks become keyless and keep their bytes until the last unpin.
     """
@@ -249,13 +180,13 @@ def reset(h, ids, now):
             h[REMOVALS] += 1
         blocks[b].flags &= LOST
         blocks[b].twin = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
+    begin(h, now)
     for i in range(ids.shape[0]):
         sequences_of(h)[ids[i] & 0xFFFFFFFF].live = LIVE
-    release(h, ids, False, now)
+    release(h, ids, False)
     for b in range(h[BLOCKS]):
         if blocks[b].list != NONE:
             unlink(blocks, lists, b)
             blocks[b].filled = 0
             push_back(blocks, lists, b, (DEVICE if b < h[DEVICE_BLOCKS] else HOST) * LISTS_PER_TIER + EMPTY)
     h[GENERATION] += 1
-    emit_cleared(h)

@@ -19,8 +19,8 @@ from kvpool.state.blocks import (
     lists_of,
 )
 from kvpool.state.grants import write_tokens
-from kvpool.state.holds import pin_block
 from kvpool.state.index import find_key
+from kvpool.state.pins import pin_block
 from kvpool.state.prefix import host_copy
 from kvpool.state.requests import R_NAMESPACE, parent_of, request_extra, request_keys, request_tokens
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, supersede, take_host

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import FOLLOWS, emit_access
-from kvpool.state.blocks import DETAIL, LIVE, NONE, SEQUENCES, STREAM, sequences_of
+from kvpool.state.blocks import DETAIL, DETAIL2, DETAIL_GROUP, LIVE, NONE, SEQUENCES, STREAM, sequences_of
 
 UNKNOWN, DUPLICATE, FAILED = -3, -4, -5
 
@@ -46,12 +46,33 @@ def check(h, ids, usable):
 
 
 @jit
-def use(h, ids):
-    """The engine goes on with these sequences on the call's stream. Returns 0 or an error with nothing changed."""
-    error = check(h, ids, True)
+def refuse(heads, g, error):
+    """Put what group ``g`` says of an error into the first header, where the caller looks for it; returns the error."""
+    heads[0, DETAIL], heads[0, DETAIL2], heads[0, DETAIL_GROUP] = heads[g, DETAIL], heads[g, DETAIL2], g
+    return np.int64(error)
+
+
+@jit
+def check_ids(heads, ids, usable):
+    """``check`` for all groups, in which rows are the same."""
+    error = check(heads[0], ids, usable)
+    return refuse(heads, 0, error) if error else np.int64(0)
+
+
+@jit
+def follow(h, ids):
+    """The engine goes on with these sequences, which were checked, on the call's stream."""
+    for i in range(ids.shape[0]):
+        stream_of(h, slot_of(h, ids[i]))
+
+
+@jit
+def use(heads, ids):
+    """``follow`` in all groups. Returns 0 or an error with nothing changed."""
+    error = check_ids(heads, ids, True)
     if not error:
-        for i in range(ids.shape[0]):
-            stream_of(h, slot_of(h, ids[i]))
+        for g in range(heads.shape[0]):
+            follow(heads[g], ids)
     return error
 
 

@@ -6,16 +6,30 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.atomics import address_of, array_at
-from kvpool.state.blocks import CHILD_BUCKETS, DEFAULT_PRIORITY, GUARD, NONE, SECRET0, SECRET1, WIDTH
+from kvpool.state.blocks import (
+    ATTENTION,
+    CHILD_BUCKETS,
+    CROSS,
+    DEFAULT_PRIORITY,
+    GUARD,
+    KIND,
+    NONE,
+    RECURRENT,
+    SECRET0,
+    SECRET1,
+    SNAPSHOT,
+    WIDTH,
+)
 from kvpool.state.hashing import block_key
 from kvpool.state.prefix import best_child, device_copy, find
 
 # One request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention ranges
-# (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of what it decodes; whether it is a loader's.
+# (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of what it decodes; whether it is a loader's; the length
+# of the encoder's input, for cross attention.
 (
     R_TOKENS, R_LENGTH, R_KEYS, R_EXTRA, R_NAMESPACE, R_ROOT0, R_ROOT1, R_RANGES, R_RANGE_COUNT, R_PRIORITY, R_TTL,
-    R_RESERVES, REQUEST,
-) = range(13)  # fmt: skip
+    R_RESERVES, R_ENCODER, REQUEST,
+) = range(14)  # fmt: skip
 # What the call says of each request. The last ones are the call's own notes between its phases.
 (
     O_ID, O_CACHED, O_DEVICE_TOKENS, O_HOST_TOKENS, O_PARTIAL, O_MISSED, O_MATCHED, O_ONBOARDS, O_SOURCE, O_TAKES, OUTCOME,
@@ -54,6 +68,38 @@ def describe(request, tokens, keys, extra, namespace, root0, root1):
 @jit(forceinline=True)
 def blocks_for(h, tokens):
     return (tokens + h[WIDTH] - 1) // h[WIDTH]
+
+
+@jit(forceinline=True)
+def columns_for(h, request):
+    """Columns of a row that a prompt takes in this group."""
+    return blocks_for(h, request[R_ENCODER] if h[KIND] == CROSS else request[R_LENGTH])
+
+
+@jit(forceinline=True)
+def has_block(h, request, i):
+    """Whether column ``i`` of a prompt has a block, where it is not reused: in a recurrent group, those have one whose state is kept."""
+    if h[KIND] != RECURRENT:
+        return True
+    return i == blocks_for(h, request[R_LENGTH]) - 1 or i == reusable(request) // h[WIDTH] - 1 or keeps_state(h, i)
+
+
+@jit(forceinline=True)
+def keeps_state(h, i):
+    """Whether the state behind column ``i`` of any sequence is kept."""
+    return h[SNAPSHOT] != 0 and (i + 1) % h[SNAPSHOT] == 0
+
+
+@jit
+def fresh_blocks(h, request, matched):
+    """Blocks that a prompt takes behind ``matched`` columns."""
+    columns = columns_for(h, request)
+    if h[KIND] != RECURRENT:
+        return columns - matched
+    count = 0
+    for i in range(matched, columns):
+        count += 1 if has_block(h, request, i) else 0
+    return count
 
 
 @jit
@@ -95,7 +141,7 @@ def partial_match(h, request, matched):
     """(block, tokens) of the best partial match behind ``matched`` full blocks; prefers the device copy. Changes nothing."""
     start = matched * h[WIDTH]
     limit = min(h[WIDTH], reusable(request) - start)
-    if h[CHILD_BUCKETS] == 0 or limit <= 0:
+    if h[CHILD_BUCKETS] == 0 or limit <= 0 or h[KIND] != ATTENTION:
         return NONE, 0
     parent0, parent1 = parent_of(h, request, matched)
     b, n = best_child(h, parent0, parent1, request[R_NAMESPACE], request_tokens(request), request_extra(request), start, limit)

@@ -12,6 +12,7 @@ from kvpool.state.blocks import (
     EVENT_READ,
     EVENTS,
     EXTRA,
+    GROUP,
     HOST,
     WIDTH,
     blocks_of,
@@ -20,6 +21,7 @@ from kvpool.state.blocks import (
     event_tokens_of,
     events_of,
     extra_of,
+    ring_of,
     tokens_of,
 )
 
@@ -29,11 +31,12 @@ CREATED, STORED, REMOVED, UPDATED, CLEARED = range(5)
 @jit
 def _slot(h):
     """Number the next event and return its place; a full ring loses its oldest event, which is counted."""
-    if h[EVENT_NEXT] - h[EVENT_READ] == h[EVENTS]:
-        h[EVENT_READ] += 1
+    ring = ring_of(h)
+    if ring[EVENT_NEXT] - ring[EVENT_READ] == h[EVENTS]:
+        ring[EVENT_READ] += 1
         counters_of(h)[C_DROPPED] += 1
-    h[EVENT_NEXT] += 1
-    return (h[EVENT_NEXT] - 1) % h[EVENTS]
+    ring[EVENT_NEXT] += 1
+    return (ring[EVENT_NEXT] - 1) % h[EVENTS]
 
 
 @jit(forceinline=True)
@@ -46,20 +49,23 @@ def emit(h, kind, b):
 @jit
 def _record(h, kind, b):
     blocks, events = blocks_of(h), events_of(h)
-    before = (h[EVENT_NEXT] - 1) % h[EVENTS]
-    first = h[EVENT_NEXT] == max(h[CALL_EVENT], h[EVENT_READ])
+    ring = ring_of(h)
+    before = (ring[EVENT_NEXT] - 1) % h[EVENTS]
+    first = ring[EVENT_NEXT] == max(ring[CALL_EVENT], ring[EVENT_READ])
     i = _slot(h)
     tier = DEVICE if b < h[DEVICE_BLOCKS] else HOST
     joins = (
         kind == STORED
         and not first
         and events[before].kind == STORED
+        and events[before].group == h[GROUP]
         and events[before].tier == tier
         and events[before].priority == blocks[b].priority
         and events[before].key0 == blocks[b].parent0
         and events[before].key1 == blocks[b].parent1
     )
-    events[i].kind, events[i].tier, events[i].priority, events[i].group = kind, tier, blocks[b].priority, 1 if joins else 0
+    events[i].kind, events[i].tier, events[i].priority, events[i].joined = kind, tier, blocks[b].priority, 1 if joins else 0
+    events[i].group = h[GROUP]
     events[i].key0, events[i].key1 = blocks[b].key0, blocks[b].key1
     events[i].parent0, events[i].parent1 = blocks[b].parent0, blocks[b].parent1
     events[i].namespace = blocks[b].namespace
@@ -80,4 +86,4 @@ def emit_cleared(h):
         return
     i = _slot(h)
     events_of(h)[i].kind = CLEARED
-    events_of(h)[i].group = 0
+    events_of(h)[i].joined, events_of(h)[i].group = 0, h[GROUP]

@@ -57,6 +57,7 @@ from kvpool.state.blocks import (
     histograms_of,
     lists_of,
     moves_of,
+    ring_of,
     tokens_of,
 )
 from kvpool.state.index import expect
@@ -71,7 +72,8 @@ EXPIRIES_PER_CALL = 64
 def begin(h, now):
     """Start of the part of a call that changes the pool."""
     h[NOW] = now
-    h[CALL_EVENT] = h[EVENT_NEXT]
+    ring = ring_of(h)
+    ring[CALL_EVENT] = ring[EVENT_NEXT]
 
 
 @jit(forceinline=True)

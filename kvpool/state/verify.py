@@ -34,7 +34,6 @@ from kvpool.state.blocks import (
     SINKS,
     TAIL,
     WINDOW,
-    State,
     blocks_of,
     children_of,
     extra_of,
@@ -45,6 +44,7 @@ from kvpool.state.blocks import (
 from kvpool.state.hashing import block_key
 from kvpool.state.index import bucket
 from kvpool.state.prefix import child_bucket
+from kvpool.state.states import State
 from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, emit_access
-from kvpool.state.blocks import C_PASSED, NONE, SINKS, WIDTH, WINDOW, counters_of, sequences_of, table_of
+from kvpool.state.blocks import C_PASSED, KIND, NONE, RECURRENT, SINKS, WIDTH, WINDOW, counters_of, sequences_of, table_of
 from kvpool.state.prefix import find
 from kvpool.state.requests import R_NAMESPACE, request_extra, request_keys, request_tokens, walk
 from kvpool.state.tiers import let_go
@@ -44,6 +44,8 @@ def longest(h, request, limit, ids):
 
     Their representatives go into ``ids``, NONE where a block is not needed. Looks no block up twice. Changes nothing.
     """
+    if h[KIND] == RECURRENT:
+        return _last_state(h, request, limit, ids)
     if h[WINDOW] == 0:
         return walk(h, request, limit, ids)
     sinks = min(limit, h[SINKS])
@@ -63,6 +65,19 @@ def longest(h, request, limit, ids):
     for i in range(sinks, min(end, kept_from(h, end * h[WIDTH]))):
         ids[i] = NONE
     return end
+
+
+@jit
+def _last_state(h, request, limit, ids):
+    """``longest`` in a recurrent group, where all that the next token sees is the state behind the last block."""
+    tokens, keys, extra = request_tokens(request), request_keys(h, request), request_extra(request)
+    for i in range(limit - 1, -1, -1):
+        ids[i] = find(h, keys[i, 0], keys[i, 1], request[R_NAMESPACE], tokens, extra, i * h[WIDTH])
+        if ids[i] != NONE:
+            for j in range(i):
+                ids[j] = NONE
+            return i + 1
+    return 0
 
 
 @jit

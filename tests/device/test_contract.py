@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.device import CpuDevice, get_device, reference
-from kvpool.device.base import ALIGNMENT, Device
+from kvpool.device.base import ALIGNMENT, Device, Region
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.layout import BlockLayout
@@ -220,16 +220,16 @@ def test_bind_refuses_pools_of_another_size_or_type(device: Device, layout: Bloc
         for bad in (longer, short, right[tier].view(np.int8), right[tier].reshape(2, -1), longer[::2], None):
             given = [bad if place == tier else pool for place, pool in enumerate(right)]
             with pytest.raises(ValueError, match=name):
-                device.bind(layout, *given, 1, 1)  # type: ignore[arg-type]
+                device.bind([Region.of(layout, *given, 1, 1)])
     read_only = right[1].view()
     read_only.flags.writeable = False
     with pytest.raises(ValueError, match="host_pool"):
-        device.bind(layout, right[0], read_only, 1, 1)
+        device.bind([Region.of(layout, right[0], read_only, 1, 1)])
     with pytest.raises(TypeError, match="device_blocks"):
-        device.bind(layout, *right, True, 1)
+        device.bind([Region.of(layout, *right, True, 1)])
     with pytest.raises(ValueError, match="host_blocks"):
-        device.bind(layout, *right, 1, -1)
-    device.bind(layout, *right, 1, 1)
+        device.bind([Region.of(layout, *right, 1, -1)])
+    device.bind([Region.of(layout, *right, 1, 1)])
 
 
 def test_a_closed_device_says_so_and_closes_again(device: Device, layout: BlockLayout) -> None:

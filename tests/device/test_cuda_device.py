@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import KVCacheManager
 from kvpool.device import cuda
-from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.base import NULL_STREAM, Region, Stream
 from kvpool.device.calibration import PATHS
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda_batch import find_batch
@@ -309,7 +309,7 @@ def test_only_memory_of_this_device_is_bound(fake_cuda: Fake) -> None:
     device = CudaDevice()
     on_device, on_host = device.allocate(LAYOUT.block_bytes, "device"), np.zeros(LAYOUT.block_bytes, np.uint8)
     with pytest.raises(ValueError, match="host_pool: what allocate gave"):
-        device.bind(LAYOUT, on_device, on_host, 1, 1)
+        device.bind([Region.of(LAYOUT, on_device, on_host, 1, 1)])
     with pytest.raises(ValueError, match="device_pool: .* device memory"):
-        device.bind(LAYOUT, on_host, on_host, 1, 1)
+        device.bind([Region.of(LAYOUT, on_host, on_host, 1, 1)])
     device.close()

@@ -21,7 +21,7 @@ class _Watched(NamedTuple):
 
 
 class Arrays:
-    """The arrays that some access has named, each with a place of its own behind the blocks: rows name it like a block.
+    """The arrays that some access has named, each with a place of its own behind the blocks: rows name it like a block of ``tokens``.
 
     Arrays that share bytes are places that are accessed together. So two halves of one array are apart if each is named by itself.
     """

@@ -17,25 +17,24 @@ from kvpool.device.base import (
     NULL_STREAM,
     Device,
     Event,
+    Region,
     Stream,
-    bind_arguments,
     moves_argument,
     stream_argument,
     tier_argument,
 )
-from kvpool.device.block_copy import describe_bad_move, first_bad_move
 from kvpool.device.ram import allocate_ram, available_ram
+from kvpool.device.regions import Regions
 from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
-from kvpool.device.sim.mirror import Mirror
-from kvpool.device.sim.order import LANE_BITS, HostAccess, Rows, Waits, joined, rows_argument, rows_of_moves
+from kvpool.device.sim.order import LANE_BITS, NO_ROWS, HostAccess, Rows, Waits, joined, rows_of_moves
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_checked, write_vectors
-from kvpool.device.token_moves import TokenMoves, move_tokens
+from kvpool.device.token_moves import TokenMoves
 from kvpool.errors import PoolClosed
-from kvpool.layout import BlockLayout, integer_argument
+from kvpool.layout import integer_argument
 from kvpool.strided import StridedArray
 
 Memory = Sequence[NDArray[Any]]
@@ -131,7 +130,7 @@ class SimDevice(Device):
             if id(array) not in self._allocated:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = host_call("free")
-            if self._bound is not None and any(array is pool for pool in self._bound.mirror.pools):
+            if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
                 self._unbind(self._bound, access)
             elif self._bound is not None:
                 self._overwrite(self._bound, access, self._bound.arrays.rows("array", [array]))
@@ -151,14 +150,11 @@ class SimDevice(Device):
         available = available_ram()
         return None if available is None else available // 2
 
-    def bind(
-        self, layout: BlockLayout, device_pool: NDArray[np.uint8], host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
-    ) -> None:
+    def bind(self, regions: Sequence[Region]) -> None:
         with self._entered():
             if self._bound is not None:
                 raise ValueError("device: already bound to a pool; every pool needs a device of its own")
-            device_blocks, host_blocks = bind_arguments(layout, device_pool, host_pool, device_blocks, host_blocks)
-            self._bound = Bound.of(Mirror(layout, device_pool, host_pool, device_blocks, host_blocks))
+            self._bound = Bound.of(Regions(regions))
 
     def _pool(self) -> Bound:
         if self._bound is None:
@@ -195,24 +191,22 @@ class SimDevice(Device):
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         with self._entered():
-            mirror, order, _ = self._pool()
+            regions, mirrors, order, _ = self._pool()
             moves = moves_argument(moves).copy()  # The caller may use its array again at once.
-            bad = first_bad_move(moves, mirror.blocks, mirror.tokens)
-            if bad >= 0:
-                raise ValueError(describe_bad_move(bad, moves[bad], mirror.plan))
+            regions.split(moves)  # This checks them.
             queue = self._queue(stream)
             if len(moves):
                 access = Access("copy_blocks", queue.name, call_site())
                 reads, writes = rows_of_moves(moves)
                 self._findings.note(order.dependent_rows(access, reads[:, 0], writes[:, 0]))
-                self._submit(queue, Copy(access, writes, moves, mirror, self._chunk_bytes), reads)
+                self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes), reads)
             self._scheduler.poll()
 
     def move_tokens(self, moves: Rows, starts: Rows, stream: Stream = NULL_STREAM) -> None:
         with self._entered():
-            plan = self._pool().mirror.plan
-            found = TokenMoves.of(moves, starts, plan)
-            self._launch("move_tokens", stream, partial(move_tokens, found.moves, plan.vector()), *found.rows(plan.block_tokens))
+            regions, mirrors, _, _ = self._pool()
+            found = TokenMoves.of(moves, starts, regions)
+            self._launch("move_tokens", stream, partial(mirrors.move_tokens, found), *found.rows(regions.width))
 
     def launch(
         self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = ()
@@ -236,7 +230,7 @@ class SimDevice(Device):
 
     def _rows(self, reads: Any, writes: Any, loads: Memory, stores: Memory) -> tuple[Rows, Rows]:
         if reads is None and writes is None and not len(loads) and not len(stores):
-            return rows_argument("reads", None, 0, 0), rows_argument("writes", None, 0, 0)
+            return NO_ROWS, NO_ROWS
         return self._pool().rows(("reads", "loads"), reads, loads), self._pool().rows(("writes", "stores"), writes, stores)
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.device.regions import Regions
 from kvpool.device.sim.arrays import Arrays
-from kvpool.device.sim.mirror import Mirror
+from kvpool.device.sim.mirror import Mirrors
 from kvpool.device.sim.order import HostAccess, Order, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
 
@@ -26,29 +27,30 @@ _SAMPLE = 4
 class Bound(NamedTuple):
     """A pool that the device serves, and the arrays beside it."""
 
-    mirror: Mirror
+    regions: Regions
+    mirrors: Mirrors
     order: Order
     arrays: Arrays
 
     @classmethod
-    def of(cls, mirror: Mirror) -> Bound:
-        return cls(mirror, Order(mirror.blocks, mirror.tokens), Arrays(mirror.blocks, mirror.tokens))
+    def of(cls, regions: Regions) -> Bound:
+        return cls(regions, Mirrors(regions), Order(regions.lengths), Arrays(regions.blocks, regions.width))
 
     def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[NDArray[Any]]) -> Rows:
         """Rows of blocks and the places of arrays, named by two arguments. Raises TypeError, ValueError."""
-        found = rows_argument(names[0], rows, self.mirror.blocks, self.mirror.tokens)
+        found = rows_argument(names[0], rows, self.regions.lengths)
         return np.concatenate([found, self.arrays.rows(names[1], arrays)]) if len(arrays) else found
 
     def everything(self) -> Rows:
         """All tokens of all blocks, and all arrays."""
-        blocks = np.arange(self.mirror.blocks)
-        whole = np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, self.mirror.tokens)], axis=1)
+        blocks = np.arange(self.regions.blocks)
+        whole = np.stack([blocks, np.zeros_like(blocks), self.regions.lengths], axis=1)
         return np.concatenate([whole, self.arrays.everything()])
 
     def adopt(self, rows: Rows) -> None:
         """Take what is in memory for right in these rows."""
-        is_array = rows[:, 0] >= self.mirror.blocks
-        self.mirror.adopt(rows[~is_array])
+        is_array = rows[:, 0] >= self.regions.blocks
+        self.mirrors.adopt(rows[~is_array])
         self.arrays.adopt(rows[is_array, 0])
 
 
@@ -111,17 +113,17 @@ class Findings:
         if self._whole(bound):
             self.compare(bound, access)
         else:
-            sample = self._random.integers(0, bound.mirror.blocks, _SAMPLE)
-            self._compare(bound, access, lambda: bound.mirror.differences_in(sample))
+            sample = self._random.integers(0, bound.regions.blocks, _SAMPLE)
+            self._compare(bound, access, lambda: bound.mirrors.differences_in(sample))
         self._last = access
 
     def compare(self, bound: Bound | None, access: Access | None) -> None:
         """Compare everything, right after ``access`` or (None) at the call that is under way."""
         if bound is not None:
-            self._compare(bound, access, bound.mirror.differences)
+            self._compare(bound, access, bound.mirrors.differences)
             for place in bound.arrays.differences():
                 seen = f"seen {_moment(access)}\n    after {self._last or 'nothing was done'}"
-                self.note([UndeclaredWrite(f"array {place - bound.mirror.blocks + 1}", -1, (), seen, self._schedule())])
+                self.note([UndeclaredWrite(f"array {place - bound.regions.blocks + 1}", -1, (), seen, self._schedule())])
                 bound.arrays.adopt(np.array([place]))
         for array, freed in list(self._freed):
             if (array != POISON).any():
@@ -129,7 +131,7 @@ class Findings:
                 self.note([UndeclaredWrite(f"memory given back by {freed}", -1, (), f"seen {_moment(access)}", self._schedule())])
 
     def _whole(self, bound: Bound) -> bool:
-        return self._mode == "all" or (self._mode == "auto" and bound.mirror.nbytes <= _WHOLE_BYTES)
+        return self._mode == "all" or (self._mode == "auto" and bound.mirrors.nbytes <= _WHOLE_BYTES)
 
     def _compare(self, bound: Bound, access: Access | None, differences: Callable[[], NDArray[np.int64]]) -> None:
         self._adopt_open(bound)

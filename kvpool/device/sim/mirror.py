@@ -1,12 +1,17 @@
-"""Mirror: the bytes of both tiers, and a second copy of them on which only declared effects happen."""
+"""Mirrors: the bytes of all parts of a pool, and a second copy of them on which only declared effects happen."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.block_copy import Plan, copy_moves, make_plan
-from kvpool.layout import BlockLayout
+from kvpool.device.base import Part
+from kvpool.device.block_copy import copy_moves, make_plan
+from kvpool.device.regions import Regions
+from kvpool.device.token_moves import TokenMoves, move_tokens
 
 Piece = tuple[slice, slice, slice]
 """A part of a block: segments, runs of each, bytes of each run."""
@@ -15,17 +20,16 @@ _COMPARED_BYTES = 1 << 20
 
 
 class Mirror:
-    """The pools and their shadow, seen as ``[blocks, segments, runs, bytes of a run]``, block ids as everywhere.
+    """The pools of one part and their shadow, seen as ``[blocks, segments, runs, bytes of a run]``, with the block ids of its region.
 
     A segment is one layer and plane of a block; a run is what is contiguous in it for the first n tokens, whatever n.
     Copies are made on both sides; other declared writes are adopted, which makes the shadow what the pools are. So the
     two sides differ where somebody wrote what was not declared, also in the middle of a copy.
     """
 
-    def __init__(
-        self, layout: BlockLayout, device_pool: NDArray[np.uint8], host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
-    ) -> None:
-        self.blocks, self.tokens = device_blocks + host_blocks, layout.tokens_per_block
+    def __init__(self, part: Part, device_blocks: int, host_blocks: int) -> None:
+        layout, device_pool, host_pool = part
+        self.tokens = layout.tokens_per_block
         self.pools = (device_pool, host_pool)
         self._shadows = (device_pool.copy(), host_pool.copy())
         self._layout, self._counts = layout, (device_blocks, host_blocks)
@@ -34,8 +38,8 @@ class Mirror:
         self._segments = layout.layers * layout.planes
         self._real = self._view(self.pools)
         self._shadow = self._view(self._shadows)
-        self.plan: Plan = make_plan(layout, *self.pools, *self._counts)
-        self._vectors = (self.plan.vector(), make_plan(layout, *self._shadows, *self._counts).vector())
+        self.plan = make_plan(layout, *self.pools, *self._counts).vector()
+        self._plans = (self.plan, make_plan(layout, *self._shadows, *self._counts).vector())
 
     def _view(self, pools: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         (device, host), (device_blocks, host_blocks) = pools, self._counts
@@ -74,8 +78,8 @@ class Mirror:
 
     def copy(self, moves: NDArray[np.int64]) -> None:
         """Make whole moves, on both sides."""
-        for vector in self._vectors:
-            copy_moves(moves, vector)
+        for plan in self._plans:
+            copy_moves(moves, plan)
 
     def copy_piece(self, source: int, target: int, piece: Piece) -> None:
         """Make one piece of a move, on both sides."""
@@ -119,3 +123,62 @@ class Mirror:
         found = np.argwhere(changed.reshape(len(changed), self.tokens, self._unit).any(axis=2))
         found[:, 0] = np.arange(self._counts[tier])[ids][found[:, 0]] + tier * self._counts[0]
         return found
+
+
+class Mirrors:
+    """The mirrors of all parts of all regions, with the block ids of the pool."""
+
+    def __init__(self, regions: Regions) -> None:
+        self.regions, self.pools = regions, regions.pools
+        self.nbytes = sum(pool.nbytes for pool in self.pools)
+        self._mirrors = [[Mirror(part, region.device_blocks, region.host_blocks) for part in region.parts] for region in regions.all]
+
+    def copy(self, moves: NDArray[np.int64]) -> None:
+        """Make whole moves, which have been checked, on both sides."""
+        for region, rows in self.regions.split(moves):
+            for mirror in self._mirrors[region]:
+                mirror.copy(rows)
+
+    def torn(self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int) -> list[Callable[[], None]]:
+        """What makes a move in pieces of about ``chunk_bytes``, or more where there would be too many: all of them, in any order."""
+        ((region, rows),) = self.regions.split(move[None])
+        source, target, tokens, _ = rows[0].tolist()
+        mirrors = self._mirrors[region]
+        pieces_max = max(1, pieces_max // len(mirrors))
+        return [
+            partial(mirror.copy_piece, source, target, piece)
+            for mirror in mirrors
+            for piece in mirror.pieces(tokens, chunk_bytes, pieces_max)
+        ]
+
+    def move_tokens(self, moves: TokenMoves) -> None:
+        """Move tokens, which have been checked, in the pools alone."""
+        for region, found in moves.by_region(self.regions):
+            for mirror in self._mirrors[region]:
+                move_tokens(found.moves, mirror.plan)
+
+    def adopt(self, rows: NDArray[np.int64]) -> None:
+        """Take what is in the pools for right in these rows (block, first token, last token exclusive)."""
+        region, blocks = self.regions.place(rows[:, 0])
+        for one in np.unique(region).tolist():
+            mine = region == one
+            local = np.column_stack([blocks[mine], rows[mine, 1:]])
+            for mirror in self._mirrors[one]:
+                mirror.adopt(local)
+
+    def differences(self) -> NDArray[np.int64]:
+        """Rows (block, token) of everything that differs."""
+        return self._found(lambda mirror, region: mirror.differences())
+
+    def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for some blocks."""
+        of, local = self.regions.place(blocks)
+        return self._found(lambda mirror, region: mirror.differences_in(local[of == region]))
+
+    def _found(self, differences: Callable[[Mirror, int], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """What every mirror finds, with the block ids of the pool."""
+        found = [np.empty((0, 2), np.int64)]
+        for region, mirrors in enumerate(self._mirrors):
+            for cells in (differences(mirror, region) for mirror in mirrors):
+                found.append(np.column_stack([self.regions.ids(region, cells[:, 0]), cells[:, 1]]))
+        return np.concatenate(found)

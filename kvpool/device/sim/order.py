@@ -23,6 +23,7 @@ LANES = (1 << LANE_BITS) - 1
 Clock = NDArray[np.int64]
 Rows = NDArray[np.int64]
 _KEPT = 1 << 16
+NO_ROWS: Rows = np.empty((0, 3), np.int64)
 
 
 def new_clock(lanes: int = 1) -> Clock:
@@ -72,23 +73,28 @@ class Waits:
         self._of_all = self.of_any
 
 
-def rows_argument(name: str, rows: Any, blocks: int, tokens: int) -> Rows:
-    """``rows`` as int64[n, 3] of (block id, first token, last token exclusive); None is no row. Raises TypeError, ValueError."""
+def rows_argument(name: str, rows: Any, lengths: NDArray[np.int64]) -> Rows:
+    """``rows`` as int64[n, 3] of (block id, first token, last token exclusive) of blocks with so many tokens; None is no row.
+
+    Raises TypeError, ValueError.
+    """
     if rows is None:
-        return np.empty((0, 3), np.int64)
+        return NO_ROWS
     found = np.asarray(rows)
     if found.dtype.kind not in "iu" and found.size:
         raise TypeError(f"{name}: integer rows (block, first token, last token exclusive) are needed, not {found.dtype}")
     if found.size == 0:
-        return np.empty((0, 3), np.int64)
+        return NO_ROWS
     if found.ndim != 2 or found.shape[1] != 3:
         raise ValueError(f"{name}: shape [n, 3] is needed, not {list(found.shape)}")
     found = found.astype(np.int64)
     block, first, last = found.T
-    bad = np.flatnonzero((block < 0) | (block >= blocks) | (first < 0) | (first >= last) | (last > tokens))
+    outside = (block < 0) | (block >= len(lengths))
+    tokens = np.append(lengths, 0)[np.where(outside, -1, block)]
+    bad = np.flatnonzero(outside | (first < 0) | (first >= last) | (last > tokens))
     if len(bad):
-        row = found[bad[0]].tolist()
-        raise ValueError(f"{name}[{bad[0]}]={row}: a block of [0, {blocks}) and 0 <= first < last <= {tokens} are needed")
+        row, most = found[bad[0]].tolist(), tokens[bad[0]] or lengths.max(initial=0)
+        raise ValueError(f"{name}[{bad[0]}]={row}: a block of [0, {len(lengths)}) and 0 <= first < last <= {most} are needed")
     return found
 
 
@@ -105,10 +111,12 @@ class HostAccess:
 
 
 class Order:
-    """The last write, and the last read of each lane, of every token of ``blocks`` blocks, and of arrays, which have ids behind them."""
+    """The last write, and the last read of each lane, of every token of blocks with ``lengths`` tokens, and of arrays, which have ids
+    behind them and count as blocks of the most tokens."""
 
-    def __init__(self, blocks: int, tokens: int) -> None:
-        self._blocks, self._tokens = blocks, tokens
+    def __init__(self, lengths: NDArray[np.int64]) -> None:
+        blocks, tokens = len(lengths), int(lengths.max(initial=1))
+        self._blocks, self._tokens, self._lengths = blocks, tokens, lengths
         self._writer = np.zeros(blocks * tokens, np.int64)
         self._readers: dict[int, NDArray[np.int64]] = {}
         self._accesses: dict[int, Access] = {}
@@ -154,7 +162,7 @@ class Order:
         self._owner[targets] = 0
         if not len(bad):
             return []
-        rows = tuple((int(block), 0, self._tokens) for block in np.unique(bad))
+        rows = tuple((int(block), 0, int(self._lengths[block])) for block in np.unique(bad))
         return [Race(access, access, ("a write of one row", "an access of another row of the same call"), rows)]
 
     def _fit(self, places: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Event, Stream
+from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.sim.choices import Choices
-from kvpool.device.sim.mirror import Mirror, Piece
+from kvpool.device.sim.mirror import Mirrors
 from kvpool.device.sim.order import LANES, Clock, Rows, new_clock
 from kvpool.device.sim.reports import Access, Site
 
@@ -46,10 +47,10 @@ class Work(Entry):
 class Copy(Work):
     """Moves, in random order: the first ones in pieces, which other streams' steps come between, the others in groups."""
 
-    def __init__(self, access: Access, writes: Rows, moves: NDArray[np.int64], mirror: Mirror, chunk_bytes: int) -> None:
+    def __init__(self, access: Access, writes: Rows, moves: NDArray[np.int64], mirrors: Mirrors, chunk_bytes: int) -> None:
         super().__init__(access, writes)
-        self._moves, self._mirror, self._chunk_bytes = moves, mirror, chunk_bytes
-        self._units: list[NDArray[np.int64] | tuple[int, int, Piece]] | None = None
+        self._moves, self._mirrors, self._chunk_bytes = moves, mirrors, chunk_bytes
+        self._units: list[Callable[[], None]] | None = None
 
     def advance(self, choices: Choices) -> bool:
         if self._units is None:
@@ -57,24 +58,15 @@ class Copy(Work):
         if self._units:
             at = choices.choose(len(self._units))
             self._units[at], self._units[-1] = self._units[-1], self._units[at]
-            unit = self._units.pop()
-            if isinstance(unit, tuple):
-                self._mirror.copy_piece(*unit)
-            else:
-                self._mirror.copy(unit)
+            self._units.pop()()
         return not self._units
 
-    def _cut(self, choices: Choices) -> list[NDArray[np.int64] | tuple[int, int, Piece]]:
+    def _cut(self, choices: Choices) -> list[Callable[[], None]]:
         moves, torn = self._moves, min(len(self._moves), _TORN)
         if len(moves) > torn:
             moves = moves[choices.permutation(len(moves))]
-        units: list[NDArray[np.int64] | tuple[int, int, Piece]] = []
-        for i in range(torn):
-            source, target, tokens = (int(moves[i, column]) for column in (SOURCE, TARGET, TOKENS))
-            pieces = self._mirror.pieces(tokens, self._chunk_bytes, _PIECES // torn)
-            units += [(source, target, piece) for piece in pieces]
-        rest = moves[torn:]
-        return units + [group for group in np.array_split(rest, _GROUPS) if len(group)]
+        units = [unit for move in moves[:torn] for unit in self._mirrors.torn(move, self._chunk_bytes, _PIECES // torn)]
+        return units + [partial(self._mirrors.copy, group) for group in np.array_split(moves[torn:], _GROUPS) if len(group)]
 
 
 class Launch(Work):

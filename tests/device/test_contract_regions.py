@@ -1,0 +1,301 @@
+"""What every device promises of pools of several regions, against the plain NumPy reference."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.device import CpuDevice, reference
+from kvpool.device.base import Device, Part, Region
+from kvpool.device.regions import BLOCKS_MAX, Regions
+from kvpool.device.token_moves import TokenMoves
+from kvpool.errors import DeviceError
+from kvpool.layout import BlockLayout
+from tests.device.faults import FaultyDevice
+from tests.device.pools import as_moves, seen
+from tests.device.regions import (
+    BLOCKS,
+    DEVICE_BLOCKS,
+    HOST_BLOCKS,
+    LAYOUTS,
+    WIDTH,
+    WIDTHS,
+    assert_copies_as_the_reference,
+    assert_equal,
+    bound,
+    ids_of,
+    images,
+    make_regions,
+    random_region_moves,
+)
+
+NO_HOST = 2
+FULL_WIDTH = [0, 3]
+
+
+def test_copies_in_all_regions_at_once_are_those_of_the_reference(device: Device) -> None:
+    pools = make_regions(device)
+    for seed in range(12):
+        assert_copies_as_the_reference(pools, random_region_moves(np.random.default_rng(seed)))
+    pools.close()
+
+
+def test_a_copy_copies_a_block_in_every_part_and_no_other_block(device: Device) -> None:
+    pools = make_regions(device)
+    before = [[seen(part).copy() for part in parts] for parts in pools.host_pools]
+    device.copy_blocks(as_moves((1, sum(DEVICE_BLOCKS) + 2, WIDTH)))
+    device.synchronize()
+    for part, blocks_axis in ((0, 2), (1, 0)):
+        source = np.moveaxis(seen(pools.device_pools[0][part]), blocks_axis, 0)[1]
+        np.testing.assert_array_equal(pools.host_pools[0][part][2].view(np.uint8), source.view(np.uint8))
+        for other in (0, 1, 3):
+            np.testing.assert_array_equal(pools.host_pools[0][part][other].view(np.uint8), before[0][part][other].view(np.uint8))
+    for group in (1, 2, 3):
+        np.testing.assert_array_equal(pools.host_pools[group][0].view(np.uint8), before[group][0].view(np.uint8))
+    pools.close()
+
+
+def test_copies_on_one_stream_are_made_in_the_order_of_the_calls_in_every_region(device: Device) -> None:
+    pools, stream = make_regions(device), device.create_stream("own")
+    expected = images(pools)
+    for seed in range(8):
+        moves = random_region_moves(np.random.default_rng(seed))
+        reference.copy_region_blocks(expected, moves)
+        device.copy_blocks(moves, stream)
+    device.synchronize()
+    assert_equal(pools, expected)
+    pools.close()
+
+
+def bad_rows() -> list[tuple[int, int, int]]:
+    firsts = [ids_of(region)[0] for region in range(4)]
+    hosts = [ids_of(region)[-1] for region in (0, 1, 3)]
+    return [
+        (firsts[0], firsts[3], WIDTH), (firsts[0], hosts[2], WIDTH), (hosts[1], firsts[0], 1), (hosts[0], hosts[2], 1),
+        (ids_of(0)[-1], ids_of(1)[-1], 1), (ids_of(0)[4], firsts[1], 1),
+        (firsts[1], firsts[1] + 1, 2), (firsts[2], firsts[2] + 1, 3), (firsts[0], firsts[0] + 1, 5), (firsts[0], firsts[0] + 1, 0),
+        (firsts[1], firsts[1], 1), (-1, 0, 1), (0, -1, 1), (BLOCKS, 0, 1), (0, BLOCKS, 1), (2**62, 0, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", bad_rows())
+def test_a_move_between_regions_or_of_more_tokens_than_its_region_has_is_named_and_nothing_is_copied(
+    device: Device, row: tuple[int, int, int]
+) -> None:
+    pools = make_regions(device)
+    before = images(pools)
+    with pytest.raises(ValueError, match=r"moves\[1\]: source=.* target=.* tokens="):
+        device.copy_blocks(as_moves((0, 1, WIDTH), row, (10, 11, WIDTH)))
+    device.synchronize()
+    assert_equal(pools, before)
+    pools.close()
+
+
+def test_what_a_device_says_to_have_completed_are_the_first_rows_of_the_caller() -> None:
+    for completed in range(6):
+        device = FaultyDevice(CpuDevice(), fail_at={(0, completed)})
+        pools = make_regions(device)
+        moves = random_region_moves(np.random.default_rng(4))
+        assert len(moves) > 6
+        expected = images(pools)
+        reference.copy_region_blocks(expected, moves[:completed])
+        with pytest.raises(DeviceError) as caught:
+            device.copy_blocks(moves)
+        assert caught.value.completed == completed
+        assert_equal(pools, expected)
+        assert_copies_as_the_reference(pools, moves)
+        pools.close()
+
+
+@pytest.mark.parametrize("fail_at", range(1, 12, 3))
+def test_a_failure_inside_the_second_region_promises_no_more_than_was_enqueued(
+    fake_cuda: Any, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    from kvpool.device.cuda import CudaDevice
+
+    cupy = fake_cuda()
+    device = CudaDevice(calibration="plain")
+    pools = make_regions(device)
+    moves = random_region_moves(np.random.default_rng(4))
+    expected = images(pools)
+    reference.copy_region_blocks(expected, moves)
+    copy, calls = cupy.runtime.memcpyAsync, iter(range(1000))
+
+    def failing(*args: Any) -> None:
+        if next(calls) == fail_at:
+            cupy.runtime.check_status(801)
+        copy(*args)
+
+    monkeypatch.setattr(cupy.runtime, "memcpyAsync", failing)
+    before = images(pools)
+    with pytest.raises(DeviceError) as caught:
+        device.copy_blocks(moves)
+    monkeypatch.undo()
+    device.synchronize()
+    done = images(pools)
+    reference.copy_region_blocks(before, moves[: caught.value.completed])
+    for row in moves[: caught.value.completed].tolist():
+        region, block = reference.block_place(done, row[1])
+        for found, wanted in zip(done[region].parts, before[region].parts, strict=True):
+            np.testing.assert_array_equal(reference.block_view(*found, block), reference.block_view(*wanted, block))
+    device.copy_blocks(moves)
+    device.synchronize()
+    assert_equal(pools, expected)
+    device.close()
+
+
+# Token moves
+
+
+def random_token_moves(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Groups as ``keep`` makes them, each of blocks of its own, of both regions with the most tokens: their rows lie among each other."""
+    groups = []
+    for _ in range(2):
+        rows = []
+        for region in FULL_WIDTH:
+            half = DEVICE_BLOCKS[region] // 2
+            own = ids_of(region)[len(groups) * half :][:half]
+            slots = (np.array(own)[:, None] * WIDTH + np.arange(WIDTH)).ravel()
+            chosen = np.sort(random.choice(len(slots), int(random.integers(1, len(slots) + 1)), replace=False))
+            rows.append([(slots[place], slots[to]) for to, place in enumerate(chosen) if place != to])
+        mixed = []
+        while rows[0] or rows[1]:
+            some = rows[int(random.integers(2))] or rows[0] or rows[1]
+            mixed.append(some.pop(0))
+        groups.append(mixed)
+    starts = np.cumsum([0, *map(len, groups)])
+    return np.array([row for group in groups for row in group], np.int64).reshape(-1, 2), starts.astype(np.int64)
+
+
+def test_token_moves_in_all_parts_of_several_regions_are_those_of_the_reference(device: Device) -> None:
+    pools = make_regions(device)
+    for seed in range(8):
+        moves, starts = random_token_moves(np.random.default_rng(seed))
+        expected = images(pools)
+        reference.move_region_tokens(expected, moves)
+        device.move_tokens(moves, starts)
+        device.synchronize()
+        assert_equal(pools, expected)
+    pools.close()
+
+
+BAD_TOKEN_MOVES = [
+    (ids_of(0)[0] * WIDTH, ids_of(3)[0] * WIDTH),
+    (ids_of(1)[0] * WIDTH, ids_of(1)[1] * WIDTH),
+    (ids_of(2)[0] * WIDTH, ids_of(2)[1] * WIDTH),
+    (ids_of(1)[0] * WIDTH, ids_of(1)[0] * WIDTH + 1),
+    (0, sum(DEVICE_BLOCKS) * WIDTH),
+    (-1, 0),
+    (3, 3),
+]
+
+
+@pytest.mark.parametrize("row", BAD_TOKEN_MOVES)
+def test_token_moves_between_regions_or_of_regions_with_fewer_tokens_move_nothing(device: Device, row: tuple[int, int]) -> None:
+    pools = make_regions(device)
+    before = images(pools)
+    with pytest.raises(ValueError, match=r"moves\[1\]: .* two different slots .* of one region with 4 tokens"):
+        device.move_tokens(np.array([(5, 4), row], np.int64), np.array([0, 2]))
+    device.synchronize()
+    assert_equal(pools, before)
+    pools.close()
+
+
+# Bind
+
+
+def test_a_pool_of_one_region_is_copied_as_it_is() -> None:
+    moves = as_moves((0, 1, 4))
+    memory = [np.zeros(2 * LAYOUTS[0][0].block_bytes, np.uint8) for _ in range(2)]
+    regions = Regions([Region.of(LAYOUTS[0][0], *memory, 2, 2)])
+    ((region, rows),) = regions.split(moves)
+    assert region == 0 and rows is moves
+    found = TokenMoves.of(np.array([(0, 1)]), np.array([0, 1]), regions)
+    assert list(found.by_region(regions)) == [(0, found)]
+
+
+def test_bind_refuses_what_are_no_regions(device: Device) -> None:
+    layouts = [LAYOUTS[0][0], LAYOUTS[1][0]]
+    parts = [Part(layout, *(device.allocate(layout.block_bytes, tier) for tier in ("device", "host"))) for layout in layouts]
+    right = [Region((part,), 1, 1) for part in parts]
+    for wrong, error, match in (
+        ([], ValueError, "regions"),
+        (right[0], TypeError, "regions"),
+        (None, TypeError, "regions"),
+        ([right[0], parts[1]], TypeError, "regions"),
+        ([right[0], right[1]._replace(parts=())], TypeError, r"regions\[1\].parts"),
+        ([right[0], right[1]._replace(parts=(layouts[1],))], TypeError, r"regions\[1\].parts"),
+        ([right[0], right[1]._replace(host_blocks=2)], ValueError, r"regions\[1\].parts\[0\].host_pool"),
+        ([right[0], right[1]._replace(device_blocks=-1)], ValueError, r"regions\[1\].device_blocks"),
+        ([right[0]._replace(parts=tuple(parts))], ValueError, r"regions\[0\].parts: tokens_per_block must be equal, not \[4, 1\]"),
+    ):
+        with pytest.raises(error, match=match):
+            device.bind(wrong)  # type: ignore[arg-type]
+    device.bind(right)
+    with pytest.raises(ValueError, match="of its own"):
+        device.bind(right)
+
+
+def test_a_device_is_unbound_when_memory_of_any_region_is_freed(device: Device) -> None:
+    pools = make_regions(device)
+    device.free(pools.flat("host", 3))
+    with pytest.raises(ValueError, match="not bound"):
+        device.copy_blocks(as_moves((0, 1, 4)))
+    with pytest.raises(ValueError, match="not bound"):
+        device.move_tokens(np.array([(0, 1)]), np.array([0, 1]))
+
+
+# The map
+
+
+def regions_of(counts: list[tuple[int, int]]) -> Regions:
+    layout = BlockLayout(1, 1, 1, 1, "uint8", planes=1)
+    return Regions([Region.of(layout, *(np.zeros(count, np.uint8) for count in pair), *pair) for pair in counts])
+
+
+@pytest.mark.parametrize(
+    "counts", [[(3, 2)], [(1, 0), (2, 3)], [(2, 0), (1, 0)], [(2, 4), (3, 0), (1, 1)], [(1, 1)] * 9, [(0, 2), (3, 1), (0, 0), (1, 0)]]
+)
+def test_ids_count_device_blocks_of_all_regions_then_host_blocks(counts: list[tuple[int, int]]) -> None:
+    regions = regions_of(counts)
+    ids = np.arange(regions.blocks)
+    found = list(zip(*(part.tolist() for part in regions.place(ids)), strict=True))
+    devices = [(region, block) for region, (blocks, _) in enumerate(counts) for block in range(blocks)]
+    hosts = [(region, first + block) for region, (first, blocks) in enumerate(counts) for block in range(blocks)]
+    assert found == devices + hosts == [reference.block_place(regions.all, block) for block in range(regions.blocks)]
+    assert (regions.device_blocks, regions.host_blocks) == (len(devices), len(hosts))
+    for region, (blocks, host_blocks) in enumerate(counts):
+        mine = regions.ids(region, np.arange(blocks + host_blocks))
+        assert [found[place] for place in mine.tolist()] == [(region, block) for block in range(blocks + host_blocks)]
+        assert not blocks or regions.first(region) == mine[0]
+
+
+def test_a_split_keeps_every_row_and_the_order_inside_each_region() -> None:
+    pools = make_regions(CpuDevice())
+    regions = Regions(bound(pools))
+    for seed in range(20):
+        moves = random_region_moves(np.random.default_rng(seed))
+        parts = regions.split(moves)
+        assert [region for region, _ in parts] == sorted({reference.block_place(regions.all, row[0])[0] for row in moves.tolist()})
+        assert sorted(ticket for _, rows in parts for ticket in rows[:, 3].tolist()) == list(range(len(moves)))
+        places = {row[3]: place for place, row in enumerate(moves.tolist())}
+        for region, rows in parts:
+            assert all(places[a] < places[b] for a, b in pairwise(rows[:, 3].tolist()))
+            for source, target, tokens, ticket in rows.tolist():
+                whole = moves[places[ticket]].tolist()
+                assert [reference.block_place(regions.all, block) for block in whole[:2]] == [(region, source), (region, target)]
+                assert tokens == whole[2]
+    pools.close()
+
+
+def test_lengths_are_the_tokens_of_each_block() -> None:
+    pools = make_regions(CpuDevice())
+    regions = Regions(bound(pools))
+    assert regions.width == WIDTH
+    for region, width in enumerate(WIDTHS):
+        assert set(regions.lengths[ids_of(region)].tolist()) == {width}
+    assert HOST_BLOCKS[NO_HOST] == 0 and len(regions.lengths) == BLOCKS <= BLOCKS_MAX
+    pools.close()
