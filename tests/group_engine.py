@@ -12,7 +12,8 @@ import numpy as np
 import kvpool
 from engine import Bytes, Clock, Engine, Item, Request, small_layout
 from kvpool import BlockLayout
-from kvpool.state import debug
+from kvpool.state import blocks, debug
+from kvpool.state.verify import verify
 
 
 class Digests:
@@ -86,24 +87,42 @@ class GroupsEngine(Engine):
         return [len(debug.lists(state)[tier]) for state in self.states()]
 
     def states(self) -> Sequence[Any]:
-        return [self.cache._state] if len(self.sides) == 1 else self.cache._states
+        return list(self.cache._states)
 
     def table(self, sequence: Request, group: int = 0) -> list[int]:
         row = self.cache.block_table(sequence.id, **self.named(group)).dense()[0]
         return [int(b) for b in row]
 
+    def reserved(self, reservation: Any, group: int) -> list[int]:
+        """The row of an open reservation."""
+        row = self.cache._tables[group, reservation.id & 0xFFFFFFFF]
+        return [int(b) for b in row[: -(-reservation.tokens // self.T)]]
+
     def block(self, block_id: int, group: int = 0, part: int = 0) -> Bytes:
         """Writable bytes of a block of either tier by its id in the group, uint8[layers, planes, T, kv_heads, head bytes]."""
-        cache, side, one = self.cache, self.sides[group], len(self.sides) == 1
+        side = self.sides[group]
         layout = side.layouts[part]
         if block_id >= side.device_blocks:
-            view = (cache.host_pool if one else cache.host_pools[group][part])[block_id - side.device_blocks]
+            view = self.cache.host_pools[group][part][block_id - side.device_blocks]
         else:
-            pool = cache.device_pool if one else cache.device_pools[group][part]
+            pool = self.cache.device_pools[group][part]
             view = pool[:, :, block_id] if layout.order == "layer_first" else pool[block_id]
         if layout.tokens == "HND":
             view = view.swapaxes(2, 3)
         return view.view(np.uint8)
+
+    def verify(self) -> None:
+        if len(self.sides) == 1:
+            self.cache.verify()
+        for state, pinned in zip(self.states(), self.pinned(), strict=True):
+            verify(state, pinned)
+
+    def pinned(self) -> list[Any]:
+        """The blocks that leases hold, once for each pin, by their ids in each group."""
+        ids, found = self.cache._pinned(), [np.empty(0, np.int64) for _ in self.sides]
+        for state, _, own in self.cache._states.split(ids):
+            found[int(state.header[blocks.GROUP])] = own
+        return found
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -192,6 +211,17 @@ class GroupsEngine(Engine):
         if drafts:
             self._write_states(sequence, start if accepted else start - 1)
         return self._done(sequence)
+
+    def release(self, *sequences: Request, store: bool = True) -> None:
+        for sequence in sequences:
+            self.check(self.live.pop(sequence.id))
+        self.cache.release([s.id for s in sequences], store=store)
+        self.verify()
+
+    def _done(self, sequence: Request) -> Request:
+        self.check(sequence)
+        self.verify()
+        return sequence
 
     def _write_states(self, sequence: Request, start: int) -> None:
         for side in self.sides:

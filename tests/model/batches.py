@@ -121,16 +121,22 @@ class Batches:
         return sum(group.bring(walk.rows) for group, walk in zip(self.groups, walks, strict=True))
 
     def pin(self, contents: Sequence[Content], *, owner: str = "", tier: str | None = None) -> int:
-        """Pin the host copy of each content, or its device block (`tier` asks for one), in every group that has it; lease id."""
+        """Pin the host copy of each content, or its device block (`tier` asks for one), in every group that has it; lease id.
+
+        Groups that need all of a prefix must have it.
+        """
         found = [[group.copy_of(content, tier) for content in contents] for group in self.groups]
+        whole = [group.matches and not group.leaves_holes for group in self.groups]
         for content, *copies in zip(contents, *found, strict=True):
-            if not any(copies):
+            if not any(copies) or any(copy is None for copy, needed in zip(copies, whole, strict=True) if needed):
                 raise BlockNotFound(content)
         return self._lease(found, owner)
 
     def find_and_pin_host(self, content: Content, *, owner: str = "") -> int | None:
-        found = [[group.copy_of(content, "host")] for group in self.groups]
-        return self._lease(found, owner) if any(copy for (copy,) in found) else None
+        try:
+            return self.pin([content], owner=owner, tier="host")
+        except BlockNotFound:
+            return None
 
     def pin_blocks(self, ids: Sequence[int], *, owner: str = "") -> int:
         """Pin blocks by id among those of all groups, where somebody holds them or they are cached."""

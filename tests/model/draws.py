@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import os
 from random import Random
 from typing import Any
 
-from kvpool import KVCacheManager
-
+OTHERS = [[kind] for kind in os.environ.get("KVPOOL_MODEL_KINDS", "attention,cross").split(",")]
 STEP_MS = 1 << 24
-HAS_GROUPS = "groups" in inspect.signature(KVCacheManager).parameters
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"order": "block_first"},
@@ -37,9 +35,9 @@ def group_options(random: Random, width: int, kind: str) -> dict[str, Any]:
 def pool_options(random: Random) -> dict[str, Any]:
     width = random.choice((1, 2, 3, 4, 4))
     kinds = ["attention"]
-    if HAS_GROUPS and random.random() < 0.6:
-        kinds += random.choice(([], ["attention"], ["recurrent"], ["cross"]))
-        kinds += random.choice(([], ["attention"], ["attention"], ["recurrent"]))
+    if random.random() < 0.6:
+        kinds += random.choice(([], ["attention"], *OTHERS))
+        kinds += random.choice((["attention"], *OTHERS))
         random.shuffle(kinds)
     groups = [group_options(random, width, kind) for kind in kinds]
     for group in groups:

@@ -104,6 +104,10 @@ class Pair:
             self.keys[content] = self.keyed(prompt).keys[-1].tobytes()
         return self.keys[content]
 
+    def each(self, call: Callable[..., Any]) -> list[Any]:
+        """What a call that is told a group says of each."""
+        return [call(**self.engine.named(side.index)) for side in self.sides]
+
     # -- verbs that leave something behind in this file's books -----------------------------------
 
     def add(self, prompts: Sequence[Prompt], **options: Any) -> None:
@@ -249,8 +253,7 @@ class Pair:
 
     def reserved(self, reservation: int, group: int) -> list[int]:
         """The row of a reservation."""
-        rows = self.reservations[reservation].blocks
-        return (rows if len(self.sides) == 1 else rows[group]).tolist()
+        return self.engine.reserved(self.reservations[reservation], group)
 
     def end_reserved(self, reservation: int, count: int | None) -> None:
         """Commit ``count`` tokens, or abort."""
@@ -268,7 +271,7 @@ class Pair:
             tables = [(i, ids_of(s.blocks), len(s.items), s.committed) for i, s in group.sequences.items()]
             note(f"# group {g}: (sequence, blocks, tokens, committed): {tables}")
         self.model.check()
-        self.cache.verify()
+        self.engine.verify()
         for side, group, state in zip(self.sides, self.model.groups, self.engine.states(), strict=True):
             self._check_tiers(side, group, state)
             self._check_cached_bytes(side, group)
@@ -295,6 +298,8 @@ class Pair:
 
     def _check_stats(self) -> None:
         """Of all groups together."""
+        if len(self.sides) > 1:
+            return
         stats = self.cache.stats()
         open_now = (len(self.model.sequences), len(self.model.reservations), len(self.model.leases))
         assert (stats.sequences, stats.reservations, stats.leases) == open_now
@@ -346,11 +351,12 @@ class Pair:
 
     def _check_events(self) -> None:
         """What each group's events tell is what it has."""
-        for event in self.cache.events():
+        events = self.cache.events()
+        for event, group in zip(events, events.records["group"][events.bounds[:-1]].tolist(), strict=True):
             assert event.number == self.next_event, "a gap"
             self.next_event = event.next
             for g, replay in enumerate(self.events):
-                if event.kind == "cleared" or len(self.sides) == 1 or event.group == g:
+                if event.kind == "cleared" or group == g:
                     replay.last = None
                     replay.feed([event])
         for replay, state in zip(self.events, self.engine.states(), strict=True):

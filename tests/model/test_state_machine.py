@@ -27,11 +27,6 @@ OWNERS = ("reader", "other")
 NAMESPACES = (*[(None, None)] * 9, ("A", None), (b"B", None), (None, 1), ("A", "lora"))
 RANDOM = st.randoms(use_true_random=True)
 
-def each(found: Any) -> list[int]:
-    """What a call says of each group; of one it says it as a number."""
-    return [int(one) for one in np.atleast_1d(found)]
-
-
 class PoolMachine(RuleBasedStateMachine):
     """Sequences are named by the model's ids, leases too."""
 
@@ -263,16 +258,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.pair.both(lambda: told(cache.match_prefix(keyed)), lambda: told(self.model.match_prefix(prompt)))
         if all(group.matches for group in self.model.groups):
             self.pair.both(
-                lambda: each(cache.blocks_needed(keyed, new_tokens=new)), lambda: self.model.blocks_needed(prompt, new_tokens=new)
+                lambda: self.pair.each(lambda **group: cache.blocks_needed(keyed, new_tokens=new, **group)),
+                lambda: self.model.blocks_needed(prompt, new_tokens=new)
             )
         if self.live():
             ids = self.some(random)
             real = self.pair.real_ids(ids)
             self.pair.both(
-                lambda: each(cache.blocks_needed(sequences=real, new_tokens=new)),
+                lambda: self.pair.each(lambda **group: cache.blocks_needed(sequences=real, new_tokens=new, **group)),
                 lambda: self.model.blocks_needed(sequences=ids, new_tokens=new),
             )
-            self.pair.both(lambda: each(cache.evictable_if_released(real)), lambda: self.model.evictable_if_released(ids))
+            self.pair.both(
+                lambda: self.pair.each(lambda **group: cache.evictable_if_released(real, **group)),
+                lambda: self.model.evictable_if_released(ids),
+            )
 
     @rule(random=RANDOM, verb=st.sampled_from(("prefetch", "offload")))
     def move(self, random: Random, verb: str) -> None:
