@@ -52,6 +52,9 @@ class Cross(Model):
     def has_passed(self, seq: Seq, length: int) -> bool:
         return False
 
+    def _written(self, seq: Seq, count: int, path: Sequence[int]) -> range:
+        return range(0)
+
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         return seq.blocks, [], None
 

@@ -131,7 +131,7 @@ class Model(Admission):
         for seq, length in zip(live, lengths, strict=True):
             _, go, written = self._cut(seq, length)
             free += sum(block.refs == 1 and block.pins == 0 for block in go)
-            need += written is not None and written.refs + written.pins > 1
+            need += written is not None and _is_shared(written)
             self.need_device(need, free)
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
@@ -143,20 +143,40 @@ class Model(Admission):
         return any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks))
 
     def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        """Drafts are nobody else's: those that stay come in front of those that go, which are rewound, first where nothing moves."""
+        """Drafts that stay move in front, into blocks of the sequence's own; the others are rewound, first where nothing moves."""
         live = self._live(ids)
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             if count > len(seq.items) - seq.committed or list(path) != sorted({i for i in path if 0 <= i < count}):
                 raise ValueError(f"drafts: {count}, accepted: {path}")
+        written = [self._written(seq, count, path) for seq, count, path in zip(live, drafts, accepted, strict=True)]
+        lengths = [len(seq.items) - count + len(path) for seq, count, path in zip(live, drafts, accepted, strict=True)]
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             base = len(seq.items) - count
             stay, go = [seq.items[base + i] for i in path], [seq.items[base + i] for i in range(count) if i not in path]
             seq.items[base:] = stay + go
-        order = sorted(range(len(ids)), key=lambda i: self._moves_tokens(accepted[i]))
-        self.rewind([ids[i] for i in order], [drafts[i] - len(accepted[i]) for i in order])
+        if not any(written):
+            self.rewind(ids, [len(seq.items) - length for seq, length in zip(live, lengths, strict=True)])
+            return
+        # What this call gives back does not count: tokens are moved out of it.
+        need = 0
+        for seq, columns, length in zip(live, written, lengths, strict=True):
+            last = self._cut(seq, length)[2]
+            need += sum(_is_shared(block) for block in ([seq.blocks[i] for i in columns] if columns else filter(None, [last])))
+        self.need_device(need, self.free("device"))
+        if need:
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        for seq, columns in zip(live, written, strict=True):
+            for i in columns:
+                seq.blocks[i] = self._own(seq.blocks[i])
+        for seq, _, length in sorted(zip(live, written, lengths, strict=True), key=lambda each: bool(each[1])):
+            self._rewind_one(seq, length)
 
-    def _moves_tokens(self, path: Sequence[int]) -> bool:
-        return list(path) != list(range(len(path)))
+    def _written(self, seq: Seq, count: int, path: Sequence[int]) -> range:
+        """Columns into which accepted drafts are moved."""
+        base, gap = len(seq.items) - count, 0
+        while gap < len(path) and path[gap] == gap:
+            gap += 1
+        return range((base + gap) // self.T, self._ceil(base + len(path)) if gap < len(path) else 0)
 
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         """What a rewind to this length leaves in the row, what it gives back, and the last block of the row if it will be written again."""
@@ -176,7 +196,7 @@ class Model(Admission):
 
     def _own(self, block: Block) -> Block:
         """A block that its sequence may write to: a copy where others, sequences or readers, hold it too."""
-        if block.refs + block.pins > 1:
+        if _is_shared(block):
             return self._private_copy(block)
         if block.indexed:
             self.forget_device(block)
@@ -365,3 +385,8 @@ class Model(Admission):
         for block in tier.blocks.values():
             assert block.refs == named.count(block.id), block
             assert block.pins == pinned.count(block.id), block
+
+
+def _is_shared(block: Block) -> bool:
+    """Whether others, sequences or readers, hold a block of a sequence too."""
+    return block.refs + block.pins > 1

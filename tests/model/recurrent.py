@@ -71,8 +71,8 @@ class Recurrent(Model):
     def has_passed(self, seq: Seq, length: int) -> bool:
         return length < seq.committed
 
-    def _moves_tokens(self, path: Sequence[int]) -> bool:
-        return False
+    def _written(self, seq: Seq, count: int, path: Sequence[int]) -> range:
+        return range(0)
 
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         stay, go, written = super()._cut(seq, length)

@@ -30,9 +30,12 @@ RANDOM = st.randoms(use_true_random=True)
 class PoolMachine(RuleBasedStateMachine):
     """Sequences are named by the model's ids, leases too."""
 
+    several = False
+    """Groups of layers."""
+
     @initialize(random=RANDOM)
     def create(self, random: Random) -> None:
-        options = pool_options(random)
+        options = pool_options(random, self.several)
         note(f"pool: {options}")
         self.pair = Pair(**options)
         self.T: int = options["tokens_per_block"]
@@ -224,7 +227,10 @@ class PoolMachine(RuleBasedStateMachine):
             "keep": ([[0] * len(bad), [], [0] * len(bad)], [[0] * len(bad), [[]] * len(bad)]),
         }
         args, model_args = each.get(verb, ([], []))
-        failed = self.pair.both(lambda: getattr(self.pair.cache, verb)(wrong, *args), lambda: getattr(self.model, verb)(bad, *model_args))
+        names = self.pair.engine.named(0) if verb == "evictable_if_released" else {}
+        failed = self.pair.both(
+            lambda: getattr(self.pair.cache, verb)(wrong, *args, **names), lambda: getattr(self.model, verb)(bad, *model_args)
+        )
         assert failed is None
 
     # -- loaders -------------------------------------------------------------------------------
@@ -334,8 +340,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.pair.reset(force=random.random() < 0.5)
 
 
+class GroupsMachine(PoolMachine):
+    """The same over several groups."""
+
+    several = True
+
+
+EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "200"))
 PoolMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "200")),
+    max_examples=EXAMPLES,
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),
     deadline=None,
     derandomize=False,
@@ -345,3 +358,5 @@ PoolMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestThePoolDoesWhatItsModelDoes: Any = PoolMachine.TestCase
+GroupsMachine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=-(-EXAMPLES // 2))
+TestAPoolOfGroupsDoesWhatItsModelDoes: Any = GroupsMachine.TestCase
