@@ -42,23 +42,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .admission import Admission, Seq
+from .admission import Seq
 from .batches import EXPIRIES_PER_CALL
-from .store import Row
+from .holds import Holds
 from .tiers import (
     Block,
     Content,
-    Lease,
-    LeaseExpired,
     OutOfSequences,
     PoolBusy,
-    Prompt,
     ReservationExpired,
     Tier,
 )
 
 
-class Model(Admission):
+class Model(Holds):
     """All public verbs, one block and one list operation at a time."""
 
     # -- growth --------------------------------------------------------------------------------
@@ -124,6 +121,13 @@ class Model(Admission):
             if not 0 <= count <= len(seq.items):
                 raise ValueError(f"counts: {count}")
         lengths = [len(seq.items) - count for seq, count in zip(live, counts, strict=True)]
+        if self._rewind_need(live, lengths):
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        for seq, length in zip(live, lengths, strict=True):
+            self._rewind_one(seq, length)
+
+    def _rewind_need(self, live: Sequence[Seq], lengths: Sequence[int]) -> int:
+        """Blocks to be copied; those that are given back until one is needed count as free."""
         for seq, length in zip(live, lengths, strict=True):
             if self.has_passed(seq, length):
                 raise ValueError(f"counts: {length} tokens have been passed")
@@ -131,12 +135,9 @@ class Model(Admission):
         for seq, length in zip(live, lengths, strict=True):
             _, go, written = self._cut(seq, length)
             free += sum(block.refs == 1 and block.pins == 0 for block in go)
-            need += written is not None and _is_shared(written)
+            need += written is not None and is_shared(written)
             self.need_device(need, free)
-        if need:
-            self.expire(self.clock(), EXPIRIES_PER_CALL)
-        for seq, length in zip(live, lengths, strict=True):
-            self._rewind_one(seq, length)
+        return need
 
     def has_passed(self, seq: Seq, length: int) -> bool:
         """Whether a block has gone back that a sequence of this length would need."""
@@ -144,6 +145,26 @@ class Model(Admission):
 
     def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         """Drafts that stay move in front, into blocks of the sequence's own; the others are rewound, first where nothing moves."""
+        live, lengths, written = self._move_items(ids, drafts, accepted)
+        if not any(written):
+            self.rewind(ids, [len(seq.items) - length for seq, length in zip(live, lengths, strict=True)])
+            return
+        # What this call gives back does not count: tokens are moved out of it.
+        need = 0
+        for seq, columns, length in zip(live, written, lengths, strict=True):
+            last = self._cut(seq, length)[2]
+            need += sum(is_shared(block) for block in ([seq.blocks[i] for i in columns] if columns else filter(None, [last])))
+        self.need_device(need, self.free("device"))
+        if need:
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        self._own_columns(live, written)
+        for seq, _, length in sorted(zip(live, written, lengths, strict=True), key=lambda each: bool(each[1])):
+            self._rewind_one(seq, length)
+
+    def _move_items(
+        self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]
+    ) -> tuple[list[Seq], list[int], list[range]]:
+        """Bring the tokens of drafts that stay in front; the sequences, the tokens they keep, and the columns that are written for that."""
         live = self._live(ids)
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             if count > len(seq.items) - seq.committed or list(path) != sorted({i for i in path if 0 <= i < count}):
@@ -154,22 +175,13 @@ class Model(Admission):
             base = len(seq.items) - count
             stay, go = [seq.items[base + i] for i in path], [seq.items[base + i] for i in range(count) if i not in path]
             seq.items[base:] = stay + go
-        if not any(written):
-            self.rewind(ids, [len(seq.items) - length for seq, length in zip(live, lengths, strict=True)])
-            return
-        # What this call gives back does not count: tokens are moved out of it.
-        need = 0
-        for seq, columns, length in zip(live, written, lengths, strict=True):
-            last = self._cut(seq, length)[2]
-            need += sum(_is_shared(block) for block in ([seq.blocks[i] for i in columns] if columns else filter(None, [last])))
-        self.need_device(need, self.free("device"))
-        if need:
-            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        return live, lengths, written
+
+    def _own_columns(self, live: Sequence[Seq], written: Sequence[range]) -> None:
         for seq, columns in zip(live, written, strict=True):
             for i in columns:
-                seq.blocks[i] = self._own(seq.blocks[i])
-        for seq, _, length in sorted(zip(live, written, lengths, strict=True), key=lambda each: bool(each[1])):
-            self._rewind_one(seq, length)
+                block = seq.blocks[i]
+                seq.blocks[i] = None if block is None else self._own(block)
 
     def _written(self, seq: Seq, count: int, path: Sequence[int]) -> range:
         """Columns into which accepted drafts are moved."""
@@ -196,7 +208,7 @@ class Model(Admission):
 
     def _own(self, block: Block) -> Block:
         """A block that its sequence may write to: a copy where others, sequences or readers, hold it too."""
-        if _is_shared(block):
+        if is_shared(block):
             return self._private_copy(block)
         if block.indexed:
             self.forget_device(block)
@@ -285,59 +297,7 @@ class Model(Admission):
             if seq.blocks[index] is not None:
                 self.drop_ref(seq.blocks[index], front=index >= seq.reused)
 
-    # -- tiers ---------------------------------------------------------------------------------
-
-    def bring(self, rows: Sequence[Row | None]) -> int:
-        """Onboard what of these rows only the host has, as far as there is room."""
-        held = [None if row is None else row.device or row.host for row in rows]
-        for block in held:
-            self._hold(block)
-        self.expire(self.clock(), EXPIRIES_PER_CALL)
-        onboarded: list[Block] = []
-        for place, row in enumerate(rows):
-            if row is not None and row.device is None and self.free("device"):
-                self._onboard(row)
-                assert row.device is not None and row.host is not None
-                row.device.refs, row.device.hold = 0, 1
-                onboarded.append(row.host)
-                held[place] = row.device
-        for source in onboarded:
-            self._let_go(source)
-        for block in reversed(held):
-            if block is not None:
-                self._let_go(block)
-        return len(onboarded)
-
-    def offload(self, prompt: Prompt) -> int:
-        copies = []
-        for content in self.contents(prompt):
-            row = self.rows.get(content)
-            if row is not None and row.device is not None and row.host is None:
-                if not self.host_has_room(row.device.priority):
-                    break
-                copies.append(self.copy_to_host(row.device))
-                copies[-1].hold += 1
-        for block in copies:
-            self._let_go(block)
-        return len(copies)
-
-    # -- pins ----------------------------------------------------------------------------------
-
-    def lease(self, blocks: list[Block], owner: str) -> int:
-        for block in blocks:
-            block.pins += 1
-            self.tier(block).unlist(block)
-        lease = self.next_lease
-        self.next_lease += 1
-        self.leases[lease] = Lease(blocks, owner)
-        return lease
-
-    def close_lease(self, lease: int) -> None:
-        if lease not in self.leases:
-            raise LeaseExpired(lease)
-        for block in self.leases.pop(lease).blocks:
-            block.pins -= 1
-            self.shelve(block)
+    # -- leases --------------------------------------------------------------------------------
 
     def revoke(self, owner: str) -> int:
         mine = [lease for lease, held in self.leases.items() if held.owner == owner]
@@ -387,6 +347,6 @@ class Model(Admission):
             assert block.pins == pinned.count(block.id), block
 
 
-def _is_shared(block: Block) -> bool:
+def is_shared(block: Block) -> bool:
     """Whether others, sequences or readers, hold a block of a sequence too."""
     return block.refs + block.pins > 1

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .admission import Seq
-from .batches import Plan
-from .model import Model
+from .batches import EXPIRIES_PER_CALL, Plan
+from .model import Model, is_shared
 from .tiers import Block
 
 
@@ -71,8 +71,20 @@ class Recurrent(Model):
     def has_passed(self, seq: Seq, length: int) -> bool:
         return length < seq.committed
 
-    def _written(self, seq: Seq, count: int, path: Sequence[int]) -> range:
-        return range(0)
+    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """Nothing moves: all are rewound, then states of columns whose tokens are others now will be written again."""
+        live, lengths, written = self._move_items(ids, drafts, accepted)
+        need, again = self._rewind_need(live, lengths), 0
+        for seq, columns, length in zip(live, written, lengths, strict=True):
+            stay, _, last = self._cut(seq, length)
+            again += sum(block is not None and block is not last and is_shared(block) for block in [stay[i] for i in columns])
+        if again:
+            self.need_device(need + again, self.free("device"))
+        if need + again:
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        for seq, length in zip(live, lengths, strict=True):
+            self._rewind_one(seq, length)
+        self._own_columns(live, written)
 
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         stay, go, written = super()._cut(seq, length)
