@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from importlib.util import find_spec
 from random import Random
 from typing import Any
 
-OTHERS = [[kind] for kind in os.environ.get("KVPOOL_MODEL_KINDS", "attention,cross").split(",")]
+HAS_RECURRENT = find_spec("kvpool.state.recurrent") is not None
+OTHERS = [["attention"], ["cross"], *([["recurrent"]] if HAS_RECURRENT else [])]
 STEP_MS = 1 << 24
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
