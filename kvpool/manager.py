@@ -73,9 +73,10 @@ class KVCacheManager(ForkPool, DraftPool):
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
 
-    table : int32[max_sequences, columns] (of several groups int32[groups, max_sequences, columns]), C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
-        where columns is ``max_sequence_tokens`` in blocks: rows of a larger array, say, of which other rows are another model's. The
-        pool fills it with -1, writes it while it lives, and keeps it alive; nobody else writes these rows.
+    table : int32[max_sequences, columns], of several groups int32[groups, max_sequences, columns]: C-contiguous NumPy memory of the
+        caller's in place of the pool's own persistent block table, where columns is ``max_sequence_tokens`` in blocks: rows of a larger
+        array, say, of which other rows are another model's. The pool fills it with -1, writes it while it lives, and keeps it alive;
+        nobody else writes these rows.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
