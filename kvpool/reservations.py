@@ -176,9 +176,10 @@ class ReservePool(PinPool):
         now, on = self.now(), None if stream is None else self._device.as_stream(stream)
         row, count = prompt.request.copy(), -(-len(prompt) // self.tokens_per_block)
         row[0, requests.R_RESERVES], row[0, requests.R_PRIORITY], row[0, requests.R_TTL] = 1, blocks.DEFAULT_PRIORITY, blocks.NONE
-        crosses = any(group.kind == "cross" for group in self._groups)
-        if crosses or encoder_tokens is not None:
-            row[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)
+        moves = 2 * count
+        if self._crosses or encoder_tokens is not None:
+            row[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, 1, self._crosses)
+            moves += self._encoder_blocks(row)
         if ranges is not None:
             row[0, requests.R_RANGES], row[0, requests.R_RANGE_COUNT] = address(ranges), len(ranges)
         self._check_columns(count)
@@ -198,7 +199,7 @@ class ReservePool(PinPool):
             return result
 
         try:
-            self._decide(2 * count + self._encoder_blocks(int(row[0, requests.R_ENCODER])), on, take, row)
+            self._decide(moves, on, take, row)
             if on is None and self._transfer.order is not None:
                 self._wait_until_free(new)
                 self._check_reserved(new[0])
@@ -210,9 +211,9 @@ class ReservePool(PinPool):
             raise
         return new[0]
 
-    def _encoder_blocks(self, tokens: int) -> int:
-        """Blocks for cross attention to so many tokens, as far as a row has columns; what passes them is refused by the decision."""
-        return min(-(-tokens // self.tokens_per_block), self._columns)
+    def _encoder_blocks(self, rows: Ids) -> int:
+        """Blocks for cross attention that requests take, as far as a row has columns; what passes them is refused by the decision."""
+        return int(np.minimum(-(-rows[:, requests.R_ENCODER] // self.tokens_per_block), self._columns).sum())
 
     def _shares(self, row: int, skip: int) -> list[Share]:
         """What a sequence has in each group, of whose tokens the first ``skip`` are there. The state lock is held by the caller."""
@@ -253,7 +254,7 @@ class ReservePool(PinPool):
     def _end_reserved(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
         def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_reserved(reservation)
-            result = int(verb(heads, ids, counts, now, np.empty(len(heads), np.int64)))
+            result = int(verb(heads, ids, counts, now, self._needs))
             if result == live.FAILED:
                 raise DeviceError(f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it")
             if result == 0:
