@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -46,13 +46,13 @@ class Batch(NamedTuple):
 
 
 class Transfer:
-    """The queue of decided batches.
+    """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
 
     ``broken`` is the device error that will not go away, or None; ``order`` is None where nothing runs behind its caller; ``moved`` is what
     the device has taken.
     """
 
-    def __init__(self, states: States, state_lock: AbstractContextManager[Any], device: Device) -> None:
+    def __init__(self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]) -> None:
         self._states, self._state_lock, self._device = states, state_lock, device
         self._totals = np.zeros(3, np.int64)
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Transfer:
         self._width = int(states.heads[0, blocks.WIDTH])
         self._levels = Levels(states.blocks, self._width)
         self.order = None if device.synchronous else Order(device, states.blocks)
-        self.moved = Moved(states.device_blocks)
+        self.moved = Moved(states.heads, states.device_blocks, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         self._behind: Callable[[], object] | None = None
