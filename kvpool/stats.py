@@ -214,9 +214,9 @@ def snapshot(
         for g, (state, nbytes) in enumerate(zip(states, transfer.moved.nbytes, strict=True))
     )
     counters = dict(zip(COUNTERS, lead.counters.tolist(), strict=True))
+    sums: dict[str, Any] = {one.name: _sum([getattr(group, one.name) for group in groups]) for one in fields(GroupStats)}
     return Stats(
-        **{one.name: _sum([getattr(group, one.name) for group in groups]) for one in fields(GroupStats)},
-        **{name: counters[name] for name in _OF_PROMPTS},
+        **sums | {name: counters[name] for name in _OF_PROMPTS},
         # An event that is lost is counted where the one that took its place came from.
         events_dropped=sum(int(state.counters[C_DROPPED]) for state in states),
         sequences=int(np.count_nonzero(lead.sequences["live"] == LIVE)),
