@@ -32,7 +32,7 @@ from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
 from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
-from kvpool.state.verify import verify_states
+from kvpool.state.integrity import verify_states
 from kvpool.transfer import Transfer
 
 if TYPE_CHECKING:

@@ -10,19 +10,16 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.blocks import (
-    CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
     DEVICE_BLOCKS,
     EMPTY,
     EXTRA,
     FREE_ROWS,
-    GROUP,
     GUARD,
     HOST,
     INDEXED,
     KEYED,
-    KIND,
     LINKED,
     LISTS_PER_TIER,
     LOST,
@@ -47,7 +44,7 @@ from kvpool.state.blocks import (
 from kvpool.state.hashing import block_key
 from kvpool.state.index import bucket
 from kvpool.state.prefix import child_bucket
-from kvpool.state.states import State, States
+from kvpool.state.states import State
 from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]
@@ -271,33 +268,4 @@ def findings(state: State, leased: IntArray) -> list[Finding]:
 def verify(state: State, leased: IntArray) -> None:
     """Raise IntegrityError for the first invariant that does not hold."""
     for check, detail in findings(state, leased):
-        raise IntegrityError(check, detail)
-
-
-_SAME_IN_ALL = ("generation", "live", "failed", "length", "committed")
-
-
-def _agreement(states: States) -> Iterator[Finding]:
-    """A sequence has the same row, and is the same, in all groups; its tokens for cross attention are its own affair."""
-    first, lead = states[0], next(state for state in states if state.header[KIND] != CROSS)
-    for g, state in enumerate(states):
-        if state.rows[: int(state.header[FREE_ROWS])].tolist() != first.rows[: int(first.header[FREE_ROWS])].tolist():
-            yield "groups", f"group {g} has other free rows than group 0"
-        for field in ("generation", "live", "failed") if state.header[KIND] == CROSS else _SAME_IN_ALL:
-            wrong = (lead.sequences["live"] != 0) & (state.sequences[field] != lead.sequences[field])
-            yield from _first("groups", wrong, f"sequence row {{}} has another {field!r} in group {g} than in group {lead.header[GROUP]}")
-
-
-def verify_states(states: States, leased: npt.NDArray[np.int64]) -> None:
-    """Raise IntegrityError for the first invariant that does not hold in some group.
-
-    ``leased`` are the blocks of live leases, one entry per pin, by the ids that all behind the state knows them by.
-    """
-    if len(states) == 1:
-        return verify(states[0], leased)
-    pins = {int(state.header[GROUP]): ids for state, _, ids in states.split(leased)}
-    for g, state in enumerate(states):
-        for check, detail in findings(state, pins.get(g, leased[:0])):
-            raise IntegrityError(check, f"group {g}: {detail}")
-    for check, detail in _agreement(states):
         raise IntegrityError(check, detail)
