@@ -194,6 +194,8 @@ def _group(state: State, pinned: npt.NDArray[np.int64], nbytes: list[int], secon
 def _sum(parts: Sequence[Any]) -> Any:
     """The sum of figures of one kind; None where they are not told."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     if isinstance(first, (TierStats, Histogram)):
         return type(first)(*(_sum([getattr(part, one.name) for part in parts]) for one in fields(first)))
     return None if first is None else sum(parts[1:], first)
