@@ -32,7 +32,7 @@ from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
 from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
-from kvpool.state.verify import verify as verify_state
+from kvpool.state.integrity import verify_states
 from kvpool.transfer import NO_IDS, Ids, Transfer
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class Pool:
         self._clock: Callable[[], int] = clock or _milliseconds
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
-        self._transfer = Transfer(self._states, self._lock, self._device)
+        token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in self._groups]
+        self._transfer = Transfer(self._states, self._lock, self._device, token_bytes)
         self._staging = Staging(self._device, self._transfer, depth)
         self._loans: WeakSet[Loan] = WeakSet()
         self._leases: dict[int, Any] = {}
@@ -281,13 +282,13 @@ class Pool:
         now, hand_overs = self.now() if self._leases else 0, self._staging.under_way()
         with self._lock:
             ages = [now - held.lease.since for held in list(self._leases.values())]
-            return statistics.snapshot(self._state, self._transfer, self.layout.token_bytes, self._pinned(), ages, hand_overs)
+            return statistics.snapshot(self._states, self._state, self._transfer, self._pinned(), ages, hand_overs)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
         with self._lock:
             self._check_open()
-            verify_state(self._state, self._pinned())
+            verify_states(self._states, self._pinned())
             for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
             if set(self._live(blocks.RESERVED).tolist()) != set(self._reservations):
