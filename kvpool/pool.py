@@ -147,14 +147,15 @@ class Pool:
             raise RuntimeError(f"{call} inside another call of this pool: destructors and signal handlers may close leases and release")
 
     def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
-        """Room for what a verb says of streams: a row for each block it takes, holds or lets go (with a window both), 3 per sequence."""
+        """Room for what a verb says of streams: a row for each block it takes, holds or lets go (both where it may), 3 per sequence."""
         for state in self._states:
             if ids is NO_IDS:
                 state.reserve_accesses(moves + 1)
             else:
                 held = state.sequences["blocks"]
                 held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
-                state.reserve_accesses(moves + (2 if state.header[blocks.WINDOW] else 1) * int(held.sum()) + 3 * len(held) + 1)
+                both = state.header[blocks.WINDOW] or state.header[blocks.KIND] == blocks.RECURRENT
+                state.reserve_accesses(moves + (2 if both else 1) * int(held.sum()) + 3 * len(held) + 1)
         self._states.heads[:, blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
 
     def _check_open(self) -> None:
