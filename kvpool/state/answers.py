@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state import admission, grants, recurrent
+from kvpool.state import admission, grants, noted
 from kvpool.state.admission import SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.atomics import address_of, array_at
 from kvpool.state.blocks import (
@@ -155,7 +155,7 @@ def _grant(heads, requests, out, n, now):
             else:
                 grants.grant(h, requests[r], rows[top - 1 - r], out[g, r])
                 if h[KIND] == RECURRENT:
-                    recurrent.begin_row(h, requests[r], rows[top - 1 - r])
+                    noted.begin_row(h, requests[r], rows[top - 1 - r])
         h[FREE_ROWS] = top - n
         grants.release_sources(h, 0)
         for r in range(n):

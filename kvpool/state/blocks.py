@@ -113,7 +113,8 @@ EVENT = np.dtype(
 ) = range(60)  # fmt: skip
 # DETAIL_GROUP, in the first header only, is the group that an error is about. DEVICE_FIRST or HOST_FIRST, added to the id of a device or
 # host block, gives the id that all behind the state knows it by. BLOCK_TOKENS are the tokens of a whole block for the device; SNAPSHOT, the
-# blocks from one kept state to the next. A_ROW_TOKENS and A_ROW_EXTRA have ids of tokens that a recurrent group has no blocks for. The ring of events is common to all groups; A_RING has its numbers:
+# blocks from one kept state to the next. A_ROW_TOKENS and A_ROW_EXTRA have the ids of tokens that a recurrent group has no blocks for. The
+# ring of events is common to all groups; A_RING has its numbers:
 EVENT_NEXT, EVENT_READ, CALL_EVENT, RING = range(4)
 ATTENTION, RECURRENT, CROSS = range(3)
 

@@ -22,7 +22,7 @@ from kvpool.state.blocks import (
     table_of,
 )
 from kvpool.state.live import slot_of, stream_of
-from kvpool.state.recurrent import copy_row, reorder_rows
+from kvpool.state.noted import copy_row, reorder_rows
 from kvpool.state.storing import give_back, retry_duplicates, stored_tail
 
 

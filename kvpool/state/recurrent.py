@@ -2,7 +2,7 @@
 
 The state behind n tokens lies in the first entry of the row that is not NONE at or behind column (n - 1) // T. The last column always has
 one, the running state: it moves on with the sequence unless somebody else has or finds it. Entries below the column of the committed
-tokens go back at commit. What a row has no block for is noted beside it: the key of the full committed columns, and the tokens behind them.
+tokens go back at commit.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from kvpool.state.blocks import (
     DETAIL,
     DETAIL2,
     DEVICE,
-    EXTRA,
-    GUARD,
     HAS_EXTRA,
     KEYED,
     NONE,
     PUBLISHED,
     REFS,
     REMOVALS,
-    SECRET0,
-    SECRET1,
     SNAPSHOT,
     TICKET,
     WIDTH,
@@ -42,125 +38,16 @@ from kvpool.state.blocks import (
     row_tokens_of,
     sequences_of,
     table_of,
-    tokens_of,
 )
 from kvpool.state.drafts import gap_of
 from kvpool.state.growth import PASSED, TOO_LONG
-from kvpool.state.hashing import block_key
 from kvpool.state.live import slot_of, stream_of
 from kvpool.state.lru import free_blocks
-from kvpool.state.requests import R_LENGTH, blocks_for, keeps_state, parent_of, request_extra, request_tokens
+from kvpool.state.noted import name, note
+from kvpool.state.requests import blocks_for, keeps_state
 from kvpool.state.sharing import make_writable, private_copy, unfull
 from kvpool.state.storing import BAD_COUNT, publish_range, retry_duplicates
 from kvpool.state.tiers import forget, let_go, shelve, take_device
-
-# -- what is noted beside a row --------------------------------------------------------------------
-
-
-@jit
-def _note(h, slot, at, tokens, extra, start, count):
-    """Note ``count`` tokens of a sequence from its position ``at`` on; no extra ids are zeros."""
-    own = row_tokens_of(h)[slot]
-    for i in range(count):
-        own[at + i] = tokens[start + i]
-    if h[HAS_EXTRA]:
-        mine = row_extra_of(h)[slot]
-        for i in range(count):
-            mine[at + i] = extra[start + i] if extra.shape[0] > 0 else 0
-
-
-@jit
-def begin_row(h, request, slot):
-    """Note the tokens of a prompt that was granted behind what it reuses, and the key of that."""
-    sequence = sequences_of(h)[slot]
-    sequence.chain0, sequence.chain1 = parent_of(h, request, sequence.reused)
-    start = sequence.reused * h[WIDTH]
-    _note(h, slot, start, request_tokens(request), request_extra(request), start, request[R_LENGTH] - start)
-
-
-@jit
-def _noted(h, slot):
-    """The tokens that are noted of a sequence: from the first to behind the last."""
-    sequence = sequences_of(h)[slot]
-    return sequence.committed // h[WIDTH] * h[WIDTH], np.int64(sequence.length)
-
-
-@jit
-def copy_row(h, source, target):
-    """What is noted of a sequence is that of its fork, too."""
-    first, last = _noted(h, source)
-    for i in range(first, last):
-        row_tokens_of(h)[target, i] = row_tokens_of(h)[source, i]
-        if h[HAS_EXTRA]:
-            row_extra_of(h)[target, i] = row_extra_of(h)[source, i]
-
-
-@jit
-def reorder_rows(h, slots, parents, column):
-    """What is noted of each sequence becomes its parent's; the sequences are still those of before. ``column`` int64[n] is scratch."""
-    first, last = np.int64(h[COLUMNS] * h[WIDTH]), np.int64(0)
-    for i in range(slots.shape[0]):
-        low, high = _noted(h, slots[i])
-        first, last = min(first, low), max(last, high)
-    for at in range(first, last):
-        for i in range(slots.shape[0]):
-            column[i] = row_tokens_of(h)[slots[i], at]
-        for i in range(slots.shape[0]):
-            row_tokens_of(h)[slots[i], at] = column[parents[i]]
-        if h[HAS_EXTRA]:
-            for i in range(slots.shape[0]):
-                column[i] = row_extra_of(h)[slots[i], at]
-            for i in range(slots.shape[0]):
-                row_extra_of(h)[slots[i], at] = column[parents[i]]
-
-
-@jit
-def column_key(h, slot, i, parent0, parent1):
-    """Key of column ``i`` of a sequence, whose tokens are noted, behind the key of those before."""
-    at = i * h[WIDTH]
-    extra = row_extra_of(h)[slot][at : at + h[WIDTH]] if h[HAS_EXTRA] else extra_of(h)[0][:0]
-    return block_key(row_tokens_of(h)[slot][at : at + h[WIDTH]], extra, h[SECRET0], h[SECRET1], parent0, parent1, h[GUARD])
-
-
-@jit
-def _write_ids(h, slot, i, b):
-    """Give a block the ids of the tokens of its column."""
-    blocks, own, noted, at = blocks_of(h), tokens_of(h)[b], row_tokens_of(h)[slot], i * h[WIDTH]
-    for j in range(h[WIDTH]):
-        own[j] = noted[at + j]
-    blocks[b].filled = h[WIDTH]
-    blocks[b].flags &= ~EXTRA
-    if h[HAS_EXTRA]:
-        mine, extra = extra_of(h)[b], row_extra_of(h)[slot]
-        for j in range(h[WIDTH]):
-            mine[j] = extra[at + j]
-            if mine[j] != 0:
-                blocks[b].flags |= EXTRA
-
-
-@jit
-def _name(h, slot, first, last):
-    """Keys for the blocks in the full columns [first, last) of a sequence, which it has now committed, and for the row itself."""
-    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
-    key0, key1, done = sequence.chain0, sequence.chain1, first
-    for i in range(first, last + 1):
-        b = row[i] if i < last else NONE
-        if i < last and b == NONE:
-            continue
-        if b != NONE and blocks[b].flags & KEYED:  # those of a prompt have had it from the start
-            key0, key1, done = blocks[b].key0, blocks[b].key1, i + 1
-            continue
-        for j in range(done, i):
-            key0, key1 = column_key(h, slot, j, key0, key1)
-        done = i
-        if b != NONE:
-            blocks[b].parent0, blocks[b].parent1 = key0, key1
-            key0, key1 = column_key(h, slot, i, key0, key1)
-            blocks[b].key0, blocks[b].key1, done = key0, key1, i + 1
-            blocks[b].flags |= KEYED
-            _write_ids(h, slot, i, b)
-    sequence.chain0, sequence.chain1 = key0, key1
-
 
 # -- growth ------------------------------------------------------------------------------------------
 
@@ -244,7 +131,7 @@ def append(h, ids, counts, tokens):
         sequence, stream = sequences_of(h)[slot], stream_of(h, slot)
         if sequence.forked and counts[k]:
             make_writable(h, slot, stream)
-        _note(h, slot, sequence.length, tokens, extra_of(h)[0][:0], start, counts[k])
+        note(h, slot, sequence.length, tokens, extra_of(h)[0][:0], start, counts[k])
         sequence.length += counts[k]
         for i in range(sequence.blocks, blocks_for(h, sequence.length)):
             table_of(h)[slot, i] = _open_column(h, slot, i)
@@ -281,7 +168,7 @@ def commit(h, ids, counts):
         if sequence.duplicates == NONE:
             sequence.removals = h[REMOVALS]
         first, last = before // h[WIDTH], committed // h[WIDTH]
-        _name(h, slot, first, last)
+        name(h, slot, first, last)
         sequence.committed = committed
         publish_range(h, slot, first, last)
         _give_passed(h, slot, before, stream)
