@@ -9,7 +9,7 @@ Read `Search.step`: one `reorder` and one `append_tokens` for all beams of all p
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ def log_softmax(logits: Floats) -> Floats:
 class Search:
     """``WIDTH`` continuations of each prompt: the most likely ones (beams), or drawn ones (samples), which never change places."""
 
+    table, launch = Engine.table, Engine.launch
+
     def __init__(self, cache: kvpool.KVCacheManager, device: Device, stream: Stream, model: Any, prompts: list[list[int]], rng: Any):
         self.cache, self.device, self.stream, self.model, self.rng = cache, device, stream, model, rng
         first = cache.add_sequence_batch(prompts, stream=stream)
@@ -47,12 +49,12 @@ class Search:
 
     def compute(self, ids: list[int], tokens: list[list[int]], computed: Any) -> Floats:
         """Logits of all tokens behind the ``computed`` ones; their K and V go into the pool."""
-        table = self.cache.block_table(ids, stream=self.stream)
+        table = self.table(ids)
         positions = [np.arange(start, len(all_)) for start, all_ in zip(computed, tokens, strict=True)]
         owner = np.repeat(np.arange(len(ids)), [len(one) for one in positions])
         new = np.concatenate([np.array(all_)[at] for all_, at in zip(tokens, positions, strict=True)])
         batch = Batch(ids, new, np.concatenate(positions), owner, table.dense())
-        result = Engine.launch(SimpleNamespace(device=self.device, stream=self.stream, model=self.model), batch)  # type: ignore[arg-type]
+        result = self.launch(batch)
         self.cache.commit(ids, stream=self.stream)
         self.device.synchronize(self.device.record(self.stream))
         return np.asarray(result.logits)
@@ -86,16 +88,20 @@ class Search:
         self.computed += [(list(tokens), logits) for tokens, logits in zip(self.tokens, self.logits, strict=True)]
 
 
-def compare(weights: dict[str, Any], search: Search) -> tuple[int, float]:
+def compare(weights: dict[str, Any], search: Search, reference: Callable[..., Floats] = uncached) -> tuple[int, float]:
     """The logits of every step of every beam, dropped ones too, against the model without a cache: how many, the largest difference."""
-    differences = [np.abs(logits - uncached(weights, tokens)[-1]).max() for tokens, logits in (*search.prefilled, *search.computed)]
+    differences = [np.abs(logits - reference(weights, tokens)[-1]).max() for tokens, logits in (*search.prefilled, *search.computed)]
     return len(differences), float(max(differences))
+
+
+def make_prompts(count: int, rng: Any) -> list[list[int]]:
+    return [[int(token) for token in rng.integers(VOCABULARY, size=rng.integers(70, 90))] for _ in range(count)]
 
 
 def run(device: Device, *, prompts: int, seed: int, sampling: bool, check: bool) -> int:
     """Search on a pool that could not hold the beams one by one; the exit code."""
     weights, rng = make_weights(seed), np.random.default_rng(seed)
-    talks = [[int(token) for token in rng.integers(VOCABULARY, size=rng.integers(70, 90))] for _ in range(prompts)]
+    talks = make_prompts(prompts, rng)
     alone = sum(WIDTH * -(-(len(talk) + STEPS) // LAYOUT.tokens_per_block) for talk in talks)
     with kvpool.KVCacheManager(LAYOUT, device_blocks=alone * 2 // 3, device=device) as cache:
         stream = device.create_stream("engine")

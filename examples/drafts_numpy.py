@@ -54,6 +54,13 @@ class Tree:
             found.append(1 + (found[parent] if parent >= 0 else 0))
         return found
 
+    def stand(self, places: Ints, end: int) -> Ints:
+        """Where in their texts the tokens at these places of a sequence of ``end`` tokens stand; the drafts are its last ones."""
+        text, found = end - len(self.tokens), places.copy()
+        drafts = (places >= text) & (places < end)
+        found[drafts] = text - 1 + np.array(self.depths(), np.int64)[places[drafts] - text]
+        return found
+
     def seen(self) -> npt.NDArray[np.bool_]:
         """[drafts, drafts]: which ones each attends to, its ancestors and itself."""
         found = np.eye(len(self.tokens), dtype=bool)
@@ -107,9 +114,8 @@ class TreeBatch(Batch):
         """Where each token stands in its text, which is what rotates it."""
         found = self.positions.copy()
         for row, tree in enumerate(self.trees):
-            mine = np.flatnonzero(self.owner == row)
-            first = len(mine) - len(tree.tokens)
-            found[mine[first:]] = found[mine[first - 1]] + np.array(tree.depths(), np.int64)
+            mine = self.owner == row
+            found[mine] = tree.stand(found[mine], found[mine][-1] + 1)
         return found
 
 

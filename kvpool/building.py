@@ -68,15 +68,16 @@ def pool_groups(
     return describe(checked, device, host), width
 
 
-def most_blocks(groups: Sequence[Group]) -> int:
-    """Blocks of a sequence that has nothing left on the device: those of the group that needs all of a prefix and has the fewest."""
-    whole = [group.device_blocks for group in groups if group.kind == "attention" and group.window is None]
-    return min(whole) if whole else max(group.device_blocks for group in groups)
+def fewest_blocks(groups: Sequence[Group]) -> int:
+    """Device blocks of the group with the fewest, of those that need all of a prefix; 2**31 where there is none."""
+    return min((group.device_blocks for group in groups if group.kind == "attention" and group.window is None), default=1 << 31)
 
 
 def build_states(device: Device, groups: Sequence[Group], width: int, rules: Rules, partial_reuse: bool, table: Any) -> States:
     """The state of a pool. Raises InsufficientMemory; TypeError and ValueError for a ``table`` that is none for it."""
-    columns = -(-(rules.tokens or min(most_blocks(groups) * width, MAX_TOKENS)) // width)
+    fit = fewest_blocks(groups)
+    most = fit if fit < 1 << 31 else max(group.device_blocks for group in groups)
+    columns = -(-(rules.tokens or min(most * width, MAX_TOKENS)) // width)
     sizes = [
         GroupSizes(
             group.device_blocks, group.host_blocks, group.window or 0, group.sinks, KINDS.index(group.kind),

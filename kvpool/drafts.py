@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from kvpool.reservations import ReservePool
 from kvpool.sequence import count_array, id_array, int64_array, private
 from kvpool.state import groups
@@ -43,5 +41,4 @@ class DraftPool(ReservePool):
     def _keep(self, heads: Any, which: Any, tails: Any, path: Any, each: Any) -> int:
         """The verb, with room for its token moves. The state lock is held by the caller."""
         self._states.reserve_token_moves(len(path))
-        needs = np.empty(len(heads), np.int64)
-        return int(groups.keep(heads, which, tails, path, each, tails - each, self.now(), needs))
+        return int(groups.keep(heads, which, tails, path, each, tails - each, self.now(), self._needs))

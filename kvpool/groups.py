@@ -33,8 +33,8 @@ class LayerGroup:
         ``"recurrent"``: a block holds one state of all these layers, that behind a prefix; the layouts have ``tokens_per_block=1``.
         ``"cross"``: cross attention, filled once for the tokens of the encoder.
     snapshot_tokens
-        Of a recurrent group: states are kept every so many tokens, a multiple of the pool's ``tokens_per_block``. None: only behind the
-        last full block of a prompt.
+        Of a recurrent group: states are kept behind the last full block of a prompt that can be reused, and every so many tokens, a
+        multiple of the pool's ``tokens_per_block``. None: there only.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def split_blocks(
     Every group gets bytes in proportion to what one sequence of ``max_sequence_tokens`` tokens keeps in it, in whole blocks:
 
     - attention: blocks for as many tokens, or for ``window + sinks`` tokens if these are fewer;
-    - recurrent: its snapshots and the running state;
+    - recurrent: its states every ``snapshot_tokens``, the one behind the prompt's last full block, and the running one;
     - cross: blocks for ``max_sequence_tokens`` tokens of the encoder.
 
     What rounding leaves goes to the group with the largest share, where it makes whole blocks. ``tokens_per_block`` as in
@@ -220,7 +220,7 @@ def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Ite
     """Blocks that a sequence of so many tokens keeps in each group."""
     for group in groups:
         if group.kind == "recurrent":
-            yield 1 + (1 if group.snapshot_tokens is None else tokens // group.snapshot_tokens)
+            yield 2 + (0 if group.snapshot_tokens is None else tokens // group.snapshot_tokens)
         else:
             seen = tokens if group.window is None else min(tokens, group.window + group.sinks)
             yield -(-seen // width)

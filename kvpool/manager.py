@@ -51,8 +51,12 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
 
     Parameters
     ----------
-    layout : shape and bytes of a block.
-    device_blocks, host_blocks : capacities; ids [0, device_blocks) are device blocks, the rest host blocks.
+    layout : shape and bytes of a block, of a model whose layers all keep the same.
+    groups : in place of a layout, a list of ``LayerGroup``: layers with other attention, heads or state keep other blocks. All calls act
+        on all groups or on none, and a prefix is reused as far as every group can. What is about the blocks of one group takes ``group=``.
+    device_blocks, host_blocks : capacities, of each group where there are groups (see ``split_blocks``); ids [0, device_blocks) are device
+        blocks, the rest host blocks.
+    tokens_per_block : of a pool whose groups are all recurrent; others have it in their layouts.
     device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no other pool.
     max_sequences, max_sequence_tokens : bounds of what lives at once; they size the block table (default: 256 sequences of as many
         tokens as fit on the device, at most 262,144).
@@ -70,9 +74,10 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
 
-    table : int32[max_sequences, columns], C-contiguous NumPy memory of the caller's in place of the pool's own persistent block table,
-        where columns is ``max_sequence_tokens`` in blocks: rows of a larger array, say, of which other rows are another model's. The
-        pool fills it with -1, writes it while it lives, and keeps it alive; nobody else writes these rows.
+    table : int32[max_sequences, columns], of several groups int32[groups, max_sequences, columns]: C-contiguous NumPy memory of the
+        caller's in place of the pool's own persistent block table, where columns is ``max_sequence_tokens`` in blocks: rows of a larger
+        array, say, of which other rows are another model's. The pool fills it with -1, writes it while it lives, and keeps it alive;
+        nobody else writes these rows.
 
     All methods are thread-safe. A call that raises has changed nothing.
 
@@ -129,13 +134,13 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     def match_prefix(self, prompt: Prompt) -> Match:
         """What the prompt would reuse if it were added now; its last token is never reused. Does not change the pool."""
         found = self._match(prompt)
-        host, last = int(found[:, 1].max()), found[int(self._state.header[blocks.GROUP])]
-        return Match(int(last[0] + last[1]) - host, host, int(last[2]))
+        full, host, partial = found[-1, :3].tolist()
+        return Match(full - host, host, partial)
 
     def _match(self, prompt: Prompt) -> npt.NDArray[np.int64]:
         keys = self._prompt(prompt)
         heads = self._states.heads
-        out, ids = np.empty((len(heads), 6), np.int64), np.empty((len(heads), len(keys) // self.tokens_per_block), np.int32)
+        out, ids = np.empty((len(heads) + 1, 6), np.int64), np.empty((len(heads), len(keys) // self.tokens_per_block), np.int32)
         with self._lock:
             self._check_open()
             answers.match(heads, keys.request[0], ids, out)
@@ -161,19 +166,19 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
             if crosses or encoder_tokens is not None:
                 columns = -(-int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0]) // self.tokens_per_block)
             found = self._match(keys)[which]
-            fresh = requests.fresh_blocks(self._states.heads[which], keys.request[0], found[3], columns)
-            return int(fresh + found[3] - found[4])
+            if self._groups[which].kind == "recurrent":
+                columns = found[3] + requests.fresh_blocks(self._states.heads[which], keys.request[0], found[3], columns)
+            return int(columns - found[4])
         if encoder_tokens is not None:
             raise ValueError(f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's blocks")
         ids = id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:
             self._check_open()
-            needs = np.empty(len(self._states), np.int64)
-            error = groups.growth_needs(self._states.heads, ids, counts, needs)
+            error = groups.growth_needs(self._states.heads, ids, counts, self._needs)
             if error:
                 raise self._error(error, ids)
-        return int(needs[which])
+            return int(self._needs[which])
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -215,9 +220,8 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         rows = np.concatenate([key.request for key in keys] or [NO_REQUESTS])
         rows[:, requests.R_PRIORITY] = priority_argument("decode_priority", decode_priority)
         rows[:, requests.R_TTL] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
-        crosses = any(group.kind == "cross" for group in self._groups)
-        if crosses or encoder_tokens is not None:
-            rows[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), crosses)
+        if self._crosses or encoder_tokens is not None:
+            rows[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), self._crosses)
         moves = longest = 0
         for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
             held = -(-len(key) // self.tokens_per_block)
@@ -269,7 +273,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
             counts = len(new)
         each = count_array("counts", counts, which)
         moves = 2 * (len(new) // self.tokens_per_block) + 3 * len(which)
-        self._decide(moves, stream, groups.append, which, each, new, self.now(), self._scratch(), ids=which)
+        self._decide(moves, stream, groups.append, which, each, new, self.now(), self._needs, ids=which)
 
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
@@ -291,7 +295,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         """
         which = id_array("ids", ids)
         each = count_array("counts", counts, which)
-        self._decide(2 * len(which), stream, groups.rewind, which, each, self.now(), self._scratch(), ids=which)
+        self._decide(2 * len(which), stream, groups.rewind, which, each, self.now(), self._needs, ids=which)
 
     def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
         """Give sequences back, tail first. What was committed stays reusable until evicted; with ``store=False`` what they computed goes,
@@ -326,10 +330,6 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
             rows = self._rows(which)
             lengths = self._states[g].sequences["length"][rows].astype(np.int64)
             return BlockTable(self._tables[g], rows, lengths, self.tokens_per_block)
-
-    def _scratch(self) -> npt.NDArray[np.int64]:
-        """A number for each group."""
-        return np.empty(len(self._states), np.int64)
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)

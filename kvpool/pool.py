@@ -19,7 +19,7 @@ from kvpool import events as kv_events
 from kvpool import stats as statistics
 from kvpool.building import pool_groups
 from kvpool.device import get_device
-from kvpool.device.base import Device, Stream, tier_argument
+from kvpool.device.base import Device, tier_argument
 from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy, PoolClosed
 from kvpool.export import Export, Lending, Loan
 from kvpool.groups import Group
@@ -33,14 +33,13 @@ from kvpool.staging import Staging
 from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
 from kvpool.state.verify import verify as verify_state
-from kvpool.transfer import Transfer
+from kvpool.state.verify import verify_together
+from kvpool.transfer import NO_IDS, Ids, Transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_MS = 1 << 42
-NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
-Ids = npt.NDArray[np.int64] | None
 
 
 class Pool:
@@ -77,7 +76,10 @@ class Pool:
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
         # Of the tokens of sequences, whose number all groups know but those for cross attention.
         self._state = next(state for state in self._states if state.header[blocks.KIND] != blocks.CROSS)
-        self._columns = self._states.table.shape[2]
+        self._columns, self._fewest = self._states.table.shape[2], building.fewest_blocks(self._groups)
+        self._crosses = any(group.kind == "cross" for group in self._groups)
+        # A number for each group, for a verb that is under the state lock.
+        self._needs = np.empty(len(self._groups), np.int64)
         self._origin = (self._states.fingerprint, width)
         self._tables = self._states.table.view()
         self._tables.flags.writeable = False
@@ -122,13 +124,10 @@ class Pool:
                 # A signal handler or destructor that decides inside another call finds that one's moves here, and keeps them in order.
                 self._transfer.collect()
                 self._states.reserve_moves(moves)
-                before = heads[0, blocks.STREAM]
-                try:
-                    if self._transfer.order is not None:
-                        self._prepare_accesses(on, moves, ids)
+                if self._transfer.order is None:
                     result = verb(heads, *args)
-                finally:
-                    heads[:, blocks.STREAM] = before
+                else:
+                    result = self._transfer.decide(on, moves, ids, verb, *args)
                 if result < 0:
                     raise self._error(result, args[0])
                 mine = self._transfer.collect()
@@ -145,18 +144,6 @@ class Pool:
         """Raise inside a decision or an enqueueing of this thread: it has a lock, and others would wait for what the call waits for."""
         if self._inside() or self._transfer.enqueuing:
             raise RuntimeError(f"{call} inside another call of this pool: destructors and signal handlers may close leases and release")
-
-    def _prepare_accesses(self, stream: Stream | None, moves: int, ids: Ids) -> None:
-        """Room for what a verb says of streams: a row for each block it takes, holds or lets go (both where it may), 3 per sequence."""
-        for state in self._states:
-            if ids is NO_IDS:
-                state.reserve_accesses(moves + 1)
-            else:
-                held = state.sequences["blocks"]
-                held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
-                both = state.header[blocks.WINDOW] or state.header[blocks.KIND] == blocks.RECURRENT
-                state.reserve_accesses(moves + (2 if both else 1) * int(held.sum()) + 3 * len(held) + 1)
-        self._states.heads[:, blocks.STREAM] = blocks.NONE if stream is None else self._transfer.slot(stream)
 
     def _check_open(self) -> None:
         if self._report is not None:
@@ -187,8 +174,7 @@ class Pool:
 
     def _check_columns(self, needed: int) -> None:
         """Raise ValueError for a prompt whose blocks have no place in a row of the block table."""
-        whole = [group.device_blocks for group in self._groups if group.kind == "attention" and group.window is None]
-        if self._columns < min([needed, *whole]):
+        if self._columns < min(needed, self._fewest):
             raise ValueError(f"a prompt of {needed} blocks passes max_sequence_tokens={self._columns * self.tokens_per_block}")
 
     def _enable_extra(self) -> None:
@@ -204,9 +190,12 @@ class Pool:
 
     def _group(self, group: Any) -> int:
         """The group that an argument means. Raises TypeError or ValueError."""
-        if group is None and len(self._groups) > 1:
-            raise ValueError(f"group=None: accepted are 0 to {len(self._groups) - 1} where there are several")
-        return 0 if group is None else integer_argument("group", group, 0, len(self._groups) - 1)
+        last = len(self._groups) - 1
+        if group is not None:
+            return integer_argument("group", group, 0, last)
+        if last:
+            raise ValueError(f"group=None: accepted are 0 to {last} where there are several")
+        return 0
 
     @property
     def layout(self) -> BlockLayout:
@@ -302,6 +291,7 @@ class Pool:
         with self._lock:
             self._check_open()
             verify_state(self._state, self._pinned())
+            verify_together(self._states)
             for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
             if set(self._live(blocks.RESERVED).tolist()) != set(self._reservations):

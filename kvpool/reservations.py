@@ -196,7 +196,7 @@ class ReservePool(PinPool):
     def _end_reserved(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
         def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_reserved(reservation)
-            result = int(verb(heads, ids, counts, now, np.empty(len(heads), np.int64)))
+            result = int(verb(heads, ids, counts, now, self._needs))
             if result == live.FAILED:
                 raise DeviceError(f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it")
             if result == 0:

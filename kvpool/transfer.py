@@ -23,12 +23,15 @@ from kvpool.levels import Levels
 from kvpool.moved import Moved
 from kvpool.order import OFFLOAD, ONBOARD, WITHIN, Order
 from kvpool.state import blocks, groups
-from kvpool.state.accesses import ACCESSED, hand_over, pending
-from kvpool.state.states import States
+from kvpool.state.accesses import ACCESSED, hand_over
+from kvpool.state.blocks import ACCESSES, MOVES, TOKEN_MOVES
+from kvpool.state.states import State, States
 
 NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 NO_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
+NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 Moves = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64] | None
 
 
 class Batch(NamedTuple):
@@ -54,7 +57,8 @@ class Transfer:
 
     def __init__(self, states: States, state_lock: AbstractContextManager[Any], device: Device) -> None:
         self._states, self._state_lock, self._device = states, state_lock, device
-        self._totals = np.zeros(3, np.int64)
+        # The headers without an array around them: what a decision left is asked twice in every call.
+        self._numbers, self._bases = states.heads.reshape(-1).data, range(0, states.heads.size, blocks.HEADER)
         self._lock = threading.Lock()
         self._queue: dict[int, Batch] = {}
         self._notes: deque[npt.NDArray[np.int64]] = deque()
@@ -83,17 +87,23 @@ class Transfer:
 
         A destructor or signal handler may decide in the middle of this: what it finds in the buffers goes before its own.
         """
-        heads, totals = self._states.heads, self._totals
-        while pending(heads, totals) or self._notes or self._behind is not None:
-            moves, own = np.empty((totals[0], 4), np.int64), np.empty((totals[2], 3), np.int64)
-            shifted = np.empty((totals[1], 4), np.int64) if totals[1] else NO_MOVES
-            ticket = int(hand_over(heads, moves, shifted, own))
+        numbers, bases = self._numbers, self._bases
+        while True:
+            moved = noted = shifts = 0
+            for base in bases:
+                moved += numbers[base + MOVES]
+                noted += numbers[base + ACCESSES]
+                shifts += numbers[base + TOKEN_MOVES]
+            if not (moved or noted or shifts or self._notes or self._behind is not None):
+                return False
+            moves, own = np.empty((moved, 4), np.int64), np.empty((noted, 3), np.int64)
+            shifted = np.empty((shifts, 4), np.int64) if shifts else NO_MOVES
+            ticket = int(hand_over(self._states.heads, moves, shifted, own))
             if ticket != blocks.NONE:
                 behind, self._behind = self._behind, None
                 self._queue[ticket] = Batch(ticket, moves, shifted, self._with_notes(own), behind)
                 self._decided = max(self._decided, ticket)
                 return True
-        return False
 
     def _with_notes(self, accesses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         while self._notes:
@@ -151,6 +161,21 @@ class Transfer:
         if self.order is not None:
             with self._lock:
                 self.order.follow_copies(stream)
+
+    def decide(self, stream: Stream | None, moves: int, ids: Ids, verb: Callable[..., Any], *args: Any) -> Any:
+        """Run a verb on a device that runs behind, with room for what it says of streams; ``stream`` is the call's, if it names one.
+
+        ``ids`` are the sequences that it concerns, None for all that live. The state lock is held by the caller.
+        """
+        heads = self._states.heads
+        before = heads[0, blocks.STREAM]
+        try:
+            for state in self._states:
+                state.reserve_accesses(_accesses(state, moves, ids))
+            heads[:, blocks.STREAM] = blocks.NONE if stream is None else self.slot(stream)
+            return verb(heads, *args)
+        finally:
+            heads[:, blocks.STREAM] = before
 
     def slot(self, stream: Stream) -> int:
         """The small number of a stream. The caller holds the state lock."""
@@ -273,3 +298,13 @@ class Transfer:
             self.broken = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
             if not isinstance(error, Exception):
                 self._exit = error
+
+
+def _accesses(state: State, moves: int, ids: Ids) -> int:
+    """Most accesses of a verb in one group: one for each block it takes, holds or lets go (with a window both), 3 per sequence."""
+    if ids is NO_IDS:
+        return moves + 1
+    held = state.sequences["blocks"]
+    held = held if ids is None else held[(ids & 0xFFFFFFFF) % len(held)]
+    whole = state.header[blocks.KIND] == blocks.ATTENTION and not state.header[blocks.WINDOW]
+    return moves + (1 if whole else 2) * int(held.sum()) + 3 * len(held) + 1

@@ -162,13 +162,13 @@ def test_layers_and_parts_of_a_group_count() -> None:
     assert split_blocks(groups, 10_000 * layout().block_bytes, max_sequence_tokens=64) == [2000, 2000]
 
 
-def test_a_recurrent_group_counts_its_snapshots_and_the_running_state() -> None:
+def test_a_recurrent_group_counts_its_states() -> None:
     def states(tokens: int | None) -> list[int]:
         groups = [LayerGroup(STATE, kind="recurrent", snapshot_tokens=tokens), FULL]
-        return split_blocks(groups, 100 * (4 * STATE.block_bytes + 64 * layout().block_bytes), max_sequence_tokens=1024)
+        return split_blocks(groups, 100 * (5 * STATE.block_bytes + 64 * layout().block_bytes), max_sequence_tokens=1024)
 
-    assert states(320) == [400, 6400]  # 3 snapshots and the running state; 64 blocks of 16 tokens
-    states_at_the_end, blocks = states(None)  # one snapshot and the running state
+    assert states(320) == [500, 6400]  # 3 on the way, the prompt's and the running one; 64 blocks of 16 tokens
+    states_at_the_end, blocks = states(None)
     assert states_at_the_end == pytest.approx(blocks * 2 / 64, rel=0.01)
     assert blocks > 6400
 
@@ -220,4 +220,4 @@ def test_wrong_arguments_of_a_split_are_refused_by_name(arguments: dict[str, Any
 
 def test_a_pool_of_recurrent_groups_is_split_by_its_tokens_per_block() -> None:
     groups = [LayerGroup(STATE, kind="recurrent", snapshot_tokens=64), RECURRENT]
-    assert split_blocks(groups, 7 * STATE.block_bytes, max_sequence_tokens=256, tokens_per_block=32) == [5, 2]
+    assert split_blocks(groups, 8 * STATE.block_bytes, max_sequence_tokens=256, tokens_per_block=32) == [6, 2]

@@ -136,6 +136,19 @@ def test_a_list_is_the_memory_of_each_part_and_none_in_it_is_allocated() -> None
     pools.close()
 
 
+def test_memory_of_the_caller_needs_no_room_and_the_rest_does() -> None:
+    given = [aligned(size) for size in SIZES["device"]]
+    rest = SIZES["device"][3]
+    for room in (rest, rest - 1):
+        device = SmallDevice({"device": room, "host": None})
+        make(SmallDevice({"device": 0, "host": None}), device_memory=given).close()
+        if room == rest:
+            make(device, device_memory=[*given[:3], None, given[4]]).close()
+        else:
+            with pytest.raises(InsufficientMemory, match="^device tier"):
+                make(device, device_memory=[*given[:3], None, given[4]])
+
+
 def test_a_function_is_called_for_each_part_in_order() -> None:
     asked = []
 
@@ -159,7 +172,7 @@ def test_memory_of_the_caller_for_several_parts_is_refused_by_place() -> None:
 
 @pytest.mark.parametrize(("tier", "place"), [("device", 3), ("host", 0), ("host", 4)])
 def test_no_two_parts_or_tiers_of_the_caller_share_bytes(tier: str, place: int) -> None:
-    mine: dict[str, list[Any]] = {name: [None] * len(PARTS) for name in SIZES}
+    mine = {name: [aligned(size) for size in sizes] for name, sizes in SIZES.items()}
     raw = aligned(SIZES["device"][0] + SIZES[tier][place])
     mine["device"][0] = raw[: SIZES["device"][0]]
     start = (SIZES["device"][0] - 1) // 64 * 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ class Regions:
     device_blocks, host_blocks, blocks
         Of all regions together.
     width
-        The most tokens that a block of any region has; ``lengths`` int64[blocks] has those of each block.
+        The most tokens that a block of any region has; ``widths`` int64[regions] are those of each region.
     """
 
     def __init__(self, regions: Sequence[Region], device_memory: str = "host") -> None:
@@ -44,20 +45,24 @@ class Regions:
         counts = np.array([[region.device_blocks for region in self.all], [region.host_blocks for region in self.all]], np.int64)
         self.device_blocks, self.host_blocks = (int(count) for count in counts.sum(1))
         self.blocks = self.device_blocks + self.host_blocks
-        widths = np.tile([region.tokens_per_block for region in self.all], 2)
-        self.width = int(widths.max())
-        self.lengths: Int64s = np.repeat(widths, counts.ravel())
+        self.widths: Int64s = np.array([region.tokens_per_block for region in self.all], np.int64)
+        self.width = int(self.widths.max())
         # A column per region for its device blocks, then one for its host blocks: where they begin, what makes an id one of the region,
         # and the tokens of a block. The last column is the end.
         self._map = np.zeros((3, 2 * len(self.all) + 1), np.int64)
         self._map[_EDGE, 1:] = np.cumsum(counts)
         self._map[_SHIFT, :-1] = np.concatenate([np.zeros_like(counts[0]), counts[0]]) - self._map[_EDGE, :-1]
-        self._map[_WIDTH, :-1] = widths
+        self._map[_WIDTH, :-1] = np.tile(self.widths, 2)
 
     @property
     def pools(self) -> tuple[Any, ...]:
         """All memory, both tiers."""
         return tuple(pool for region in self.all for part in region.parts for pool in (part.device_pool, part.host_pool))
+
+    @cached_property
+    def lengths(self) -> Int64s:
+        """int64[blocks]: the tokens of each block, for devices that watch."""
+        return np.repeat(self._map[_WIDTH, :-1], np.diff(self._map[_EDGE]))
 
     def place(self, ids: Int64s) -> tuple[Int64s, Int64s]:
         """The region of each block, and its id there. The ids are of this pool."""
@@ -90,7 +95,7 @@ class Regions:
     def describe_bad_move(self, index: int, move: Int64s) -> str:
         """What is wrong with a row that is no move."""
         source, target, tokens = int(move[SOURCE]), int(move[TARGET]), int(move[TOKENS])
-        width = int(self.lengths[source]) if 0 <= source < self.blocks else self.width
+        width = int(self.widths[self.place(move[SOURCE])[0]]) if 0 <= source < self.blocks else self.width
         together = " of one region" if len(self.all) > 1 else ""
         return (
             f"moves[{index}]: source={source} and target={target} must be two different ids in [0, {self.blocks}){together}, "

@@ -39,7 +39,7 @@ class TokenMoves(NamedTuple):
             inside = np.flatnonzero(~wrong)
             blocks = found.moves[inside] // regions.width
             region, _ = regions.place(blocks)
-            wrong[inside] = (region[:, 0] != region[:, 1]) | (regions.lengths[blocks[:, 0]] != regions.width)
+            wrong[inside] = (region[:, 0] != region[:, 1]) | (regions.widths[region[:, 0]] != regions.width)
             together = f" of one region with {regions.width} tokens in a block"
         if wrong.any():
             bad = int(wrong.argmax())

@@ -53,17 +53,6 @@ def outside(h, b):
 
 
 @jit
-def pending(heads, totals):
-    """Moves, token moves and accesses of the decision just made, of all groups, into ``totals`` int64[3]; returns whether there are any."""
-    totals[:] = 0
-    for g in range(heads.shape[0]):
-        totals[0] += heads[g, MOVES]
-        totals[1] += heads[g, TOKEN_MOVES]
-        totals[2] += heads[g, ACCESSES]
-    return totals[0] + totals[1] + totals[2] > 0
-
-
-@jit
 def hand_over(heads, moves, token_moves, accesses):
     """Take a decision's moves, token moves and accesses out of the groups' buffers, into arrays of their lengths; returns its ticket.
 

@@ -72,9 +72,10 @@ def look(heads, request, limit, ids, step):
 
 @jit
 def match(heads, request, ids, out):
-    """What ``admit`` would reuse now, into ``out`` int64[groups, 6] as ``admission.matched`` says; changes nothing.
+    """What ``admit`` would reuse now, into ``out`` int64[groups + 1, 6] as ``admission.matched`` says; changes nothing.
 
-    ``ids`` int32[groups, full blocks] is scratch.
+    The last row is the one answer: tokens of full blocks, how many of them have to come from the host in the group that has most there, and
+    tokens in part. ``ids`` int32[groups, full blocks] is scratch.
     """
     most = look(heads, request, reusable(request) // heads[0, WIDTH], address_of(ids), 4 * ids.shape[1])
     least = NONE
@@ -85,6 +86,9 @@ def match(heads, request, ids, out):
             least = out[g, 2] if least == NONE else min(least, out[g, 2])
     for g in range(heads.shape[0]):
         out[g, 2] = least
+    out[heads.shape[0], 0], out[heads.shape[0], 1], out[heads.shape[0], 2] = most * heads[0, WIDTH], 0, least
+    for g in range(heads.shape[0]):
+        out[heads.shape[0], 1] = max(out[heads.shape[0], 1], out[g, 1])
 
 
 @jit

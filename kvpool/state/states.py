@@ -253,6 +253,7 @@ class States:
             self.heads[g, GROUP], self.heads[g, DEVICE_FIRST], self.heads[g, HOST_FIRST] = g, device, host - group.device_blocks
             device, host = device + group.device_blocks, host + group.host_blocks
         self.blocks = host
+        self._moves = 0
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -293,8 +294,10 @@ class States:
 
     def reserve_moves(self, count: int) -> None:
         """As ``State.reserve_moves``, in each group."""
-        for state in self.groups:
-            state.reserve_moves(count)
+        if count > self._moves:
+            for state in self.groups:
+                state.reserve_moves(count)
+            self._moves = min(len(state.moves) for state in self.groups)
 
     def reserve_accesses(self, count: int) -> None:
         """As ``State.reserve_accesses``, in each group."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import Device, Part, Region
+from kvpool.device.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.regions import BLOCKS_MAX, Regions
 from kvpool.device.token_moves import TokenMoves
 from kvpool.errors import DeviceError
@@ -147,6 +148,30 @@ def test_a_failure_inside_the_second_region_promises_no_more_than_was_enqueued(
     device.close()
 
 
+def test_the_way_of_a_copy_is_chosen_for_its_direction_and_part(fake_cuda: Any) -> None:
+    from kvpool.device.cuda import CudaDevice
+
+    chosen = []
+
+    class Noted:
+        def choose(self, direction: str, nbytes: int, count: int, paths: Any) -> str:
+            chosen.append((direction, nbytes * count))
+            return "plain"
+
+    fake_cuda()
+    device = CudaDevice()
+    make_regions(device)
+    device.calibration = Noted()  # type: ignore[assignment]
+    for region in (0, 1, 3):
+        sizes = [layout.block_bytes for layout in LAYOUTS[region]]
+        first, second, *_, host = ids_of(region)
+        for row, direction in (((first, host), OFFLOAD), ((host, first), ONBOARD), ((first, second), WITHIN)):
+            chosen.clear()
+            device.copy_blocks(as_moves((*row, WIDTHS[region])))
+            assert chosen == [(direction, size) for size in sizes]
+    device.close()
+
+
 # Token moves
 
 
@@ -179,6 +204,17 @@ def test_token_moves_in_all_parts_of_several_regions_are_those_of_the_reference(
         device.move_tokens(moves, starts)
         device.synchronize()
         assert_equal(pools, expected)
+    pools.close()
+
+
+def test_token_moves_of_a_region_keep_their_groups() -> None:
+    pools = make_regions(CpuDevice())
+    regions = Regions(bound(pools))
+    other = ids_of(3)[0] * WIDTH
+    moves = np.array([(other + 1, other), (1, 0), (2, 1), (5, 4), (other + 5, other + 4), (6, 5)], np.int64)
+    found = dict(TokenMoves.of(moves, np.array([0, 3, 3, 5, 6]), regions).by_region(regions))
+    assert found[0].moves.tolist() == [[1, 0], [2, 1], [5, 4], [6, 5]] and found[0].starts.tolist() == [0, 2, 2, 3, 4]
+    assert found[3].moves.tolist() == [[1, 0], [5, 4]] and found[3].starts.tolist() == [0, 1, 1, 2, 2]
     pools.close()
 
 

@@ -129,15 +129,16 @@ def test_a_launch_may_write_what_it_declares_in_every_part(pools: MemoryPools) -
         assert (reference.block_view(*part_of(pools, group, part), 0) == 7).all()
 
 
-def test_closing_under_copies_of_any_region_is_a_race() -> None:
+def test_closing_under_a_read_of_the_last_token_of_any_region_is_a_race() -> None:
     for region in REGIONS:
         sim = SimDevice(progress=0.0)
         pools = make_regions(sim)
-        first, second, *_ = ids_of(region)
-        sim.copy_blocks(as_moves((first, second, 1)))
-        with pytest.raises(RaceError):
-            pools.close()
+        block, _, tokens = whole(ids_of(region)[-1])
+        sim.launch(None, nothing, reads=[(block, tokens - 1, tokens)])
+        pools.close()
+        with pytest.raises(RaceError) as caught:
             sim.close()
+        assert [race.rows for race in caught.value.races] == [((block, tokens - 1, tokens),)]
 
 
 def test_memory_of_every_part_is_poison_when_it_has_been_freed() -> None:

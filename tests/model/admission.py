@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from .batches import Admitted, Batches, Match, Plan, range_of
 from .store import Row, Store
-from .tiers import (
-    DEFAULT_PRIORITY,
-    Block,
-    Item,
-    Lease,
-    Namespace,
-    OutOfBlocks,
-    OutOfSequences,
-    Prompt,
-    UnknownSequence,
-)
-
-EXPIRIES_PER_CALL = 64
-Range = tuple[int, "int | None", int, "int | None"]
-"""(start, end or None, priority, ttl in ms or None)."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """Reusable tokens of a prompt, by where they are."""
-
-    device_tokens: int
-    host_tokens: int
-    partial_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        return self.device_tokens + self.host_tokens + self.partial_tokens
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """What one admitted request was told."""
-
-    id: int
-    match: Match
-    missed_blocks: int
+from .tiers import DEFAULT_PRIORITY, Block, Item, Lease, Namespace, Prompt, UnknownSequence
 
 
 @dataclass
@@ -63,23 +26,8 @@ class Seq:
     """Of a reservation."""
 
 
-@dataclass
-class Plan:
-    """One request between matching and admission."""
-
-    prompt: Prompt
-    ranges: list[Range]
-    rows: list[Row | None]
-    source: Block | None
-    partial: int
-    from_host: list[bool] = field(default_factory=list)
-    taken: Block | None = None
-    loads: bool = False
-    """It is a reservation: no request, whose uses count."""
-
-
-class Admission(Store):
-    """Matching and admission on top of the store."""
+class Admission(Batches, Store):
+    """Matching and admission on top of the store, in one group."""
 
     def __init__(
         self,
@@ -113,42 +61,33 @@ class Admission(Store):
         self.next_id = 0
         self.next_lease = 0
 
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        saved = pickle.dumps({k: v for k, v in self.__dict__.items() if k != "clock"})
-        try:
-            yield
-        except Exception:
-            self.__dict__.update(pickle.loads(saved))
-            raise
+    @property
+    def groups(self) -> Sequence[Admission]:  # type: ignore[override]
+        return [self]
 
     # -- looking -------------------------------------------------------------------------------
-
-    def match_prefix(self, prompt: Prompt) -> Match:
-        walk = self.walk(prompt)
-        host = sum(self.T for row in walk.rows if row is not None and row.device is None)
-        return Match(len(walk.rows) * self.T - host, host, walk.partial)
 
     def blocks_needed(
         self, prompt: Prompt | None = None, *, sequences: Sequence[int] = (), new_tokens: int = 0
     ) -> int:
-        need = 0
         if prompt is not None:
-            rows = self.walk(prompt).rows
-            hits = [row.device for row in rows if row is not None and row.device is not None]
-            need += self._ceil(len(prompt.tokens) + new_tokens) - sum(b.held for b in hits) - rows.count(None)
+            return self.needs_of_prompt(prompt, new_tokens)[0]
         live = self._live(sequences)
-        return need + self._growth(live, [new_tokens] * len(live))
+        return self._growth(live, [new_tokens] * len(live))
 
     def _growth(self, live: Sequence[Seq], counts: Sequence[int]) -> int:
         """Blocks that growing these sequences takes: new ones, and copies of a last one that others go on holding."""
         need, left = 0, {block.id: block.refs for seq in live for block in seq.blocks if block is not None}
         for seq, count in zip(live, counts, strict=True):
             need += self._ceil(len(seq.items) + count) - len(seq.blocks)
-            if count and len(seq.items) % self.T and left[seq.blocks[-1].id] > 1:
+            if count and self._copies(seq, left[seq.blocks[-1].id] if seq.blocks else 0):
                 left[seq.blocks[-1].id] -= 1
                 need += 1
         return need
+
+    def _copies(self, seq: Seq, refs: int) -> bool:
+        """Whether a sequence must copy its last block, which so many hold, before the next token."""
+        return len(seq.items) % self.T > 0 and refs > 1
 
     def evictable_if_released(self, ids: Sequence[int]) -> int:
         named = [block for seq in self._live(ids) for block in seq.blocks if block is not None]
@@ -171,53 +110,13 @@ class Admission(Store):
 
     # -- admission -----------------------------------------------------------------------------
 
-    def add_sequence(self, prompt: Prompt, **options: object) -> Admitted:
-        ranges = options.pop("retention", None)
-        retention = None if ranges is None else [ranges]
-        return self.add_sequence_batch([prompt], retention=retention, **options)[0]  # type: ignore[arg-type]
+    def new_columns(self, plan: Plan, tokens: int | None = None) -> Sequence[int]:
+        """Columns that take a block beside what is reused, for a prompt or for so many tokens."""
+        return range(plan.full, self._ceil(len(plan.prompt.tokens) if tokens is None else tokens))
 
-    def add_sequence_batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        retention: Sequence[Sequence[Range] | None] | None = None,
-        decode_priority: int = DEFAULT_PRIORITY,
-        decode_ttl_ms: int | None = None,
-        allow_partial_batch: bool = False,
-    ) -> list[Admitted]:
-        if any(not prompt.tokens for prompt in prompts):
-            raise ValueError("empty prompt")
-        given = retention or [None] * len(prompts)
-        ranges = [check_ranges(r or ()) for r in given]
-        decode = (decode_priority, decode_ttl_ms)
-        heads = range(len(prompts), -1, -1) if allow_partial_batch else [len(prompts)]
-        for count in heads:
-            try:
-                with self._all_or_nothing():
-                    return self._admit(prompts[:count], ranges[:count], decode)
-            except (OutOfBlocks, OutOfSequences):
-                if count == heads[-1]:
-                    raise
-        raise AssertionError("an empty head always fits")
-
-    def reserve(self, prompt: Prompt, *, owner: str = "", retention: Sequence[Range] | None = None) -> Admitted:
-        ranges = [check_ranges(retention or ())]
-        with self._all_or_nothing():
-            (admitted,) = self._admit([prompt], ranges, (DEFAULT_PRIORITY, None), loads=True)
-        self.reservations[admitted.id] = self.sequences.pop(admitted.id)
-        self.reservations[admitted.id].owner = owner
-        return admitted
-
-    def _admit(
-        self, prompts: Sequence[Prompt], ranges: Sequence[list[Range]], decode: tuple[int, int | None], loads: bool = False
-    ) -> list[Admitted]:
-        if len(self.sequences) + len(self.reservations) + len(prompts) > self.max_sequences:
-            raise OutOfSequences(len(prompts))
-        plans = []
-        for prompt, own in zip(prompts, ranges, strict=True):
-            walk = self.walk(prompt, len(prompt.tokens) if loads else None)
-            plan = Plan(prompt, own, walk.rows, walk.source, walk.partial, loads=loads)
-            plans.append(plan)
+    def claim(self, plans: Sequence[Plan]) -> None:
+        """Hold what all requests of a batch match."""
+        for plan in plans:
             for row in plan.rows:
                 plan.from_host.append(row is not None and row.device is None)
                 if row is None:
@@ -228,9 +127,8 @@ class Admission(Store):
                 else:
                     self._hold(row.host)
             self._hold(plan.source)
-        self._fit(plans)
-        if plans:
-            self.expire(self.clock(), EXPIRIES_PER_CALL)
+
+    def build_all(self, plans: Sequence[Plan], decode: tuple[int, int | None]) -> list[Admitted]:
         onboarded: list[Block] = []
         admitted = [self._build(plan, decode, onboarded) for plan in plans]
         hits = [h for p in plans for h, was in zip(p.rows, p.from_host, strict=True) if was]
@@ -252,10 +150,10 @@ class Admission(Store):
         block.hold -= 1
         self.shelve(block)
 
-    def _fit(self, plans: list[Plan]) -> None:
+    def fit(self, plans: Sequence[Plan]) -> None:
         """Drop or take over partial sources until the batch fits."""
         onboards = {row.host.id for p in plans for row in p.rows if row is not None and row.device is None and row.host}
-        fresh = sum(self._ceil(len(p.prompt.tokens)) - len(p.rows) for p in plans)
+        fresh = sum(len(self.new_columns(p)) for p in plans)
         need = fresh + len(onboards)
         free = self.free("device")
         spare = {p.source.id for p in plans if p.source is not None and _ours_alone(p.source)}
@@ -273,35 +171,36 @@ class Admission(Store):
 
     def _build(self, plan: Plan, decode: tuple[int, int | None], onboarded: list[Block]) -> Admitted:
         """Give one request its blocks, front to back."""
-        prompt, blocks = plan.prompt, []
+        prompt, blocks = plan.prompt, list[Block | None]()
         for row in plan.rows:
-            if row is None:
-                blocks.append(None)
-                continue
-            blocks.append(self._hit(row, onboarded))
-            blocks[-1].uses += not plan.loads
-            ranged = range_of((len(blocks) - 1) * self.T, plan.ranges)
-            if ranged is not None:
-                blocks[-1].priority, blocks[-1].ttl = ranged
-        full = len(blocks)
-        for i in range(full, self._ceil(len(prompt.tokens))):
+            hit = None if row is None else self._hit(row, onboarded)
+            blocks.append(hit)
+            if hit is not None:
+                hit.uses += not plan.loads
+                hit.priority, hit.ttl = range_of((len(blocks) - 1) * self.T, plan.ranges) or (hit.priority, hit.ttl)
+        new = self.new_columns(plan)
+        for i in new:
+            blocks += [None] * (i - len(blocks))
             priority, ttl = range_of(i * self.T, plan.ranges) or (DEFAULT_PRIORITY, None)
-            if i == full and plan.taken is not None:
+            if i == plan.full and plan.taken is not None:
                 blocks.append(self._take_over(plan.taken, priority, ttl))
             else:
                 blocks.append(self.take_device(priority, ttl))
-            if (i + 1) * self.T <= len(prompt.tokens):
-                blocks[i].content = (prompt.namespace, prompt.items[: (i + 1) * self.T])
+            self._name_admitted(plan, i, blocks[i])
         host = sum(plan.from_host)
-        match = Match((full - host) * self.T, host * self.T, plan.partial)
-        self._count_admission(plan, match, missed=len(blocks) - full)
+        match = Match((plan.full - host) * self.T, host * self.T, plan.partial)
+        missed = self._ceil(len(prompt.tokens)) - plan.full
+        self._count_admission(plan, match, missed)
         new_id = self.next_id
         self.next_id += 1
         items = list(prompt.items)
-        self.sequences[new_id] = Seq(
-            prompt.namespace, items, blocks, match.tokens, full, match.tokens, decode
-        )
-        return Admitted(new_id, match, len(blocks) - full)
+        self.sequences[new_id] = Seq(prompt.namespace, items, blocks, match.tokens, plan.full, match.tokens, decode)
+        return Admitted(new_id, match, missed)
+
+    def _name_admitted(self, plan: Plan, i: int, block: Block | None) -> None:
+        """Full blocks of a prompt have their content from the first."""
+        if block is not None and (i + 1) * self.T <= len(plan.prompt.tokens):
+            block.content = (plan.prompt.namespace, plan.prompt.items[: (i + 1) * self.T])
 
     def _hit(self, row: Row, onboarded: list[Block]) -> Block:
         """The device block of a full hit; content that only the host has comes back first."""
@@ -334,7 +233,7 @@ class Admission(Store):
 
     def _count_admission(self, plan: Plan, match: Match, missed: int) -> None:
         counts = self.counts
-        counts["copied_blocks"] += plan.source is not None
+        counts["copied_blocks"] += plan.source is not None and plan.partial > 0
         if plan.loads:
             return
         counts["prompt_tokens"] += len(plan.prompt.tokens)
@@ -345,28 +244,6 @@ class Admission(Store):
         counts["reused_host_blocks"] += match.host_tokens // self.T
         counts["partial_blocks"] += plan.partial > 0
         counts["missed_blocks"] += missed
-
-
-def check_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """The ranges in order of their start; ValueError where they overlap or make no sense."""
-    ordered = sorted(ranges, key=lambda r: r[0])
-    for place, (start, end, priority, ttl) in enumerate(ordered):
-        last = place == len(ordered) - 1
-        if start < 0 or (end is not None and end <= start) or (end is None and not last):
-            raise ValueError(f"retention: {(start, end)}")
-        if end is not None and not last and ordered[place + 1][0] < end:
-            raise ValueError(f"retention: overlap at {end}")
-        if not 0 <= priority <= 100 or (ttl is not None and ttl < 1):
-            raise ValueError(f"retention: {(priority, ttl)}")
-    return ordered
-
-
-def range_of(position: int, ranges: Sequence[Range]) -> tuple[int, int | None] | None:
-    """Priority and ttl that the ranges give a block whose first token is at `position`."""
-    for start, end, priority, ttl in ranges:
-        if start <= position and (end is None or position < end):
-            return priority, ttl
-    return None
 
 
 def _ours_alone(source: Block) -> bool:

@@ -1,4 +1,4 @@
-"""The model of the pool's state: what every public verb returns and leaves behind.
+"""The model of the state of one group of layers: what every public verb returns and leaves behind.
 
 Content is named by its namespace and all tokens of its prefix, so that the model has no hash.
 Block ids are the pool's: device blocks 0..P-1, host blocks P..P+S-1; both tiers start with their
@@ -30,9 +30,10 @@ Readings of the rules where they leave room:
   count in no statistics of requests; a retention range applies to them.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
   to the front, tail first; what had matched goes to the back, tail first.
-- With a window, the blocks that a prefix needs include its last one, and `prefetch` looks at those that an admission would hold.
+- With a window, the blocks that a prefix needs include its last one.
+- `prefetch` looks at all that is cached of a prompt, or, where a window or recurrent states leave holes, at what an admission would hold.
 - A commit publishes before it gives back what the window has passed, sequence by sequence, last block first.
-- `prefetch` stops at the first block that neither tier has; `offload` looks at each key by itself,
+- `offload` looks at each key by itself,
   and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.
 """
 
@@ -41,22 +42,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .admission import EXPIRIES_PER_CALL, Admission, Seq
+from .admission import Seq
+from .batches import EXPIRIES_PER_CALL
+from .holds import Holds
 from .tiers import (
     Block,
-    BlockNotFound,
     Content,
-    Lease,
-    LeaseExpired,
     OutOfSequences,
     PoolBusy,
-    Prompt,
     ReservationExpired,
     Tier,
 )
 
 
-class Model(Admission):
+class Model(Holds):
     """All public verbs, one block and one list operation at a time."""
 
     # -- growth --------------------------------------------------------------------------------
@@ -69,12 +68,15 @@ class Model(Admission):
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
         for seq, new in zip(live, tokens, strict=True):
-            if new and len(seq.items) % self.T and seq.blocks[-1].refs > 1:
+            if new and self._copies(seq, seq.blocks[-1].refs if seq.blocks else 0):
                 seq.blocks[-1] = self._private_copy(seq.blocks[-1])
             for token in new:
                 if len(seq.items) % self.T == 0:
-                    seq.blocks.append(self.take_device(*seq.decode))
+                    self._open_column(seq)
                 seq.items.append((token, 0))
+
+    def _open_column(self, seq: Seq) -> None:
+        seq.blocks.append(self.take_device(*seq.decode))
 
     def commit(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> None:
         live = self._live(ids)
@@ -83,28 +85,34 @@ class Model(Admission):
             if not seq.committed <= end <= len(seq.items):
                 raise ValueError(f"counts: {end}")
         for seq, end in zip(live, ends, strict=True):
+            for i in range(seq.committed // self.T, end // self.T):
+                self._name(seq, i)
             seq.committed = end
-            for i in range(end // self.T):
-                block = seq.blocks[i]
-                if block is not None and block.content is None:
-                    block.content = self._content(seq, i)
             self._publish_waiting(seq)
             self._give_passed(seq)
+
+    def _name(self, seq: Seq, i: int) -> None:
+        block = seq.blocks[i]
+        if block is not None and block.content is None:
+            block.content = self._content(seq, i)
 
     def _give_passed(self, seq: Seq) -> None:
         for i in range(len(seq.blocks) - 1, -1, -1):
             block = seq.blocks[i]
-            if block is not None and not self.needs(i, seq.committed):
+            if block is not None and self._is_passed(seq, i):
                 seq.blocks[i] = None
                 self.drop_ref(block)
                 self.counts["passed_blocks"] += 1
+
+    def _is_passed(self, seq: Seq, i: int) -> bool:
+        return not self.needs(i, seq.committed)
 
     def _content(self, seq: Seq, i: int) -> Content:
         return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
 
     def _publish_waiting(self, seq: Seq) -> None:
         for block in seq.blocks[: seq.committed // self.T]:
-            if block is not None and not block.indexed:
+            if block is not None and not block.indexed and block.content is not None:
                 self.publish(block)
 
     def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
@@ -113,50 +121,99 @@ class Model(Admission):
             if not 0 <= count <= len(seq.items):
                 raise ValueError(f"counts: {count}")
         lengths = [len(seq.items) - count for seq, count in zip(live, counts, strict=True)]
-        need, free = 0, self.free("device")
-        for seq, length in zip(live, lengths, strict=True):
-            if any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks)):
-                raise ValueError(f"counts: the window has passed {length}")
-            free += sum(block.refs == 1 and block.pins == 0 for block in seq.blocks[self._ceil(length) :])
-            need += self._is_shared(seq, length)
-            self.need_device(need, free)
-        if need:
+        if self._rewind_need(live, lengths):
             self.expire(self.clock(), EXPIRIES_PER_CALL)
         for seq, length in zip(live, lengths, strict=True):
             self._rewind_one(seq, length)
 
+    def _rewind_need(self, live: Sequence[Seq], lengths: Sequence[int]) -> int:
+        """Blocks to be copied; those that are given back until one is needed count as free."""
+        for seq, length in zip(live, lengths, strict=True):
+            if self.has_passed(seq, length):
+                raise ValueError(f"counts: {length} tokens have been passed")
+        need, free = 0, self.free("device")
+        for seq, length in zip(live, lengths, strict=True):
+            _, go, written = self._cut(seq, length)
+            free += sum(block.refs == 1 and block.pins == 0 for block in go)
+            need += written is not None and is_shared(written)
+            self.need_device(need, free)
+        return need
+
+    def has_passed(self, seq: Seq, length: int) -> bool:
+        """Whether a block has gone back that a sequence of this length would need."""
+        return any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks))
+
     def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        """Drafts are nobody else's: those that stay come in front of those that go, which are rewound, first where nothing moves."""
+        """Drafts that stay move in front, into blocks of the sequence's own; the others are rewound, first where nothing moves."""
+        live, lengths, written = self._move_items(ids, drafts, accepted)
+        if not any(written):
+            self.rewind(ids, [len(seq.items) - length for seq, length in zip(live, lengths, strict=True)])
+            return
+        # What this call gives back does not count: tokens are moved out of it.
+        need = 0
+        for seq, columns, length in zip(live, written, lengths, strict=True):
+            last = self._cut(seq, length)[2]
+            need += sum(is_shared(block) for block in ([seq.blocks[i] for i in columns] if columns else filter(None, [last])))
+        self.need_device(need, self.free("device"))
+        if need:
+            self.expire(self.clock(), EXPIRIES_PER_CALL)
+        self._own_columns(live, written)
+        for seq, _, length in sorted(zip(live, written, lengths, strict=True), key=lambda each: bool(each[1])):
+            self._rewind_one(seq, length)
+
+    def _move_items(
+        self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]
+    ) -> tuple[list[Seq], list[int], list[range]]:
+        """Bring the tokens of drafts that stay in front; the sequences, the tokens they keep, and the columns that are written for that."""
         live = self._live(ids)
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             if count > len(seq.items) - seq.committed or list(path) != sorted({i for i in path if 0 <= i < count}):
                 raise ValueError(f"drafts: {count}, accepted: {path}")
+        written = [self._written(seq, count, path) for seq, count, path in zip(live, drafts, accepted, strict=True)]
+        lengths = [len(seq.items) - count + len(path) for seq, count, path in zip(live, drafts, accepted, strict=True)]
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             base = len(seq.items) - count
             stay, go = [seq.items[base + i] for i in path], [seq.items[base + i] for i in range(count) if i not in path]
             seq.items[base:] = stay + go
-        order = sorted(range(len(ids)), key=lambda i: list(accepted[i]) != list(range(len(accepted[i]))))
-        self.rewind([ids[i] for i in order], [drafts[i] - len(accepted[i]) for i in order])
+        return live, lengths, written
 
-    def _is_shared(self, seq: Seq, length: int) -> bool:
-        """Whether a rewind to this length ends inside a block that others, sequences or readers, hold too."""
-        if length % self.T == 0 or length == len(seq.items):
-            return False
-        block = seq.blocks[length // self.T]
-        return block.refs + block.pins > 1
+    def _own_columns(self, live: Sequence[Seq], written: Sequence[range]) -> None:
+        for seq, columns in zip(live, written, strict=True):
+            for i in columns:
+                block = seq.blocks[i]
+                seq.blocks[i] = None if block is None else self._own(block)
+
+    def _written(self, seq: Seq, count: int, path: Sequence[int]) -> range:
+        """Columns into which accepted drafts are moved."""
+        base, gap = len(seq.items) - count, 0
+        while gap < len(path) and path[gap] == gap:
+            gap += 1
+        return range((base + gap) // self.T, self._ceil(base + len(path)) if gap < len(path) else 0)
+
+    def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
+        """What a rewind to this length leaves in the row, what it gives back, and the last block of the row if it will be written again."""
+        stay, go = seq.blocks[: self._ceil(length)], seq.blocks[self._ceil(length) :]
+        written = stay[-1] if length % self.T and length < len(seq.items) else None
+        return stay, [block for block in go if block is not None], written
 
     def _rewind_one(self, seq: Seq, length: int) -> None:
-        while len(seq.blocks) > self._ceil(length):
-            self.drop_ref(seq.blocks.pop(), front=True)
-        if self._is_shared(seq, length):
-            seq.blocks[-1] = self._private_copy(seq.blocks[-1])
-        elif length % self.T and seq.blocks[-1].content is not None:
-            if seq.blocks[-1].indexed:
-                self.forget_device(seq.blocks[-1])
-            seq.blocks[-1].content = None
+        seq.blocks[:], go, written = self._cut(seq, length)
+        for block in reversed(go):
+            self.drop_ref(block, front=True)
+        if written is not None:
+            seq.blocks[-1] = self._own(written)
         del seq.items[length:]
         seq.committed = min(seq.committed, length)
         seq.reused = min(seq.reused, length // self.T)
+
+    def _own(self, block: Block) -> Block:
+        """A block that its sequence may write to: a copy where others, sequences or readers, hold it too."""
+        if is_shared(block):
+            return self._private_copy(block)
+        if block.indexed:
+            self.forget_device(block)
+        block.content = None
+        return block
 
     def _private_copy(self, block: Block) -> Block:
         copy = self.take_device(block.priority, block.ttl)
@@ -240,88 +297,7 @@ class Model(Admission):
             if seq.blocks[index] is not None:
                 self.drop_ref(seq.blocks[index], front=index >= seq.reused)
 
-    # -- tiers ---------------------------------------------------------------------------------
-
-    def prefetch(self, prompt: Prompt) -> int:
-        rows = self.cached_rows(prompt) if self.window is None else self.walk(prompt).rows
-        held = [None if row is None else row.device or row.host for row in rows]
-        for block in held:
-            self._hold(block)
-        self.expire(self.clock(), EXPIRIES_PER_CALL)
-        onboarded: list[Block] = []
-        for place, row in enumerate(rows):
-            if row is not None and row.device is None and self.free("device"):
-                self._onboard(row)
-                assert row.device is not None and row.host is not None
-                row.device.refs, row.device.hold = 0, 1
-                onboarded.append(row.host)
-                held[place] = row.device
-        for source in onboarded:
-            self._let_go(source)
-        for block in reversed(held):
-            if block is not None:
-                self._let_go(block)
-        return len(onboarded)
-
-    def offload(self, prompt: Prompt) -> int:
-        copies = []
-        for content in self.contents(prompt):
-            row = self.rows.get(content)
-            if row is not None and row.device is not None and row.host is None:
-                if not self.host_has_room(row.device.priority):
-                    break
-                copies.append(self.copy_to_host(row.device))
-                copies[-1].hold += 1
-        for block in copies:
-            self._let_go(block)
-        return len(copies)
-
-    # -- pins ----------------------------------------------------------------------------------
-
-    def pin(self, contents: Sequence[Content], *, owner: str = "", tier: str | None = None) -> int:
-        """Pin the host copy of each content, or its device block (`tier` asks for one); lease id."""
-        blocks = []
-        for content in contents:
-            row = self.rows.get(content)
-            found = None if row is None else self._choose(row.device, row.host, tier)
-            if found is None:
-                raise BlockNotFound(content)
-            blocks.append(found)
-        return self._lease(blocks, owner)
-
-    @staticmethod
-    def _choose(device: Block | None, host: Block | None, tier: str | None) -> Block | None:
-        if tier is None:
-            return host or device
-        return host if tier == "host" else device
-
-    def find_and_pin_host(self, content: Content, *, owner: str = "") -> int | None:
-        row = self.rows.get(content)
-        return None if row is None or row.host is None else self._lease([row.host], owner)
-
-    def pin_blocks(self, ids: Sequence[int], *, owner: str = "") -> int:
-        """Pin blocks by id, where somebody holds them or they are cached."""
-        known = self.device.blocks | self.host.blocks
-        for i in ids:
-            if i not in known or not (known[i].held or known[i].indexed or known[i].tail):
-                raise BlockNotFound(i)
-        return self._lease([known[i] for i in ids], owner)
-
-    def _lease(self, blocks: list[Block], owner: str) -> int:
-        for block in blocks:
-            block.pins += 1
-            self.tier(block).unlist(block)
-        lease = self.next_lease
-        self.next_lease += 1
-        self.leases[lease] = Lease(blocks, owner)
-        return lease
-
-    def close_lease(self, lease: int) -> None:
-        if lease not in self.leases:
-            raise LeaseExpired(lease)
-        for block in self.leases.pop(lease).blocks:
-            block.pins -= 1
-            self.shelve(block)
+    # -- leases --------------------------------------------------------------------------------
 
     def revoke(self, owner: str) -> int:
         mine = [lease for lease, held in self.leases.items() if held.owner == owner]
@@ -369,3 +345,8 @@ class Model(Admission):
         for block in tier.blocks.values():
             assert block.refs == named.count(block.id), block
             assert block.pins == pinned.count(block.id), block
+
+
+def is_shared(block: Block) -> bool:
+    """Whether others, sequences or readers, hold a block of a sequence too."""
+    return block.refs + block.pins > 1

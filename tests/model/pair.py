@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from hypothesis import note
 
-from engine import Clock, Engine, EventReplay, Request, small_layout
-from kvpool import KVCacheManager
-from kvpool.state import debug
+from engine import Clock, EventReplay, Request
+from group_engine import Side, open_groups
+from kvpool.state import blocks, debug
 
+from .groups import GroupsModel
 from .model import Model
 from .tiers import Content, Prompt
 
@@ -20,6 +21,9 @@ COUNTERS = (
     "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
     "offloads_saved", "copied_blocks", "redundant_dropped", "expired_blocks", "passed_blocks",
 )  # fmt: skip
+
+
+KINDS_OF_LIST = (blocks.EMPTY, blocks.REDUNDANT)
 
 
 class Failed:
@@ -49,23 +53,21 @@ def ids_of(blocks: Sequence[Any]) -> list[int]:
 class Pair:
     """Sequences and leases are named by the model's ids; block ids are the same on both sides."""
 
-    def __init__(self, *, tokens_per_block: int, layout: dict[str, Any], **options: Any) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], *, tokens_per_block: int, **options: Any) -> None:
+        """``groups`` has the options of each: parts (of its layouts), and those of the model's groups."""
         self.clock = Clock()
-        self.model = Model(tokens_per_block=tokens_per_block, clock=self.clock, **options)
-        self.cache = KVCacheManager(
-            small_layout(tokens_per_block, **layout),
-            device="cpu",
-            max_sequence_tokens=64,
-            event_capacity=4096,
-            clock=self.clock,
-            **options,
+        rules = [{name: value for name, value in group.items() if name != "parts"} for group in groups]
+        self.model = GroupsModel(rules, tokens_per_block=tokens_per_block, clock=self.clock, **options)
+        self.engine = open_groups(
+            groups, tokens_per_block=tokens_per_block, max_sequence_tokens=64, event_capacity=4096, clock=self.clock, **options
         )
-        self.engine = Engine(self.cache)
+        self.cache, self.sides = self.engine.cache, self.engine.sides
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Any] = {}
         self.reservations: dict[int, Any] = {}
         self.released: list[tuple[int, int]] = []
-        self.events = EventReplay()
+        self.events = [EventReplay() for _ in groups]
+        self.next_event = 0
         self.keys: dict[Content, bytes] = {}
         self.check()
 
@@ -102,9 +104,14 @@ class Pair:
             self.keys[content] = self.keyed(prompt).keys[-1].tobytes()
         return self.keys[content]
 
+    def each(self, call: Callable[..., Any]) -> list[Any]:
+        """What a call that is told a group says of each."""
+        return [call(**self.engine.named(side.index)) for side in self.sides]
+
     # -- verbs that leave something behind in this file's books -----------------------------------
 
     def add(self, prompts: Sequence[Prompt], **options: Any) -> None:
+        options = {name: value for name, value in options.items() if name != "encoder_tokens" or value is not None}
         note(f"add({prompts}, {options})")
         admissions: list[Any] = []
         keyed = [self.keyed(prompt) for prompt in prompts]
@@ -118,15 +125,17 @@ class Pair:
             return
         (got,) = admissions
         assert got.admitted == len(admitted) == len(got.ids)
-        for i, (ours, prompt, match) in enumerate(zip(admitted, prompts, promised, strict=False)):
+        encoded = options.get("encoder_tokens") or [0] * len(prompts)
+        for i, (ours, prompt, match, encoder) in enumerate(zip(admitted, prompts, promised, encoded, strict=False)):
             told = (got.device_tokens[i], got.host_tokens[i], got.partial_tokens[i], got.missed_blocks[i])
             expected = (ours.match.device_tokens, ours.match.host_tokens, ours.match.partial_tokens, ours.missed_blocks)
             assert told == expected, f"request {i} was told {told}, the model says {expected}"
             assert got.cached_tokens[i] == ours.match.tokens
             assert expected[:2] == (match.device_tokens, match.host_tokens), "full blocks that were promised"
             request = self.engine.admitted(
-                int(got.ids[i]), prompt.tokens, salt=prompt.salt, adapter_id=prompt.adapter_id, extra_ids=prompt.extra_ids
-            )
+                int(got.ids[i]), prompt.tokens, salt=prompt.salt, adapter_id=prompt.adapter_id, extra_ids=prompt.extra_ids,
+                encoder_tokens=encoder,
+            )  # fmt: skip
             self.requests[ours.id] = request
 
     def append(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
@@ -218,7 +227,9 @@ class Pair:
         new = self.both(lambda: leases.append(real()), model, compare=False)
         if new is not None:
             self.leases[new] = leases[0]
-            assert leases[0].blocks.tolist() == [b.id for b in self.model.leases[new].blocks]
+            pinned = [(g, block) for g, group in enumerate(self.model.groups) for block in group.leases[new].blocks]
+            got, ours = leases[0].blocks.tolist(), [self.model.global_id(g, block) for g, block in pinned]
+            assert got == ours if len(self.sides) == 1 else sorted(got) == sorted(ours)
         else:
             assert leases in ([], [None])
 
@@ -237,10 +248,12 @@ class Pair:
         self.reservations[ours.id] = reservation
         assert reservation.skip_prefix_n_tokens == ours.match.tokens
         expected = self.engine.expected.of(prompt.namespace, prompt.items)
-        for i, slot in enumerate(reservation.slot_mapping.tolist()):
-            assert (slot < 0) == (i < ours.match.tokens)
-            if slot >= 0:
-                self.engine.block(slot // self.model.T)[:, :, slot % self.model.T] = expected[i]
+        for side in self.sides:
+            self.engine.fill(side, self.reserved(ours.id, side.index), expected, ours.match.tokens)
+
+    def reserved(self, reservation: int, group: int) -> list[int]:
+        """The row of a reservation."""
+        return self.engine.reserved(self.reservations[reservation], group)
 
     def end_reserved(self, reservation: int, count: int | None) -> None:
         """Commit ``count`` tokens, or abort."""
@@ -254,65 +267,98 @@ class Pair:
     # -- comparison ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        tables = [(i, ids_of(s.blocks), len(s.items), s.committed) for i, s in self.model.sequences.items()]
-        note(f"# (sequence, blocks, tokens, committed): {tables}")
+        for g, group in enumerate(self.model.groups):
+            tables = [(i, ids_of(s.blocks), len(s.items), s.committed) for i, s in group.sequences.items()]
+            note(f"# group {g}: (sequence, blocks, tokens, committed): {tables}")
         self.model.check()
-        self.cache.verify()
-        self._check_tiers()
+        self.engine.verify()
+        for side, group, state in zip(self.sides, self.model.groups, self.engine.states(), strict=True):
+            self._check_tiers(side, group, state)
+            self._check_cached_bytes(side, group)
         self._check_sequences()
-        self._check_bytes()
-        self.events.feed(self.cache.events())
-        for tier, cached in debug.cached(self.cache._state).items():
-            assert self.events.cached[tier] == set(cached), f"{tier}: events do not rebuild the cached keys"
+        self._check_stats()
+        self.engine.check_all()
+        self._check_reserved_bytes()
+        self._check_events()
 
-    def _check_tiers(self) -> None:
-        lists, cached, stats = debug.lists(self.cache._state), debug.cached(self.cache._state), self.cache.stats()
+    def _check_tiers(self, side: Side, group: Model, state: Any) -> None:
+        lists, cached, where = debug.lists(state), debug.cached(state), f"group {side.index}, "
         for name in ("device", "host"):
-            tier, told = getattr(self.model, name), getattr(stats, name)
-            assert lists[name] == self.model.order(name), f"{name}: eviction order {lists[name]}, the model's {self.model.order(name)}"
-            expected = {self.key_of(content): block for content, block in self.model.cached(name).items()}
-            assert cached[name] == expected, f"{name}: cached keys"
-            listed = tier.victims()
-            free, empty = len(listed), len(tier.empty)
-            pinned = sum(block.pins > 0 for block in tier.blocks.values())
-            counts = (tier.capacity, free, tier.capacity - free, free - empty, pinned, empty, len(tier.redundant))
-            got = (told.capacity, told.free, told.used, told.evictable, told.pinned, told.empty, told.redundant)
-            assert got == counts, f"{name}: capacity, free, used, evictable, pinned, empty, redundant"
-            blocks = self.cache._state.blocks
-            for block in listed[empty + len(tier.redundant) :]:
-                assert blocks["priority"][block.id] == block.priority, f"priority of {block}"
+            assert lists[name] == group.order(name), f"{where}{name}: eviction order {lists[name]}, the model's {group.order(name)}"
+            expected = {self.key_of(content): block for content, block in group.cached(name).items()}
+            assert cached[name] == expected, f"{where}{name}: cached keys"
+            tier = getattr(group, name)
+            empty, redundant = state.lists[[getattr(blocks, name.upper()) * blocks.LISTS_PER_TIER + which for which in KINDS_OF_LIST], 2]
+            assert (empty, redundant) == (len(tier.empty), len(tier.redundant)), f"{where}{name}: empty, redundant"
+            for block in tier.victims()[empty + redundant :]:
+                assert state.blocks["priority"][block.id] == block.priority, f"{where}priority of {block}"
+        counted = dict(zip(blocks.COUNTERS, state.counters.tolist(), strict=True))
+        got = {name: counted[name] for name in COUNTERS}
+        assert got == {name: group.counts[name] for name in COUNTERS}, f"{where}counters"
+
+    def _check_stats(self) -> None:
+        """Of all groups together."""
+        if len(self.sides) > 1:
+            return
+        stats = self.cache.stats()
         open_now = (len(self.model.sequences), len(self.model.reservations), len(self.model.leases))
         assert (stats.sequences, stats.reservations, stats.leases) == open_now
-        got = {counter: getattr(stats, counter) for counter in COUNTERS}
-        assert got == {counter: self.model.counts[counter] for counter in COUNTERS}
+        for name in ("device", "host"):
+            told, tiers = getattr(stats, name), [getattr(group, name) for group in self.model.groups]
+            capacity, free = sum(tier.capacity for tier in tiers), sum(len(tier.victims()) for tier in tiers)
+            empty, redundant = sum(len(tier.empty) for tier in tiers), sum(len(tier.redundant) for tier in tiers)
+            pinned = sum(block.pins > 0 for tier in tiers for block in tier.blocks.values())
+            counts = (capacity, free, capacity - free, free - empty, pinned, empty, redundant)
+            got = (told.capacity, told.free, told.used, told.evictable, told.pinned, told.empty, told.redundant)
+            assert got == counts, f"{name}: capacity, free, used, evictable, pinned, empty, redundant"
+        if len(self.sides) == 1:
+            got = {counter: getattr(stats, counter) for counter in COUNTERS}
+            assert got == {counter: self.model.groups[0].counts[counter] for counter in COUNTERS}
 
     def _check_sequences(self) -> None:
         ids = sorted(self.model.sequences)
         assert ids == sorted(self.requests)
         for i in ids:
             seq, request = self.model.sequences[i], self.requests[i]
-            ids_ = ids_of(seq.blocks)
-            assert self.engine.table(request) == ids_, f"blocks of sequence {i}: {self.engine.table(request)}, the model's {ids_}"
+            for g, group in enumerate(self.model.groups):
+                got, ours = self.engine.table(request, g), ids_of(group.sequences[i].blocks)
+                assert got == ours, f"group {g}: blocks of sequence {i}: {got}, the model's {ours}"
             told = [int(getattr(self.cache, name)(request.id)) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
             assert told == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items
-        open_now = {self.reservations[i].id: ids_of(seq.blocks) for i, seq in self.model.reservations.items()}
-        assert {one.id: one.blocks.tolist() for one in self.cache.reservations} == open_now
+        assert {one.id for one in self.cache.reservations} == {self.reservations[i].id for i in self.model.reservations}
+        for g, group in enumerate(self.model.groups):
+            for i, seq in group.reservations.items():
+                assert self.reserved(i, g) == ids_of(seq.blocks), f"group {g}: blocks of reservation {i}"
         assert sorted(lease.id for lease in self.cache.leases) == sorted(self.leases[i].id for i in self.model.leases)
 
-    def _check_bytes(self) -> None:
-        self.engine.check_all()
+    def _check_reserved_bytes(self) -> None:
         for i, seq in self.model.reservations.items():
             expected = self.engine.expected.of(seq.namespace, seq.items)
-            for place, token in enumerate(expected):
-                block = int(self.reservations[i].blocks[place // self.model.T])
-                if block >= 0:
-                    self.engine.check_token(block, place % self.model.T, token, f"token {place} of reservation {i}")
+            for side in self.sides:
+                for token, block, slot in side.places(self.reserved(i, side.index), len(expected)):
+                    if block >= 0:
+                        self.engine.compare(side, block, slot, expected[token], f"token {token} of reservation {i}")
+
+    def _check_cached_bytes(self, side: Side, group: Model) -> None:
         for name in ("device", "host"):
-            tier = getattr(self.model, name)
-            for (namespace, items), block in self.model.cached(name).items():
-                self.engine.check_content(block, namespace, items, len(items) - self.model.T)
-            for block in tier.blocks.values():
-                if block.tail:
-                    namespace, items = block.parent
-                    self.engine.check_content(block.id, namespace, items + block.tail, len(items))
+            for (namespace, items), block in group.cached(name).items():
+                self.engine.check_cached(side, block, namespace, items, group.T)
+        for block in group.device.blocks.values():
+            if block.tail:
+                namespace, items = block.parent
+                self.engine.check_cached(side, block.id, namespace, items + block.tail, len(block.tail))
+
+    def _check_events(self) -> None:
+        """What each group's events tell is what it has."""
+        events = self.cache.events()
+        for event, group in zip(events, events.records["group"][events.bounds[:-1]].tolist(), strict=True):
+            assert event.number == self.next_event, "a gap"
+            self.next_event = event.next
+            for g, replay in enumerate(self.events):
+                if event.kind == "cleared" or group == g:
+                    replay.last = None
+                    replay.feed([event])
+        for replay, state in zip(self.events, self.engine.states(), strict=True):
+            for tier, cached in debug.cached(state).items():
+                assert replay.cached[tier] == set(cached), f"{tier}: events do not rebuild the cached keys"

@@ -42,6 +42,14 @@ class Walk:
 class Store:
     """Both tiers and the index over them; no sequences, no leases."""
 
+    matches = True
+    """Whether its blocks can be found by their content."""
+
+    @property
+    def leaves_holes(self) -> bool:
+        """Whether not all blocks of a prefix are needed to reuse it."""
+        return self.window is not None
+
     def __init__(
         self,
         tokens_per_block: int,
@@ -69,8 +77,13 @@ class Store:
     def tier(self, block: Block) -> Tier:
         return self.device if block.tier == "device" else self.host
 
-    def block(self, block_id: int) -> Block:
-        return (self.device.blocks | self.host.blocks)[block_id]
+    def every_block(self) -> list[Block]:
+        return [*self.device.blocks.values(), *self.host.blocks.values()]
+
+    def copy_of(self, content: Content, tier: str | None) -> Block | None:
+        """The block of a content on a tier; by default the host copy where there is one, else the device block."""
+        row = self.rows.get(content, Row())
+        return row.host or row.device if tier is None else row.host if tier == "host" else row.device
 
     def contents(self, prompt: Prompt, count: int | None = None) -> list[Content]:
         """Names of the first `count` full blocks of the prompt (None: of all)."""
@@ -249,10 +262,13 @@ class Store:
 
     # -- matching ------------------------------------------------------------------------------
 
-    def walk(self, prompt: Prompt, usable: int | None = None) -> Walk:
-        """What an admission of this prompt would reuse now; by default the last token is not matched."""
-        usable = max(len(prompt.tokens) - 1, 0) if usable is None else usable
-        rows = self.reusable_rows(prompt, usable // self.T)
+    def longest(self, prompt: Prompt, limit: int) -> int:
+        """The most leading full blocks, at most ``limit``, that can be reused."""
+        return len(self.reusable_rows(prompt, limit))
+
+    def walk(self, prompt: Prompt, usable: int, limit: int) -> Walk:
+        """What an admission of this prompt would reuse now of its first ``usable`` tokens, in at most ``limit`` full blocks."""
+        rows = self.reusable_rows(prompt, limit)
         done = len(rows) * self.T
         source, partial = None, 0
         wanted = prompt.items[done:usable]
@@ -278,15 +294,6 @@ class Store:
             if all(content in self.rows for content, need in zip(contents, needed, strict=False) if need):
                 return [self.rows[content] if need else None for content, need in zip(contents, needed, strict=False)]
         raise AssertionError("nothing is needed of an empty prefix")
-
-    def cached_rows(self, prompt: Prompt, count: int | None = None) -> list[Row]:
-        """Rows of the prompt's first full blocks, up to the first one that neither tier has."""
-        found = []
-        for content in self.contents(prompt, count):
-            if content not in self.rows:
-                break
-            found.append(self.rows[content])
-        return found
 
     def _where(self, child: Child) -> Block:
         if child.block is not None:

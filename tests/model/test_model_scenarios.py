@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from .admission import check_ranges, range_of
+from .batches import check_ranges, range_of
 from .model import Model
 from .tiers import LeaseExpired, OutOfBlocks, PoolBusy, Prompt, UnknownSequence
 

@@ -1,9 +1,9 @@
 """Random sequences of every public verb, done to the pool and to its model; both agree on everything visible after each step.
 
-Hypothesis chooses and shrinks the sequence of verbs and the pool; the arguments come from a seeded generator per step, whose
-seed is printed, since uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are
-tried, ``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls and a ``reproduce_failure`` line; with
-``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take minutes.
+Pools have one group of layers or several, windowed, recurrent and cross ones among them. Hypothesis chooses and shrinks the sequence of
+verbs and the pool; the arguments come from a seeded generator per step, whose seed is printed, since uniform draws meet far more of the
+pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried, ``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls
+and a ``reproduce_failure`` line; with ``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take minutes.
 """
 
 from __future__ import annotations
@@ -17,74 +17,32 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from .model import Model
+from .draws import STEP_MS, pool_options, some_ranges
+from .groups import GroupsModel
 from .pair import Pair
 from .tiers import Prompt
 
 VOCABULARY = 2
-STEP_MS = 1 << 24
 OWNERS = ("reader", "other")
 NAMESPACES = (*[(None, None)] * 9, ("A", None), (b"B", None), (None, 1), ("A", "lora"))
-LAYOUTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"order": "block_first"},
-    {"tokens": "HND", "dtype": "uint8"},
-    {"planes": 1, "dtype": "float32", "order": "block_first", "tokens": "HND"},
-)
 RANDOM = st.randoms(use_true_random=True)
-
-Ranges = list[tuple[int, "int | None", int, "int | None"]]
-
-
-def pool_options(random: Random) -> dict[str, Any]:
-    width = random.choice((1, 2, 3, 4, 4))
-    window = random.choice((None, random.randint(1, 2 * width + 2)))
-    return {
-        "window": window,
-        "sinks": 0 if window is None else random.choice((0, 0, 1, width + 1)),
-        "tokens_per_block": width,
-        "device_blocks": random.randint(4, 10),
-        "host_blocks": random.choice((0, 1, 2, 3, 4, 5, 6)),
-        "max_sequences": random.randint(2, 8),
-        "partial_reuse": random.random() < 0.8,
-        "offload_min_priority": random.choice((30, 30, 30, 0, 36)),
-        "offload_min_reuse": random.choice((1, 1, 2)),
-        "layout": random.choice(LAYOUTS),
-    }
-
-
-def some_ranges(random: Random, length: int, width: int) -> Ranges | None:
-    """Retention ranges of one prompt, in any order; now and then overlapping ones, which must be refused.
-
-    Those with a ttl cover one block, and no two ttls are equal: the order of blocks that expire at the same moment is not defined.
-    """
-    if random.random() < 0.6:
-        return None
-    cuts = sorted(random.sample(range(length + 3), random.randint(1, min(4, length + 3))))
-    found: Ranges = []
-    for start, end in zip(cuts[::2], [*cuts[1::2], None], strict=False):
-        blocks = sum(start <= first and (end is None or first < end) for first in range(0, length, width))
-        ttl = random.randrange(30 * STEP_MS) if blocks < 2 and random.random() < 0.5 else None
-        found.append((start, end, random.choice((0, 10, 29, 30, 35, 50, 80, 100)), ttl))
-    if random.random() < 0.03:
-        found.append((found[0][0], found[0][0] + 1, 50, None))
-    random.shuffle(found)
-    return found
-
 
 class PoolMachine(RuleBasedStateMachine):
     """Sequences are named by the model's ids, leases too."""
 
+    several = False
+    """Groups of layers."""
+
     @initialize(random=RANDOM)
     def create(self, random: Random) -> None:
-        options = pool_options(random)
+        options = pool_options(random, self.several)
         note(f"pool: {options}")
         self.pair = Pair(**options)
         self.T: int = options["tokens_per_block"]
         self.documents = [[random.randrange(VOCABULARY) for _ in range(5 * self.T + 1)] for _ in range(3)]
 
     @property
-    def model(self) -> Model:
+    def model(self) -> GroupsModel:
         return self.pair.model
 
     def teardown(self) -> None:
@@ -126,11 +84,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     def content(self, random: Random) -> Any:
         """Mostly cached content; the first block of some prompt else."""
-        known = [*self.model.rows]
+        known = [*random.choice(self.model.groups).rows]
         if known and random.random() < 0.9:
             return random.choice(known)
         tokens = tuple(random.randrange(VOCABULARY) for _ in range(self.T))
-        return self.model.contents(Prompt(tokens))[0]
+        return self.model.groups[0].contents(Prompt(tokens))[0]
+
+    def encoder(self, random: Random, count: int) -> list[int] | None:
+        """Lengths of what encoders gave, where there is cross attention."""
+        has = any(not group.matches for group in self.model.groups)
+        return [random.randint(1, 3 * self.T) for _ in range(count)] if has else None
 
     def key(self, content: Any) -> Any:
         return np.frombuffer(self.pair.key_of(content), np.uint64)
@@ -145,6 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
             prompts,
             retention=random.choice((None, retention)),
             decode_priority=random.choice((35, 35, 10, 60)),
+            encoder_tokens=self.encoder(random, len(prompts)),
             allow_partial_batch=random.random() < 0.5,
         )
 
@@ -153,7 +117,8 @@ class PoolMachine(RuleBasedStateMachine):
         """A whole life: what fills the cache."""
         before = set(self.model.sequences)
         prompt = self.prompt(random)
-        self.pair.add([prompt], retention=[some_ranges(random, len(prompt.tokens), self.T)])
+        ranges = some_ranges(random, len(prompt.tokens), self.T)
+        self.pair.add([prompt], retention=[ranges], encoder_tokens=self.encoder(random, 1))
         for i in sorted(set(self.model.sequences) - before):
             self.pair.check()
             self.pair.append([i], [self.new_tokens(random, self.T)])
@@ -262,11 +227,15 @@ class PoolMachine(RuleBasedStateMachine):
             "keep": ([[0] * len(bad), [], [0] * len(bad)], [[0] * len(bad), [[]] * len(bad)]),
         }
         args, model_args = each.get(verb, ([], []))
-        failed = self.pair.both(lambda: getattr(self.pair.cache, verb)(wrong, *args), lambda: getattr(self.model, verb)(bad, *model_args))
+        names = self.pair.engine.named(0) if verb == "evictable_if_released" else {}
+        failed = self.pair.both(
+            lambda: getattr(self.pair.cache, verb)(wrong, *args, **names), lambda: getattr(self.model, verb)(bad, *model_args)
+        )
         assert failed is None
 
     # -- loaders -------------------------------------------------------------------------------
 
+    @precondition(lambda self: all(group.matches for group in self.model.groups))
     @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
     def reserve(self, random: Random, owner: str) -> None:
         prompt = self.prompt(random)
@@ -293,15 +262,22 @@ class PoolMachine(RuleBasedStateMachine):
             return match.device_tokens, match.host_tokens, match.partial_tokens, match.tokens
 
         self.pair.both(lambda: told(cache.match_prefix(keyed)), lambda: told(self.model.match_prefix(prompt)))
-        self.pair.both(lambda: cache.blocks_needed(keyed, new_tokens=new), lambda: self.model.blocks_needed(prompt, new_tokens=new))
+        if all(group.matches for group in self.model.groups):
+            self.pair.both(
+                lambda: self.pair.each(lambda **group: cache.blocks_needed(keyed, new_tokens=new, **group)),
+                lambda: self.model.blocks_needed(prompt, new_tokens=new)
+            )
         if self.live():
             ids = self.some(random)
             real = self.pair.real_ids(ids)
             self.pair.both(
-                lambda: cache.blocks_needed(sequences=real, new_tokens=new),
+                lambda: self.pair.each(lambda **group: cache.blocks_needed(sequences=real, new_tokens=new, **group)),
                 lambda: self.model.blocks_needed(sequences=ids, new_tokens=new),
             )
-            self.pair.both(lambda: cache.evictable_if_released(real), lambda: self.model.evictable_if_released(ids))
+            self.pair.both(
+                lambda: self.pair.each(lambda **group: cache.evictable_if_released(real, **group)),
+                lambda: self.model.evictable_if_released(ids),
+            )
 
     @rule(random=RANDOM, verb=st.sampled_from(("prefetch", "offload")))
     def move(self, random: Random, verb: str) -> None:
@@ -333,10 +309,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
     def pin_blocks(self, random: Random, owner: str) -> None:
-        total = self.model.device.capacity + self.model.host.capacity
+        total = sum(len(group.every_block()) for group in self.model.groups)
         ids = [random.randrange(total) for _ in range(random.randint(1, 2))]
         if self.live() and random.random() < 0.6:
-            ids = [block.id for block in self.model.sequences[self.some(random)[0]].blocks if block is not None]
+            g, i = random.randrange(len(self.model.groups)), self.some(random)[0]
+            ids = [self.model.global_id(g, block) for block in self.model.groups[g].sequences[i].blocks if block is not None]
         note(f"pin_blocks({ids})")
         if ids:
             self.pair.lease(lambda: self.pair.cache.pin_blocks(ids, owner=owner), lambda: self.model.pin_blocks(ids, owner=owner))
@@ -363,8 +340,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.pair.reset(force=random.random() < 0.5)
 
 
+class GroupsMachine(PoolMachine):
+    """The same over several groups."""
+
+    several = True
+
+
+EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "200"))
 PoolMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "200")),
+    max_examples=EXAMPLES,
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),
     deadline=None,
     derandomize=False,
@@ -374,3 +358,5 @@ PoolMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestThePoolDoesWhatItsModelDoes: Any = PoolMachine.TestCase
+GroupsMachine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=-(-EXAMPLES // 2))
+TestAPoolOfGroupsDoesWhatItsModelDoes: Any = GroupsMachine.TestCase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -159,26 +159,30 @@ class Mirrors:
 
     def adopt(self, rows: NDArray[np.int64]) -> None:
         """Take what is in the pools for right in these rows (block, first token, last token exclusive)."""
-        region, blocks = self.regions.place(rows[:, 0])
-        for one in np.unique(region).tolist():
-            mine = region == one
-            local = np.column_stack([blocks[mine], rows[mine, 1:]])
-            for mirror in self._mirrors[one]:
+        for region, local in self._by_region(rows):
+            for mirror in self._mirrors[region]:
                 mirror.adopt(local)
 
     def differences(self) -> NDArray[np.int64]:
         """Rows (block, token) of everything that differs."""
-        return self._found(lambda mirror, region: mirror.differences())
+        return self._joined((region, mirror.differences()) for region, mirrors in enumerate(self._mirrors) for mirror in mirrors)
 
     def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """The same for some blocks."""
-        of, local = self.regions.place(blocks)
-        return self._found(lambda mirror, region: mirror.differences_in(local[of == region]))
+        parts = self._by_region(blocks[:, None])
+        return self._joined((region, mirror.differences_in(rows[:, 0])) for region, rows in parts for mirror in self._mirrors[region])
 
-    def _found(self, differences: Callable[[Mirror, int], NDArray[np.int64]]) -> NDArray[np.int64]:
-        """What every mirror finds, with the block ids of the pool."""
-        found = [np.empty((0, 2), np.int64)]
-        for region, mirrors in enumerate(self._mirrors):
-            for cells in (differences(mirror, region) for mirror in mirrors):
-                found.append(np.column_stack([self.regions.ids(region, cells[:, 0]), cells[:, 1]]))
-        return np.concatenate(found)
+    def _by_region(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The rows of each region that has any, with the ids of the region in the first column."""
+        if len(self._mirrors) == 1:
+            yield 0, rows
+            return
+        regions, blocks = self.regions.place(rows[:, 0])
+        for region in np.unique(regions).tolist():
+            mine = regions == region
+            yield region, np.column_stack([blocks[mine], rows[mine, 1:]])
+
+    def _joined(self, found: Iterable[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
+        """What the mirrors of regions have found, with the block ids of the pool."""
+        rows = [np.column_stack([self.regions.ids(region, cells[:, 0]), cells[:, 1]]) for region, cells in found if len(cells)]
+        return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)

@@ -1,0 +1,112 @@
+"""The model of a pool of several groups of layers: a model of each, whose sequences, leases and reservations have the same numbers.
+
+Every verb is done to all groups, and a call that raises in one leaves all as they were. What a prompt reuses is decided together; what
+is taken, evicted and expires is each group's own affair, since groups share no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .admission import Seq
+from .batches import Batches, all_or_nothing
+from .cross import Cross
+from .model import Model
+from .recurrent import Recurrent
+from .tiers import Lease, Prompt
+
+KINDS: dict[str, type[Model]] = {"attention": Model, "recurrent": Recurrent, "cross": Cross}
+
+
+class GroupsModel(Batches):
+    """``groups`` has the options of each: device_blocks, host_blocks, kind, window, sinks, snapshot_tokens."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, partial_reuse: bool = True, **common: Any) -> None:
+        kinds = [group.get("kind", "attention") for group in groups]
+        common["partial_reuse"] = partial_reuse and "recurrent" not in kinds
+        options = [{name: value for name, value in group.items() if name != "kind"} for group in groups]
+        self.groups: list[Model] = [KINDS[kind](**own, **common) for kind, own in zip(kinds, options, strict=True)]
+
+    @property
+    def sequences(self) -> dict[int, Seq]:
+        """Of the first group: tokens are counted alike in all."""
+        return self.groups[0].sequences
+
+    @property
+    def reservations(self) -> dict[int, Seq]:
+        return self.groups[0].reservations
+
+    @property
+    def leases(self) -> dict[int, Lease]:
+        return self.groups[0].leases
+
+    def _each(self, verb: str, *args: Any, **options: Any) -> list[Any]:
+        with all_or_nothing(self.groups):
+            return [getattr(group, verb)(*args, **options) for group in self.groups]
+
+    # -- sequences -----------------------------------------------------------------------------
+
+    def blocks_needed(self, prompt: Prompt | None = None, *, sequences: Sequence[int] = (), new_tokens: int = 0) -> list[int]:
+        if prompt is not None:
+            return self.needs_of_prompt(prompt, new_tokens)
+        return self._each("blocks_needed", sequences=sequences, new_tokens=new_tokens)
+
+    def evictable_if_released(self, ids: Sequence[int]) -> list[int]:
+        return self._each("evictable_if_released", ids)
+
+    def append_tokens(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        self._each("append_tokens", ids, tokens)
+
+    def commit(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        self._each("commit", ids, counts)
+
+    def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
+        self._each("rewind", ids, counts)
+
+    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        self._each("keep", ids, drafts, accepted)
+
+    def release(self, ids: Sequence[int], *, store: bool = True) -> None:
+        self._each("release", ids, store=store)
+
+    def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
+        return self._each("fork", ids, n)[0]
+
+    def reorder(self, ids: Sequence[int], parents: Sequence[int], *, store: bool = False) -> None:
+        self._each("reorder", ids, parents, store=store)
+
+    # -- reservations, leases, tiers -----------------------------------------------------------
+
+    def commit_reserved(self, reservation: int, count: int) -> None:
+        self._each("commit_reserved", reservation, count)
+
+    def abort_reserved(self, reservation: int) -> None:
+        self._each("abort_reserved", reservation)
+
+    def close_lease(self, lease: int) -> None:
+        self._each("close_lease", lease)
+
+    def revoke(self, owner: str) -> int:
+        """Groups whose part of a lease is empty count it too."""
+        return self._each("revoke", owner)[0]
+
+    def offload(self, prompt: Prompt) -> int:
+        return sum(self._each("offload", prompt))
+
+    def refresh(self, now_ms: int | None = None) -> int:
+        return sum(self._each("refresh", now_ms))
+
+    def reset(self, force: bool = False) -> None:
+        self._each("reset", force)
+
+    def check(self) -> None:
+        """The invariants of each group, and that all know the same sequences."""
+        for group in self.groups:
+            group.check()
+            for name in ("sequences", "reservations"):
+                mine, other = (
+                    {i: (seq.items, seq.committed, seq.cached) for i, seq in getattr(one, name).items()} for one in (group, self)
+                )
+                assert mine == other, f"{name} differ"
+            assert [*group.leases] == [*self.leases]
