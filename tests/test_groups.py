@@ -211,7 +211,7 @@ def test_a_rewind_of_drafts_leaves_a_running_state_and_goes_no_further(open_: Op
     sequence = engine.commit(engine.add(A[:6]), 5)
     engine.append(sequence, A[6:14])
     engine.rewind(sequence, 8)
-    assert columns(engine, sequence) == [[0, 1], [0, 1]]
+    assert columns(engine, sequence) == [[0, 1], [1]]
     before = everything(engine)
     with pytest.raises(ValueError, match="counts"):
         engine.cache.rewind(sequence.id, [2])
