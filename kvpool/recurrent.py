@@ -20,9 +20,12 @@ class RecurrentPool(ReservePool):
 
         The first is that of the state behind the committed tokens, -1 where none is committed; the second takes the state behind all
         tokens. Both are the same where the running state is overwritten in place. Snapshots between them are in the block table: the
-        entry of column i, if it is not -1, takes the state behind ``(i + 1) * tokens_per_block`` tokens. A sequence that was shortened
-        (``rewind``, ``keep``) needs its states behind the committed tokens written again; its committed state is in place only as long
-        as nothing was written behind it, which is why engines that verify drafts keep the states of the steps between.
+        entry of column i, if it is not -1, takes the state behind ``(i + 1) * tokens_per_block`` tokens.
+
+        The committed state is in place until a step overwrites it, which is why engines that verify drafts keep the states between.
+        Behind a ``rewind`` the engine writes the running state again, unless the sequence now ends with a column that had the same block
+        before: that holds its state, and may be read by others. Behind a ``keep`` of drafts that are not the first ones it writes the
+        states of all columns from the first draft that was dropped on.
 
         ``group``: to be named where there are several. ``stream``: where the engine goes on with the sequences; it waits for what they
         were used on before. Thread-safe; changes nothing but the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also

@@ -203,13 +203,15 @@ def test_tokens_without_a_block_are_known_when_a_state_moves_back_among_them(ope
     engine = open_(RECURRENT)
     sequence = engine.add(A[:12], extra_ids=extra)
     engine.append(sequence, A[12:21])
-    engine.rewind(sequence, 14)
-    assert columns(engine, sequence) == [1]
-    engine.append(sequence, [1, 2])
-    engine.commit(sequence, 8)
+    engine.rewind(sequence, 18)
+    assert columns(engine, sequence) == [0], "the state of column 1 came here"
+    engine.append(sequence, [1])
+    engine.commit(sequence)
+    engine.append(sequence, [2, 3, 4, 5])
+    engine.commit(sequence)
     engine.release(sequence)
-    tokens, ids = [*A[:7], 1, 0], None if extra is None else [*extra[:7], 0, 0]
-    assert engine.reusable(tokens, extra_ids=ids) == 8
+    tokens, ids = [*A[:3], 1, 2, 3, 4, 5, 0], None if extra is None else [*extra[:3], *[0] * 6]
+    assert engine.reusable(tokens, extra_ids=ids) == 8 and engine.reusable(tokens[:5], extra_ids=None if ids is None else ids[:5]) == 4
     assert engine.reusable(tokens, extra_ids=[1] * 9) == engine.reusable([*A[:8], 0], extra_ids=ids) == 0
 
 
@@ -239,7 +241,7 @@ def test_beams_take_the_tokens_of_their_parents_along(open_: Open, extra: list[i
         engine.append(beam, [i] * 3)
     engine.reorder([first, second, third], [1, 2, 1])
     for i, beam in enumerate((first, second, third)):
-        engine.append(beam, [10 + i] * 4)
+        engine.append(beam, [10 + i] * 3)
         engine.commit(beam, 12)
         engine.release(beam)
     found = [[1, 1, 1, 10, 10, 10, 0], [2, 2, 2, 11, 11, 11, 0], [1, 1, 1, 12, 12, 12, 0], [0, 0, 0, 10, 10, 10, 0]]
@@ -283,8 +285,8 @@ def test_states_come_back_from_the_host_as_they_were_written() -> None:
         cache.commit(sequence)
         (fork,) = cache.fork(sequence)
         cache.release([sequence, fork])
-        cache.release(cache.add_sequence(range(48)), store=False)  # takes all blocks
-        assert cache.match_prefix(A[:19]).host_tokens == 16
+        cache.release([cache.add_sequence(range(9)), cache.add_sequence(range(20, 40))], store=False)  # takes all blocks
+        assert cache.match_prefix(A[:19]).host_tokens == 4, "one state"
         for n in (8, 16):
             again = cache.add_sequence(A[: n + 1])
             block, _ = cache.state_blocks(again, group=1)[0].tolist()
@@ -299,9 +301,9 @@ def test_states_come_back_from_the_host_as_they_were_written() -> None:
 def test_every_state_that_is_reused_is_the_one_of_its_prefix(open_: Open, seed: int) -> None:
     draw = random.Random(seed)
     engine = open_({"device_blocks": 30, "host_blocks": 20}, RECURRENT | {"device_blocks": 9, "host_blocks": 6, "snapshot_tokens": 8})
-    reused = 0
+    documents, reused = [[draw.randrange(2) for _ in range(32)] for _ in range(4)], 0
     for _ in range(40):
-        sequence = engine.add([draw.randrange(2) for _ in range(draw.randint(1, 24))])
+        sequence = engine.add(draw.choice(documents)[: draw.randint(1, 32)])
         reused += sequence.cached
         engine.append(sequence, [draw.randrange(2) for _ in range(draw.randint(1, 8))])
         engine.finish(sequence)

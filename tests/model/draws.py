@@ -37,7 +37,10 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
     """A pool of one plain group, or of one to three of any kinds."""
     width = random.choice((1, 2, 3, 4, 4))
     kinds = ["attention"]
-    if several:
+    if several and HAS_RECURRENT and random.random() < 0.15:
+        kinds = ["recurrent"]
+        kinds += random.choice(([], *OTHERS))
+    elif several:
         kinds += random.choice((["attention"], *OTHERS))
         kinds += random.choice(([], ["attention"], *OTHERS))
         random.shuffle(kinds)
