@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from group_engine import GroupsEngine, open_groups
-from kvpool import BlockLayout, IntegrityError, KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.state import blocks, debug
-from kvpool.state.verify import together, verify
 
 Open = Callable[..., GroupsEngine]
 A = list(range(100, 148))
@@ -352,56 +351,3 @@ def test_an_engine_is_told_where_states_are(open_: Open) -> None:
     for group, text in ((0, "group=0: accepted are recurrent groups"), (None, "group=None"), (2, "group=2")):
         with pytest.raises(ValueError, match=text):
             engine.cache.state_blocks(first.id, group=group)
-
-
-# -- verify ------------------------------------------------------------------------------------------------
-
-
-def _hold(state: Any, row: int, column: int, target: int) -> None:
-    state.table[row, target], state.table[row, column] = state.table[row, column], -1
-
-
-CORRUPTIONS: dict[str, tuple[str, Callable[[Any, int], object]]] = {
-    "no running state": ("states", lambda s, r: _hold(s, r, 5, 4)),
-    "a passed state": ("states", lambda s, r: _hold(s, r, 4, 1)),
-    "a snapshot that is gone": ("states", lambda s, r: _hold(s, r, 3, 4)),
-    "another key": ("chain", lambda s, r: s.sequences["chain0"].__setitem__(r, 5)),
-    "other tokens": ("chain", lambda s, r: s.row_tokens[r].__setitem__(13, 5)),
-    "a state behind the end": ("table", lambda s, r: s.table[r].__setitem__(9, 3)),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_verify_sees_what_a_row_may_not_be(open_: Open, name: str) -> None:
-    check, corrupt = CORRUPTIONS[name]
-    engine = open_(RECURRENT | {"snapshot_tokens": 8})
-    sequence = engine.commit(engine.add(A[:22]), 9)
-    state, row = engine.states()[0], sequence.id & 0xFFFFFFFF
-    assert columns(engine, sequence) == [3, 4, 5]
-    saved = state.table.copy(), state.sequences.copy(), state.row_tokens.copy()
-    corrupt(state, row)
-    with pytest.raises(IntegrityError) as raised:
-        verify(state, np.empty(0, np.int64))
-    assert raised.value.check == check
-    state.table[:], state.sequences[:], state.row_tokens[:] = saved
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        lambda s, r: s.sequences["length"].__setitem__(r, 5),
-        lambda s, r: s.sequences["generation"].__setitem__(r, 5),
-        lambda s, r: s.sequences["live"].__setitem__(r, 0),
-        lambda s, r: s.header.__setitem__(blocks.FREE_ROWS, 3),
-        lambda s, r: s.rows.__setitem__(0, 200),
-    ],
-)
-def test_verify_sees_that_groups_disagree(open_: Open, corrupt: Callable[[Any, int], object]) -> None:
-    engine = open_({}, RECURRENT)
-    sequence = engine.add(A[:6])
-    state, row = engine.states()[1], sequence.id & 0xFFFFFFFF
-    assert not together(engine.cache._states)
-    saved = state.sequences.copy(), state.header.copy(), state.rows.copy()
-    corrupt(state, row)
-    assert [check for check, _ in together(engine.cache._states)] == ["groups"]
-    state.sequences[:], state.header[:], state.rows[:] = saved

@@ -46,7 +46,7 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
         random.shuffle(kinds)
     groups = [group_options(random, width, kind) for kind in kinds]
     for group in groups:
-        if several and random.random() < 0.2:
+        if len(groups) > 1 and random.random() < 0.2:
             group["parts"].append({"kv_heads": 1, **random.choice(LAYOUTS)})
     return {
         "groups": groups,
