@@ -57,6 +57,8 @@ def pool_groups(
             raise ValueError(f"tokens_per_block={tokens_per_block!r:.80}: accepted is None, since the layout says it")
         checked: tuple[LayerGroup, ...] = (LayerGroup(layout, window=window, sinks=sinks),)
         width = layout.tokens_per_block
+        for name, value, least in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
+            integer_argument(name, value, least, (1 << 31) - 1)
     else:
         if window is not None or sinks != 0:
             raise ValueError(f"window={window!r:.80}, sinks={sinks!r:.80}: accepted are those of each LayerGroup where there are groups")

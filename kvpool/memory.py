@@ -93,7 +93,8 @@ class MemoryPools:
         ]
         self.device_blocks, self.host_blocks = (sum(of_tier) for of_tier in counts)
         if self.device_blocks + self.host_blocks > BLOCKS_MAX:
-            raise ValueError(f"device_blocks={device_blocks} and host_blocks={host_blocks}: together they must be at most {BLOCKS_MAX}")
+            capacities = f"device_blocks={self.device_blocks} and host_blocks={self.host_blocks}"
+            raise ValueError(f"{capacities}: together they must be at most {BLOCKS_MAX}")
         needs = _needs(self.layouts, counts, (device_memory, host_memory))
         _check_room(device, needs)
         regions = _regions(self.layouts, counts, _allocate(device, needs))

@@ -160,7 +160,7 @@ class Engine:
 
     def unseen(self, sequence: Request, token: int) -> bool:
         """Whether the window of the next token has passed a token, which is no sink either."""
-        window, sinks = self.cache._window
+        window, sinks = self.cache.groups[0].window or 0, self.cache.groups[0].sinks
         return 0 < window <= int(self.cache.committed_tokens(sequence.id)) - token and token >= sinks
 
     # -- verbs ---------------------------------------------------------------------------------

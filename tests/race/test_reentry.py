@@ -138,7 +138,7 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
             "close": cache.close,
         }
         refused = []
-        owner, name = (cache._state, "reserve_moves") if where == "a decision" else (cache._device, "copy_blocks")
+        owner, name = (cache._states, "reserve_moves") if where == "a decision" else (cache._device, "copy_blocks")
         inner = getattr(owner, name)
 
         def meanwhile(*args: Any) -> None:
