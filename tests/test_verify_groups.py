@@ -25,6 +25,10 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Any, int], object]]] = {
     "a passed state": ("states", lambda s, r: _hold(s, r, 4, 1)),
     "a snapshot that is gone": ("states", lambda s, r: _hold(s, r, 3, 4)),
     "another key": ("chain", lambda s, r: s.sequences["chain0"].__setitem__(r, 5)),
+    "no tokens but committed ones": ("chain", lambda s, r: s.sequences["length"].__setitem__(r, 0)),
+    "more tokens than a row has": ("chain", lambda s, r: s.sequences["length"].__setitem__(r, 1 << 30)),
+    "more blocks than a row has": ("states", lambda s, r: s.sequences["blocks"].__setitem__(r, 1 << 20)),
+    "a block that is none": ("chain", lambda s, r: s.table[r].__setitem__(4, 1 << 28)),
     "other tokens": ("chain", lambda s, r: s.row_tokens[r].__setitem__(13, 5)),
     "a state behind the end": ("table", lambda s, r: s.table[r].__setitem__(9, 3)),
 }

@@ -11,6 +11,7 @@ from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.blocks import (
     ATTENTION,
+    COLUMNS,
     CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
@@ -135,12 +136,16 @@ def _wrong_chain(h):
             continue
         key0, key1 = sequence.chain0, sequence.chain1
         done = sequence.committed // width
+        if sequence.committed < 0 or sequence.length < sequence.committed or sequence.length > h[COLUMNS] * width:
+            return slot
         if done == 0 and (key0 != sequence.root0 or key1 != sequence.root1):
             return slot
         for i in range(max(done - 1, 0), sequence.length // width):
             if i >= done:
                 key0, key1 = column_key(h, slot, i, key0, key1)
             b = row[i]
+            if b < NONE or b >= blocks.shape[0]:
+                return slot
             if b != NONE and blocks[b].flags & KEYED and (blocks[b].key0 != key0 or blocks[b].key1 != key1):
                 return slot
     return NONE
@@ -268,7 +273,7 @@ def _states(state: State, length: IntArray) -> Iterator[Finding]:
     table, sequences, place = state.table, state.sequences, np.arange(state.table.shape[1])
     some, width, every = length > 0, state.tokens.shape[1], int(state.header[SNAPSHOT])
     passed = ((sequences["committed"].astype(np.int64) - 1) // width)[:, None]
-    running = table[np.arange(len(table)), np.maximum(length - 1, 0)]
+    running = table[np.arange(len(table)), np.clip(length - 1, 0, table.shape[1] - 1)]
     yield from _first("states", some & (running == NONE), "sequence {} has no running state")
     early = some[:, None] & (place < passed) & (table != NONE)
     yield from _first("states", early.any(axis=1), "sequence {} holds a state that it has passed")
