@@ -15,6 +15,7 @@ from kvpool.drafts import DraftPool
 from kvpool.errors import KVPoolError
 from kvpool.forks import ForkPool
 from kvpool.layout import integer_argument
+from kvpool.recurrent import RecurrentPool
 from kvpool.reservations import Reservation
 from kvpool.retention import RetentionRange, priority_argument, retention_rows, ttl_argument
 from kvpool.sequence import (
@@ -45,7 +46,7 @@ Prompt = Any
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class KVCacheManager(ForkPool, DraftPool):
+class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -146,19 +147,31 @@ class KVCacheManager(ForkPool, DraftPool):
             answers.match(heads, keys.request[0], ids, out)
         return out
 
-    def blocks_needed(self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0, group: int | None = None) -> int:
+    def blocks_needed(
+        self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0, group: int | None = None,
+        encoder_tokens: int | None = None,
+    ) -> int:  # fmt: skip
         """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by ``new_tokens``.
 
         Only reusable blocks that somebody holds are subtracted, since unused cached ones count as free. ``group``: of layers, to be named
-        where there are several. Does not change the pool.
+        where there are several; ``encoder_tokens``: of a prompt, exactly where that group is one for cross attention. Does not change
+        the pool.
         """
         if (prompt is None) == (sequences is None):
             raise TypeError("accepted is either a prompt or sequences=")
         which = self._group(group)
         if sequences is None:
             more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
-            keys = self._prompt(prompt)
-            return -(-(len(keys) + more) // self.tokens_per_block) - int(self._match(keys)[which, 4])
+            keys, crosses = self._prompt(prompt), self._groups[which].kind == "cross"
+            columns = -(-(len(keys) + more) // self.tokens_per_block)
+            if crosses or encoder_tokens is not None:
+                columns = -(-int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0]) // self.tokens_per_block)
+            found = self._match(keys)[which]
+            if self._groups[which].kind == "recurrent":
+                columns = found[3] + requests.fresh_blocks(self._states.heads[which], keys.request[0], found[3], columns)
+            return int(columns - found[4])
+        if encoder_tokens is not None:
+            raise ValueError(f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's blocks")
         ids = id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:

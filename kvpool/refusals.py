@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvpool.errors import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
 from kvpool.state import admission, drafts, groups, growth, live
-from kvpool.state.blocks import COLUMNS, DETAIL, DETAIL2, DETAIL_GROUP, WIDTH
+from kvpool.state.blocks import COLUMNS, DETAIL, DETAIL2, DETAIL_GROUP, KIND, RECURRENT, WIDTH
 
 
 def refusal(heads: npt.NDArray[np.int64], code: int, ids: npt.NDArray[np.int64]) -> Exception:
@@ -33,5 +33,6 @@ def refusal(heads: npt.NDArray[np.int64], code: int, ids: npt.NDArray[np.int64])
     if code == growth.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={heads[0, COLUMNS] * heads[0, WIDTH]}")
     if code == growth.PASSED:
-        return ValueError(f"the count of sequence {which} is out of range: its window has passed; accepted are up to {more} tokens")
+        gone = "what was committed has no state before" if heads[heads[0, DETAIL_GROUP], KIND] == RECURRENT else "its window has passed"
+        return ValueError(f"the count of sequence {which} is out of range: {gone}; accepted are up to {more} tokens")
     return ValueError(f"the count of sequence {which} is out of range: its bound is {more} tokens")

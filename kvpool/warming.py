@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvpool.groups import LayerGroup
 from kvpool.layout import BlockLayout
 from kvpool.manager import KVCacheManager
 
@@ -25,6 +26,13 @@ def warm_up() -> None:
             _between_requests(cache)
         if device is not None:
             device.close()
+    state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
+    groups = [LayerGroup(state, kind="recurrent")]
+    with KVCacheManager(groups=groups, tokens_per_block=_WIDTH, device_blocks=[4], device="cpu") as cache:
+        sequence = cache.add_sequence(np.arange(_WIDTH, dtype=np.int32))
+        cache.state_blocks(sequence)
+        cache.blocks_needed(np.arange(_WIDTH, dtype=np.int32))
+        cache.release(sequence)
 
 
 def _live(cache: KVCacheManager) -> None:

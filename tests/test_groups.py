@@ -213,7 +213,7 @@ def test_a_rewind_of_drafts_leaves_a_running_state_and_goes_no_further(open_: Op
     engine.rewind(sequence, 8)
     assert columns(engine, sequence) == [[0, 1], [1]]
     before = everything(engine)
-    with pytest.raises(ValueError, match="counts"):
+    with pytest.raises(ValueError, match="committed"):
         engine.cache.rewind(sequence.id, [2])
     assert everything(engine) == before
 

@@ -40,7 +40,7 @@ LAYERS = [
     ["staged_tables"],
     ["pins"],
     ["reservations"],
-    ["drafts", "forks"],
+    ["drafts", "forks", "recurrent"],
     ["manager"],
     ["warming"],
     [""],

@@ -31,6 +31,7 @@ from kvpool.state.requests import (
     O_PARTIAL,
     O_SOURCE,
     O_TAKES,
+    columns_for,
     fresh_blocks,
     partial_match,
 )
@@ -43,7 +44,7 @@ SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES = -1, -2
 def matched(h, request, count, ids, out):
     """What an admission would reuse of ``count`` full blocks that were found, ``ids``, into ``out`` int64[6]; changes nothing.
 
-    Tokens on the device (or passed by the window), on the host, in part; columns; full blocks that cost no free block; the partial source.
+    Tokens on the device (or not needed), on the host, in part; the count; full blocks that cost no free block; the partial source.
     """
     blocks = blocks_of(h)
     device = costless = 0
@@ -54,7 +55,7 @@ def matched(h, request, count, ids, out):
             costless += 1 if b == NONE or blocks[b].word != 0 else 0
     source, n = partial_match(h, request, count)
     out[0], out[1], out[2] = device * h[WIDTH], (count - device) * h[WIDTH], n
-    out[3], out[4], out[5] = count + fresh_blocks(h, request, count), costless, source
+    out[3], out[4], out[5] = count, costless, source
 
 
 @jit
@@ -119,7 +120,7 @@ def _sole_claims(h, out, n, r):
 def _needed(h, requests, out, n):
     need = 0
     for r in range(n):
-        need += fresh_blocks(h, requests[r], out[r, O_MATCHED]) + out[r, O_ONBOARDS]
+        need += fresh_blocks(h, requests[r], out[r, O_MATCHED], columns_for(h, requests[r])) + out[r, O_ONBOARDS]
     return need
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state import admission, grants
+from kvpool.state import admission, grants, noted
 from kvpool.state.admission import SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.atomics import address_of, array_at
 from kvpool.state.blocks import (
@@ -85,8 +85,6 @@ def match(heads, request, ids, out):
             admission.matched(heads[g], request, most, ids[g], out[g])
             least = out[g, 2] if least == NONE else min(least, out[g, 2])
     for g in range(heads.shape[0]):
-        if heads[g, KIND] == CROSS:
-            out[g, 3] = columns_for(heads[g], request)
         out[g, 2] = least
     out[heads.shape[0], 0], out[heads.shape[0], 1], out[heads.shape[0], 2] = most * heads[0, WIDTH], 0, least
     for g in range(heads.shape[0]):
@@ -160,6 +158,8 @@ def _grant(heads, requests, out, n, now):
                 grants.grant_cross(h, requests[r], rows[top - 1 - r], out[g, r])
             else:
                 grants.grant(h, requests[r], rows[top - 1 - r], out[g, r])
+                if h[KIND] == RECURRENT:
+                    noted.begin_row(h, requests[r], rows[top - 1 - r])
         h[FREE_ROWS] = top - n
         grants.release_sources(h, 0)
         for r in range(n):

@@ -68,6 +68,8 @@ SEQUENCE = np.dtype(
         ("namespace", "i8"),
         ("root0", "i8"),
         ("root1", "i8"),
+        ("chain0", "i8"),  # in a recurrent group: key of the full committed columns
+        ("chain1", "i8"),
         ("removals", "i8"),  # REMOVALS when its duplicates were last tried
         ("duplicates", "i4"),  # first block that may be a duplicate, NONE = none is
         ("priority", "i4"),  # of decoded blocks
@@ -107,11 +109,12 @@ EVENT = np.dtype(
     CHILD_BUCKETS, SEQUENCES, COLUMNS, FREE_ROWS, MOVES, MOVES_CAPACITY, TOKEN_MOVES, TOKEN_MOVES_CAPACITY, ACCESSES,
     ACCESSES_CAPACITY, STREAM, TICKET, NOW, OFFLOAD_PRIORITY, OFFLOAD_REUSE, SECRET0, SECRET1, GUARD, GENERATION, EVENTS, A_RING,
     REMOVALS, HAS_EXTRA, SHELVED, DETAIL, DETAIL2, DETAIL_GROUP, WINDOW, SINKS, KIND, GROUP, BLOCK_TOKENS, DEVICE_FIRST, HOST_FIRST,
-    SNAPSHOT, HEADER,
-) = range(58)  # fmt: skip
+    SNAPSHOT, A_ROW_TOKENS, A_ROW_EXTRA, HEADER,
+) = range(60)  # fmt: skip
 # DETAIL_GROUP, in the first header only, is the group that an error is about. DEVICE_FIRST or HOST_FIRST, added to the id of a device or
 # host block, gives the id that all behind the state knows it by. BLOCK_TOKENS are the tokens of a whole block for the device; SNAPSHOT, the
-# blocks from one kept state to the next. The ring of events is common to all groups; A_RING has its numbers:
+# blocks from one kept state to the next. A_ROW_TOKENS and A_ROW_EXTRA have the ids of tokens that a recurrent group has no blocks for. The
+# ring of events is common to all groups; A_RING has its numbers:
 EVENT_NEXT, EVENT_READ, CALL_EVENT, RING = range(4)
 ATTENTION, RECURRENT, CROSS = range(3)
 
@@ -185,6 +188,18 @@ def rows_of(h):
 @jit(inline="always")
 def table_of(h):
     return array_at(h[A_TABLE], (h[SEQUENCES], h[COLUMNS]), np.int32)
+
+
+@jit(inline="always")
+def row_tokens_of(h):
+    """Of a recurrent group: the tokens of sequences, from the first full column that is not committed on."""
+    return array_at(h[A_ROW_TOKENS], (h[SEQUENCES], h[COLUMNS] * h[WIDTH]), np.int32)
+
+
+@jit(inline="always")
+def row_extra_of(h):
+    """Their extra ids; no row of it may be touched unless HAS_EXTRA."""
+    return array_at(h[A_ROW_EXTRA], (h[SEQUENCES], h[COLUMNS] * h[WIDTH]), np.int64)
 
 
 @jit(inline="always")

@@ -62,7 +62,7 @@ def draft_error(h, ids, drafts, accepted, counts):
 
 
 @jit
-def _gap(accepted, start, count):
+def gap_of(accepted, start, count):
     """How many of the accepted drafts of a sequence are where they stay: those before the first that was not accepted."""
     n = 0
     while n < count and accepted[start + n] == n:
@@ -84,7 +84,7 @@ def _copies(h, ids, drafts, accepted, counts):
     """Blocks that have to be copied since others hold them too, and whether a token is to move."""
     need, start, moving = 0, 0, False
     for i in range(ids.shape[0]):
-        slot, gap = slot_of(h, ids[i]), _gap(accepted, start, counts[i])
+        slot, gap = slot_of(h, ids[i]), gap_of(accepted, start, counts[i])
         base = sequences_of(h)[slot].length - drafts[i]
         end = base + counts[i]
         if gap < counts[i]:
@@ -151,7 +151,7 @@ def _drop(h, ids, drafts, accepted, counts, moved):
     start, copied = 0, 0
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
-        if counts[i] < drafts[i] and (_gap(accepted, start, counts[i]) < counts[i]) == moved:
+        if counts[i] < drafts[i] and (gap_of(accepted, start, counts[i]) < counts[i]) == moved:
             copied += rewind_one(h, slot, drafts[i] - counts[i], stream_of(h, slot))
         start += counts[i]
     return copied
@@ -181,7 +181,7 @@ def keep(h, ids, drafts, accepted, counts, dropped):
         return rewind(h, ids, dropped)
     start, copied = 0, 0
     for i in range(ids.shape[0]):
-        slot, gap = slot_of(h, ids[i]), _gap(accepted, start, counts[i])
+        slot, gap = slot_of(h, ids[i]), gap_of(accepted, start, counts[i])
         if gap < counts[i]:
             base = sequences_of(h)[slot].length - drafts[i]
             copied += _gather(h, slot, base, accepted[start : start + counts[i]], gap, stream_of(h, slot))

@@ -9,8 +9,10 @@ from kvpool.state.accesses import FOLLOWS, emit_access
 from kvpool.state.atomics import array_at
 from kvpool.state.blocks import (
     FREE_ROWS,
+    KIND,
     LIVE,
     NONE,
+    RECURRENT,
     SEQUENCE,
     STREAM,
     add_reference,
@@ -20,6 +22,7 @@ from kvpool.state.blocks import (
     table_of,
 )
 from kvpool.state.live import slot_of, stream_of
+from kvpool.state.noted import copy_row, reorder_rows
 from kvpool.state.storing import give_back, retry_duplicates, stored_tail
 
 
@@ -29,6 +32,7 @@ def _become(sequence, other):
     sequence.length, sequence.committed, sequence.blocks = other.length, other.committed, other.blocks
     sequence.cached, sequence.reused, sequence.failed = other.cached, other.reused, other.failed
     sequence.namespace, sequence.root0, sequence.root1 = other.namespace, other.root0, other.root1
+    sequence.chain0, sequence.chain1 = other.chain0, other.chain1
     sequence.removals, sequence.duplicates = other.removals, other.duplicates
     sequence.priority, sequence.ttl = other.priority, other.ttl
     sequence.stream, sequence.forked, sequence.first = other.stream, other.forked, other.first
@@ -63,6 +67,8 @@ def fork(h, ids, out):
                 table[row, j] = table[slot, j]
                 if table[row, j] != NONE:
                     add_reference(blocks_of(h), table[row, j])
+            if h[KIND] == RECURRENT:
+                copy_row(h, slot, row)
             sequences[row].live = LIVE
             out[i, k] = (np.int64(sequences[row].generation) << 32) | row
         if out.shape[1]:
@@ -89,6 +95,8 @@ def reorder(h, ids, parents, store, before, scratch):
             retry_duplicates(h, slots[i])
     for j in range(longest - 1, -1, -1):
         _reorder_column(h, j, slots, parents, store, scratch[2])
+    if h[KIND] == RECURRENT:
+        reorder_rows(h, slots, parents, scratch[2])
     for i in range(ids.shape[0]):
         _become(old[i], sequences[slots[i]])
     for i in range(ids.shape[0]):

@@ -215,7 +215,7 @@ def grant(h, request, slot, out):
             out[O_DEVICE_TOKENS] += h[WIDTH]
     tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h[WIDTH]
     for i in range(out[O_MATCHED], total):
-        if has_block(h, request, i):
+        if has_block(h, request, i, total):
             row[i] = _grant_new(h, request, tokens, keys, extra, width, i, out)
     for i in range(total if h[ACCESSES_CAPACITY] else 0):
         if row[i] != NONE:

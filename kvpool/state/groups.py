@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state import drafts, forks, growth, holds, storing
+from kvpool.state import drafts, forks, growth, holds, recurrent, storing
 from kvpool.state.admission import SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.answers import look
 from kvpool.state.atomics import address_of
 from kvpool.state.blocks import (
+    ATTENTION,
     CROSS,
     DETAIL,
     DETAIL2,
@@ -50,7 +51,11 @@ def growth_needs(heads, ids, counts, needs):
     if error:
         return error
     for g in range(heads.shape[0]):
-        needs[g] = growth.growth(heads[g], ids, counts) if heads[g, KIND] != CROSS else 0
+        needs[g] = 0
+        if heads[g, KIND] == ATTENTION:
+            needs[g] = growth.growth(heads[g], ids, counts)
+        elif heads[g, KIND] == RECURRENT:
+            needs[g] = recurrent.growth(heads[g], ids, counts)
         if needs[g] < 0:
             return refuse(heads, g, needs[g])
     return np.int64(0)
@@ -79,8 +84,11 @@ def append(heads, ids, counts, tokens, now, needs):
     for g in range(heads.shape[0]):
         if heads[g, KIND] == CROSS:
             follow(heads[g], ids)
+            continue
+        _begin(heads[g], now, needs[g])
+        if heads[g, KIND] == RECURRENT:
+            recurrent.append(heads[g], ids, counts, tokens)
         else:
-            _begin(heads[g], now, needs[g])
             growth.append(heads[g], ids, counts, tokens)
     return np.int64(0)
 
@@ -106,8 +114,11 @@ def commit(heads, ids, counts, now):
     for g in range(heads.shape[0]):
         if heads[g, KIND] == CROSS:
             follow(heads[g], ids)
+            continue
+        begin(heads[g], now)
+        if heads[g, KIND] == RECURRENT:
+            recurrent.commit(heads[g], ids, counts)
         else:
-            begin(heads[g], now)
             storing.commit(heads[g], ids, counts)
     return np.int64(0)
 
@@ -122,14 +133,21 @@ def rewind(heads, ids, counts, now, needs):
     if error:
         return error
     for g in range(heads.shape[0]):
-        needs[g] = growth.rewind_need(heads[g], ids, counts) if heads[g, KIND] != CROSS else 0
+        needs[g] = 0
+        if heads[g, KIND] == ATTENTION:
+            needs[g] = growth.rewind_need(heads[g], ids, counts)
+        elif heads[g, KIND] == RECURRENT:
+            needs[g] = recurrent.rewind_need(heads[g], ids, counts)
         if needs[g] < 0:
             return refuse(heads, g, needs[g])
     for g in range(heads.shape[0]):
         if heads[g, KIND] == CROSS:
             follow(heads[g], ids)
+            continue
+        _begin(heads[g], now, needs[g])
+        if heads[g, KIND] == RECURRENT:
+            recurrent.rewind(heads[g], ids, counts)
         else:
-            _begin(heads[g], now, needs[g])
             growth.rewind(heads[g], ids, counts)
     return np.int64(0)
 
@@ -151,18 +169,18 @@ def keep(heads, ids, lengths, accepted, counts, dropped, now, needs):
         if error:
             return refuse(heads, g, error)
         if heads[g, KIND] == RECURRENT:
-            needs[g] = growth.rewind_need(heads[g], ids, dropped)
+            needs[g] = recurrent.keep_need(heads[g], ids, lengths, accepted, counts, dropped)
         else:
             needs[g] = drafts.keep_need(heads[g], ids, lengths, accepted, counts, dropped)
         if needs[g] < 0:
             return refuse(heads, g, needs[g])
     for g in range(heads.shape[0]):
+        follow(heads[g], ids)
         if heads[g, KIND] == CROSS:
-            follow(heads[g], ids)
             continue
         _begin(heads[g], now, needs[g])
         if heads[g, KIND] == RECURRENT:
-            growth.rewind(heads[g], ids, dropped)
+            recurrent.keep(heads[g], ids, lengths, accepted, counts, dropped)
         else:
             drafts.keep(heads[g], ids, lengths, accepted, counts, dropped)
     return np.int64(0)
@@ -242,7 +260,8 @@ def abort_reserved(heads, ids, counts, now, needs):
         sequence.failed = 0  # nobody uses it any more
         if heads[g, KIND] != CROSS:
             counts[0] = sequence.length - sequence.reused * heads[g, WIDTH]
-    rewind(heads, ids, counts, now, needs)
+    if rewind(heads, ids, counts, now, needs) < 0:  # takes no block, and ends where what was matched does
+        raise RuntimeError("a reservation could not be taken back")
     return release(heads, ids, False, now)
 
 

@@ -77,11 +77,14 @@ def columns_for(h, request):
 
 
 @jit(forceinline=True)
-def has_block(h, request, i):
-    """Whether column ``i`` of a prompt has a block, where it is not reused: in a recurrent group, those have one whose state is kept."""
+def has_block(h, request, i, columns):
+    """Whether column ``i`` of ``columns`` that begin with a prompt has a block, where it is not reused.
+
+    In a recurrent group, those have one whose state is kept, and the last.
+    """
     if h[KIND] != RECURRENT:
         return True
-    return i == blocks_for(h, request[R_LENGTH]) - 1 or i == reusable(request) // h[WIDTH] - 1 or keeps_state(h, i)
+    return i == columns - 1 or i == reusable(request) // h[WIDTH] - 1 or keeps_state(h, i)
 
 
 @jit(forceinline=True)
@@ -91,14 +94,13 @@ def keeps_state(h, i):
 
 
 @jit
-def fresh_blocks(h, request, matched):
-    """Blocks that a prompt takes behind ``matched`` columns."""
-    columns = columns_for(h, request)
+def fresh_blocks(h, request, matched, columns):
+    """Blocks that a prompt takes behind ``matched`` columns, and that growing it to ``columns`` takes."""
     if h[KIND] != RECURRENT:
         return columns - matched
     count = 0
     for i in range(matched, columns):
-        count += 1 if has_block(h, request, i) else 0
+        count += 1 if has_block(h, request, i, columns) else 0
     return count
 
 

@@ -6,7 +6,9 @@ from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
 from kvpool.state.blocks import (
     C_COPIED,
+    KIND,
     NONE,
+    RECURRENT,
     REFS,
     WIDTH,
     add_reference,
@@ -34,7 +36,7 @@ def private_copy(h, b, count):
 
 
 @jit
-def _unfull(h, slot):
+def unfull(h, slot):
     """The block that the next token of a sequence goes into, NONE if that is a new one."""
     sequence = sequences_of(h)[slot]
     return table_of(h)[slot, sequence.blocks - 1] if sequence.length % h[WIDTH] else NONE
@@ -50,7 +52,7 @@ def copies(h, ids, counts):
     n = 0
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
-        b = _unfull(h, slot)
+        b = unfull(h, slot)
         if counts[i] > 0 and b != NONE and blocks[b].word & REFS > 1:
             drop_reference(blocks, b)
             sequences[slot].mark = 1
@@ -58,7 +60,7 @@ def copies(h, ids, counts):
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         if sequences[slot].mark:
-            add_reference(blocks, _unfull(h, slot))
+            add_reference(blocks, unfull(h, slot))
             sequences[slot].mark = 0
     return n
 
@@ -68,13 +70,15 @@ def make_writable(h, slot, stream):
     """Before a forked sequence appends: its last block, unless full, becomes a copy of its own, or is its own as the last that holds it."""
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     sequence.forked = 0
-    b = _unfull(h, slot)
+    b = unfull(h, slot)
     if b == NONE:
         return
     if blocks[b].word & REFS > 1:
         # The copy reads what the stream wrote, said or not; who writes the block later waits for what the stream has read there.
-        emit_access(h, WROTE if sequence.committed < sequence.length else ACCESSED, stream, b)
-        b = private_copy(h, b, sequence.length % h[WIDTH])
+        # A state is written again by who rewinds to what is committed.
+        whole = h[KIND] == RECURRENT
+        emit_access(h, WROTE if whole or sequence.committed < sequence.length else ACCESSED, stream, b)
+        b = private_copy(h, b, h[WIDTH] if whole else sequence.length % h[WIDTH])
         row[sequence.blocks - 1] = b
         counters_of(h)[C_COPIED] += 1
     emit_access(h, WILL_WRITE, stream, b)

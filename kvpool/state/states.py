@@ -24,6 +24,8 @@ from kvpool.state.blocks import (
     A_LISTS,
     A_MOVES,
     A_RING,
+    A_ROW_EXTRA,
+    A_ROW_TOKENS,
     A_ROWS,
     A_SEQUENCES,
     A_TABLE,
@@ -113,6 +115,7 @@ def state_bytes(groups: Sequence[GroupSizes], width: int, sequences: int, column
     """Bytes that the states of these groups will take."""
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 4 * columns)
+    rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
     return count * (BLOCK.itemsize + 36 + 4 * width) + rows + events * (EVENT.itemsize + 4 * width)
 
 
@@ -148,6 +151,9 @@ class State:
         self.rows = np.arange(settings.sequences - 1, -1, -1, dtype=np.int32)
         self.table = table
         self.table.fill(NONE)
+        # Pages that no token is written to cost no memory.
+        self.row_tokens = np.zeros((settings.sequences, settings.columns * width if sizes.kind == RECURRENT else 0), np.int32)
+        self.row_extra = np.zeros((1, 1), np.int64)
         self.moves = np.zeros((64, 4), np.int64)
         self.token_moves = np.zeros((0, 4), np.int64)
         self.accesses = np.zeros((0, 3), np.int64)
@@ -164,7 +170,7 @@ class State:
             (A_CHILDREN, self.children), (A_HEAP, self.heap), (A_SEQUENCES, self.sequences), (A_ROWS, self.rows), (A_TABLE, self.table),
             (A_MOVES, self.moves), (A_EVENTS, ring.events), (A_EVENT_TOKENS, ring.tokens), (A_COUNTERS, self.counters),
             (A_HISTOGRAMS, self.histograms), (A_ACCESSES, self.accesses), (A_EVENT_EXTRA, ring.extra), (A_RING, ring.numbers),
-            (A_TOKEN_MOVES, self.token_moves),
+            (A_TOKEN_MOVES, self.token_moves), (A_ROW_TOKENS, self.row_tokens), (A_ROW_EXTRA, self.row_extra),
         ):  # fmt: skip
             h[slot] = array.ctypes.data
         h[DEVICE_BLOCKS], h[BLOCKS], h[WIDTH] = sizes.device_blocks, len(self.blocks), settings.width
@@ -309,7 +315,8 @@ class States:
             return
         self.ring.extra = np.zeros(self.ring.tokens.shape, np.int64)
         for state in self.groups:
-            state.extra = np.zeros(state.tokens.shape, np.int64)
+            state.extra, state.row_extra = np.zeros(state.tokens.shape, np.int64), np.zeros(state.row_tokens.shape, np.int64)
+            state.header[A_ROW_EXTRA] = state.row_extra.ctypes.data
             state.header[A_EXTRA], state.header[A_EVENT_EXTRA] = state.extra.ctypes.data, self.ring.extra.ctypes.data
             state.header[HAS_EXTRA] = 1
 

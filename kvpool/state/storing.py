@@ -14,9 +14,11 @@ from kvpool.state.blocks import (
     FREE_ROWS,
     GUARD,
     KEYED,
+    KIND,
     NONE,
     NOW,
     PUBLISHED,
+    RECURRENT,
     REFS,
     REMOVALS,
     SECRET0,
@@ -91,7 +93,7 @@ def to_redundant(h, host):
 
 
 @jit
-def _publish_range(h, slot, first, last):
+def publish_range(h, slot, first, last):
     """Publish the keyed blocks [first, last) of a sequence, noting the first that must wait as a duplicate."""
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     for i in range(first, last):
@@ -102,6 +104,8 @@ def _publish_range(h, slot, first, last):
         if b == NONE or blocks[b].flags & PUBLISHED:
             continue
         if not blocks[b].flags & KEYED:
+            if h[KIND] == RECURRENT:
+                continue  # written again since it was committed
             parent0, parent1 = _parent(h, slot, i)
             extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
             blocks[b].key0, blocks[b].key1 = block_key(tokens_of(h)[b], extra, h[SECRET0], h[SECRET1], parent0, parent1, h[GUARD])
@@ -118,7 +122,7 @@ def retry_duplicates(h, slot):
     first = sequence.duplicates
     if first != NONE and sequence.removals != h[REMOVALS]:
         sequence.duplicates = NONE
-        _publish_range(h, slot, first, sequence.committed // h[WIDTH])
+        publish_range(h, slot, first, sequence.committed // h[WIDTH])
         sequence.removals = h[REMOVALS]
 
 
@@ -147,7 +151,7 @@ def commit(h, ids, counts):
             emit_access(h, WROTE, stream, table_of(h)[slot, at])
         if sequence.duplicates == NONE:
             sequence.removals = h[REMOVALS]
-        _publish_range(h, slot, first, sequence.committed // h[WIDTH])
+        publish_range(h, slot, first, sequence.committed // h[WIDTH])
         if h[WINDOW]:
             give_passed(h, slot, stream)
 

@@ -10,6 +10,9 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.blocks import (
+    ATTENTION,
+    COLUMNS,
+    CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
     DEVICE_BLOCKS,
@@ -20,6 +23,7 @@ from kvpool.state.blocks import (
     HOST,
     INDEXED,
     KEYED,
+    KIND,
     LINKED,
     LISTS_PER_TIER,
     LOST,
@@ -28,21 +32,28 @@ from kvpool.state.blocks import (
     NONE,
     ONBOARDING,
     PUBLISHED,
+    RECURRENT,
     REDUNDANT,
     SECRET0,
     SECRET1,
+    SEQUENCES,
     SINKS,
+    SNAPSHOT,
     TAIL,
+    WIDTH,
     WINDOW,
     blocks_of,
     children_of,
     extra_of,
     index_of,
     lists_of,
+    sequences_of,
+    table_of,
     tokens_of,
 )
 from kvpool.state.hashing import block_key
 from kvpool.state.index import bucket
+from kvpool.state.noted import column_key
 from kvpool.state.prefix import child_bucket
 from kvpool.state.states import State
 from kvpool.state.windows import kept_from
@@ -112,6 +123,31 @@ def _wrong_key(h):
             key = block_key(tokens[b], own, h[SECRET0], h[SECRET1], blocks[b].parent0, blocks[b].parent1, h[GUARD])
             if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
                 return b
+    return NONE
+
+
+@jit
+def _wrong_chain(h):
+    """A row of a recurrent group of which the notes and the blocks with keys disagree, else NONE."""
+    blocks, sequences, width = blocks_of(h), sequences_of(h), h[WIDTH]
+    for slot in range(h[SEQUENCES]):
+        sequence, row = sequences[slot], table_of(h)[slot]
+        if sequence.live == 0:
+            continue
+        key0, key1 = sequence.chain0, sequence.chain1
+        done = sequence.committed // width
+        if sequence.committed < 0 or sequence.length < sequence.committed or sequence.length > h[COLUMNS] * width:
+            return slot
+        if done == 0 and (key0 != sequence.root0 or key1 != sequence.root1):
+            return slot
+        for i in range(max(done - 1, 0), sequence.length // width):
+            if i >= done:
+                key0, key1 = column_key(h, slot, i, key0, key1)
+            b = row[i]
+            if b < NONE or b >= blocks.shape[0]:
+                return slot
+            if b != NONE and blocks[b].flags & KEYED and (blocks[b].key0 != key0 or blocks[b].key1 != key1):
+                return slot
     return NONE
 
 
@@ -198,6 +234,9 @@ def _sequences(state: State) -> Iterator[Finding]:
     length = np.where(live, sequences["blocks"], 0)
     place, sinks = np.arange(table.shape[1]), int(state.header[SINKS])
     used = (place < length[:, None]) & ((place < sinks) | (place >= sequences["first"][:, None]))
+    if state.header[KIND] == RECURRENT:
+        yield from _states(state, length)
+        used &= table != NONE
     yield from _first("table", ((table != NONE) != used).any(axis=1), "row {} has ids behind its end, or holes that no window has passed")
     if state.header[WINDOW]:
         seen = [kept_from(state.header, int(committed)) for committed in sequences["committed"]]
@@ -216,13 +255,34 @@ def _sequences(state: State) -> Iterator[Finding]:
     yield from _first("lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block")
     keyed = (blocks["flags"][np.where(used, table, 0)] & KEYED) != 0
     full = (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None]) & used & (sequences["failed"] == 0)[:, None]
-    yield from _first("committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key")
+    if state.header[KIND] == ATTENTION:
+        yield from _first("committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key")
+    if state.header[KIND] == CROSS:
+        yield from _first("cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key")
+        yield from _first("cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder")
     shared = (blocks["word"][np.where(used, table, 0)] & 0xFFFFFFFF > 1) & used
     unfull = np.arange(table.shape[1]) == (sequences["length"] // width)[:, None]
     yield from _first("forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly")
     free = state.rows[: int(state.header[FREE_ROWS])]
     if sorted(free.tolist()) != np.flatnonzero(~live).tolist():
         yield "rows", "the free rows are not those without a sequence"
+
+
+def _states(state: State, length: IntArray) -> Iterator[Finding]:
+    """Which columns of a recurrent group have a state: the last, snapshots that are not passed, and any between those."""
+    table, sequences, place = state.table, state.sequences, np.arange(state.table.shape[1])
+    some, width, every = length > 0, state.tokens.shape[1], int(state.header[SNAPSHOT])
+    passed = ((sequences["committed"].astype(np.int64) - 1) // width)[:, None]
+    running = table[np.arange(len(table)), np.clip(length - 1, 0, table.shape[1] - 1)]
+    yield from _first("states", some & (running == NONE), "sequence {} has no running state")
+    early = some[:, None] & (place < passed) & (table != NONE)
+    yield from _first("states", early.any(axis=1), "sequence {} holds a state that it has passed")
+    if every:
+        kept = (place >= passed) & (place < length[:, None]) & ((place + 1) % every == 0)
+        yield from _first("states", (kept & (table == NONE)).any(axis=1), "sequence {} lacks a snapshot")
+    bad = _wrong_chain(state.header)
+    if bad != NONE:
+        yield "chain", f"the key or the tokens noted for sequence {bad} are not those of its blocks"
 
 
 def _expiries(state: State) -> Iterator[Finding]:

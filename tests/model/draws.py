@@ -37,13 +37,16 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
     """A pool of one plain group, or of one to three of any kinds."""
     width = random.choice((1, 2, 3, 4, 4))
     kinds = ["attention"]
-    if several:
+    if several and HAS_RECURRENT and random.random() < 0.15:
+        kinds = ["recurrent"]
+        kinds += random.choice(([], *OTHERS))
+    elif several:
         kinds += random.choice((["attention"], *OTHERS))
         kinds += random.choice(([], ["attention"], *OTHERS))
         random.shuffle(kinds)
     groups = [group_options(random, width, kind) for kind in kinds]
     for group in groups:
-        if several and random.random() < 0.2:
+        if len(groups) > 1 and random.random() < 0.2:
             group["parts"].append({"kv_heads": 1, **random.choice(LAYOUTS)})
     return {
         "groups": groups,
