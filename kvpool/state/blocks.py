@@ -70,6 +70,7 @@ SEQUENCE = np.dtype(
         ("root1", "i8"),
         ("chain0", "i8"),  # in a recurrent group: key of the full committed columns
         ("chain1", "i8"),
+        ("kept", "i4"),  # in a recurrent group: the column of its prompt whose state is kept, whatever the rule
         ("removals", "i8"),  # REMOVALS when its duplicates were last tried
         ("duplicates", "i4"),  # first block that may be a duplicate, NONE = none is
         ("priority", "i4"),  # of decoded blocks

@@ -35,7 +35,7 @@ def _become(sequence, other):
     sequence.chain0, sequence.chain1 = other.chain0, other.chain1
     sequence.removals, sequence.duplicates = other.removals, other.duplicates
     sequence.priority, sequence.ttl = other.priority, other.ttl
-    sequence.stream, sequence.forked, sequence.first = other.stream, other.forked, other.first
+    sequence.stream, sequence.forked, sequence.first, sequence.kept = other.stream, other.forked, other.first, other.kept
 
 
 @jit

@@ -63,6 +63,7 @@ from kvpool.state.requests import (
     R_TTL,
     columns_for,
     has_block,
+    kept_column,
     request_extra,
     request_keys,
     request_tokens,
@@ -236,7 +237,7 @@ def grant(h, request, slot, out):
 def begin_row(h, sequence, request):
     """What a new sequence has of its request alone."""
     sequence.live, sequence.failed, sequence.duplicates = RESERVED if request[R_RESERVES] else LIVE, 0, NONE
-    sequence.stream, sequence.forked = h[STREAM], 0
+    sequence.stream, sequence.forked, sequence.kept = h[STREAM], 0, kept_column(h, request)
     sequence.namespace, sequence.root0, sequence.root1 = request[R_NAMESPACE], request[R_ROOT0], request[R_ROOT1]
     sequence.priority, sequence.ttl = request[R_PRIORITY], request[R_TTL]
 

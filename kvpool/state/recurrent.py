@@ -1,8 +1,9 @@
 """Groups of recurrent layers: a block is the state behind a prefix, kept at snapshots and at the end of a sequence.
 
 The state behind n tokens lies in the first entry of the row that is not NONE at or behind column (n - 1) // T. The last column always has
-one, the running state: it moves on with the sequence unless somebody else has or finds it. Entries below the column of the committed
-tokens go back at commit.
+one, the running state: it moves on with the sequence unless its column is a snapshot, or somebody else has or finds it. Others find
+snapshots, and the state behind the last full block that a prompt can reuse. Entries below the column of the committed tokens go back at
+commit.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _growth_of(h, sequence, row, count):
     b = row[last]
     copied = sequence.length % h[WIDTH] != 0 and blocks[b].word & REFS > 1
     need = _kept_states(h, last, columns - 1)
-    if columns - 1 > last and not copied and not _moves_on(h, b) and not keeps_state(h, last):
+    if columns - 1 > last and not copied and not _moves_on(h, b) and not keeps_state(h, last, NONE):
         need += 1
     return need + (1 if copied else 0), copied
 
@@ -112,7 +113,7 @@ def _open_column(h, slot, i):
     """The block of a new column: the running state's, if it moves on, else a new one."""
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     b = np.int64(row[i - 1]) if i > 0 else np.int64(NONE)
-    if b != NONE and not keeps_state(h, i - 1) and _moves_on(h, b):
+    if b != NONE and not keeps_state(h, i - 1, NONE) and _moves_on(h, b):
         row[i - 1] = NONE
         blocks[b].flags &= ~KEYED
         return b

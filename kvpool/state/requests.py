@@ -84,13 +84,19 @@ def has_block(h, request, i, columns):
     """
     if h[KIND] != RECURRENT:
         return True
-    return i == columns - 1 or i == reusable(request) // h[WIDTH] - 1 or keeps_state(h, i)
+    return i == columns - 1 or keeps_state(h, i, kept_column(h, request))
 
 
 @jit(forceinline=True)
-def keeps_state(h, i):
-    """Whether the state behind column ``i`` of any sequence is kept."""
-    return h[SNAPSHOT] != 0 and (i + 1) % h[SNAPSHOT] == 0
+def kept_column(h, request):
+    """The last column of a prompt that it can reuse itself."""
+    return reusable(request) // h[WIDTH] - 1
+
+
+@jit(forceinline=True)
+def keeps_state(h, i, kept):
+    """Whether the state behind column ``i`` of a sequence is kept, to be found by others; ``kept`` is that of its prompt."""
+    return i == kept or (h[SNAPSHOT] != 0 and (i + 1) % h[SNAPSHOT] == 0)
 
 
 @jit

@@ -41,7 +41,7 @@ from kvpool.state.index import expect, find_key
 from kvpool.state.live import slot_of, stream_of
 from kvpool.state.lru import heap_remove, unlink
 from kvpool.state.prefix import device_copy, expect_child, holds, rival_child
-from kvpool.state.requests import blocks_for
+from kvpool.state.requests import blocks_for, keeps_state
 from kvpool.state.ring import STORED, emit
 from kvpool.state.tiers import enter, forget, shelve, supersede
 from kvpool.state.windows import give_passed
@@ -103,9 +103,9 @@ def publish_range(h, slot, first, last):
             expect_child(h, row[i + AHEAD])
         if b == NONE or blocks[b].flags & PUBLISHED:
             continue
+        if h[KIND] == RECURRENT and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):
+            continue  # written again since it was committed, or on its way to a later column
         if not blocks[b].flags & KEYED:
-            if h[KIND] == RECURRENT:
-                continue  # written again since it was committed
             parent0, parent1 = _parent(h, slot, i)
             extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
             blocks[b].key0, blocks[b].key1 = block_key(tokens_of(h)[b], extra, h[SECRET0], h[SECRET1], parent0, parent1, h[GUARD])

@@ -24,6 +24,8 @@ class Seq:
     decode: tuple[int, int | None]
     owner: str = ""
     """Of a reservation."""
+    kept: int = -1
+    """The last column that its prompt can reuse."""
 
 
 class Admission(Batches, Store):
@@ -194,7 +196,9 @@ class Admission(Batches, Store):
         new_id = self.next_id
         self.next_id += 1
         items = list(prompt.items)
-        self.sequences[new_id] = Seq(prompt.namespace, items, blocks, match.tokens, plan.full, match.tokens, decode)
+        self.sequences[new_id] = Seq(
+            prompt.namespace, items, blocks, match.tokens, plan.full, match.tokens, decode, kept=plan.usable // self.T - 1
+        )
         return Admitted(new_id, match, missed)
 
     def _name_admitted(self, plan: Plan, i: int, block: Block | None) -> None:

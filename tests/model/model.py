@@ -111,9 +111,13 @@ class Model(Holds):
         return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
 
     def _publish_waiting(self, seq: Seq) -> None:
-        for block in seq.blocks[: seq.committed // self.T]:
-            if block is not None and not block.indexed and block.content is not None:
+        for i, block in enumerate(seq.blocks[: seq.committed // self.T]):
+            if block is not None and not block.indexed and block.content is not None and self.keeps(seq, i):
                 self.publish(block)
+
+    def keeps(self, seq: Seq, i: int) -> bool:
+        """Whether a full block of a sequence is published."""
+        return True
 
     def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
         live = self._live(ids)

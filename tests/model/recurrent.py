@@ -30,6 +30,9 @@ class Recurrent(Model):
     def needs(self, block: int, count: int) -> bool:
         return block == count // self.T - 1
 
+    def keeps(self, seq: Seq, i: int) -> bool:
+        return i == seq.kept or self._is_snapshot(i)
+
     def _is_snapshot(self, column: int) -> bool:
         return self.snapshot_tokens is not None and (column + 1) * self.T % self.snapshot_tokens == 0
 
