@@ -85,10 +85,7 @@ class Lab:
         draw, stream = self.draw, self.draw.choice(self.streams)
         name = draw.choice(("add", "add", "step", "step", "step", "fork", "speculate", "reorder", "release", "release", "move"))
         if name == "add" or not self.live:
-            tokens = draw.choice(self.documents)[: draw.randint(1, 12)]
-            sequence = (self.cache.add_sequence(tokens, stream=stream), list(tokens))
-            self.live.append(sequence)
-            self.run(sequence, stream)
+            sequence = self.add(draw.choice(self.documents)[: draw.randint(1, 12)], stream)
             self.cache.commit(sequence[0], stream=stream)
             return
         sequence = draw.choice(self.live)
@@ -109,6 +106,13 @@ class Lab:
         elif name == "release":
             self.cache.release(sequence[0], store=draw.random() < 0.8)
             self.live.remove(sequence)
+
+    def add(self, tokens: list[int], stream: Any) -> Sequence:
+        """A sequence whose states are on their way, and not committed."""
+        sequence = (self.cache.add_sequence(tokens, stream=stream), list(tokens))
+        self.live.append(sequence)
+        self.run(sequence, stream)
+        return sequence
 
     def speculate(self, sequence: Sequence, new: list[int], stream: Any) -> None:
         """Drafts whose states the engine keeps by itself; it writes the one of those that were accepted."""
@@ -156,6 +160,36 @@ def test_every_step_finds_its_state_and_nothing_races(seed: int, progress: float
     lab = Lab(seed, progress)
     found = lab.findings(60)
     assert not found, f"seed {seed}, progress {progress}: {found[:3]}"
+
+
+@pytest.mark.parametrize("progress", [0.0, 1.0])
+def test_a_shared_state_is_copied_behind_its_write_and_before_the_next_one(progress: float) -> None:
+    lab = Lab(0, progress)
+    number, tokens = lab.add([1, 2, 3, 4, 5], lab.streams[0])
+    (fork,) = lab.cache.fork(number)
+    shared = lab.cache.block_table(fork, group=1).dense()[0][1]
+    lab.cache.rewind(number, [2])
+    del tokens[3:]
+    assert lab.cache.block_table(number, group=1).dense()[0][1] != shared
+    lab.run((number, tokens), lab.streams[0])
+    lab.live.append((int(fork), [1, 2, 3, 4, 5]))
+    found = lab.findings(0)
+    assert not found, found
+
+
+@pytest.mark.parametrize("progress", [0.0, 1.0])
+def test_a_state_that_a_rewind_drops_is_written_by_others_behind_its_write(progress: float) -> None:
+    lab = Lab(0, progress)
+    number, tokens = lab.add([1, 2], lab.streams[0])
+    lab.cache.commit(number)
+    lab.cache.append_tokens(number, [3, 4, 5])
+    lab.run((number, [1, 2, 3, 4, 5]), lab.streams[0])
+    dropped = {int(block) for block in lab.cache.block_table(number, group=1).dense()[0][1:] if block >= 0}
+    lab.cache.rewind(number, [3])
+    other, _ = lab.add([7], lab.streams[1])
+    assert int(lab.cache.block_table(other, group=1).dense()[0][0]) in dropped
+    found = lab.findings(0)
+    assert not found, found
 
 
 @pytest.mark.parametrize("guard", ["engine_writes_after_engine", "engine_reads_after_engine", "copy_writes_after_engine"])
