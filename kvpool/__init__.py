@@ -30,6 +30,7 @@ from kvpool.retention import RetentionRange as RetentionRange
 from kvpool.sequence import Admission as Admission
 from kvpool.sequence import BlockKeys as BlockKeys
 from kvpool.sequence import Match as Match
+from kvpool.stats import GroupStats as GroupStats
 from kvpool.stats import Stats as Stats
 from kvpool.stats import TierStats as TierStats
 from kvpool.strided import StridedArray as StridedArray

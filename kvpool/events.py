@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.state.blocks import DEVICE_BLOCKS, EVENT, EVENT_NEXT, EVENT_READ, EVENTS, EXTRA, NONE, PUBLISHED
+from kvpool.state.blocks import DEVICE, DEVICE_BLOCKS, EVENT, EVENT_NEXT, EVENT_READ, EVENTS, EXTRA, HOST, NONE, PUBLISHED
 from kvpool.state.requests import R_ROOT0, R_ROOT1
 from kvpool.state.ring import CLEARED, CREATED, STORED
-from kvpool.state.states import States
+from kvpool.state.states import State, States
 
 if TYPE_CHECKING:
     from kvpool.sequence import BlockKeys
@@ -22,6 +22,8 @@ TIERS = ("device", "host")
 Rows = npt.NDArray[np.int64]
 Rows3 = tuple[npt.NDArray[np.void], npt.NDArray[np.int32], Rows | None]
 """Records, tokens, and extra ids where some block has any."""
+Capacities = tuple[tuple[int, int], ...]
+"""(device blocks, host blocks) of each group of layers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +33,9 @@ class Event:
     ``number`` counts blocks, not events: a reader that has seen everything finds it equal to ``next`` of the event before; a larger one
     is a gap, and the difference is what was lost. ``keys`` uint64[n, 2], a chain for "stored"; ``parent`` uint64[2] of its first
     block, None where that begins a prompt; ``tokens`` int32[n, tokens_per_block], for "stored" only, and ``extra_ids``, int64 of the same
-    shape, if some token has one; ``namespace``, ``salt`` and ``adapter_id`` as in BlockKeys. "created" has the capacities.
+    shape, if some token has one; ``namespace``, ``salt`` and ``adapter_id`` as in BlockKeys. ``group``: of layers, whose blocks these are;
+    0 in a pool of one. "created" has the capacities, ``blocks`` those of each group as (device, host), the others their sums; "cleared" is
+    about all groups.
     """
 
     kind: str
@@ -47,6 +51,8 @@ class Event:
     priority: int = 0
     device_blocks: int = 0
     host_blocks: int = 0
+    group: int = 0
+    blocks: Capacities = ()
 
     @property
     def next(self) -> int:
@@ -104,7 +110,7 @@ class Events(Sequence[Event]):
 
     def __init__(
         self, records: npt.NDArray[np.void], tokens: npt.NDArray[np.int32], extra: Rows | None, number: int, names: dict[int, Name],
-        capacities: tuple[int, int], snapshot_row: int | None = None,
+        capacities: Capacities, snapshot_row: int | None = None,
     ) -> None:  # fmt: skip
         self.records, self.tokens, self.extra, self.number, self.capacities = records, tokens, extra, number, capacities
         starts = records["joined"] == 0
@@ -148,17 +154,18 @@ class Events(Sequence[Event]):
         extra = np.logical_or.reduceat(self.records["extra"], self.bounds[:-1])[which].tolist() if len(which) else []
         ends = self.bounds[which + 1].tolist()
         for head, start, end, parent, has_extra in zip(heads.tolist(), starts.tolist(), ends, parents, extra, strict=True):
-            kind, tier, priority, _, _, _, _, _, parent0, parent1, namespace = head
+            kind, tier, priority, _, group, _, _, _, parent0, parent1, namespace = head
             number = self.number + start
             if kind in (CREATED, CLEARED):
-                sizes = self.capacities if kind == CREATED else (0, 0)
-                yield Event(KINDS[kind], number, device_blocks=sizes[0], host_blocks=sizes[1])
+                sizes = self.capacities if kind == CREATED else ()
+                device, host = (sum(of_group[tier] for of_group in sizes) for tier in (DEVICE, HOST))
+                yield Event(KINDS[kind], number, device_blocks=device, host_blocks=host, blocks=sizes)
                 continue
             salt, adapter_id, root = self._names.get(namespace, NAMELESS)
             yield Event(
                 KINDS[kind], number, TIERS[tier], self.keys[start:end], None if root == (parent0, parent1) else parent,
                 self.tokens[start:end] if kind == STORED else None, self.extra[start:end] if has_extra and self.extra is not None else None,
-                namespace, salt, adapter_id, priority,
+                namespace, salt, adapter_id, priority, group=group,
             )  # fmt: skip
 
 
@@ -169,35 +176,47 @@ def announce(states: States) -> None:
         states.ring.numbers[EVENT_NEXT] = 1
 
 
+class Cached(NamedTuple):
+    """What was copied of the cached blocks of one group, in the order of their ``ids``."""
+
+    blocks: npt.NDArray[np.void]
+    """rows of ``State.blocks``"""
+    tokens: npt.NDArray[np.int32]
+    extra: Rows | None
+    ids: Rows
+
+
 class Taken(NamedTuple):
-    """What was copied under the state lock: rows of the ring, of the cached blocks for a snapshot, and what decodes them."""
+    """What was copied under the state lock: rows of the ring, for a snapshot the cached blocks of each group, and what decodes them."""
 
     ring: Rows3
-    cached: Rows3 | None
-    """The same, with rows of ``State.blocks`` in place of records."""
-    ids: Rows
+    cached: list[Cached] | None
     number: int
     names: dict[int, Name]
-    capacities: tuple[int, int]
+    capacities: Capacities
 
 
 def take(states: States, names: Names, snapshot: bool) -> Taken:
     """Copy and empty the ring, and with ``snapshot`` copy what is cached. The state lock is held by the caller."""
-    state, numbers, told = states[0], states.ring.numbers, states.ring
+    numbers, told = states.ring.numbers, states.ring
     first, last = int(numbers[EVENT_READ]), int(numbers[EVENT_NEXT])
     places = np.arange(first, last) % max(1, len(told.events))
     records = _whole(told.events, places)
     ring = records, told.tokens[places], _extra_rows(told.extra, places, records["extra"] != 0)
-    ids = np.flatnonzero(state.blocks["flags"] & PUBLISHED) if snapshot else np.empty(0, np.int64)
-    cached = None
-    if snapshot:
-        blocks = _whole(state.blocks, ids)
-        cached = blocks, state.tokens.take(ids, axis=0), _extra_rows(state.extra, ids, blocks["flags"] & EXTRA != 0)
+    cached = [_cached(state) for state in states] if snapshot else None
+    if cached is not None:
         # A snapshot is numbered like any other events, so that its reader goes on without a gap.
-        numbers[EVENT_NEXT] += 1 + len(ids)
+        numbers[EVENT_NEXT] += 1 + sum(len(of_group.ids) for of_group in cached)
     numbers[EVENT_READ] = numbers[EVENT_NEXT]
-    device_blocks = int(state.header[DEVICE_BLOCKS])
-    return Taken(ring, cached, ids, first, names.known, (device_blocks, len(state.blocks) - device_blocks))
+    device_blocks = [int(state.header[DEVICE_BLOCKS]) for state in states]
+    capacities = tuple((device, len(state.blocks) - device) for device, state in zip(device_blocks, states, strict=True))
+    return Taken(ring, cached, first, names.known, capacities)
+
+
+def _cached(state: State) -> Cached:
+    ids = np.flatnonzero(state.blocks["flags"] & PUBLISHED)
+    blocks = _whole(state.blocks, ids)
+    return Cached(blocks, state.tokens.take(ids, axis=0), _extra_rows(state.extra, ids, blocks["flags"] & EXTRA != 0), ids)
 
 
 def _whole(table: npt.NDArray[np.void], which: Rows) -> npt.NDArray[np.void]:
@@ -216,27 +235,37 @@ def _extra_rows(extra: Rows, places: Rows, has: npt.NDArray[np.bool_]) -> Rows |
 
 def decode(taken: Taken) -> Events:
     """The events of what was taken. Needs no lock."""
-    records, tokens, extra = taken.ring
     if taken.cached is None:
-        return Events(records, tokens, extra, taken.number, taken.names, taken.capacities)
-    rows, own_tokens, own_extra = taken.cached
-    blocks = np.zeros(len(rows), EVENT)
-    for field in ("key0", "key1", "parent0", "parent1", "namespace", "priority"):
-        blocks[field] = rows[field]
-    blocks["kind"], blocks["tier"], blocks["extra"] = STORED, taken.ids >= taken.capacities[0], rows["flags"] & EXTRA != 0
-    order = _parents_first(blocks, taken.ids, rows["twin"])
-    blocks, own_tokens = _whole(blocks, order), own_tokens.take(order, axis=0)
-    blocks["joined"][1:] = _continues(blocks[1:], blocks[:-1])
+        return Events(*taken.ring, taken.number, taken.names, taken.capacities)
+    row = len(taken.ring[0])
     cleared = np.zeros(1, EVENT)
     cleared["kind"] = CLEARED
-    if extra is not None or own_extra is not None:
-        before = np.zeros((len(records) + 1, tokens.shape[1]), np.int64)
-        if extra is not None:
-            before[:-1] = extra
-        extra = np.concatenate([before, np.zeros_like(own_tokens, np.int64) if own_extra is None else own_extra[order]])
-    tokens = np.concatenate([tokens, np.zeros_like(tokens, shape=(1, tokens.shape[1])), own_tokens])
-    everything = np.concatenate([records, cleared, blocks])
-    return Events(everything, tokens, extra, taken.number, taken.names, taken.capacities, snapshot_row=len(records))
+    nothing = np.zeros((1, taken.ring[1].shape[1]), np.int32)
+    told = [_stored(g, cached, taken.capacities[g][DEVICE]) for g, cached in enumerate(taken.cached)]
+    records, tokens, extra = zip(taken.ring, (cleared, nothing, None), *told, strict=True)
+    return Events(
+        np.concatenate(records), np.concatenate(tokens), _joined_extra(tokens, extra), taken.number, taken.names, taken.capacities, row
+    )
+
+
+def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
+    """The events that tell what a group has cached."""
+    blocks = np.zeros(len(cached.ids), EVENT)
+    for field in ("key0", "key1", "parent0", "parent1", "namespace", "priority"):
+        blocks[field] = cached.blocks[field]
+    blocks["kind"], blocks["tier"], blocks["group"] = STORED, cached.ids >= device_blocks, group
+    blocks["extra"] = cached.blocks["flags"] & EXTRA != 0
+    order = _parents_first(blocks, cached.ids, cached.blocks["twin"])
+    blocks = _whole(blocks, order)
+    blocks["joined"][1:] = _continues(blocks[1:], blocks[:-1])
+    return blocks, cached.tokens.take(order, axis=0), None if cached.extra is None else cached.extra[order]
+
+
+def _joined_extra(tokens: Sequence[npt.NDArray[np.int32]], extra: Sequence[Rows | None]) -> Rows | None:
+    """Extra ids of parts that follow each other, zeros where a part has none; None if no part has any."""
+    if all(part is None for part in extra):
+        return None
+    return np.concatenate([np.zeros(own.shape, np.int64) if part is None else part for own, part in zip(tokens, extra, strict=True)])
 
 
 def _continues(after: npt.NDArray[np.void], before: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -27,6 +27,14 @@ class Loan:
         self.memory = memory
 
 
+class Place(NamedTuple):
+    """Which memory of a pool: of a tier, the blocks of a group of layers, and of these one part."""
+
+    tier: str
+    group: int
+    part: int
+
+
 class Lending:
     """How one pool lends its memory; ``loans`` are those that live. Thread-safe.
 
@@ -40,10 +48,10 @@ class Lending:
         self.device, self.pools, self.follow = device, pools, follow
         self._loans, self._open_pool = loans, open_pool
 
-    def lend(self, tier: str) -> Loan:
-        """A new loan, which keeps the memory of a tier. Raises PoolClosed."""
+    def lend(self, place: Place) -> Loan:
+        """A new loan, which keeps the memory of a place. Raises PoolClosed."""
         with self._open_pool():
-            loan = Loan(self.pools.device_bytes if tier == "device" else self.pools.host_bytes)
+            loan = Loan(self.pools.flat(*place))
             self._loans.add(loan)
             return loan
 
@@ -55,40 +63,53 @@ class Export:
     memory also goes to ``numpy.asarray``, memory of a GPU to whatever knows ``__cuda_array_interface__`` (3). An index of
     integers, slices and an ellipsis gives the export of that part.
 
-    Attributes: ``tier``; ``shape`` and ``strides`` (bytes); ``dtype``, the name of the element type, as in the layout, or (``raw``) of the
-    integers that NumPy keeps it as; ``writable``. Thread-safe, immutable; keeps the pool, but holds none of its memory. What was
-    made of it does, until it is gone: the pool does not close before.
+    Attributes: ``tier``, ``group`` and ``part``; ``shape`` and ``strides`` (bytes); ``dtype``, the name of the element type, as in the
+    layout, or (``raw``) of the integers that NumPy keeps it as; ``writable``. Thread-safe, immutable; keeps the pool, but holds none of
+    its memory. What was made of it does, until it is gone: the pool does not close before.
 
     Streams: who asks for memory of a GPU, or for pinned memory, on a stream waits there for all copies that the pool has enqueued so far;
     ``__cuda_array_interface__`` names the legacy default stream, which then waits for them. Later ones are ordered by the ``stream`` of the
     pool's calls, and for the host by leases, as everywhere.
     """
 
-    __slots__ = ("__weakref__", "_lending", "_loan", "_places", "dtype", "tier", "writable")
+    __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "writable")
 
-    def __init__(self, lending: Lending, tier: str, places: npt.NDArray[Any], dtype: str, writable: bool) -> None:
-        # Places are an array of the right shape and strides that is never read: an index of it tells where a part lies.
-        self._lending, self._places = lending, places
+    def __init__(self, lending: Lending, place: Place, view: npt.NDArray[Any], dtype: str, writable: bool) -> None:
+        # The view is an array of the right shape and strides that is never read: an index of it tells where a part lies.
+        self._lending, self._place, self._view = lending, place, view
         self._loan: Loan | None = None
-        self.tier, self.dtype, self.writable = tier, dtype, writable
+        self.dtype, self.writable = dtype, writable
 
     @classmethod
-    def of_tier(cls, lending: Lending, tier: str, writable: bool, raw: bool) -> Export:
-        """All of a tier. Raises PoolClosed."""
+    def of_place(cls, lending: Lending, place: Place, writable: bool, raw: bool) -> Export:
+        """All that is there. Raises PoolClosed."""
         pools = lending.pools
-        layout, address = pools.layout, pools.address(tier)
-        shape = layout.device_shape(pools.device_blocks) if tier == "device" else layout.host_shape(pools.host_blocks)
+        layout, address, size = pools.layouts[place.group][place.part], pools.address(*place), pools.flat(*place).nbytes
+        blocks = size // layout.block_bytes
+        shape = layout.device_shape(blocks) if place.tier == "device" else layout.host_shape(blocks)
         storage = layout.storage_dtype
-        places = StridedArray(address, shape, storage.itemsize, kind=storage.kind).host_view()
-        return cls(lending, tier, places, storage.name if raw else layout.dtype_name, writable)
+        view = StridedArray(address, shape, storage.itemsize, kind=storage.kind).host_view()
+        return cls(lending, place, view, storage.name if raw else layout.dtype_name, writable)
+
+    @property
+    def tier(self) -> str:
+        return self._place.tier
+
+    @property
+    def group(self) -> int:
+        return self._place.group
+
+    @property
+    def part(self) -> int:
+        return self._place.part
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._places.shape
+        return self._view.shape
 
     @property
     def strides(self) -> tuple[int, ...]:
-        return self._places.strides
+        return self._view.strides
 
     def __getitem__(self, index: Any) -> Export:
         """The export of a part. Raises TypeError, IndexError."""
@@ -97,8 +118,8 @@ class Export:
             if isinstance(part, (bool, np.bool_)) or not (part is Ellipsis or isinstance(part, (int, np.integer, slice))):
                 raise TypeError(f"index={index!r:.80}: accepted are integers, slices and an ellipsis")
         # With the ellipsis it is always a view, and nothing is read.
-        found = self._places[parts if Ellipsis in parts else (*parts, ...)]
-        return Export(self._lending, self.tier, found, self.dtype, self.writable)
+        found = self._view[parts if Ellipsis in parts else (*parts, ...)]
+        return Export(self._lending, self._place, found, self.dtype, self.writable)
 
     def __repr__(self) -> str:
         return f"Export({self.tier!r}, shape={self.shape}, dtype={self.dtype!r}, writable={self.writable})"
@@ -140,8 +161,8 @@ class Export:
         if self.dtype in dlpack.TYPE_CODES:
             raise AttributeError(f"__cuda_array_interface__ has no name for {self.dtype}: export with raw=True, or use DLPack")
         self._lending.follow(_LEGACY_STREAM)
-        self._loan = self._loan or self._lending.lend(self.tier)
-        interface = self._places.__array_interface__
+        self._loan = self._loan or self._lending.lend(self._place)
+        interface = self._view.__array_interface__
         return {
             "version": 3,
             "shape": interface["shape"],
@@ -157,7 +178,7 @@ class Export:
 
     def _lent(self) -> Any:
         """The memory as an array of its own package, on loan."""
-        found, loan = self._places, self._lending.lend(self.tier)
+        found, loan = self._view, self._lending.lend(self._place)
         address, kind = found.__array_interface__["data"][0], found.dtype.kind
         place = StridedArray(address, found.shape, found.itemsize, found.strides, self._memory, kind, self.writable, loan)
         return self._lending.device.as_array(place)

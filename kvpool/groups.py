@@ -175,6 +175,13 @@ def capacities_argument(name: str, value: Any, groups: Sequence[LayerGroup]) -> 
     return tuple(integer_argument(f"{name}[{i}]", one, least, _BLOCKS_MAX) for i, one in enumerate(value))
 
 
+def group_argument(group: Any, count: int) -> int:
+    """The group that an argument means, one of ``count``; None is the only one. Raises TypeError or ValueError."""
+    if group is None and count > 1:
+        raise ValueError(f"group=None: accepted are 0 to {count - 1} where there are several")
+    return 0 if group is None else integer_argument("group", group, 0, count - 1)
+
+
 def split_blocks(
     groups: Sequence[LayerGroup], nbytes: int, *, max_sequence_tokens: int, tokens_per_block: int | None = None
 ) -> list[int]:

@@ -17,6 +17,7 @@ class Lessor(Protocol):
     def now(self) -> int: ...
     def is_leased(self, lease: Lease) -> bool: ...
     def close_lease(self, lease: Lease, stream: Any) -> None: ...
+    def part_addresses(self, ids: npt.NDArray[np.int64], part: Any) -> npt.NDArray[np.int64]: ...
 
 
 class CloseReport(NamedTuple):
@@ -32,9 +33,9 @@ class Lease:
 
     ``blocks`` int64[n] ids, ``groups`` int64[n] the group of layers that each belongs to; ``keys`` uint64[n, 2] or None for a lease by
     block id: of several groups, those that have a key have a block for it, one group behind the other. ``addresses`` int64[n] of the
-    first byte of each block (of a device block: of its first segment); ``generation`` counts resets of the pool before this lease was
-    given, ``since`` is when that was, in ms on the pool's clock. The bytes are there when the lease is, for the host, or for work on
-    ``stream`` where it was taken for one. Thread-safe.
+    first byte of each block (of a device block: of its first segment), in the first part of its group; ``generation`` counts resets of
+    the pool before this lease was given, ``since`` is when that was, in ms on the pool's clock. The bytes are there when the lease is, for
+    the host, or for work on ``stream`` where it was taken for one. Thread-safe.
     """
 
     __slots__ = ("_pool", "addresses", "blocks", "generation", "groups", "id", "keys", "owner", "since", "stream")
@@ -46,6 +47,10 @@ class Lease:
         self._pool, self.since, self.stream = pool, since, stream
         self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
         self.blocks, self.groups, self.keys = blocks.copy(), groups, None if keys is None else keys.view(np.uint64).copy()
+
+    def addresses_of(self, part: int) -> npt.NDArray[np.int64]:
+        """``addresses`` in another part of each block's group, 0 where there is none. Raises PoolClosed, TypeError, ValueError."""
+        return self._pool.part_addresses(self.blocks, part)
 
     @property
     def age_ms(self) -> int:

@@ -72,7 +72,8 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     staging_depth : block tables that are on their way to the device at once; one more waits for the oldest.
     device_memory, host_memory : where a tier lies, instead of memory that the device takes: an array of any package, C-contiguous,
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
-        caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it.
+        caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it. Of several groups or layouts,
+        a list of these, one for each layout, group after group; one function is called for each.
 
     table : int32[max_sequences, columns], of several groups int32[groups, max_sequences, columns]: C-contiguous NumPy memory of the
         caller's in place of the pool's own persistent block table, where columns is ``max_sequence_tokens`` in blocks: rows of a larger
@@ -220,9 +221,10 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         rows = np.concatenate([key.request for key in keys] or [NO_REQUESTS])
         rows[:, requests.R_PRIORITY] = priority_argument("decode_priority", decode_priority)
         rows[:, requests.R_TTL] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        moves = longest = 0
         if self._crosses or encoder_tokens is not None:
             rows[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), self._crosses)
-        moves = longest = 0
+            moves = self._encoder_blocks(rows)
         for i, (key, own) in enumerate(zip(keys, ranges, strict=True)):
             held = -(-len(key) // self.tokens_per_block)
             moves, longest = moves + 2 * held, max(longest, held)
@@ -351,19 +353,22 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
 
     # -- a loader's way in ----------------------------------------------------------------------
 
-    def reserve(self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None) -> Reservation:
+    def reserve(
+        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None, encoder_tokens: int | None = None
+    ) -> Reservation:
         """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere. Changes the pool.
 
         What the pool has of the prompt is held (and onboarded), as for a sequence, and the loader leaves it alone; the rest can be
         found by nobody before ``Reservation.commit``. ``stream``: the loader's. Without one, waits outside the locks until nothing
         that is enqueued touches the blocks, so that anybody may write to them, from any process and stream.
 
-        ``owner`` is who to ask about it, and what ``revoke`` takes; ``retention`` as in ``add_sequence``. A reservation takes one of
+        ``owner`` is who to ask about it, and what ``revoke`` takes; ``retention`` and ``encoder_tokens`` as in ``add_sequence`` (0 takes
+        no blocks for cross attention, of which a commit publishes nothing). A reservation takes one of
         ``max_sequences``, and counts as no reuse in the statistics. Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError,
         ValueError, TypeError.
         """
         own = None if retention is None else retention_rows(retention)
-        return self._reserve(self._prompt(prompt), own, owner, stream)
+        return self._reserve(self._prompt(prompt), own, owner, stream, encoder_tokens)
 
     # -- moving content between the tiers --------------------------------------------------------
 

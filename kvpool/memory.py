@@ -100,7 +100,7 @@ class MemoryPools:
         regions = _regions(self.layouts, counts, _allocate(device, needs))
         self._regions: tuple[Region, ...] | None = regions
         self._bases = [[[as_strided("pool", part[1 + i]).address for part in region.parts] for region in regions] for i in range(2)]
-        self._places = _places(regions, self._bases)
+        self._places = [_places(regions, self._bases, part) for part in range(max(map(len, self.layouts)))]
         try:
             device.bind(regions)
         except BaseException:
@@ -162,10 +162,13 @@ class MemoryPools:
         self._open()
         return self._bases[TIERS.index(tier)][group][part]
 
-    def addresses(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Address of the first byte of each block by id, in the first part of its group; all bytes of a host block follow its first."""
+    def addresses(self, ids: NDArray[np.int64], part: int = 0) -> NDArray[np.int64]:
+        """Address of the first byte of each block by id, in a part of its group; all bytes of a host block follow its first.
+
+        0 for a block whose group has no such part.
+        """
         self._open()
-        first, end, base, step = self._places
+        first, end, base, step = self._places[part]
         place = np.searchsorted(end, ids, "right")
         found: NDArray[np.int64] = base[place] + (ids - first[place]) * step[place]
         return found
@@ -248,14 +251,18 @@ def _regions(layouts: Layouts, counts: list[list[int]], pools: list[Any]) -> tup
     )
 
 
-def _places(regions: tuple[Region, ...], bases: list[list[list[int]]]) -> NDArray[np.int64]:
-    """int64[4, 2 * groups]: first id, end of ids, address and step of the device blocks of each group's first part, then of the host's."""
-    firsts = [region.parts[0].layout for region in regions]
-    steps = [layout.device_strides(region.device_blocks).block for layout, region in zip(firsts, regions, strict=True)]
-    steps += [layout.block_bytes for layout in firsts]
+def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int) -> NDArray[np.int64]:
+    """int64[4, 2 * groups]: first id, end of ids, address and step of the device blocks of one part of each group, then of the host's.
+
+    Address and step are 0 where a group has no such part.
+    """
+    having = [region.parts[part].layout if part < len(region.parts) else None for region in regions]
+    steps = [layout.device_strides(region.device_blocks).block if layout else 0 for layout, region in zip(having, regions, strict=True)]
+    steps += [layout.block_bytes if layout else 0 for layout in having]
     count = np.array([region.device_blocks for region in regions] + [region.host_blocks for region in regions], np.int64)
     end = np.cumsum(count)
-    return np.array([end - count, end, [parts[0] for of_tier in bases for parts in of_tier], steps], np.int64)
+    firsts = [parts[part] if part < len(parts) else 0 for of_tier in bases for parts in of_tier]
+    return np.array([end - count, end, firsts, steps], np.int64)
 
 
 def _check_room(device: Device, needs: list[_Need]) -> None:

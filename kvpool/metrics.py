@@ -1,6 +1,7 @@
 """Metrics of pools for Prometheus: a collector that reads ``stats()`` when it is scraped, and does nothing otherwise.
 
-Names and units are Prometheus' conventions: base units, ``_total`` for what only grows. Every metric has the label ``pool``.
+Names and units are Prometheus' conventions: base units, ``_total`` for what only grows. Every metric has the label ``pool``, and those of
+blocks ``group``, of layers: "0" in a pool of one.
 ``DASHBOARD`` is a Grafana dashboard that shows them all.
 """
 
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpool.errors import PoolClosed
 from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
-from kvpool.stats import Histogram, Stats, TierStats
+from kvpool.stats import GroupStats, Histogram, Stats, TierStats
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -59,6 +60,11 @@ def _histogram(name: str, help: str, labels: tuple[str, ...], read: Read) -> Def
     return Definition(HistogramMetricFamily, name, help, labels, read)
 
 
+def _each(read: Callable[[GroupStats], dict[tuple[str, ...], Value]]) -> Read:
+    """The same figures of every group, by its number and then by their other labels."""
+    return lambda s: {(str(g), *labels): value for g, group in enumerate(s.groups) for labels, value in read(group).items()}
+
+
 def _states(tier: TierStats) -> dict[str, int]:
     """Every block of a tier in one of them."""
     return {"used": tier.used, "cached": tier.evictable - tier.redundant, "redundant": tier.redundant, "empty": tier.empty}
@@ -70,10 +76,12 @@ DEFINITIONS = (
         "kvpool_blocks",
         "Blocks: used (held by sequences or pins), cached (reusable until evicted), redundant (host copies of what is on the device too), "
         "empty.",
-        ("tier", "state"),
-        lambda s: {(tier, state): count for tier in _TIERS for state, count in _states(getattr(s, tier)).items()},
+        ("group", "tier", "state"),
+        _each(lambda g: {(tier, state): count for tier in _TIERS for state, count in _states(getattr(g, tier)).items()}),
     ),
-    _gauge("kvpool_pinned_blocks", "Blocks that leases hold.", ("tier",), lambda s: {(t,): getattr(s, t).pinned for t in _TIERS}),
+    _gauge(
+        "kvpool_pinned_blocks", "Blocks that leases hold.", ("group", "tier"), _each(lambda g: {(t,): getattr(g, t).pinned for t in _TIERS})
+    ),
     _gauge("kvpool_sequences", "Live sequences.", (), lambda s: {(): s.sequences}),
     _gauge("kvpool_leases", "Open leases.", (), lambda s: {(): s.leases}),
     _gauge("kvpool_reservations", "Open reservations of loaders.", (), lambda s: {(): s.reservations}),
@@ -102,51 +110,63 @@ DEFINITIONS = (
         "kvpool_evicted_blocks",
         "Evictions. Device: offloaded, on_host (a copy was there), rule (not to be offloaded, or no host tier), host_full. "
         "Host: redundant (the content is still on the device), capacity.",
-        ("tier", "reason"),
-        lambda s: {
-            ("device", "offloaded"): s.evicted_offloaded_blocks,
-            ("device", "on_host"): s.offloads_saved,
-            ("device", "rule"): s.evicted_by_rule_blocks,
-            ("device", "host_full"): s.evicted_host_full_blocks,
-            ("host", "redundant"): s.redundant_dropped,
-            ("host", "capacity"): s.evicted_host_blocks,
-        },
+        ("group", "tier", "reason"),
+        _each(
+            lambda g: {
+                ("device", "offloaded"): g.evicted_offloaded_blocks,
+                ("device", "on_host"): g.offloads_saved,
+                ("device", "rule"): g.evicted_by_rule_blocks,
+                ("device", "host_full"): g.evicted_host_full_blocks,
+                ("host", "redundant"): g.redundant_dropped,
+                ("host", "capacity"): g.evicted_host_blocks,
+            }
+        ),
     ),
     _counter(
         "kvpool_forgotten_blocks",
         "Blocks whose content is nowhere any more: evicted, superseded, rewound, or released without storing.",
-        ("tier",),
-        lambda s: {("device",): s.forgotten_device_blocks, ("host",): s.forgotten_host_blocks},
+        ("group", "tier"),
+        _each(lambda g: {("device",): g.forgotten_device_blocks, ("host",): g.forgotten_host_blocks}),
     ),
     _counter(
         "kvpool_moved_bytes",
         "Bytes that the device was told to copy: offload, onboard, within a tier.",
-        ("direction",),
-        lambda s: {("offload",): s.offloaded_bytes, ("onboard",): s.onboarded_bytes, ("within",): s.within_bytes},
+        ("group", "direction"),
+        _each(lambda g: {("offload",): g.offloaded_bytes, ("onboard",): g.onboarded_bytes, ("within",): g.within_bytes}),
     ),
     _counter(
         "kvpool_moved_seconds",
         "Time that those copies took. Absent where the device copies behind its callers: the time to enqueue is not the time to move.",
-        ("direction",),
-        lambda s: {("offload",): s.offload_seconds, ("onboard",): s.onboard_seconds, ("within",): s.within_seconds},
+        ("group", "direction"),
+        _each(lambda g: {("offload",): g.offload_seconds, ("onboard",): g.onboard_seconds, ("within",): g.within_seconds}),
     ),
-    _counter("kvpool_lost_blocks", "Blocks whose bytes a failing device never brought.", (), lambda s: {(): s.lost_blocks}),
-    _counter("kvpool_expired_blocks", "Blocks whose retention has ended.", (), lambda s: {(): s.expired_blocks}),
-    _counter("kvpool_passed_blocks", "Blocks that a sliding window has passed, and that went back.", (), lambda s: {(): s.passed_blocks}),
+    _counter("kvpool_lost_blocks", "Blocks whose bytes a failing device never brought.", ("group",), _each(lambda g: {(): g.lost_blocks})),
+    _counter("kvpool_expired_blocks", "Blocks whose retention has ended.", ("group",), _each(lambda g: {(): g.expired_blocks})),
+    _counter(
+        "kvpool_passed_blocks",
+        "Blocks that a sliding window has passed, and that went back.",
+        ("group",),
+        _each(lambda g: {(): g.passed_blocks}),
+    ),
     _counter("kvpool_events_dropped", "Events that were overwritten before anybody took them.", (), lambda s: {(): s.events_dropped}),
     _histogram(
         "kvpool_block_lifetime_seconds",
         "From storing to eviction. On the host, of content that was nowhere else.",
-        ("tier",),
-        lambda s: {("device",): s.lifetime_ms, ("host",): s.host_lifetime_ms},
+        ("group", "tier"),
+        _each(lambda g: {("device",): g.lifetime_ms, ("host",): g.host_lifetime_ms}),
     ),
     _histogram(
         "kvpool_block_idle_before_eviction_seconds",
         "From the last use to eviction. On the host, of content that was nowhere else.",
-        ("tier",),
-        lambda s: {("device",): s.idle_ms, ("host",): s.host_idle_ms},
+        ("group", "tier"),
+        _each(lambda g: {("device",): g.idle_ms, ("host",): g.host_idle_ms}),
     ),
-    _histogram("kvpool_block_reuse_gap_seconds", "From the last use of a block to the next hit on it.", (), lambda s: {(): s.reuse_gap_ms}),
+    _histogram(
+        "kvpool_block_reuse_gap_seconds",
+        "From the last use of a block to the next hit on it.",
+        ("group",),
+        _each(lambda g: {(): g.reuse_gap_ms}),
+    ),
 )
 
 

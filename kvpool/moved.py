@@ -1,7 +1,8 @@
-"""Moved: what a device has been told to copy, and how long that took where the device can tell, by direction."""
+"""Moved: what a device has been told to copy, and how long that took where the device can tell, by group of layers and direction."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,44 +11,50 @@ import numpy.typing as npt
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.jit import jit
 from kvpool.order import OFFLOAD, ONBOARD, WITHIN
+from kvpool.state.pins import place_of
+
+DIRECTIONS = 3
 
 
 @jit
-def _add(moves: Any, device_blocks: int, nanoseconds: int, totals: Any) -> None:
-    """Add the tokens of moves, and their share of the time by tokens, to ``totals`` int64[2, 3]."""
-    offload = onboard = within = 0
+def _add(moves: Any, heads: Any, token_bytes: Any, device_blocks: int, nanoseconds: int, totals: Any) -> None:
+    """Add the bytes of moves, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]; its last part is scratch."""
+    moved, total = totals[2], 0
+    moved[:] = 0
     for i in range(moves.shape[0]):
         from_host, to_host = moves[i, SOURCE] >= device_blocks, moves[i, TARGET] >= device_blocks
-        if from_host == to_host:
-            within += moves[i, TOKENS]
-        elif to_host:
-            offload += moves[i, TOKENS]
-        else:
-            onboard += moves[i, TOKENS]
-    share = nanoseconds / max(offload + onboard + within, 1)
-    totals[0, OFFLOAD] += offload
-    totals[0, ONBOARD] += onboard
-    totals[0, WITHIN] += within
-    totals[1, OFFLOAD] += np.int64(offload * share)
-    totals[1, ONBOARD] += np.int64(onboard * share)
-    totals[1, WITHIN] += np.int64(within * share)
+        direction = WITHIN if from_host == to_host else OFFLOAD if to_host else ONBOARD
+        # No block is copied from one group to another.
+        g = place_of(heads, moves[i, TARGET])[0] if heads.shape[0] > 1 else 0
+        nbytes = moves[i, TOKENS] * token_bytes[g]
+        moved[g, direction] += nbytes
+        total += nbytes
+    for g in range(heads.shape[0]):
+        for direction in range(DIRECTIONS):
+            totals[0, g, direction] += moved[g, direction]
+            totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))
 
 
 class Moved:
-    """Totals of one pool: ``tokens`` and ``nanoseconds``, lists of three, by direction. One thread at a time adds; any thread may read."""
+    """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
 
-    def __init__(self, device_blocks: int) -> None:
-        self._device_blocks = device_blocks
-        self._totals: npt.NDArray[np.int64] = np.zeros((2, 3), np.int64)
+    ``heads`` are those of the state, of which only what never changes is read; ``token_bytes`` are the bytes of a token in each group.
+    """
+
+    def __init__(self, heads: npt.NDArray[np.int64], device_blocks: int, token_bytes: Sequence[int]) -> None:
+        self._heads, self._device_blocks, self._token_bytes = heads, device_blocks, np.array(token_bytes, np.int64)
+        self._totals: npt.NDArray[np.int64] = np.zeros((3, len(heads), DIRECTIONS), np.int64)
 
     def add(self, moves: npt.NDArray[np.int64], nanoseconds: int) -> None:
-        """Count moves int64[n, 4] that were made, or enqueued, in one go. Directions share the time by their tokens."""
-        _add(moves, self._device_blocks, nanoseconds, self._totals)
+        """Count moves int64[n, 4] that were made, or enqueued, in one go. Groups and directions share the time by their bytes."""
+        _add(moves, self._heads, self._token_bytes, self._device_blocks, nanoseconds, self._totals)
 
     @property
-    def tokens(self) -> list[int]:
+    def nbytes(self) -> list[list[int]]:
+        """[group][direction]"""
         return self._totals[0].tolist()
 
     @property
-    def nanoseconds(self) -> list[int]:
+    def nanoseconds(self) -> list[list[int]]:
+        """[group][direction]"""
         return self._totals[1].tolist()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvpool.device.base import Stream
 from kvpool.errors import BlockNotFound, DeviceError, LeaseExpired, PoolClosed
+from kvpool.groups import Group
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.leases import Lease
@@ -38,6 +39,7 @@ class PinPool(TablePool):
     def pin(self, keys: Any, *, owner: str = "", tier: str | None = None, stream: Any = None) -> Lease:
         """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
 
+        Of several groups of layers, all that have a block for a key, one of them at least, and those with attention to all tokens always.
         Returns when the bytes are there for the host to read, which is waited for outside the locks; with a ``stream``, at once: work
         enqueued there from now on waits. Raises BlockNotFound, naming the first key that is missing, with nothing pinned; DeviceError.
         """
@@ -61,6 +63,7 @@ class PinPool(TablePool):
     def pin_blocks(self, ids: Any, *, owner: str = "", stream: Any = None) -> Lease:
         """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
 
+        Ids are those of all groups of layers, as leases have them: ``groups[g].first_device_block`` + the id in a table of group g.
         Readiness is as for ``pin``; of a block that a sequence is filling, only for its committed tokens, behind which the engine goes on.
         """
         which = id_array("ids", ids)
@@ -91,7 +94,7 @@ class PinPool(TablePool):
                     self._transfer.drain()
                     lost = self._drop_lost(lease, ids, now)
                     if lost is not None:
-                        return lost
+                        return lost if keys is None else _place_of_key(keys, lease, lost)
             if on is None and self._transfer.order is not None:
                 self._await(lease, ids)
         except BaseException:
@@ -129,6 +132,11 @@ class PinPool(TablePool):
         if stream is not None and self._transfer.order is not None:
             self._transfer.note(np.stack([np.full(len(ids), kind), np.full(len(ids), self._transfer.slot(stream)), ids], axis=1))
 
+    def part_addresses(self, ids: Ids, part: Any) -> Ids:
+        """What ``Lease.addresses_of`` gives."""
+        most = max(len(group.layouts) for group in self._groups)
+        return self._pools.addresses(ids, integer_argument("part", part, 0, most - 1))
+
     def _drop_lost(self, lease: Lease, ids: Ids, now: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would have filled."""
         with self._lock:
@@ -164,6 +172,8 @@ class PinPool(TablePool):
     def _filled(self, ids: Ids) -> npt.NDArray[np.int64]:
         """The tokens that blocks have, as rows (block, first, end) for the device: in an unfull one, the engine may go on behind them."""
         filled = self._states.gather("filled", ids).astype(np.int64)
+        most = self._states.heads[self._states.groups_of(ids), blocks.BLOCK_TOKENS]  # 1 of a state, whatever tokens are behind it
+        filled = np.minimum(filled, most)
         return np.stack([ids, np.zeros_like(ids), filled], axis=1)[filled > 0]
 
     def is_leased(self, lease: Lease) -> bool:
@@ -211,22 +221,29 @@ class PinPool(TablePool):
 
     # -- content from elsewhere ------------------------------------------------------------------
 
-    def import_blocks(self, prompt: BlockKeys, data: Any, *, first: int = 0, priority: int = blocks.DEFAULT_PRIORITY) -> int:
+    def import_blocks(
+        self, prompt: BlockKeys, data: Any, *, first: int = 0, priority: int = blocks.DEFAULT_PRIORITY, group: int | None = None
+    ) -> int:
         """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request with it hits.
 
         ``data``: for each block a buffer or array of ``layout.block_bytes``, laid out as a block of ``host_pool``. The keys are the
         prompt's, which this pool computed. Blocks that are cached already are skipped, and it stops where the host has no room; returns
         how many were stored. What is being written cannot be found; a reset meanwhile stores nothing. Waits, outside the locks, for
-        copies out of the memory that it takes, and for other imports. Thread-safe; changes the pool. Raises TypeError, ValueError,
-        PoolClosed, DeviceError.
+        copies out of the memory that it takes, and for other imports.
+
+        ``group``: of layers, to be named where there are several; a request hits once all groups have what they need of a prefix. A
+        buffer has ``groups[group].block_bytes``: the block in ``host_pools[group][0]``, behind it that in the next part. In a recurrent
+        group, block i is the state behind the i-th full block. Groups for cross attention are refused. Thread-safe; changes the pool.
+        Raises TypeError, ValueError, PoolClosed, DeviceError.
         """
         if not isinstance(prompt, BlockKeys):
             raise TypeError(f"prompt={prompt!r:.80}: accepted are the BlockKeys of this pool")
-        keys = self._own_keys(prompt)
+        keys, into = self._own_keys(prompt), self._groups[self._group(group)]
+        if into.kind == "cross":
+            raise ValueError(f"group={into.index}: what a group for cross attention holds is found by nobody; accepted are others")
         first = integer_argument("first", first, 0, (1 << 31) - 1)
         priority = priority_argument("priority", priority)
-        size = self.layout.block_bytes
-        buffers = [_block_bytes(i, buffer, size) for i, buffer in enumerate(list_argument("data", data))]
+        buffers = [_block_bytes(i, buffer, into.block_bytes) for i, buffer in enumerate(list_argument("data", data))]
         full = len(keys) // self.tokens_per_block
         if first + len(buffers) > full:
             raise ValueError(f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {full}")
@@ -235,48 +252,63 @@ class PinPool(TablePool):
         with self._importing:
             ids, held = np.full(len(buffers), blocks.NONE, np.int64), np.full(full, blocks.NONE, np.int64)
             try:
-                generation = self._take_imports(keys, first, priority, ids, held, now)
-                self._fill(ids, buffers)
-                return int(self._decide(0, None, self._publish, keys, first, priority, ids, generation, now))
+                generation = self._take_imports(into, keys, first, priority, ids, held, now)
+                self._fill(into, ids, buffers)
+                return int(self._decide(0, None, self._publish, into, keys, first, priority, ids, generation, now))
             finally:
-                self._give_back_imports(ids, held, now)
+                self._give_back_imports(now)
 
-    def _take_imports(self, keys: BlockKeys, first: int, priority: int, ids: Ids, held: Ids, now: int) -> int:
-        """The generation in which the blocks were taken."""
+    def _take_imports(self, into: Group, keys: BlockKeys, first: int, priority: int, ids: Ids, held: Ids, now: int) -> int:
+        """The generation in which the blocks, ``ids`` and ``held`` as the group knows them, were taken."""
         if keys.extra_ids is not None:
             self._enable_extra()
 
         def take(heads: Ids, request: Ids) -> int:
-            imports.take(heads[0], request, first, priority, ids, held, now)
-            self._imported = np.concatenate([_named(held), _named(ids)])
+            imports.take(heads[into.index], request, first, priority, ids, held, now)
+            # In the order in which they go back: tail first so that leaves age first, and what was cached before last.
+            self._imported = _outside(into, np.concatenate([_named(ids)[::-1], _named(held)[::-1]]))
             return int(heads[0, blocks.GENERATION])
 
         return int(self._decide(0, None, take, keys.request[0]))
 
-    def _fill(self, ids: Ids, buffers: list[npt.NDArray[np.uint8]]) -> None:
-        taken = _named(ids)
+    def _fill(self, into: Group, ids: Ids, buffers: list[npt.NDArray[np.uint8]]) -> None:
+        taken = _outside(into, _named(ids))
         self._wait_for(self._transfer.pending(taken, writes=True))
-        rows = self._pools.host_bytes.reshape(-1, self.layout.block_bytes)
-        whole = np.stack([taken, np.zeros_like(taken), np.full_like(taken, self.tokens_per_block)], axis=1)
+        rows = [self._pools.flat("host", into.index, i).reshape(-1, layout.block_bytes) for i, layout in enumerate(into.layouts)]
+        ends = np.cumsum([layout.block_bytes for layout in into.layouts])[:-1]
+        tokens = int(self._states.heads[into.index, blocks.BLOCK_TOKENS])
+        whole = np.stack([taken, np.zeros_like(taken), np.full_like(taken, tokens)], axis=1)
         with self._device.host_access(writes=whole):
             for block, buffer in zip(ids.tolist(), buffers, strict=True):
-                if block != blocks.NONE:
-                    rows[block - self.device_blocks] = buffer
+                for part, own in zip(rows, np.split(buffer, ends) if block != blocks.NONE else (), strict=False):
+                    part[block - into.device_blocks] = own
 
-    def _publish(self, heads: Ids, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int) -> int:
+    def _publish(
+        self, heads: Ids, into: Group, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int
+    ) -> int:
         """Blocks published: none if the pool was reset since they were taken. The state lock is held by the caller."""
         if generation != heads[0, blocks.GENERATION]:
             return 0
         self._names.learn([keys])
-        return int(imports.publish(heads[0], keys.request[0], first, priority, ids, now))
+        return int(imports.publish(heads[into.index], keys.request[0], first, priority, ids, now))
 
-    def _give_back_imports(self, ids: Ids, held: Ids, now: int) -> None:
-        """Unpin, tail first so that leaves age first, and what was cached before last."""
+    def _give_back_imports(self, now: int) -> None:
+        """Unpin what an import has pinned."""
         with DeferInterrupt(), self._lock:
             if self._report is None:
-                for which in (ids, held):
-                    pins.unpin(self._states.heads, _named(which)[::-1].copy(), now)
+                pins.unpin(self._states.heads, self._imported, now)
             self._imported = np.empty(0, np.int64)
+
+
+def _outside(group: Group, ids: Ids) -> Ids:
+    """Host blocks of a group by the ids that all behind the state knows them by."""
+    return ids + (group.first_host_block - group.device_blocks)
+
+
+def _place_of_key(keys: Ids, lease: Lease, place: int) -> int:
+    """Which of the keys that were asked for has the block at ``place`` of a lease."""
+    assert lease.keys is not None
+    return int(np.flatnonzero((keys.view(np.uint64) == lease.keys[place]).all(axis=1))[0])
 
 
 def _block_bytes(place: int, buffer: Any, size: int) -> npt.NDArray[np.uint8]:

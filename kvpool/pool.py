@@ -21,8 +21,8 @@ from kvpool.building import pool_groups
 from kvpool.device import get_device
 from kvpool.device.base import Device, tier_argument
 from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy, PoolClosed
-from kvpool.export import Export, Lending, Loan
-from kvpool.groups import Group
+from kvpool.export import Export, Lending, Loan, Place
+from kvpool.groups import Group, group_argument
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import BlockLayout, integer_argument
 from kvpool.leases import CloseReport
@@ -32,8 +32,7 @@ from kvpool.sequence import BlockKeys, bool_argument
 from kvpool.staging import Staging
 from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
-from kvpool.state.verify import verify as verify_state
-from kvpool.state.verify import verify_together
+from kvpool.state.integrity import verify_states
 from kvpool.transfer import NO_IDS, Ids, Transfer
 
 if TYPE_CHECKING:
@@ -86,7 +85,8 @@ class Pool:
         self._clock: Callable[[], int] = clock or _milliseconds
         # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
         self._lock = threading.RLock()
-        self._transfer = Transfer(self._states, self._lock, self._device)
+        token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in self._groups]
+        self._transfer = Transfer(self._states, self._lock, self._device, token_bytes)
         self._staging = Staging(self._device, self._transfer, depth)
         self._loans: WeakSet[Loan] = WeakSet()
         self._leases: dict[int, Any] = {}
@@ -190,12 +190,7 @@ class Pool:
 
     def _group(self, group: Any) -> int:
         """The group that an argument means. Raises TypeError or ValueError."""
-        last = len(self._groups) - 1
-        if group is not None:
-            return integer_argument("group", group, 0, last)
-        if last:
-            raise ValueError(f"group=None: accepted are 0 to {last} where there are several")
-        return 0
+        return group_argument(group, len(self._groups))
 
     @property
     def layout(self) -> BlockLayout:
@@ -223,18 +218,21 @@ class Pool:
         """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
         return self._pools.host_pool
 
-    def export(self, tier: str = "device", *, writable: bool = True, raw: bool = False) -> Export:
+    def export(self, tier: str = "device", *, writable: bool = True, raw: bool = False, group: int | None = None, part: int = 0) -> Export:
         """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like ``device_pool`` or ``host_pool``.
 
         ``writable=False`` says that it is not to be written. ``raw``: types that NumPy has no name for (bfloat16, float8) go as the
-        unsigned integers of the pools, for packages that do not know them either. Thread-safe; does not change the pool. Raises
-        TypeError, ValueError, PoolClosed.
+        unsigned integers of the pools, for packages that do not know them either. ``group``: of layers, to be named where there are
+        several, and ``part`` of its layouts: it is ``device_pools[group][part]`` or ``host_pools[group][part]`` then. Thread-safe; does not
+        change the pool. Raises TypeError, ValueError, PoolClosed.
         """
         tier_argument(tier)
+        g = self._group(group)
+        place = Place(tier, g, integer_argument("part", part, 0, len(self._groups[g].layouts) - 1))
         self._check_open()
         # Made here, since the pool may not hold what holds it: its memory goes with the last reference to it.
         lending = Lending(self._device, self._pools, self._loans, self._opened, self._follow)
-        return Export.of_tier(lending, tier, bool_argument("writable", writable), bool_argument("raw", raw))
+        return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -284,14 +282,13 @@ class Pool:
         now, hand_overs = self.now() if self._leases else 0, self._staging.under_way()
         with self._lock:
             ages = [now - held.lease.since for held in list(self._leases.values())]
-            return statistics.snapshot(self._state, self._transfer, self.layout.token_bytes, self._pinned(), ages, hand_overs)
+            return statistics.snapshot(self._states, self._state, self._transfer, self._pinned(), ages, hand_overs)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
         with self._lock:
             self._check_open()
-            verify_state(self._state, self._pinned())
-            verify_together(self._states)
+            verify_states(self._states, self._pinned())
             for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
             if set(self._live(blocks.RESERVED).tolist()) != set(self._reservations):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -11,10 +12,11 @@ import numpy.typing as npt
 
 from kvpool.device.base import Stream
 from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
+from kvpool.groups import group_argument
 from kvpool.interrupt import DeferInterrupt
 from kvpool.layout import integer_argument
 from kvpool.pins import PinPool
-from kvpool.sequence import BlockKeys, address, id_array
+from kvpool.sequence import BlockKeys, address, encoder_argument, id_array
 from kvpool.state import answers, blocks, groups, live, requests
 
 Ids = npt.NDArray[np.int64]
@@ -23,58 +25,96 @@ Ids = npt.NDArray[np.int64]
 class Loader(Protocol):
     """The pool, as far as a reservation knows it."""
 
-    tokens_per_block: int
-
     def now(self) -> int: ...
     def is_reserved(self, reservation: Reservation) -> bool: ...
     def commit_reserved(self, reservation: Reservation, tokens: int | None = None, stream: Any = None) -> None: ...
     def abort_reserved(self, reservation: Reservation, stream: Any = None) -> None: ...
 
 
-def _slots(blocks: npt.NDArray[np.int32], width: int, skip: int, tokens: int) -> Ids:
-    """Slots of the tokens of a prompt that lies in ``blocks``; -1 for the first ``skip``."""
-    slots = (blocks.astype(np.int64)[:, None] * width + np.arange(width)).reshape(-1)[:tokens]
-    slots[:skip] = -1
-    return slots
-
-
-class Loadable(NamedTuple):
-    """What a store may fill of a live sequence; the fields mean what those of a ``Reservation`` do."""
+class Share(NamedTuple):
+    """What a prompt has in one group of layers: the blocks of its row, -1 where there is none, and how its tokens lie in them."""
 
     blocks: npt.NDArray[np.int32]
-    slot_mapping: npt.NDArray[np.int64]
-    skip_prefix_n_tokens: int
+    kind: str
+    width: int
     tokens: int
+    skip: int
+
+    def slots(self) -> Ids:
+        """See ``Loadable.slot_mapping_of``."""
+        if self.kind == "recurrent":
+            places = np.flatnonzero(self.blocks >= 0)
+            slots = np.full(self.tokens, -1, np.int64)
+            slots[np.minimum((places + 1) * self.width, self.tokens) - 1] = self.blocks[places]
+        else:
+            slots = (self.blocks.astype(np.int64)[:, None] * self.width + np.arange(self.width)).reshape(-1)[: self.tokens]
+        slots[: self.skip] = -1  # a window passes no other blocks
+        return slots
+
+    def to_fill(self) -> npt.NDArray[np.int32]:
+        """The blocks that a loader writes to."""
+        behind = self.blocks[self.skip // self.width :]
+        return behind[behind >= 0]
 
 
-class Reservation:
-    """Device blocks for a prompt, which a loader fills and then commits or aborts. A context manager that aborts what was not committed.
+class Loadable:
+    """What a store may fill of a prompt: that of a live sequence, see ``KVCacheManager.loadable``, or of a ``Reservation``.
 
-    ``blocks`` int32[n], those of the whole prompt in its order; ``tokens`` of the prompt, all of which have a place there, and
-    ``skip_prefix_n_tokens``, how many of them the pool has: those are not to be written, to the token, since others may read them
-    now. ``prompt`` has the tokens and keys. ``owner``, ``since`` in ms on the pool's clock, ``stream`` the loader's or None. Thread-safe.
+    ``tokens`` of the prompt, and ``skip_prefix_n_tokens``, how many of them the pool has: those are not to be written, to the token, since
+    others may read them now. Both are the same in all groups of layers. ``blocks`` int32[n] and ``slot_mapping`` int64[tokens] are those of
+    the only group, ValueError where there are several. Immutable, thread-safe.
     """
 
-    __slots__ = ("_pool", "blocks", "id", "owner", "prompt", "since", "skip_prefix_n_tokens", "stream")
+    __slots__ = ("_shares", "skip_prefix_n_tokens", "tokens")
 
-    def __init__(
-        self, pool: Loader, number: int, owner: str, since: int, prompt: BlockKeys, blocks: npt.NDArray[np.int32], skip: int,
-        stream: Stream | None,
-    ) -> None:  # fmt: skip
-        self._pool, self.id, self.owner, self.since, self.prompt = pool, number, owner, since, prompt
-        self.blocks, self.skip_prefix_n_tokens, self.stream = blocks, skip, stream
+    def __init__(self, shares: Sequence[Share], tokens: int, skip: int) -> None:
+        self._shares, self.tokens, self.skip_prefix_n_tokens = tuple(shares), tokens, skip
 
     @property
-    def tokens(self) -> int:
-        return len(self.prompt)
+    def blocks(self) -> npt.NDArray[np.int32]:
+        return self.blocks_of()
 
     @property
     def slot_mapping(self) -> Ids:
-        """Where each token goes, int64[tokens]: block * tokens_per_block + place, or -1 where the pool has it; a new array each time.
+        return self.slot_mapping_of()
 
-        ``scatter_kv`` takes it, for ``PagedKV.of_pool(cache.layout, cache.device_pool)``.
+    def blocks_of(self, group: int | None = None) -> npt.NDArray[np.int32]:
+        """The blocks of the whole prompt in its order, int32[n]: ids in the device tier of a group of layers, to be named where there are
+        several; -1 where there is none. In a group for cross attention, those of the encoder's tokens. Raises TypeError, ValueError.
         """
-        return _slots(self.blocks, self._pool.tokens_per_block, self.skip_prefix_n_tokens, self.tokens)
+        return self._shares[group_argument(group, len(self._shares))].blocks
+
+    def slot_mapping_of(self, group: int | None = None) -> Ids:
+        """Where each token goes in a group of layers, to be named where there are several: int64[tokens], a new array each time.
+
+        That is block * tokens_per_block + place, or -1 where nothing is to be written. ``scatter_kv`` takes it, for
+        ``PagedKV.of_pool(layout, cache.device_pools[group][part])``. In a group for cross attention, int64[encoder_tokens], none left out.
+        In a recurrent group the slot of a token is the block of the state behind it, and -1 where none is kept.
+
+        Of a sliding window, all tokens that the pool lacks have a slot, since what is committed is published; of those, what no token
+        behind sees goes back with the commit. Raises TypeError, ValueError.
+        """
+        return self._shares[group_argument(group, len(self._shares))].slots()
+
+    def __repr__(self) -> str:
+        return f"Loadable(tokens={self.tokens}, skip_prefix_n_tokens={self.skip_prefix_n_tokens}, groups={len(self._shares)})"
+
+
+class Reservation(Loadable):
+    """Device blocks for a prompt, which a loader fills and then commits or aborts. A context manager that aborts what was not committed.
+
+    What is to be filled is said as by every ``Loadable``: all tokens of the prompt have a place. ``prompt`` has the tokens and keys.
+    ``owner``, ``since`` in ms on the pool's clock, ``stream`` the loader's or None. Thread-safe.
+    """
+
+    __slots__ = ("_pool", "id", "owner", "prompt", "since", "stream")
+
+    def __init__(
+        self, pool: Loader, number: int, owner: str, since: int, prompt: BlockKeys, shares: Sequence[Share], skip: int,
+        stream: Stream | None,
+    ) -> None:  # fmt: skip
+        super().__init__(shares, len(prompt), skip)
+        self._pool, self.id, self.owner, self.since, self.prompt, self.stream = pool, number, owner, since, prompt, stream
 
     @property
     def age_ms(self) -> int:
@@ -122,7 +162,7 @@ class Reservation:
 
     def __repr__(self) -> str:
         return (
-            f"Reservation(owner={self.owner!r}, blocks={len(self.blocks)}, tokens={self.tokens}, "
+            f"Reservation(owner={self.owner!r}, blocks={sum(len(share.blocks) for share in self._shares)}, tokens={self.tokens}, "
             f"skip_prefix_n_tokens={self.skip_prefix_n_tokens}, age_ms={self.age_ms}, closed={self.closed})"
         )
 
@@ -130,12 +170,16 @@ class Reservation:
 class ReservePool(PinPool):
     """A pool whose blocks can be filled by others; ``KVCacheManager`` is one."""
 
-    def _reserve(self, prompt: BlockKeys, ranges: Ids | None, owner: str, stream: Any) -> Reservation:
+    def _reserve(self, prompt: BlockKeys, ranges: Ids | None, owner: str, stream: Any, encoder_tokens: Any) -> Reservation:
         if not isinstance(owner, str):
             raise TypeError(f"owner={owner!r:.80}: accepted is a string")
         now, on = self.now(), None if stream is None else self._device.as_stream(stream)
         row, count = prompt.request.copy(), -(-len(prompt) // self.tokens_per_block)
         row[0, requests.R_RESERVES], row[0, requests.R_PRIORITY], row[0, requests.R_TTL] = 1, blocks.DEFAULT_PRIORITY, blocks.NONE
+        moves = 2 * count
+        if self._crosses or encoder_tokens is not None:
+            row[:, requests.R_ENCODER] = encoder_argument("encoder_tokens", encoder_tokens, 1, self._crosses)
+            moves += self._encoder_blocks(row)
         if ranges is not None:
             row[0, requests.R_RANGES], row[0, requests.R_RANGE_COUNT] = address(ranges), len(ranges)
         self._check_columns(count)
@@ -146,20 +190,18 @@ class ReservePool(PinPool):
 
         def take(heads: Ids, rows: Ids) -> int:
             out = np.zeros((len(heads), 1, requests.OUTCOME), np.int64)
-            ids = np.empty(count, np.int32)
             self._names.learn([prompt])
             result = int(answers.admit(heads, rows, out, now, False))
             if result == 1:
-                number = int(out[0, 0, requests.O_ID])
-                ids[:] = self._tables[0, number & 0xFFFFFFFF, :count]
-                new.append(Reservation(self, number, owner, now, prompt, ids, int(out[0, 0, requests.O_CACHED]), on))
+                number, skip = int(out[0, 0, requests.O_ID]), int(out[int(self._state.header[blocks.GROUP]), 0, requests.O_CACHED])
+                new.append(Reservation(self, number, owner, now, prompt, self._shares(number & 0xFFFFFFFF, skip), skip, on))
                 self._reservations[number] = new[0]
             return result
 
         try:
-            self._decide(2 * count, on, take, row)
+            self._decide(moves, on, take, row)
             if on is None and self._transfer.order is not None:
-                self._wait_until_free(new[0].blocks[new[0].skip_prefix_n_tokens // self.tokens_per_block :])
+                self._wait_until_free(new)
                 self._check_reserved(new[0])
         except BaseException:
             # Ctrl-C is delivered behind the decision: nobody gets the reservation. What went wrong may have broken the device, too.
@@ -169,9 +211,25 @@ class ReservePool(PinPool):
             raise
         return new[0]
 
-    def _wait_until_free(self, which: npt.NDArray[np.int32]) -> None:
-        """Wait, with no lock held, until nothing that is enqueued touches these blocks."""
-        self._wait_for(self._transfer.pending(which.astype(np.int64), writes=True))
+    def _encoder_blocks(self, rows: Ids) -> int:
+        """Blocks for cross attention that requests take, as far as a row has columns; what passes them is refused by the decision."""
+        return int(np.minimum(-(-rows[:, requests.R_ENCODER] // self.tokens_per_block), self._columns).sum())
+
+    def _shares(self, row: int, skip: int) -> list[Share]:
+        """What a sequence has in each group, of whose tokens the first ``skip`` are there. The state lock is held by the caller."""
+        found = []
+        for group, state, table in zip(self._groups, self._states, self._tables, strict=True):
+            own, length = table[row, : state.sequences["blocks"][row]].copy(), int(state.sequences["length"][row])
+            found.append(Share(own, group.kind, self.tokens_per_block, length, 0 if group.kind == "cross" else skip))
+        return found
+
+    def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
+        """Wait, with no lock held, until nothing that is enqueued touches what is to be filled."""
+        free = [np.empty(0, np.int64)]
+        for one in loadable:
+            for group, share in zip(self._groups, one._shares, strict=True):
+                free.append(group.first_device_block + share.to_fill().astype(np.int64))
+        self._wait_for(self._transfer.pending(np.concatenate(free), writes=True))
         self._check_open()
 
     def is_reserved(self, reservation: Reservation) -> bool:
@@ -204,7 +262,8 @@ class ReservePool(PinPool):
             return result
 
         which = np.array([reservation.id], np.int64)
-        self._decide(len(reservation.blocks), stream, end, which, np.array([count], np.int64), self.now(), ids=which)
+        moves = max(len(share.blocks) for share in reservation._shares)
+        self._decide(moves, stream, end, which, np.array([count], np.int64), self.now(), ids=which)
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -213,14 +272,14 @@ class ReservePool(PinPool):
             return list(self._reservations.values())
 
     def loadable(self, ids: Any, *, stream: Any = None) -> list[Loadable]:
-        """What a store may fill of live sequences, in place of the engine: for each, all behind its committed tokens.
+        """What a store may fill of live sequences, in place of the engine: for each, in all groups, all behind its committed tokens.
 
         ``stream``: the loader's, which takes these sequences over; without one, waits as ``reserve`` does. Then ``commit`` says how
         much came, on the loader's stream or when the bytes are there, and the engine goes on with ``block_table(ids, stream)``, or
         any other call that names its own. Nothing else changes, whether a store took part or not. Thread-safe as long as nobody else
         changes these sequences. Raises UnknownSequence, DeviceError, ValueError, TypeError.
         """
-        which, width = id_array("ids", ids), self.tokens_per_block
+        which = id_array("ids", ids)
         self._refuse_inside("loadable")
         self._decide(0, stream, live.use, which, ids=which)
         with self._lock:
@@ -228,12 +287,10 @@ class ReservePool(PinPool):
             found = []
             for row in rows.tolist():
                 sequence = self._state.sequences[row]
-                own = self._tables[0, row, : sequence["blocks"]].copy()
-                skip, tokens = int(sequence["committed"]), int(sequence["length"])
-                found.append(Loadable(own, _slots(own, width, skip, tokens), skip, tokens))
+                skip = int(sequence["committed"])
+                found.append(Loadable(self._shares(row, skip), int(sequence["length"]), skip))
         if stream is None and self._transfer.order is not None:
-            free = [one.blocks[one.skip_prefix_n_tokens // width :] for one in found]
-            self._wait_until_free(np.concatenate([np.empty(0, np.int32), *free]))
+            self._wait_until_free(found)
         return found
 
     def revoke(self, owner: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -49,13 +49,13 @@ class Batch(NamedTuple):
 
 
 class Transfer:
-    """The queue of decided batches.
+    """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
 
     ``broken`` is the device error that will not go away, or None; ``order`` is None where nothing runs behind its caller; ``moved`` is what
     the device has taken.
     """
 
-    def __init__(self, states: States, state_lock: AbstractContextManager[Any], device: Device) -> None:
+    def __init__(self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]) -> None:
         self._states, self._state_lock, self._device = states, state_lock, device
         # The headers without an array around them: what a decision left is asked twice in every call.
         self._numbers, self._bases = states.heads.reshape(-1).data, range(0, states.heads.size, blocks.HEADER)
@@ -68,7 +68,7 @@ class Transfer:
         self._width = int(states.heads[0, blocks.WIDTH])
         self._levels = Levels(states.blocks, self._width)
         self.order = None if device.synchronous else Order(device, states.blocks)
-        self.moved = Moved(states.device_blocks)
+        self.moved = Moved(states.heads, states.device_blocks, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         self._behind: Callable[[], object] | None = None

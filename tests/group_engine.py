@@ -95,8 +95,7 @@ class GroupsEngine(Engine):
 
     def reserved(self, reservation: Any, group: int) -> list[int]:
         """The row of an open reservation."""
-        row = self.cache._tables[group, reservation.id & 0xFFFFFFFF]
-        return [int(b) for b in row[: -(-reservation.tokens // self.T)]]
+        return [int(b) for b in reservation.blocks_of(group)]
 
     def block(self, block_id: int, group: int = 0, part: int = 0) -> Bytes:
         """Writable bytes of a block of either tier by its id in the group, uint8[layers, planes, T, kv_heads, head bytes]."""

@@ -83,6 +83,16 @@ def test_tokens_of_a_part_are_copied_in_all_groups_or_in_none(open_: Open) -> No
     assert [int(state.counters[blocks.C_COPIED]) for state in engine.states()] == [1, 1]
 
 
+def test_a_part_that_one_group_has_to_drop_is_reused_in_none(open_: Open) -> None:
+    engine = open_({"device_blocks": 2}, {})
+    engine.seed(A[:3], committed=3)
+    # Both want the tail, and the first group has one block beside it.
+    first, second = engine.add_batch([[*A[:3], 1], [*A[:3], 2]])
+    assert (first.cached, second.cached) == (3, 0)
+    assert [int(state.counters[blocks.C_PARTIAL_TOKENS]) for state in engine.states()] == [3, 3]
+    assert [int(state.counters[blocks.C_COPIED]) for state in engine.states()] == [0, 1]
+
+
 def test_a_call_that_one_group_has_no_room_for_changes_nothing_in_any(open_: Open) -> None:
     engine = open_({}, {"device_blocks": 3}, {"window": 8})
     engine.seed(A[:8])

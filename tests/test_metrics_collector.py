@@ -25,7 +25,7 @@ from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.metrics import DASHBOARD, DEFINITIONS, PoolMetrics, served
 from kvpool.replay import Replay
-from kvpool.stats import Histogram, Stats, TierStats
+from kvpool.stats import GroupStats, Histogram, Stats, TierStats
 
 Make = Callable[..., Engine]
 # Derived from others, or in other units.
@@ -178,7 +178,7 @@ def test_names_follow_the_conventions() -> None:
         assert re.fullmatch(r"kvpool_[a-z_]+[a-z]", name) and text.endswith(".")
         assert not name.endswith(("_total", "_count", "_sum", "_bucket")), "the exposition adds these"
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", name), "base units"
-        assert set(labels) <= {"tier", "state", "direction", "reason"} and kind is not None
+        assert set(labels) <= {"group", "tier", "state", "direction", "reason"} and kind is not None
     assert len({definition.name for definition in DEFINITIONS}) == len(DEFINITIONS)
 
 
@@ -191,17 +191,27 @@ def changed(value: Any) -> Any:
     return 1 if value is None else value + 1
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Stats)])
+OF_GROUPS = {field.name for field in dataclasses.fields(GroupStats)}
+
+
+@pytest.mark.parametrize("field", sorted({field.name for field in dataclasses.fields(Stats)} - {"groups"}))
 def test_every_figure_of_stats_is_in_a_metric(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = TierStats(9, 5, 4, 3, 1, 2, 1)
-    shown = Stats(tier, tier, prompt_tokens=9)
+    group = GroupStats(tier, tier)
+    shown = Stats(tier, tier, prompt_tokens=9, groups=(group, group))
     monkeypatch.setattr(KVCacheManager, "stats", lambda self: shown)
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics, small_pool() as cache:
         metrics.add("a", cache)
         before = scrape(registry)
-        shown = dataclasses.replace(shown, **{field: changed(getattr(shown, field))})
-        assert (scrape(registry) != before) == (field not in LEFT_OUT)
+        if field in OF_GROUPS:
+            group = dataclasses.replace(group, **{field: changed(getattr(group, field))})
+            shown = dataclasses.replace(shown, groups=(shown.groups[0], group))
+        else:
+            shown = dataclasses.replace(shown, **{field: changed(getattr(shown, field))})
+        told = [sample for sample in scrape(registry) if sample not in before]
+        assert bool(told) == (field not in LEFT_OUT)
+        assert {sample.labels.get("group") for sample in told} <= ({"1"} if field in OF_GROUPS else {None})
 
 
 # -- the dashboard -------------------------------------------------------------------------------
@@ -235,6 +245,7 @@ def test_queries_select_and_name_labels_that_the_metrics_have() -> None:
             assert "by (" not in target["expr"] or shown <= named, "a label that was summed away is shown"
             selectors = re.findall(r"kvpool_\w+{([^}]*)}", target["expr"])
             assert len(selectors) == len(used) and all('pool=~"$pool"' in selector for selector in selectors)
+            assert all(('group=~"$group"' in selector) == ("group" in labels[name]) for name, selector in zip(used, selectors, strict=True))
 
 
 def test_panels_do_not_overlap_and_have_a_purpose() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.events import TIERS, Events, Name
+from kvpool.groups import Group
 from kvpool.state.ring import CLEARED, REMOVED, STORED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
@@ -25,7 +26,7 @@ ExtraKeys = list[list[Any] | None]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A chain of blocks that is now on a medium. ``parent_block_hash`` is None where it begins a prompt."""
+    """A chain of blocks that is now on a medium. ``parent_block_hash`` is None where it begins a prompt; for the last three see Spec."""
 
     block_hashes: Hashes
     parent_block_hash: Hash | None
@@ -36,13 +37,17 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_name: str | None
     extra_keys: ExtraKeys | None = None
     cache_salt: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Blocks that are no longer on a medium."""
 
     block_hashes: Hashes
     medium: str
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
@@ -58,6 +63,20 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[Message]
     data_parallel_rank: int
+
+
+class Spec(NamedTuple):
+    """How a group of layers is told: its number, what routers call its kind, and the tokens of its window. Of a pool with one group nothing
+    is told."""
+
+    group_idx: int | None = None
+    kind: str | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> Spec:
+        kinds = {"attention": "sliding_window" if group.window else "full_attention", "recurrent": "mamba", "cross": "cross_attention"}
+        return cls(group.index, kinds[group.kind], group.window)
 
 
 class Labels(NamedTuple):
@@ -81,11 +100,12 @@ class Labels(NamedTuple):
 class Encoder:
     """Turns the events of one pool into payloads. Not thread-safe.
 
-    ``hashes``: "int", the first 64 bits of a key as an unsigned number; or "bytes", all 16 bytes.
+    ``hashes``: "int", the first 64 bits of a key as an unsigned number; or "bytes", all 16 bytes. ``specs``: the groups of layers that are
+    told of, by number.
     """
 
-    def __init__(self, tokens_per_block: int, hashes: str, rank: int) -> None:
-        self._width, self._rank = tokens_per_block, rank
+    def __init__(self, tokens_per_block: int, hashes: str, rank: int, specs: Mapping[int, Spec]) -> None:
+        self._width, self._rank, self._specs = tokens_per_block, rank, specs
         self._hashes = _numbers if hashes == "int" else _strings
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -128,17 +148,19 @@ class Encoder:
         parents = self._hashes(np.stack([heads["parent0"], heads["parent1"]], axis=1).view(np.uint64))
         labels: dict[int, Labels] = {}
         removed: list[Any] = []
-        removed_from = -1
-        for i, (kind, tier, _, _, _, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
+        place = 0, 0
+        for i, (kind, tier, _, _, group, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
             low, high = bounds[i] - first, bounds[i + 1] - first
-            if removed and (kind != REMOVED or tier != removed_from):
-                yield BlockRemoved(removed, MEDIA[TIERS[removed_from]])
+            if removed and (kind != REMOVED or (tier, group) != place):
+                yield self._removed(removed, *place)
                 removed = []
-            if kind == REMOVED:
-                removed.extend(hashes[low:high])
-                removed_from = tier
-            elif kind == CLEARED:
+            if kind == CLEARED:
                 yield AllBlocksCleared()
+            elif group not in self._specs:
+                continue
+            elif kind == REMOVED:
+                removed.extend(hashes[low:high])
+                place = tier, group
             elif kind == STORED:
                 if namespace not in labels:
                     labels[namespace] = Labels.of(events.name(namespace))
@@ -147,9 +169,13 @@ class Encoder:
                 yield BlockStored(
                     hashes[low:high], None if begins else parents[i], tokens[low * width : high * width], width, own.lora_id,
                     MEDIA[TIERS[tier]], own.lora_name, _extra_keys(events, bounds[i], bounds[i + 1], own, begins), own.salt,
+                    *self._specs[group],
                 )  # fmt: skip
         if removed:
-            yield BlockRemoved(removed, MEDIA[TIERS[removed_from]])
+            yield self._removed(removed, *place)
+
+    def _removed(self, hashes: Hashes, tier: int, group: int) -> BlockRemoved:
+        return BlockRemoved(hashes, MEDIA[TIERS[tier]], self._specs[group].group_idx)
 
 
 def _numbers(keys: npt.NDArray[np.uint64]) -> Any:
@@ -183,5 +209,3 @@ def _extra_pairs(extra: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
     ids, places = np.unique(extra, return_index=True)
     order = np.argsort(places)
     return [(f"{int(ids[i]) & 0xFFFFFFFFFFFFFFFF:016x}".ljust(64, "0"), int(places[i])) for i in order if ids[i]]
-
-

@@ -16,7 +16,7 @@ from kvpool.events import Events
 from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
 from kvpool.publish.history import History
-from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder
+from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.remote.endpoints import is_loopback
 from kvpool.sequence import bool_argument
 
@@ -75,6 +75,8 @@ class KVEventPublisher:
     bind : False connects to a subscriber that listens at ``endpoint``.
     allow_remote : let other machines read. There is no encryption and no password: who reaches the sockets reads every prompt's token ids.
     data_parallel_rank : this worker's.
+    group : of layers: the only one to tell of, for routers that know no groups. None: all; where there are several, their messages say
+        ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
     block_hashes : "int", the first 64 bits of a key, which every router takes; or "bytes", all 16, by which kvpool finds blocks.
     interval_ms : how often the pool is asked for events.
     replay_messages, replay_bytes : what is kept for replays, at most.
@@ -86,8 +88,8 @@ class KVEventPublisher:
 
     def __init__(
         self, cache: KVCacheManager, endpoint: str = "tcp://127.0.0.1:*", *, replay_endpoint: str | None = "tcp://127.0.0.1:*",
-        topic: str = "", bind: bool = True, allow_remote: bool = False, data_parallel_rank: int = 0, block_hashes: str = "int",
-        interval_ms: int = 10, replay_messages: int = 10_000, replay_bytes: int = 64 << 20, hwm: int = 100_000,
+        topic: str = "", bind: bool = True, allow_remote: bool = False, data_parallel_rank: int = 0, group: int | None = None,
+        block_hashes: str = "int", interval_ms: int = 10, replay_messages: int = 10_000, replay_bytes: int = 64 << 20, hwm: int = 100_000,
     ) -> None:  # fmt: skip
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
@@ -106,7 +108,7 @@ class KVEventPublisher:
         self._history = History(kept, integer_argument("replay_bytes", replay_bytes, 0, 1 << 50))
         waiting = integer_argument("hwm", hwm, 1, 1 << 24)
         self._cache, self._topic = cache, topic.encode()
-        self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank)
+        self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
         self._stats = PublisherStats()
         self._lock, self._flushes, self._ended = threading.Lock(), list[Future[None]](), False
         self._stopping, self._linger_ms = threading.Event(), 0
@@ -282,6 +284,16 @@ class KVEventPublisher:
             self._stats.replays_cut += 1
         else:
             self._stats.replays += 1
+
+
+def _specs(cache: KVCacheManager, group: Any) -> dict[int, Spec]:
+    """The groups to tell of, and how."""
+    if group is None and len(cache.groups) > 1:
+        return {one.index: Spec.of(one) for one in cache.groups}
+    index = 0 if group is None else integer_argument("group", group, 0, len(cache.groups) - 1)
+    if cache.groups[index].kind == "cross":
+        raise ValueError(f"group={index}: accepted is None, or a group that is not for cross attention, of which nothing is cached")
+    return {index: Spec()}
 
 
 def _check_endpoint(name: str, endpoint: Any, remote: bool) -> None:

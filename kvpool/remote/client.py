@@ -17,6 +17,7 @@ from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
 from kvpool.remote.errors import RemoteError, RemoteTimeout
 from kvpool.remote.exchange import Exchange
 from kvpool.remote.messages import HEADER_BYTES_MAX, Failed, Get, Hello, Malformed, Welcome, decode, encode
+from kvpool.remote.served import served_layout
 from kvpool.remote.transport import Buffer, ClientTransport, InlineClient
 from kvpool.retention import priority_argument
 from kvpool.sequence import BlockKeys, key_rows
@@ -33,7 +34,7 @@ class BlockClient:
     Parameters
     ----------
     endpoint : a server's ``endpoint``. Other machines only with ``keys``.
-    cache : the pool that takes the blocks. It must have the server's block layout and hash secret.
+    cache : the pool that takes the blocks, of one group of layers. It must have the server's block layout and hash secret.
     name : how the server calls this client's leases, up to 64 printable characters.
     transport : what the server uses; default ``InlineClient()``.
     keys : CURVE keys of this client and of the server.
@@ -48,7 +49,7 @@ class BlockClient:
         self, endpoint: str, cache: KVCacheManager, *, name: str = "", transport: ClientTransport | None = None,
         keys: ClientKeys | None = None, timeout_ms: int = 10_000, blocks_per_message: int = 16, messages_in_flight: int = 4,
     ) -> None:  # fmt: skip
-        self._endpoint = check_endpoint(endpoint, keys)
+        self._endpoint, layout = check_endpoint(endpoint, keys), served_layout(cache)
         if not isinstance(name, str):
             raise TypeError(f"name={name!r:.80}: accepted is a string")
         if len(name) > 64 or not name.isprintable():
@@ -58,8 +59,8 @@ class BlockClient:
         self._messages = integer_argument("messages_in_flight", messages_in_flight, 1, 1024)
         self._cache, self._keys = cache, keys
         self._transport = InlineClient() if transport is None else transport
-        self._name, self._layout, self._origin = name, cache.layout.fingerprint, cache.block_keys([0]).origin[0]
-        self._block_bytes = cache.layout.block_bytes
+        self._name, self._layout, self._origin = name, layout.fingerprint, cache.block_keys([0]).origin[0]
+        self._block_bytes = layout.block_bytes
         # Numbers that no earlier life of this client has used.
         self._next_id = secrets.randbelow(1 << 60) + 1
         self._busy = threading.Lock()

@@ -35,6 +35,7 @@ from kvpool.remote.messages import (
     decode,
     encode,
 )
+from kvpool.remote.served import served_layout
 from kvpool.remote.transport import InlineServer, ServerTransport
 from kvpool.remote.underway import Refused, Transfer, UnderWay, Waiting
 
@@ -59,7 +60,7 @@ class BlockServer:
 
     Parameters
     ----------
-    cache : the pool; it must have a host tier, and be closed after the server.
+    cache : the pool; it must have a host tier and one group of layers of one layout, and be closed after the server.
     endpoint : ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too. Other machines only with ``keys``.
     transport : how the blocks travel; default ``InlineServer()``, inside the replies.
     limits : what clients may ask for.
@@ -74,14 +75,14 @@ class BlockServer:
         limits: Limits | None = None, keys: ServerKeys | None = None, stall_ms: int = 5_000,
     ) -> None:  # fmt: skip
         check_endpoint(endpoint, keys)
-        stall = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1)
+        stall, layout = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1), served_layout(cache)
         if cache.host_blocks == 0:
             raise ValueError("cache: its host tier is what is served, and it has none (host_blocks=0)")
         self._cache, self._transport = cache, InlineServer() if transport is None else transport
-        self._layout, self._origin = cache.layout.fingerprint, cache.block_keys([0]).origin[0]
-        self._limits = limits = fitting(limits or Limits(), cache.layout.block_bytes, cache.host_blocks)
+        self._layout, self._origin = layout.fingerprint, cache.block_keys([0]).origin[0]
+        self._limits = limits = fitting(limits or Limits(), layout.block_bytes, cache.host_blocks)
         each = limits.bytes_per_client or 0
-        self._welcome = Welcome(0, cache.layout.block_bytes, limits.blocks_per_request, limits.requests_per_client, each)
+        self._welcome = Welcome(0, layout.block_bytes, limits.blocks_per_request, limits.requests_per_client, each)
         self._guards = GUARDS
         self._stats = ServerStats()
         self._under_way = UnderWay(limits)

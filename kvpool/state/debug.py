@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.state.blocks import DEVICE_BLOCKS, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT
-from kvpool.state.states import State
+from kvpool.state.states import State, States
 
 
 def lists(state: State) -> dict[str, list[int]]:
@@ -36,3 +36,8 @@ def dump(state: State) -> bytes:
     arrays = (state.blocks, state.tokens, state.lists[:-2], state.index, state.children, state.heap, state.sequences, state.rows)
     extra = state.extra.tobytes() if state.extra.size > 1 else b""
     return b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.ring.events)) + extra
+
+
+def dump_all(states: States) -> bytes:
+    """``dump`` of every group."""
+    return b"".join(dump(state) for state in states)

@@ -55,7 +55,7 @@ from kvpool.state.hashing import block_key
 from kvpool.state.index import bucket
 from kvpool.state.noted import column_key
 from kvpool.state.prefix import child_bucket
-from kvpool.state.states import State, States
+from kvpool.state.states import State
 from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]
@@ -323,26 +323,6 @@ def findings(state: State, leased: IntArray) -> list[Finding]:
     """All broken invariants as (check, detail); ``leased`` are the blocks of live leases, one entry per pin."""
     checks = (_lists(state), _index(state), _sequences(state), _expiries(state), _pins(state, leased), _scratch(state), _moves(state))
     return [finding for check in checks for finding in check]
-
-
-def together(states: States) -> list[Finding]:
-    """What the groups of a pool disagree about: a sequence has the same row in all of them, and but for cross attention the same tokens."""
-    first, found = next(state for state in states if state.header[KIND] != CROSS), []
-    for g, state in enumerate(states):
-        same = ("live", "generation", "failed", "stream") + (() if state.header[KIND] == CROSS else ("length", "committed", "cached"))
-        live = first.sequences["live"] != 0
-        wrong = [name for name in same if not np.array_equal(first.sequences[name][live], state.sequences[name][live])]
-        rows = state.header[FREE_ROWS] == first.header[FREE_ROWS] and np.array_equal(state.rows, first.rows)
-        idle = (state.sequences["live"][~live] != 0).any()
-        if wrong or idle or not rows:
-            found.append(("groups", f"group {g} has other sequences than the first: {', '.join(wrong) or 'rows'}"))
-    return found
-
-
-def verify_together(states: States) -> None:
-    """Raise IntegrityError for the first thing that the groups disagree about."""
-    for check, detail in together(states):
-        raise IntegrityError(check, detail)
 
 
 def verify(state: State, leased: IntArray) -> None:

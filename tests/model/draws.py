@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from random import Random
 from typing import Any
@@ -18,8 +19,8 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 Ranges = list[tuple[int, "int | None", int, "int | None"]]
 
 
-def group_options(random: Random, width: int, kind: str) -> dict[str, Any]:
-    window = random.choice((None, random.randint(1, 2 * width + 2))) if kind == "attention" else None
+def group_options(random: Random, width: int, kind: str, windows: Sequence[int] = ()) -> dict[str, Any]:
+    window = random.choice((None, random.randint(1, 2 * width + 2), *windows)) if kind == "attention" else None
     found: dict[str, Any] = {
         "kind": kind,
         "window": window,
@@ -29,7 +30,7 @@ def group_options(random: Random, width: int, kind: str) -> dict[str, Any]:
         "parts": [random.choice(LAYOUTS)],
     }
     if kind == "recurrent":
-        found["snapshot_tokens"] = random.choice((None, width, 2 * width, 3 * width))
+        found["snapshot_tokens"] = random.choice((None, width, 2 * width, 2 * width, 3 * width))
     return found
 
 
@@ -44,7 +45,7 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
         kinds += random.choice((["attention"], *OTHERS))
         kinds += random.choice(([], ["attention"], *OTHERS))
         random.shuffle(kinds)
-    groups = [group_options(random, width, kind) for kind in kinds]
+    groups = [group_options(random, width, kind, (1, width, width + 2) if several else ()) for kind in kinds]
     for group in groups:
         if len(groups) > 1 and random.random() < 0.2:
             group["parts"].append({"kv_heads": 1, **random.choice(LAYOUTS)})

@@ -128,11 +128,10 @@ class Model(Holds):
 
     def _rewind_need(self, live: Sequence[Seq], lengths: Sequence[int]) -> int:
         """Blocks to be copied; those that are given back until one is needed count as free."""
+        need, free = 0, self.free("device")
         for seq, length in zip(live, lengths, strict=True):
             if self.has_passed(seq, length):
                 raise ValueError(f"counts: {length} tokens have been passed")
-        need, free = 0, self.free("device")
-        for seq, length in zip(live, lengths, strict=True):
             _, go, written = self._cut(seq, length)
             free += sum(block.refs == 1 and block.pins == 0 for block in go)
             need += written is not None and is_shared(written)

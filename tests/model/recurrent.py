@@ -86,6 +86,12 @@ class Recurrent(Model):
             self._rewind_one(seq, length)
         self._own_columns(live, written)
 
+    def _rewind_need(self, live: Sequence[Seq], lengths: Sequence[int]) -> int:
+        for seq, length in zip(live, lengths, strict=True):
+            if self.has_passed(seq, length):
+                raise ValueError(f"counts: {length} tokens have been passed")
+        return super()._rewind_need(live, lengths)
+
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
         stay, go, written = super()._cut(seq, length)
         if stay and stay[-1] is None:

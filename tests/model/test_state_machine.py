@@ -9,6 +9,7 @@ and a ``reproduce_failure`` line; with ``KVPOOL_MODEL_SHRINK=1`` hypothesis look
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -103,6 +104,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(random=RANDOM)
     def add(self, random: Random) -> None:
         prompts = [self.prompt(random) for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4, 0)))]
+        if prompts and random.random() < 0.2:
+            # Requests that go on from the same place, where they reuse part of a block.
+            prompts = [replace(prompts[0], tokens=prompts[0].tokens + (i,), extra_ids=None) for i in range(random.randint(2, 3))]
         retention = [some_ranges(random, len(prompt.tokens), self.T) for prompt in prompts]
         self.pair.add(
             prompts,
@@ -358,5 +362,5 @@ PoolMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestThePoolDoesWhatItsModelDoes: Any = PoolMachine.TestCase
-GroupsMachine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=-(-EXAMPLES // 2))
+GroupsMachine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=EXAMPLES)
 TestAPoolOfGroupsDoesWhatItsModelDoes: Any = GroupsMachine.TestCase

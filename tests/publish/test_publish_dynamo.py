@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from engine import Engine
+from grouped import cached, group_of, seed
+from kvpool import KVCacheManager
 from kvpool.publish import KVEventPublisher
 
 SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
@@ -56,35 +58,71 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
         process.wait(30)
 
 
+def found(port: int, prompt: range, **names: Any) -> tuple[int, int]:
+    """Tokens of a prompt on the GPU, and tokens on it and then on the CPU, as the indexer has them."""
+    told = ask(port, "/query", {"token_ids": list(prompt), "model_name": "default", **names})
+    worker = told["instances"].get("1", {"gpu": 0, "cpu": 0})
+    return worker["gpu"], worker["cpu"]
+
+
+def await_found(port: int, prompt: range, tokens: tuple[int, int], **names: Any) -> None:
+    end = time.monotonic() + 30
+    while found(port, prompt, **names) != tokens and time.monotonic() < end:
+        time.sleep(0.05)
+    assert found(port, prompt, **names) == tokens
+
+
+def subscribed(port: int, prompt: range, again: Callable[[], object]) -> None:
+    """Repeat what stores a prompt until the indexer's subscription has reached the publisher."""
+    end = time.monotonic() + 30
+    while found(port, prompt) != (len(prompt), len(prompt)) and time.monotonic() < end:
+        again()
+        time.sleep(0.05)
+
+
 def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], index: Callable[..., int]) -> None:
     engine = make(T=16, P=12, S=8, event_capacity=256)
     with KVEventPublisher(engine.cache, interval_ms=2) as publisher:
         port = index(publisher, 16)
 
-        def matched(start: int, **names: Any) -> tuple[int, int]:
-            """Tokens on the GPU, and tokens on it and then on the CPU."""
-            found = ask(port, "/query", {"token_ids": list(range(start, start + 80)), "model_name": "default", **names})
-            worker = found["instances"].get("1", {"gpu": 0, "cpu": 0})
-            return worker["gpu"], worker["cpu"]
-
-        def expect(start: int, device: int, both: int, **names: Any) -> None:
-            end = time.monotonic() + 30
-            while matched(start, **names) != (device, both) and time.monotonic() < end:
-                time.sleep(0.05)
-            assert matched(start, **names) == (device, both)
-
-        engine.seed(range(5000, 5081), committed=80)
-        end = time.monotonic() + 30
-        while matched(5000) != (80, 80) and time.monotonic() < end:
-            engine.cache.reset()  # until the subscription has reached the publisher
+        def again() -> None:
+            engine.cache.reset()
             engine.seed(range(5000, 5081), committed=80)
-            time.sleep(0.05)
+
+        subscribed(port, range(5000, 5080), again)
         for start in (0, 1000):
             engine.seed(range(start, start + 81), committed=80)
         engine.seed(range(81), committed=80, adapter_id="lora", salt="tenant")
         for start in (0, 1000):
             match = engine.cache.match_prefix(list(range(start, start + 81)))
-            expect(start, match.device_tokens, match.full_tokens)
-        expect(0, 80, 80, lora_name="lora", cache_salt="tenant")
+            await_found(port, range(start, start + 80), (match.device_tokens, match.full_tokens))
+        await_found(port, range(80), (80, 80), lora_name="lora", cache_salt="tenant")
         engine.cache.reset()
-        expect(0, 0, 0, lora_name="lora", cache_salt="tenant")
+        await_found(port, range(80), (0, 0), lora_name="lora", cache_salt="tenant")
+
+
+@pytest.mark.parametrize("mix", ["window full recurrent", "full window"])
+def test_dynamo_goes_by_full_attention_whatever_other_groups_give_back(mix: str, index: Callable[..., int]) -> None:
+    words = mix.split()
+    sizes = [60 if word == "full" else 20 for word in words]
+    groups = [group_of(word) for word in words]
+    with (
+        KVCacheManager(groups=groups, device_blocks=sizes, event_capacity=1024, device="cpu") as cache,
+        KVEventPublisher(cache) as publisher,
+    ):
+        port, prompt = index(publisher, 4), range(5000, 5040)
+
+        def again() -> None:
+            cache.reset()
+            seed(cache, [*prompt, 9])
+
+        subscribed(port, prompt, again)
+        for start in range(0, 600, 100):
+            seed(cache, range(start, start + 13))
+        await_found(port, range(500, 512), (12, 12))
+        keys = {key.tobytes() for key in cache.block_keys(list(prompt)).keys}
+        left = {word: len(keys & cached(cache)[g, "device"]) for g, word in enumerate(words)}
+        assert left["full"] == 10 > left["window"]
+        await_found(port, prompt, (40, 40))
+        cache.reset()
+        await_found(port, prompt, (0, 0))

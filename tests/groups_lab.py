@@ -1,0 +1,182 @@
+"""A fake engine on a pool of several groups of layers, on ``cpu`` or ``sim``: bytes name their content in every group and part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine import Bytes, TokenBytes
+from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, Loadable
+from kvpool.device.base import NULL_STREAM, Device
+from kvpool.device.sim import SimDevice
+from kvpool.state import debug
+from kvpool.state.verify import verify as verify_state
+
+T = 4
+WIDE = BlockLayout(2, 2, 3, T, "uint16")
+NARROW = BlockLayout(1, 3, 5, T, "uint8", order="block_first", tokens="HND")
+STATE = BlockLayout(1, 1, 24, 1, "uint8", planes=1)
+FULL, WINDOWED = LayerGroup([WIDE, NARROW]), LayerGroup(NARROW, window=8)
+RECURRENT, CROSS = LayerGroup(STATE, kind="recurrent"), LayerGroup(WIDE, kind="cross")
+Rows = list[list[int]]
+
+
+def verify_groups(cache: KVCacheManager) -> None:
+    """Every invariant of every group."""
+    pinned = cache._pinned()
+    for state in cache._states:
+        mine = [own for other, _, own in cache._states.split(pinned) if other is state]
+        verify_state(state, mine[0] if mine else np.empty(0, np.int64))
+
+
+def pins(cache: KVCacheManager) -> int:
+    """All pins of all groups."""
+    return sum(int((state.blocks["word"] >> 32).sum()) for state in cache._states)
+
+
+class GroupEngine:
+    """Runs requests; every reuse is compared byte by byte when the device comes to it."""
+
+    def __init__(
+        self, P: Sequence[int], S: Any = 0, groups: Sequence[LayerGroup] = (FULL, WINDOWED), device: str | Device = "cpu",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.sim = SimDevice(0, progress=0.0) if device == "sim" else None
+        options = {"secret": bytes(32), **options}
+        self.cache = KVCacheManager(groups=list(groups), device_blocks=list(P), host_blocks=S, device=self.sim or device, **options)
+        self.a, self.b = (self.sim.create_stream(name) if self.sim else NULL_STREAM for name in "ab")
+        self.expected = [[TokenBytes(layout) for layout in group.layouts] for group in self.cache.groups]
+        self.kv = [group.index for group in self.cache.groups if group.kind == "attention"]
+        self.live: dict[int, list[int]] = {}
+        self.wrong: list[str] = []
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    def block(self, g: int, part: int, b: int) -> Bytes:
+        """Writable bytes of a block by its id in the group, uint8[layers, planes, tokens, kv_heads, head bytes]."""
+        group, cache = self.cache.groups[g], self.cache
+        layout = group.layouts[part]
+        if b >= group.device_blocks:
+            view = cache.host_pools[g][part][b - group.device_blocks]
+        else:
+            pool = cache.device_pools[g][part]
+            view = pool[:, :, b] if layout.order == "layer_first" else pool[b]
+        return (view.swapaxes(2, 3) if layout.tokens == "HND" else view).view(np.uint8)
+
+    def bytes_of(self, g: int, part: int, tokens: Sequence[int]) -> list[Bytes]:
+        return self.expected[g][part].of((g, part), [(token, 0) for token in tokens])
+
+    def run(self, stream: Any, kernel: Callable[[], object], *, reads: Rows | None = None, writes: Rows | None = None) -> None:
+        """Work of the engine, now or when the device comes to it; rows are (block as leases have it, first token, end)."""
+        if self.sim is None:
+            kernel()
+        elif reads or writes:
+            rows = {name: np.array(found, np.int64) for name, found in (("reads", reads), ("writes", writes)) if found}
+            self.sim.launch(stream, kernel, **rows)
+
+    def rows(self, g: int, slots: np.ndarray) -> Rows:
+        first = self.cache.groups[g].first_device_block
+        return [[first + int(slot) // T, int(slot) % T, int(slot) % T + 1] for slot in slots if slot >= 0]
+
+    def slots(self, g: int, sequence: int, start: int, end: int) -> np.ndarray:
+        """Where tokens of a live sequence lie, -1 for those before ``start`` and those that a window has passed."""
+        row = self.cache.block_table(sequence, group=g).dense()[0]
+        place = np.arange(end)
+        found = np.where(row[place // T] < 0, -1, row[place // T].astype(np.int64) * T + place % T)
+        found[:start] = -1
+        return found
+
+    def put(self, g: int, slots: np.ndarray, tokens: Sequence[int], stream: Any = None) -> None:
+        """Write tokens where they go."""
+
+        def kernel() -> None:
+            for part in range(len(self.cache.groups[g].layouts)):
+                for slot, one in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
+                    if slot >= 0:
+                        self.block(g, part, slot // T)[:, :, slot % T] = one
+
+        self.run(stream or self.a, kernel, writes=self.rows(g, slots))
+
+    def compare(self, g: int, slots: np.ndarray, tokens: Sequence[int], stream: Any = None) -> None:
+        def kernel() -> None:
+            for part in range(len(self.cache.groups[g].layouts)):
+                for slot, one in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
+                    if slot >= 0 and not np.array_equal(self.block(g, part, slot // T)[:, :, slot % T], one):
+                        self.wrong.append(f"group {g}, part {part}, slot {slot} does not hold its token of {tokens}")
+
+        self.run(stream or self.a, kernel, reads=self.rows(g, slots))
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def add(self, tokens: Sequence[int], *, cached: int | None = None, **options: Any) -> int:
+        """Admit, compare what is reused, compute the rest."""
+        new = self.cache.add_sequence(list(tokens), stream=self.a, **options)
+        skip = int(self.cache.cached_tokens(new))
+        assert cached is None or skip == cached
+        self.live[new] = list(tokens)
+        for g in self.kv:
+            self.compare(g, self.slots(g, new, 0, skip), tokens[:skip])
+            self.put(g, self.slots(g, new, skip, len(tokens)), tokens)
+        return int(new)
+
+    def append(self, sequence: int, tokens: Sequence[int]) -> None:
+        before = self.live[sequence]
+        self.cache.append_tokens(sequence, list(tokens))
+        self.live[sequence] = [*before, *tokens]
+        for g in self.kv:
+            self.put(g, self.slots(g, sequence, len(before), len(self.live[sequence])), self.live[sequence])
+
+    def release(self, *sequences: int, store: bool = True) -> None:
+        for sequence in sequences:
+            tokens = self.live.pop(sequence)
+            for g in self.kv:
+                self.compare(g, self.slots(g, sequence, 0, len(tokens)), tokens)
+        self.cache.release(list(sequences), store=store)
+        verify_groups(self.cache)
+
+    def seed(self, tokens: Sequence[int]) -> None:
+        """Have a prompt cached, all of its tokens."""
+        sequence = self.add(tokens)
+        self.cache.commit(sequence)
+        self.release(sequence)
+
+    def load(self, loadable: Loadable, tokens: Sequence[int], stream: Any = None) -> None:
+        """Bring what the pool lacks in all groups with KV."""
+        for g in self.kv:
+            self.put(g, loadable.slot_mapping_of(g), tokens[: loadable.tokens], stream)
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def free(self) -> list[int]:
+        """Device blocks of each group that nobody holds."""
+        pairs = zip(self.cache._states, self.cache.groups, strict=True)
+        return [int((state.blocks["word"][: group.device_blocks] == 0).sum()) for state, group in pairs]
+
+    def cached(self) -> list[dict[str, list[bytes]]]:
+        """Keys by group and tier."""
+        return [{tier: sorted(found) for tier, found in debug.cached(state).items()} for state in self.cache._states]
+
+    def orders(self) -> list[Any]:
+        return [debug.lists(state) for state in self.cache._states]
+
+    def reusable(self, tokens: Sequence[int]) -> int:
+        return int(self.cache.match_prefix([*tokens]).tokens)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def findings(self) -> list[str]:
+        """Let everything run and close; what was found wrong by the device, the comparisons or the invariants."""
+        found = []
+        steps: list[Callable[[], object]] = [lambda: verify_groups(self.cache)] if not self.cache.closed else []
+        if self.sim is not None:
+            steps += [self.sim.synchronize, self.sim.check]
+        for step in (*steps, lambda: self.cache.close()):
+            try:
+                step()
+            except (KVPoolError, AssertionError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        if self.sim is not None:
+            self.sim.close()
+        return found + self.wrong

@@ -1,0 +1,151 @@
+"""The memory of every group and part: exported and lent one by one, brought by the caller, and copied by the layout of its own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groups_lab import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T, verify_groups
+from kvpool import KVCacheManager, PagedKV, PoolBusy, gather_kv, scatter_kv
+from tests.interop.arrays import aligned
+
+A = list(range(100, 140))
+PLACES = [(0, 0), (0, 1), (1, 0)]
+LAYOUTS = {(0, 0): WIDE, (0, 1): NARROW, (1, 0): NARROW}
+
+
+def open_groups(**options: Any) -> KVCacheManager:
+    return KVCacheManager(groups=[FULL, WINDOWED], device_blocks=[6, 5], host_blocks=[4, 3], device="cpu", **options)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize(("group", "part"), PLACES)
+def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, part: int) -> None:
+    with open_groups() as cache:
+        pool = (cache.device_pools if tier == "device" else cache.host_pools)[group][part]
+        export = cache.export(tier, group=group, part=part)
+        assert (export.tier, export.group, export.part, export.dtype) == (tier, group, part, LAYOUTS[group, part].dtype_name)
+        for view in (np.from_dlpack(export), np.asarray(export)):
+            assert (view.ctypes.data, view.shape, view.strides, view.dtype) == (pool.ctypes.data, pool.shape, pool.strides, pool.dtype)
+            view[...] = 7
+            assert (pool == 7).all()
+        assert sum((one == 7).sum() for pools in (cache.device_pools, cache.host_pools) for parts in pools for one in parts) == pool.size
+        assert np.asarray(export[1:]).ctypes.data == pool[1:].ctypes.data and export[1:].group == group
+        with pytest.raises(PoolBusy, match="views of exported memory live: 1"):
+            cache.close()
+        del view
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_view_keeps_the_memory_of_its_part_and_no_other(place: tuple[int, int]) -> None:
+    alive: dict[tuple[int, int], Any] = {}
+    left = iter(PLACES)
+
+    def give(nbytes: int, alignment: int) -> Any:
+        raw = aligned(nbytes)
+        alive[next(left)] = weakref.ref(raw)
+        return raw
+
+    cache = open_groups(device_memory=give)
+    view = np.from_dlpack(cache.export(group=place[0], part=place[1]))
+    cache.close(force=True)
+    del cache
+    gc.collect()
+    assert [found for found, raw in alive.items() if raw() is not None] == [place]
+    del view
+    gc.collect()
+    assert all(raw() is None for raw in alive.values())
+
+
+def test_what_is_exported_is_named() -> None:
+    with open_groups() as cache:
+        for arguments, error, message in (
+            ({}, ValueError, "group=None: accepted are 0 to 1 where there are several"),
+            ({"group": 2}, ValueError, "group=2"),
+            ({"group": "a"}, TypeError, "group='a'"),
+            ({"group": 1, "part": 1}, ValueError, "part=1"),
+            ({"group": 0, "part": -1}, ValueError, "part=-1"),
+            ({"group": 0, "part": None}, TypeError, "part=None"),
+        ):
+            with pytest.raises(error, match=message):
+                cache.export(**arguments)  # type: ignore[arg-type]
+
+
+def test_one_group_needs_no_name() -> None:
+    with KVCacheManager(groups=[FULL], device_blocks=[6], device="cpu") as cache:
+        assert np.asarray(cache.export(part=1)).ctypes.data == cache.device_pools[0][1].ctypes.data
+        assert np.asarray(cache.export()).ctypes.data == cache.device_pools[0][0].ctypes.data
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize(("group", "part"), PLACES)
+def test_kv_is_copied_into_and_out_of_each_part(tier: str, group: int, part: int) -> None:
+    layout = LAYOUTS[group, part]
+    with open_groups() as cache:
+        pool = (cache.device_pools if tier == "device" else cache.host_pools)[group][part]
+        paged = PagedKV.of_pool(layout, pool, tier)
+        assert (paged.blocks, paged.tokens_per_block) == (pool.nbytes // layout.block_bytes, T)
+        slots = np.random.default_rng(0).permutation(paged.blocks * T)[:9]
+        shape = (layout.planes, layout.layers, 9, layout.kv_heads, layout.head_dim)
+        source = np.random.default_rng(1).integers(0, 200, shape).astype(layout.storage_dtype)
+        scatter_kv(paged, slots, source)
+        out = np.zeros_like(source)
+        gather_kv(paged, slots, out)
+        np.testing.assert_array_equal(out, source)
+        assert np.count_nonzero(pool) == np.count_nonzero(source)
+
+
+def requests(engine: GroupEngine) -> None:
+    """Evicts, offloads and onboards in every group, and compares every byte."""
+    for first in (100, 200, 100):
+        tokens = list(range(first, first + 17))
+        sequence = engine.add(tokens)
+        engine.cache.commit(sequence)
+        engine.release(sequence)
+    verify_groups(engine.cache)
+    assert engine.reusable(list(range(100, 118))) >= 16
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_each_part_lies_in_memory_of_the_caller_and_works(device: str, as_function: bool) -> None:
+    blocks = {"device": 6, "host": 5}
+    mine = {tier: [aligned(count * LAYOUTS[place].block_bytes) for place in PLACES] for tier, count in blocks.items()}
+    left = {tier: iter(arrays) for tier, arrays in mine.items()}
+    given: dict[str, Any] = {
+        f"{tier}_memory": (lambda nbytes, alignment, tier=tier: next(left[tier])) if as_function else mine[tier] for tier in mine
+    }
+    engine = GroupEngine([6, 6], [5, 5], device=device, **given)
+    for (group, part), at_device, at_host in zip(PLACES, mine["device"], mine["host"], strict=True):
+        assert engine.cache.device_pools[group][part].ctypes.data == at_device.ctypes.data
+        assert engine.cache.host_pools[group][part].ctypes.data == at_host.ctypes.data
+    requests(engine)
+    assert engine.findings() == []
+    assert all(array.any() for arrays in mine.values() for array in arrays), "it was used, and stays"
+
+
+def test_a_table_of_the_caller_has_the_rows_of_every_group() -> None:
+    table = np.full((2, 3, 8), 77, np.int32)
+    engine = GroupEngine([8, 8], table=table, max_sequences=3, max_sequence_tokens=32)
+    assert (table == -1).all()
+    one, two = engine.add(A[:18]), engine.add(A[20:24])
+    for group in (0, 1):
+        found = engine.cache.block_table([one, two], group=group)
+        assert np.shares_memory(found.table, table[group]) and not np.shares_memory(found.table, table[1 - group])
+        np.testing.assert_array_equal(table[group][found.rows], found.table[found.rows])
+    engine.cache.commit([one, two])
+    held = (table >= 0).sum(axis=2)
+    assert sorted(held[0].tolist()) == [0, 1, 5] and sorted(held[1].tolist()) == [0, 1, 3], "the window has passed two"
+    engine.release(one, two)
+    assert (table == -1).all()
+    assert engine.findings() == []
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (1, 3, 8), (2, 8, 3), (6, 8)])
+def test_a_table_for_other_groups_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="table has shape"):
+        open_groups(table=np.zeros(shape, np.int32), max_sequences=3, max_sequence_tokens=32)
