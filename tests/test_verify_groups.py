@@ -10,6 +10,7 @@ import pytest
 
 from group_engine import open_groups
 from kvpool import IntegrityError
+from kvpool.device.sim import SimDevice
 from kvpool.state import blocks
 from kvpool.state.integrity import together
 from kvpool.state.verify import verify
@@ -74,4 +75,24 @@ def test_verify_sees_that_groups_disagree(corrupt: Callable[[Any, int], object])
         engine.cache.verify()
     state.sequences[:], state.header[:], state.rows[:] = saved
     engine.cache.verify()
+    engine.cache.close()
+
+
+def test_a_stream_that_a_call_names_is_that_of_all_groups() -> None:
+    sim = SimDevice(0)
+    engine = open_groups([{"kind": kind, "device_blocks": 9} for kind in ("attention", "recurrent", "cross")], device=sim)
+    a, b = sim.create_stream("a"), sim.create_stream("b")
+    ids = engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[3, 5], stream=a).ids
+    engine.cache.append_tokens(ids, [1, 2, 3, 4], [2, 2], stream=b)
+    engine.cache.verify()
+    engine.cache.keep(ids, [2, 2], [0, 1, 1], [2, 1], stream=a)
+    engine.cache.verify()
+    engine.cache.commit(ids, [7, 7], stream=b)
+    engine.cache.verify()
+    engine.cache.rewind(ids, [1, 0], stream=a)
+    engine.cache.verify()
+    engine.cache.reorder(ids, [1, 0], stream=b)
+    engine.cache.verify()
+    engine.cache.release(ids)
+    sim.synchronize()
     engine.cache.close()

@@ -29,17 +29,20 @@ def behind(tokens: list[int]) -> bytes:
 
 
 class Lab:
-    """A pool of a full and a recurrent group; ``wrong`` are states that a kernel or the cache did not have as they should be."""
+    """A pool of a recurrent group, ``alone`` or behind a full one; ``wrong`` are states that a kernel did not find as they should be."""
 
-    def __init__(self, seed: int, progress: float, guard: str | None = None) -> None:
+    def __init__(self, seed: int, progress: float, guard: str | None = None, *, alone: bool = False) -> None:
         self.draw, self.sim = random.Random(seed), SimDevice(seed, progress=progress)
         state = BlockLayout(layers=1, kv_heads=1, head_dim=SIZE, tokens_per_block=1, planes=1, dtype="uint8", order="block_first")
         full = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=T, dtype="uint8")
         snapshot = self.draw.choice((None, T, 2 * T))
         groups = [LayerGroup(full), LayerGroup(state, kind="recurrent", snapshot_tokens=snapshot)]
+        self.g = 0 if alone else 1
+        first, options = 1 - self.g, {"tokens_per_block": T} if alone else {}
         self.cache = KVCacheManager(
-            groups=groups, device_blocks=[40, 7], host_blocks=[40, 6], device=self.sim, secret=bytes(32), max_sequence_tokens=40
-        )
+            groups=groups[first:], device_blocks=[40, 7][first:], host_blocks=[40, 6][first:], device=self.sim, secret=bytes(32),
+            max_sequence_tokens=40, **options,
+        )  # fmt: skip
         if guard is not None:
             self.cache._disable_guard(guard)
         self.streams = [self.sim.create_stream("a"), self.sim.create_stream("b")]
@@ -48,18 +51,18 @@ class Lab:
         self.wrong: list[str] = []
 
     def bytes_of(self, block: int) -> Any:
-        return self.cache.device_pools[1][0][block].reshape(-1)
+        return self.cache.device_pools[self.g][0][block].reshape(-1)
 
     def rows(self, ids: list[int]) -> Any:
         """The blocks of the recurrent group as the device wants them."""
-        first = self.cache.groups[1].first_device_block
+        first = self.cache.groups[self.g].first_device_block
         return np.array([(first + block, 0, 1) for block in sorted(set(ids))], np.int64).reshape(-1, 3)
 
     def run(self, sequence: Sequence, stream: Any) -> None:
         """The kernel of one step: from the state behind the committed tokens to that behind all, snapshots on the way."""
         number, tokens = sequence[0], list(sequence[1])
-        source, target = (int(block) for block in self.cache.state_blocks(number, stream, group=1)[0])
-        row = self.cache.block_table(number, group=1).dense()[0].tolist()
+        source, target = (int(block) for block in self.cache.state_blocks(number, stream, group=self.g)[0])
+        row = self.cache.block_table(number, group=self.g).dense()[0].tolist()
         done = int(self.cache.committed_tokens(number))
         ends = {min((i + 1) * T, len(tokens)): block for i, block in enumerate(row) if block >= 0 and (i + 1) * T > done}
         assert ends[len(tokens)] == target
@@ -85,10 +88,7 @@ class Lab:
         draw, stream = self.draw, self.draw.choice(self.streams)
         name = draw.choice(("add", "add", "step", "step", "step", "fork", "speculate", "reorder", "release", "release", "move"))
         if name == "add" or not self.live:
-            tokens = draw.choice(self.documents)[: draw.randint(1, 12)]
-            sequence = (self.cache.add_sequence(tokens, stream=stream), list(tokens))
-            self.live.append(sequence)
-            self.run(sequence, stream)
+            sequence = self.add(draw.choice(self.documents)[: draw.randint(1, 12)], stream)
             self.cache.commit(sequence[0], stream=stream)
             return
         sequence = draw.choice(self.live)
@@ -110,16 +110,23 @@ class Lab:
             self.cache.release(sequence[0], store=draw.random() < 0.8)
             self.live.remove(sequence)
 
+    def add(self, tokens: list[int], stream: Any) -> Sequence:
+        """A sequence whose states are on their way, and not committed."""
+        sequence = (self.cache.add_sequence(tokens, stream=stream), list(tokens))
+        self.live.append(sequence)
+        self.run(sequence, stream)
+        return sequence
+
     def speculate(self, sequence: Sequence, new: list[int], stream: Any) -> None:
         """Drafts whose states the engine keeps by itself; it writes the one of those that were accepted."""
         number, kept = sequence[0], self.draw.randint(0, len(new))
         self.cache.append_tokens(number, new, stream=stream)
         if self.draw.random() < 0.5:
             self.run((number, sequence[1] + new), stream)
-        before, base = self.cache.block_table(number, group=1).dense()[0].tolist(), len(sequence[1])
+        before, base = self.cache.block_table(number, group=self.g).dense()[0].tolist(), len(sequence[1])
         self.cache.rewind(number, [len(new) - kept], stream=stream)
         sequence[1].extend(new[:kept])
-        tokens, row = list(sequence[1]), self.cache.block_table(number, group=1).dense()[0].tolist()
+        tokens, row = list(sequence[1]), self.cache.block_table(number, group=self.g).dense()[0].tolist()
         ends = {min((i + 1) * T, len(tokens)): block for i, block in enumerate(row) if block >= 0 and (i + 1) * T > base}
         if not kept and (base % T or before[len(row) - 1] != row[-1]):
             ends[base] = row[-1]
@@ -153,11 +160,41 @@ class Lab:
 @pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_step_finds_its_state_and_nothing_races(seed: int, progress: float) -> None:
-    lab = Lab(seed, progress)
+    lab = Lab(seed, progress, alone=bool(seed % 2))
     found = lab.findings(60)
     assert not found, f"seed {seed}, progress {progress}: {found[:3]}"
 
 
+@pytest.mark.parametrize("progress", [0.0, 1.0])
+def test_a_shared_state_is_copied_behind_its_write_and_before_the_next_one(progress: float) -> None:
+    lab = Lab(0, progress, alone=True)
+    number, tokens = lab.add([1, 2, 3, 4, 5], lab.streams[0])
+    (fork,) = lab.cache.fork(number)
+    shared = lab.cache.block_table(fork, group=lab.g).dense()[0][1]
+    lab.cache.rewind(number, [2])
+    del tokens[3:]
+    assert lab.cache.block_table(number, group=lab.g).dense()[0][1] != shared
+    lab.run((number, tokens), lab.streams[0])
+    lab.live.append((int(fork), [1, 2, 3, 4, 5]))
+    found = lab.findings(0)
+    assert not found, found
+
+
+@pytest.mark.parametrize("progress", [0.0, 1.0])
+def test_a_state_that_a_rewind_drops_is_written_by_others_behind_its_write(progress: float) -> None:
+    lab = Lab(0, progress, alone=True)
+    number, tokens = lab.add([1, 2], lab.streams[0])
+    lab.cache.commit(number)
+    lab.cache.append_tokens(number, [3, 4, 5])
+    lab.run((number, [1, 2, 3, 4, 5]), lab.streams[0])
+    dropped = {int(block) for block in lab.cache.block_table(number, group=lab.g).dense()[0][1:] if block >= 0}
+    lab.cache.rewind(number, [3])
+    other, _ = lab.add([7], lab.streams[1])
+    assert int(lab.cache.block_table(other, group=lab.g).dense()[0][0]) in dropped
+    found = lab.findings(0)
+    assert not found, found
+
+
 @pytest.mark.parametrize("guard", ["engine_writes_after_engine", "engine_reads_after_engine", "copy_writes_after_engine"])
 def test_without_its_guard_a_race_is_found(guard: str) -> None:
-    assert any(Lab(seed, 0.0, guard).findings(60) for seed in range(8))
+    assert any(Lab(seed, 0.0, guard, alone=True).findings(60) for seed in range(8))
