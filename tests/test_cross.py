@@ -169,3 +169,16 @@ def test_verify_sees_what_an_encoder_may_not_have(open_: Open, check: str, corru
         verify(state, np.empty(0, np.int64))
     assert raised.value.check == check
     state.blocks[:], state.sequences[:] = saved
+
+
+def test_an_encoder_that_no_row_has_place_for_is_refused_as_such(open_: Open) -> None:
+    """Somebody who waits for blocks would wait for ever."""
+    engine = open_({}, CROSS | {"device_blocks": 40}, max_sequence_tokens=40)
+    for add in (
+        lambda: engine.cache.add_sequence(A[:4], encoder_tokens=41),
+        lambda: engine.cache.add_sequence_batch([A[:4], A[:5]], encoder_tokens=[5, 41], allow_partial_batch=True),
+        lambda: engine.cache.reserve(A[:4], encoder_tokens=41),
+    ):
+        with pytest.raises(ValueError, match="encoder_tokens=41: passes max_sequence_tokens=40"):
+            add()
+    engine.release(engine.add(A[:4], encoder_tokens=40))
