@@ -268,3 +268,11 @@ def test_a_group_is_named_where_there_are_several(open_: Open) -> None:
     assert engine.table(sequence, 1) != []
     one, two = engine.cache.groups
     assert (one.first_device_block, two.first_device_block, one.first_host_block) == (0, 12, 15)
+
+
+@pytest.mark.parametrize("other", [{"device_blocks": 40}, RECURRENT])
+def test_the_group_that_can_never_hold_a_prompt_is_the_one_that_is_named(open_: Open, other: dict[str, Any]) -> None:
+    engine = open_(other, {"device_blocks": 6}, max_sequence_tokens=24)
+    with pytest.raises(OutOfBlocks) as short:
+        engine.cache.add_sequence(A[:28])
+    assert (short.value.group, short.value.needed, short.value.free) == (1, 7, 6)
