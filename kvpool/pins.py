@@ -64,7 +64,8 @@ class PinPool(TablePool):
         """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
 
         Ids are those of all groups of layers, as leases have them: ``groups[g].first_device_block`` + the id in a table of group g.
-        Readiness is as for ``pin``; of a block that a sequence is filling, only for its committed tokens, behind which the engine goes on.
+        Readiness is as for ``pin``; of a block that a sequence is filling, only for its committed tokens, behind which the engine goes on;
+        a running state, which the next token overwrites, is left to the lease: the sequence goes on in a copy.
         """
         which = id_array("ids", ids)
         lease = self._pin(owner, None, which.copy(), pins.ANY_TIER, stream)

@@ -83,6 +83,21 @@ def test_a_state_that_a_reader_pins_is_not_moved(open_: Open) -> None:
         assert columns(engine, sequence) == [0, 1]
 
 
+def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
+    """A token is added behind those of a block, but a state is another one then."""
+    engine = open_(RECURRENT)
+    sequence = engine.commit(engine.add(A[:6]))
+    (_, block) = engine.cache.state_blocks(sequence.id)[0]
+    with engine.cache.pin_blocks([block]):
+        promised = engine.block(block).copy()
+        assert engine.cache.blocks_needed(sequences=sequence.id, new_tokens=1) == 1
+        engine.append(sequence, A[6:7])
+        assert (engine.block(block) == promised).all()
+        engine.append(sequence, A[7:10])
+        assert (engine.block(block) == promised).all()
+    engine.finish(sequence)
+
+
 def test_a_state_goes_back_once_what_is_behind_it_is_committed(open_: Open) -> None:
     engine = open_(RECURRENT | {"snapshot_tokens": 4})
     sequence = engine.add(A[:14])

@@ -24,7 +24,6 @@ from kvpool.state.blocks import (
     KEYED,
     NONE,
     PUBLISHED,
-    REFS,
     REMOVALS,
     SNAPSHOT,
     TICKET,
@@ -59,6 +58,12 @@ def _moves_on(h, b):
     return blocks_of(h)[b].word == 1 and not blocks_of(h)[b].flags & PUBLISHED
 
 
+@jit(forceinline=True)
+def _is_copied(h, sequence, b):
+    """Whether the running state in block ``b`` is copied before the next token: it is written as a whole, so that no reader may hold it."""
+    return sequence.length % h[WIDTH] != 0 and blocks_of(h)[b].word != 1
+
+
 @jit
 def _kept_states(h, first, end):
     """How many of the columns [first, end) keep their state."""
@@ -68,12 +73,12 @@ def _kept_states(h, first, end):
 @jit
 def _growth_of(h, sequence, row, count):
     """Blocks that growing one sequence takes, and whether one of them is a copy of its running state."""
-    blocks, last = blocks_of(h), sequence.blocks - 1
+    last = sequence.blocks - 1
     columns = blocks_for(h, sequence.length + count)
     if last < 0:
         return 1 + _kept_states(h, 0, columns - 1), False
     b = row[last]
-    copied = sequence.length % h[WIDTH] != 0 and blocks[b].word & REFS > 1
+    copied = _is_copied(h, sequence, b)
     need = _kept_states(h, last, columns - 1)
     if columns - 1 > last and not copied and not _moves_on(h, b) and not keeps_state(h, last, NONE):
         need += 1
@@ -130,7 +135,7 @@ def append(h, ids, counts, tokens):
     for k in range(ids.shape[0]):
         slot = slot_of(h, ids[k])
         sequence, stream = sequences_of(h)[slot], stream_of(h, slot)
-        if sequence.forked and counts[k]:
+        if counts[k] and (sequence.forked or (sequence.blocks and _is_copied(h, sequence, table_of(h)[slot, sequence.blocks - 1]))):
             make_writable(h, slot, stream)
         note(h, slot, sequence.length, tokens, extra_of(h)[0][:0], start, counts[k])
         sequence.length += counts[k]

@@ -67,16 +67,18 @@ def copies(h, ids, counts):
 
 @jit
 def make_writable(h, slot, stream):
-    """Before a forked sequence appends: its last block, unless full, becomes a copy of its own, or is its own as the last that holds it."""
+    """Before a forked sequence appends: its last block, unless full, becomes a copy of its own, or is its own as the last that holds it.
+
+    A state that a reader holds is copied too.
+    """
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     sequence.forked = 0
     b = unfull(h, slot)
     if b == NONE:
         return
-    if blocks[b].word & REFS > 1:
+    whole = h[KIND] == RECURRENT  # a state is written as a whole, also by who rewinds to what is committed
+    if blocks[b].word & REFS > 1 or (whole and blocks[b].word != 1):
         # The copy reads what the stream wrote, said or not; who writes the block later waits for what the stream has read there.
-        # A state is written again by who rewinds to what is committed.
-        whole = h[KIND] == RECURRENT
         emit_access(h, WROTE if whole or sequence.committed < sequence.length else ACCESSED, stream, b)
         b = private_copy(h, b, h[WIDTH] if whole else sequence.length % h[WIDTH])
         row[sequence.blocks - 1] = b

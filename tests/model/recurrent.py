@@ -4,6 +4,7 @@ Readings of the rules where they leave room:
 
 - The last full block that a prompt can reuse has a block of its own from admission on; it is not taken again after a rewind before it.
 - A running block keeps its priority and ttl when it moves to the next column, and forgets a content that waits to be published.
+- The next token overwrites a state as a whole: one that a reader pins is copied, as one that others hold.
 - A rewind that finds no block in its last column moves the first one behind it there, and copies it where others hold it too.
 """
 
@@ -56,6 +57,9 @@ class Recurrent(Model):
                     need += 1
                 moves = True
         return need
+
+    def _copies(self, seq: Seq, refs: int) -> bool:
+        return len(seq.items) % self.T > 0 and refs + seq.blocks[-1].pins > 1
 
     def _is_movable(self, block: Block, refs: int) -> bool:
         return refs == 1 and block.pins == 0 and not block.indexed
