@@ -57,7 +57,7 @@ INDEXED = PUBLISHED | TAIL
 
 SEQUENCE = np.dtype(
     [
-        # What every step reads first, together.
+        # What every step reads comes first.
         ("generation", "i4"),
         ("live", "i4"),  # 0, LIVE or RESERVED
         ("failed", "i4"),  # a block of it was lost on the way
@@ -80,6 +80,7 @@ SEQUENCE = np.dtype(
         ("chain0", "i8"),  # in a recurrent group: key of the full committed columns
         ("chain1", "i8"),
         ("removals", "i8"),  # REMOVALS when its duplicates were last tried
+        ("unused", "i8", 2),  # two lines of a cache, the first of which has what every step reads
     ],
     align=True,
 )
