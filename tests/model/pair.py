@@ -194,7 +194,8 @@ class Pair:
             self.engine.drafted(self.requests[i], new, above)
         return bool(done)
 
-    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> bool:
+        """Keep a path of each tree; whether it was done."""
         note(f"keep({ids}, {drafts}, {accepted})")
         flat, counts = [i for path in accepted for i in path], [len(path) for path in accepted]
         done = self.both(
@@ -204,6 +205,7 @@ class Pair:
         )
         for i, count, path in zip(ids if done else (), drafts, accepted, strict=False):
             self.engine.kept(self.requests[i], count, path)
+        return bool(done)
 
     def release(self, ids: Sequence[int], store: bool) -> None:
         note(f"release({ids}, store={store})")
