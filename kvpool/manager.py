@@ -59,7 +59,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     tokens_per_block : of a pool whose groups are all recurrent; others have it in their layouts.
     device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no other pool.
     max_sequences, max_sequence_tokens : bounds of what lives at once; they size the block table (default: 256 sequences of as many
-        tokens as fit on the device, at most 262,144).
+        tokens as fit on the device, at most 262,144). ``max_sequence_tokens`` also bounds what an encoder gives.
     partial_reuse : also reuse the first tokens of a block that matches in part, by copying them.
     offload_min_priority, offload_min_reuse : content below either is forgotten, not offloaded, when evicted.
     secret : 16 to 64 bytes that key the hash of content; random by default. Pools with one secret agree on keys.
@@ -74,7 +74,6 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it. Of several groups or layouts,
         a list of these, one for each layout, group after group; one function is called for each.
-
     table : int32[max_sequences, columns], of several groups int32[groups, max_sequences, columns]: C-contiguous NumPy memory of the
         caller's in place of the pool's own persistent block table, where columns is ``max_sequence_tokens`` in blocks: rows of a larger
         array, say, of which other rows are another model's. The pool fills it with -1, writes it while it lives, and keeps it alive;
@@ -158,7 +157,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         the pool.
         """
         if (prompt is None) == (sequences is None):
-            raise TypeError("accepted is either a prompt or sequences=")
+            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
         which = self._group(group)
         if sequences is None:
             more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
