@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ RECURRENT = {"kind": "recurrent"}
 CROSS = {"kind": "cross"}
 
 
-recurrent = pytest.mark.skipif(find_spec("kvpool.state.recurrent") is None, reason="recurrent groups do not grow yet")
 
 
 @pytest.fixture
@@ -166,7 +164,6 @@ def test_beams_and_drafts_move_in_all_groups(open_: Open) -> None:
     assert engine.free_blocks() == [20, 20, 20]
 
 
-@recurrent
 def test_a_state_is_reused_where_one_was_kept(open_: Open) -> None:
     engine = open_({"device_blocks": 24}, RECURRENT | {"snapshot_tokens": 8})
     engine.seed(A[:30], committed=30)
@@ -176,7 +173,6 @@ def test_a_state_is_reused_where_one_was_kept(open_: Open) -> None:
     assert columns(engine, sequence) == [[0, 1, 2, 3, 4, 5], [3, 4, 5]]
 
 
-@recurrent
 def test_no_part_of_a_block_is_reused_where_a_group_is_recurrent(open_: Open) -> None:
     engine = open_({}, RECURRENT)
     engine.seed(A[:11])
@@ -184,7 +180,6 @@ def test_no_part_of_a_block_is_reused_where_a_group_is_recurrent(open_: Open) ->
     assert engine.add(A[:11]).cached == 8
 
 
-@recurrent
 def test_columns_without_a_state_take_no_memory(open_: Open) -> None:
     engine = open_(RECURRENT | {"device_blocks": 4})
     sequence = engine.add(A[:40])
@@ -201,7 +196,6 @@ def test_columns_without_a_state_take_no_memory(open_: Open) -> None:
     assert columns(engine, sequence) == [[12]] and engine.reusable(A[:48]) == 36
 
 
-@recurrent
 def test_a_running_state_that_beams_share_is_copied_before_it_changes(open_: Open) -> None:
     engine = open_(RECURRENT)
     first = engine.add(A[:6])
@@ -215,7 +209,6 @@ def test_a_running_state_that_beams_share_is_copied_before_it_changes(open_: Ope
     assert engine.free_blocks() == [12]
 
 
-@recurrent
 def test_a_rewind_of_drafts_leaves_a_running_state_and_goes_no_further(open_: Open) -> None:
     engine = open_({}, RECURRENT)
     sequence = engine.commit(engine.add(A[:6]), 5)
