@@ -279,8 +279,9 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
 
-        ``counts`` never fall: to take tokens back, ``rewind``. With a window, blocks that no token behind these sees go back, in order
-        behind what is enqueued on the stream: have the kernels that read them enqueued there. Changes the pool.
+        ``counts`` never fall: to take tokens back, ``rewind``. Blocks that no token behind these sees, of a window, and states behind fewer
+        tokens, of a recurrent group, go back in order behind what is enqueued on the stream: have the kernels that read them enqueued
+        there. Changes the pool.
 
         Raises UnknownSequence, DeviceError, ValueError.
         """
@@ -292,7 +293,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written. Changes the pool.
 
         Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError (also for a rewind behind which the window would
-        reach blocks that have gone back: never for tokens that were not committed).
+        reach blocks, or a recurrent group a state, that have gone back: never for tokens that were not committed).
         """
         which = id_array("ids", ids)
         each = count_array("counts", counts, which)
