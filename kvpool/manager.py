@@ -250,7 +250,6 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         found = out[int(self._state.header[blocks.GROUP])].copy()
         full, host = found[:, requests.O_CACHED] - found[:, requests.O_PARTIAL], out[:, :, requests.O_HOST_TOKENS].max(axis=0)
         found[:, requests.O_DEVICE_TOKENS], found[:, requests.O_HOST_TOKENS] = full - host, host
-        found[:, requests.O_MISSED] = out[:, :, requests.O_MISSED].max(axis=0)
         return found
 
     def _admit_named(
