@@ -110,7 +110,7 @@ class MemoryPools:
     @property
     def layout(self) -> BlockLayout:
         """The only one."""
-        self._only("layout")
+        self._only("layout", "groups[group].layouts")
         return self.layouts[0][0]
 
     @property
@@ -134,23 +134,23 @@ class MemoryPools:
 
     @property
     def device_bytes(self) -> Any:
-        self._only("device_bytes")
+        self._only("device_bytes", "flat")
         return self.flat("device")
 
     @property
     def host_bytes(self) -> NDArray[np.uint8]:
-        self._only("host_bytes")
+        self._only("host_bytes", "flat")
         found: NDArray[np.uint8] = self.flat("host")
         return found
 
     @property
     def device_pool(self) -> Any:
-        self._only("device_pool")
+        self._only("device_pool", "device_pools[group][part]")
         return self.device_pools[0][0]
 
     @property
     def host_pool(self) -> NDArray[Any]:
-        self._only("host_pool")
+        self._only("host_pool", "host_pools[group][part]")
         return self.host_pools[0][0]
 
     def flat(self, tier: str, group: int = 0, part: int = 0) -> Any:
@@ -189,10 +189,9 @@ class MemoryPools:
             raise PoolClosed(_GONE)
         return regions
 
-    def _only(self, name: str) -> None:
+    def _only(self, name: str, instead: str) -> None:
         if len(self.layouts) > 1 or len(self.layouts[0]) > 1:
-            parts = [len(parts) for parts in self.layouts]
-            raise ValueError(f"{name}: there are groups of {parts} parts; accepted are device_pools[group][part], host_pools[group][part]")
+            raise ValueError(f"{name}: there are groups of {[len(parts) for parts in self.layouts]} parts; accepted is {instead}")
 
 
 def _layouts(layout: Any) -> Layouts:

@@ -185,7 +185,7 @@ class Pool:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers."""
+        """The groups of layers in the order of the argument, with their capacities and where their blocks begin; one, too, of a layout."""
         return self._groups
 
     def _group(self, group: Any) -> int:

@@ -212,8 +212,17 @@ class ReservePool(PinPool):
         return new[0]
 
     def _encoder_blocks(self, rows: Ids) -> int:
-        """Blocks for cross attention that requests take, as far as a row has columns; what passes them is refused by the decision."""
-        return int(np.minimum(-(-rows[:, requests.R_ENCODER] // self.tokens_per_block), self._columns).sum())
+        """Blocks for cross attention that requests take, as far as a row has columns.
+
+        Raises ValueError for an encoder that has no place in a row of the block table. What the device never has room for, the decision
+        refuses, as it does for prompts.
+        """
+        needed = -(-rows[:, requests.R_ENCODER] // self.tokens_per_block)
+        fewest = min(group.device_blocks for group in self._groups if group.kind == "cross")
+        if self._columns < min(int(needed.max(initial=0)), fewest):
+            most = self._columns * self.tokens_per_block
+            raise ValueError(f"encoder_tokens: {rows[:, requests.R_ENCODER].max()} passes max_sequence_tokens={most}")
+        return int(np.minimum(needed, self._columns).sum())
 
     def _shares(self, row: int, skip: int) -> list[Share]:
         """What a sequence has in each group, of whose tokens the first ``skip`` are there. The state lock is held by the caller."""

@@ -89,7 +89,7 @@ class Admission(NamedTuple):
     """What a batch got: int64[m] ids, and per request int32[m] reused tokens (total, device, host, partial) and blocks to be computed.
 
     Tokens that a window has passed count as on the device. Where there are several groups of layers, tokens on the host are of the group
-    that has the most there, and blocks to be computed of the one with the most.
+    that has the most there; blocks to be computed are the same in all.
     """
 
     ids: npt.NDArray[np.int64]

@@ -103,6 +103,18 @@ def test_a_batch_that_its_encoders_have_no_room_for_changes_nothing(open_: Open)
     assert engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[8, 8], allow_partial_batch=True).admitted == 1
 
 
+def test_an_encoder_longer_than_a_row_is_a_wrong_argument_though_blocks_are_free(open_: Open) -> None:
+    engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=8)
+    before = everything(engine)
+    for refused in (engine.cache.add_sequence, engine.cache.reserve):
+        with pytest.raises(ValueError, match="encoder_tokens: 9 passes max_sequence_tokens=8"):
+            refused(A[:6], encoder_tokens=9)
+    with pytest.raises(ValueError, match="encoder_tokens: 9 passes"):
+        engine.cache.add_sequence_batch([A[:6], A[:7]], encoder_tokens=[8, 9], allow_partial_batch=True)
+    assert everything(engine) == before
+    engine.add(A[:6], encoder_tokens=8)
+
+
 @pytest.mark.parametrize(
     ("value", "error"), [([1], ValueError), ([1, -1], ValueError), ([1, 1 << 31], ValueError), ([1, 2.5], TypeError), ("ab", TypeError)]
 )

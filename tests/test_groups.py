@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from engine import small_layout
 from group_engine import GroupsEngine, open_groups
-from kvpool import OutOfBlocks
+from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool.device.sim import SimDevice
 from kvpool.state import blocks, debug
 
 Open = Callable[..., GroupsEngine]
@@ -259,3 +262,31 @@ def test_a_group_is_named_where_there_are_several(open_: Open) -> None:
     assert engine.table(sequence, 1) != []
     one, two = engine.cache.groups
     assert (one.first_device_block, two.first_device_block, one.first_host_block) == (0, 12, 15)
+
+
+# -- one answer --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_tokens_on_the_host_are_those_of_the_group_that_has_most_there(open_: Open, short: int) -> None:
+    sizes = [{"device_blocks": 12, "host_blocks": 8}, {"device_blocks": 12, "host_blocks": 8}]
+    sizes[short]["device_blocks"] = 5
+    engine = open_(*sizes)
+    for tokens in (A[:16], A[20:36]):
+        engine.finish(engine.add(tokens))
+    admitted = engine.cache.add_sequence_batch([A[:18]])
+    assert (admitted.device_tokens.tolist(), admitted.host_tokens.tolist(), admitted.missed_blocks.tolist()) == ([4], [8], [2])
+    engine.cache.release(admitted.ids)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_table_that_is_handed_over_on_a_stream_takes_the_sequence_there_in_all_groups(group: int) -> None:
+    device = SimDevice(0)
+    layers = [LayerGroup(small_layout(4)), LayerGroup(small_layout(4), window=8)]
+    with KVCacheManager(groups=layers, device_blocks=[8, 8], device=device, max_sequences=2) as cache:
+        sequence = cache.add_sequence(A[:9], stream=device.create_stream("engine"))
+        table = np.zeros((1, 4), np.int32)
+        cache.copy_batch_block_offsets(table, [sequence], stream=device.create_stream("other"), group=group)
+        cache.verify()
+        cache.release(sequence)
+    device.close()
