@@ -178,10 +178,12 @@ class MemoryPools:
         return self._regions is None
 
     def close(self) -> None:
-        """Give the memory back to the device, which must have finished its copies. Closing twice is fine."""
+        """Give the memory back to the device, which must have finished its copies. Closing twice is fine.
+
+        Raises the first error of the device, behind all that it takes.
+        """
         regions, self._regions = self._regions, None
-        for pool in [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)]:
-            self.device.free(pool)
+        _free(self.device, [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)])
 
     def _open(self) -> tuple[Region, ...]:
         regions = self._regions
@@ -287,10 +289,21 @@ def _allocate(device: Device, needs: list[_Need]) -> list[Any]:
                 raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
         _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.given is not None])
     except BaseException:
-        for pool in pools:
-            device.free(pool)
+        _free(device, pools)
         raise
     return pools
+
+
+def _free(device: Device, pools: list[Any]) -> None:
+    """Give all of it back; raises the first error of the device behind the last."""
+    errors = []
+    for pool in pools:
+        try:
+            device.free(pool)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _check_apart(given: list[tuple[str, Any]]) -> None:

@@ -103,16 +103,23 @@ def test_a_batch_that_its_encoders_have_no_room_for_changes_nothing(open_: Open)
     assert engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[8, 8], allow_partial_batch=True).admitted == 1
 
 
-def test_an_encoder_longer_than_a_row_is_a_wrong_argument_though_blocks_are_free(open_: Open) -> None:
-    engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=8)
+def test_by_default_a_row_has_room_for_all_that_the_device_has_of_an_encoder(open_: Open) -> None:
+    engine = open_({"device_blocks": 4}, CROSS | {"device_blocks": 40}, max_sequence_tokens=None)
+    assert engine.cache.blocks_needed(A[:6], encoder_tokens=160, group=1) == 40
+    sequence = engine.add(A[:6], encoder_tokens=160)
+    assert engine.table(sequence, 1) == list(range(40))
+
+
+def test_an_encoder_that_fits_on_the_device_but_into_no_row_is_refused_by_its_bound(open_: Open) -> None:
+    engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=16)
     before = everything(engine)
-    for refused in (engine.cache.add_sequence, engine.cache.reserve):
-        with pytest.raises(ValueError, match="encoder_tokens: 9 passes max_sequence_tokens=8"):
-            refused(A[:6], encoder_tokens=9)
-    with pytest.raises(ValueError, match="encoder_tokens: 9 passes"):
-        engine.cache.add_sequence_batch([A[:6], A[:7]], encoder_tokens=[8, 9], allow_partial_batch=True)
+    for call in (engine.cache.add_sequence, engine.cache.reserve):
+        with pytest.raises(ValueError, match="encoder_tokens=17 passes max_sequence_tokens=16"):
+            call(A[:6], encoder_tokens=17)
+    with pytest.raises(ValueError, match="encoder_tokens=99 passes max_sequence_tokens=16"):
+        engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[16, 99], allow_partial_batch=True)
     assert everything(engine) == before
-    engine.add(A[:6], encoder_tokens=8)
+    engine.add(A[:6], encoder_tokens=16)
 
 
 @pytest.mark.parametrize(

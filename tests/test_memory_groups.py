@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool.device import CpuDevice
-from kvpool.errors import InsufficientMemory, PoolClosed
+from kvpool.errors import DeviceError, InsufficientMemory, PoolClosed
 from kvpool.memory import BLOCKS_MAX, MemoryPools
 from tests.device.regions import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, LAYOUTS, ids_of
 from tests.interop.arrays import aligned
@@ -120,6 +120,23 @@ def test_when_bind_fails_no_part_stays_allocated() -> None:
     first.device_pools[3][0][...] = 1
     first.close()
     assert device.freed == 4 * len(PARTS)
+
+
+@pytest.mark.parametrize("refused", range(2 * len(PARTS)))
+def test_memory_that_the_device_does_not_take_back_keeps_no_other_from_going_back(refused: int) -> None:
+    class Refusing(SmallDevice):
+        def free(self, array: Any) -> None:
+            super().free(array)
+            if self.freed == refused + 1:
+                raise DeviceError("refused once")
+
+    device = Refusing(dict(ROOM))
+    pools = make(device)
+    with pytest.raises(DeviceError, match="refused once"):
+        pools.close()
+    assert device.freed == 2 * len(PARTS)
+    pools.close()
+    assert device.freed == 2 * len(PARTS)
 
 
 # Memory of the caller's
