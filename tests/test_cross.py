@@ -32,7 +32,7 @@ def open_() -> Iterator[Open]:
     yield build
     for engine in opened:
         engine.check_all()
-        engine.verify()
+        engine.cache.verify()
         engine.cache.close()
 
 

@@ -34,7 +34,7 @@ def open_() -> Iterator[Open]:
     yield build
     for engine in opened:
         engine.check_all()
-        engine.verify()
+        engine.cache.verify()
         engine.cache.close()
 
 
@@ -321,7 +321,7 @@ def test_a_reservation_has_the_states_that_will_be_kept_and_can_be_taken_back(op
     for tokens in (A[:20], A[:9], A[20:30]):
         reservation = engine.cache.reserve(tokens)
         assert reservation.skip_prefix_n_tokens == (8 if tokens[0] == 100 else 0)
-        engine.verify()
+        engine.cache.verify()
         reservation.abort()
         assert engine.free_blocks() == before
     assert sorted(order[1]) == sorted(debug.lists(engine.states()[1])["device"])
