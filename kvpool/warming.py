@@ -26,13 +26,21 @@ def warm_up() -> None:
             _between_requests(cache)
         if device is not None:
             device.close()
+    _groups(layout)
+
+
+def _groups(layout: BlockLayout) -> None:
+    """What only pools with several groups of layers, or with states, run."""
     state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
-    groups = [LayerGroup(state, kind="recurrent")]
-    with KVCacheManager(groups=groups, tokens_per_block=_WIDTH, device_blocks=[4], device="cpu") as cache:
-        sequence = cache.add_sequence(np.arange(_WIDTH, dtype=np.int32))
-        cache.state_blocks(sequence)
-        cache.blocks_needed(np.arange(_WIDTH, dtype=np.int32))
+    groups = [LayerGroup(layout), LayerGroup(state, kind="recurrent")]
+    with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
+        keys = cache.block_keys(np.arange(2 * _WIDTH, dtype=np.int32))
+        sequence = cache.add_sequence(keys)
+        cache.state_blocks(sequence, group=1)
+        cache.blocks_needed(keys, group=1)
+        cache.commit(sequence)
         cache.release(sequence)
+        cache.offload(keys)
 
 
 def _live(cache: KVCacheManager) -> None:
@@ -45,7 +53,7 @@ def _live(cache: KVCacheManager) -> None:
         ids = cache.add_sequence_batch([keys], retention=[[(0, _WIDTH, 80, 1000)]]).ids
         cache.blocks_needed(sequences=ids, new_tokens=1)
         cache.append_tokens(ids, tokens[:2], np.array([2]))
-        cache.commit(ids, cache.block_table(ids).lengths)
+        cache.commit(ids, cache.block_table(ids, stream=0).lengths)
         target = np.zeros((1, 16), np.int32)
         cache.copy_batch_block_offsets(target, ids)
         cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)

@@ -36,6 +36,37 @@ with kvpool.KVCacheManager(kvpool.BlockLayout(1, 1, 1, 4), device_blocks=8, host
     cache.release([a, b, *c], store=False)
     cache.offload(list(range(9)))
     cache.reset()
+block = lambda **options: kvpool.BlockLayout(1, 1, 1, **options)
+groups = [
+    kvpool.LayerGroup([block(tokens_per_block=4), block(tokens_per_block=4)]),
+    kvpool.LayerGroup(block(tokens_per_block=4), window=6, sinks=4),
+    kvpool.LayerGroup(block(tokens_per_block=1), kind="recurrent", snapshot_tokens=8),
+    kvpool.LayerGroup(block(tokens_per_block=4), kind="cross"),
+]
+for device in ("cpu", "sim"):
+    with kvpool.KVCacheManager(groups=groups, device_blocks=[12] * 4, host_blocks=[6] * 4, device=device, max_sequence_tokens=48) as cache:
+        keys = cache.block_keys(list(range(9)))
+        a = cache.add_sequence(keys, encoder_tokens=5)
+        cache.commit(a)
+        for g in range(4):
+            cache.copy_batch_block_offsets(np.zeros((1, 12), np.int32), a, group=g)
+            cache.blocks_needed(sequences=a, new_tokens=1, group=g)
+        cache.state_blocks(a, group=2)
+        both = [a, *cache.fork(a)]
+        cache.append_tokens(both, [1, 2, 3, 4], [2, 2])
+        cache.keep(both, [2, 2], [1, 0], [1, 1])
+        cache.append_tokens(both, [1, 2, 3, 4], [2, 2])
+        cache.rewind(both, [1, 1])
+        cache.reorder(both, [1, 1])
+        cache.release(both)
+        cache.offload(keys)
+        for first in (100, 200, 300):
+            cache.release(cache.add_sequence(list(range(first, first + 20)), encoder_tokens=5))
+        cache.prefetch(keys)
+        cache.stats()
+        with cache.reserve(keys, encoder_tokens=5) as reservation:
+            reservation.commit()
+        cache.reset()
 after = ready()
 print(json.dumps({name: after[name] for name in after if after[name] != before.get(name)}))
 """
