@@ -314,7 +314,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         """
         which, g = id_array("ids", ids), self._group(group)
         with self._lock:
-            named = self._tables[g, self._rows(which)]
+            named = self._tables[g][self._rows(which)]
             found, times = np.unique(named[named != blocks.NONE], return_counts=True)
             return int(np.count_nonzero(self._states[g].blocks["word"][found] == times))
 

@@ -28,7 +28,7 @@ from kvpool.layout import BlockLayout, integer_argument
 from kvpool.leases import CloseReport
 from kvpool.memory import MemoryPools
 from kvpool.refusals import refusal
-from kvpool.sequence import BlockKeys, bool_argument
+from kvpool.sequence import BlockKeys, bool_argument, read_only
 from kvpool.staging import Staging
 from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
@@ -84,8 +84,7 @@ class Pool:
         # A number for each group, for a verb that is under the state lock.
         self._needs = np.empty(len(self._groups), np.int64)
         self._origin = (self._states.fingerprint, width)
-        self._tables = self._states.table.view()
-        self._tables.flags.writeable = False
+        self._tables = tuple(read_only(table) for table in self._states.table)
         self._clock: Callable[[], int] = clock or _milliseconds
         self._staging = Staging(self._device, self._transfer, depth)
         self._loans: WeakSet[Loan] = WeakSet()

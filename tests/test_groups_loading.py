@@ -56,7 +56,7 @@ def test_the_slots_of_a_group_are_those_of_its_own_blocks(make: Make) -> None:
     engine.seed(A[:16])
     reservation = engine.cache.reserve(A[:22])
     for g in (0, 1):
-        table = engine.cache._tables[g, reservation.id & 0xFFFFFFFF, :6].tolist()
+        table = engine.cache._tables[g][reservation.id & 0xFFFFFFFF, :6].tolist()
         slots, blocks = reservation.slot_mapping_of(g), reservation.blocks_of(g)
         assert blocks.tolist() == table and blocks.dtype == np.int32 and slots.dtype == np.int64
         assert slots.tolist() == [-1] * 16 + [table[i // T] * T + i % T for i in range(16, 22)]
