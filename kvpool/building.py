@@ -78,8 +78,9 @@ def fewest_blocks(groups: Sequence[Group]) -> int:
 def build_states(device: Device, groups: Sequence[Group], width: int, rules: Rules, partial_reuse: bool, table: Any) -> States:
     """The state of a pool. Raises InsufficientMemory; TypeError and ValueError for a ``table`` that is none for it."""
     fit = fewest_blocks(groups)
-    most = fit if fit < 1 << 31 else max(group.device_blocks for group in groups)
-    columns = -(-(rules.tokens or min(most * width, MAX_TOKENS)) // width)
+    rooms = [fit] if fit < 1 << 31 else [group.device_blocks for group in groups]
+    rooms += [group.device_blocks for group in groups if group.kind == "cross"]  # of the encoder's tokens, in the same columns
+    columns = -(-(rules.tokens or min(max(rooms) * width, MAX_TOKENS)) // width)
     sizes = [
         GroupSizes(
             group.device_blocks, group.host_blocks, group.window or 0, group.sinks, KINDS.index(group.kind),

@@ -22,7 +22,7 @@ class DraftPool(ReservePool):
 
         The move is enqueued on the stream that has written the drafts, which is the engine's: one launch for each stream of the call,
         and several on a GPU where very many tokens move. Nothing is moved where the accepted drafts are the first ones: that is what
-        ``rewind`` does. A block that others hold is copied, never written.
+        ``rewind`` does. A block that others hold is copied, never written. States of recurrent groups are not moved: see ``state_blocks``.
 
         Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError, TypeError. Thread-safe.
         """

@@ -165,7 +165,7 @@ def capacities_argument(name: str, value: Any, groups: Sequence[LayerGroup]) -> 
     A single number is accepted for a single group, and 0 host blocks for any.
     """
     least = 0 if name == "host_blocks" else 1
-    if not isinstance(value, (list, tuple, np.ndarray)):
+    if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim):
         number = integer_argument(name, value, least, _BLOCKS_MAX)
         if number and len(groups) > 1:
             raise ValueError(f"{name}={number}: accepted is a list of {len(groups)} numbers, one for each group")

@@ -234,11 +234,11 @@ class BlockLayout:
 def integer_argument(name: str, value: Any, low: int, high: int) -> int:
     """The argument ``name`` as an int within ``[low, high]``, else TypeError (bools and floats too) or ValueError."""
     if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}={value!r}: an integer is needed, not a bool")
+        raise TypeError(f"{name}={value!r:.80}: an integer is needed, not a bool")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r}: an integer is needed, not {type(value).__name__}") from None
+        raise TypeError(f"{name}={value!r:.80}: an integer is needed, not {type(value).__name__}") from None
     if not low <= number <= high:
         raise ValueError(f"{name}={number}: must be {low} to {high}")
     return number

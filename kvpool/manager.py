@@ -59,7 +59,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     tokens_per_block : of a pool whose groups are all recurrent; others have it in their layouts.
     device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no other pool.
     max_sequences, max_sequence_tokens : bounds of what lives at once; they size the block table (default: 256 sequences of as many
-        tokens as fit on the device, at most 262,144).
+        tokens as fit on the device, at most 262,144). ``max_sequence_tokens`` also bounds what an encoder gives.
     partial_reuse : also reuse the first tokens of a block that matches in part, by copying them.
     offload_min_priority, offload_min_reuse : content below either is forgotten, not offloaded, when evicted.
     secret : 16 to 64 bytes that key the hash of content; random by default. Pools with one secret agree on keys.
@@ -74,7 +74,6 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         writable, of exactly the tier's bytes at a multiple of 64, or a function (nbytes, alignment) that gives one. It stays the
         caller's, is kept until the pool is closed, and may hold anything; until then nobody else writes it. Of several groups or layouts,
         a list of these, one for each layout, group after group; one function is called for each.
-
     table : int32[max_sequences, columns], of several groups int32[groups, max_sequences, columns]: C-contiguous NumPy memory of the
         caller's in place of the pool's own persistent block table, where columns is ``max_sequence_tokens`` in blocks: rows of a larger
         array, say, of which other rows are another model's. The pool fills it with -1, writes it while it lives, and keeps it alive;
@@ -158,7 +157,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         the pool.
         """
         if (prompt is None) == (sequences is None):
-            raise TypeError("accepted is either a prompt or sequences=")
+            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
         which = self._group(group)
         if sequences is None:
             more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
@@ -251,7 +250,6 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         found = out[int(self._state.header[blocks.GROUP])].copy()
         full, host = found[:, requests.O_CACHED] - found[:, requests.O_PARTIAL], out[:, :, requests.O_HOST_TOKENS].max(axis=0)
         found[:, requests.O_DEVICE_TOKENS], found[:, requests.O_HOST_TOKENS] = full - host, host
-        found[:, requests.O_MISSED] = out[:, :, requests.O_MISSED].max(axis=0)
         return found
 
     def _admit_named(
@@ -280,8 +278,9 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
     def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish full blocks.
 
-        ``counts`` never fall: to take tokens back, ``rewind``. With a window, blocks that no token behind these sees go back, in order
-        behind what is enqueued on the stream: have the kernels that read them enqueued there. Changes the pool.
+        ``counts`` never fall: to take tokens back, ``rewind``. Blocks that no token behind these sees, of a window, and states behind fewer
+        tokens, of a recurrent group, go back in order behind what is enqueued on the stream: have the kernels that read them enqueued
+        there. Changes the pool.
 
         Raises UnknownSequence, DeviceError, ValueError.
         """
@@ -293,7 +292,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written. Changes the pool.
 
         Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError (also for a rewind behind which the window would
-        reach blocks that have gone back: never for tokens that were not committed).
+        reach blocks, or a recurrent group a state, that have gone back: never for tokens that were not committed).
         """
         which = id_array("ids", ids)
         each = count_array("counts", counts, which)
@@ -315,7 +314,7 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         """
         which, g = id_array("ids", ids), self._group(group)
         with self._lock:
-            named = self._tables[g, self._rows(which)]
+            named = self._tables[g][self._rows(which)]
             found, times = np.unique(named[named != blocks.NONE], return_counts=True)
             return int(np.count_nonzero(self._states[g].blocks["word"][found] == times))
 

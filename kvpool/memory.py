@@ -110,7 +110,7 @@ class MemoryPools:
     @property
     def layout(self) -> BlockLayout:
         """The only one."""
-        self._only("layout")
+        self._only("layout", "groups[group].layouts")
         return self.layouts[0][0]
 
     @property
@@ -134,23 +134,23 @@ class MemoryPools:
 
     @property
     def device_bytes(self) -> Any:
-        self._only("device_bytes")
+        self._only("device_bytes", "flat")
         return self.flat("device")
 
     @property
     def host_bytes(self) -> NDArray[np.uint8]:
-        self._only("host_bytes")
+        self._only("host_bytes", "flat")
         found: NDArray[np.uint8] = self.flat("host")
         return found
 
     @property
     def device_pool(self) -> Any:
-        self._only("device_pool")
+        self._only("device_pool", "device_pools[group][part]")
         return self.device_pools[0][0]
 
     @property
     def host_pool(self) -> NDArray[Any]:
-        self._only("host_pool")
+        self._only("host_pool", "host_pools[group][part]")
         return self.host_pools[0][0]
 
     def flat(self, tier: str, group: int = 0, part: int = 0) -> Any:
@@ -178,10 +178,12 @@ class MemoryPools:
         return self._regions is None
 
     def close(self) -> None:
-        """Give the memory back to the device, which must have finished its copies. Closing twice is fine."""
+        """Give the memory back to the device, which must have finished its copies. Closing twice is fine.
+
+        Raises the first error of the device, behind all that it takes.
+        """
         regions, self._regions = self._regions, None
-        for pool in [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)]:
-            self.device.free(pool)
+        _free(self.device, [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)])
 
     def _open(self) -> tuple[Region, ...]:
         regions = self._regions
@@ -189,10 +191,9 @@ class MemoryPools:
             raise PoolClosed(_GONE)
         return regions
 
-    def _only(self, name: str) -> None:
+    def _only(self, name: str, instead: str) -> None:
         if len(self.layouts) > 1 or len(self.layouts[0]) > 1:
-            parts = [len(parts) for parts in self.layouts]
-            raise ValueError(f"{name}: there are groups of {parts} parts; accepted are device_pools[group][part], host_pools[group][part]")
+            raise ValueError(f"{name}: there are groups of {[len(parts) for parts in self.layouts]} parts; accepted is {instead}")
 
 
 def _layouts(layout: Any) -> Layouts:
@@ -288,10 +289,21 @@ def _allocate(device: Device, needs: list[_Need]) -> list[Any]:
                 raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
         _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.given is not None])
     except BaseException:
-        for pool in pools:
-            device.free(pool)
+        _free(device, pools)
         raise
     return pools
+
+
+def _free(device: Device, pools: list[Any]) -> None:
+    """Give all of it back; raises the first error of the device behind the last."""
+    errors = []
+    for pool in pools:
+        try:
+            device.free(pool)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _check_apart(given: list[tuple[str, Any]]) -> None:

@@ -28,7 +28,7 @@ from kvpool.layout import BlockLayout, integer_argument
 from kvpool.leases import CloseReport
 from kvpool.memory import MemoryPools
 from kvpool.refusals import refusal
-from kvpool.sequence import BlockKeys, bool_argument
+from kvpool.sequence import BlockKeys, bool_argument, read_only
 from kvpool.staging import Staging
 from kvpool.state import blocks, groups, live
 from kvpool.state.hashing import remote_password
@@ -59,12 +59,16 @@ class Pool:
         # A state behind a part of a block is kept nowhere.
         recurrent = any(group.kind == "recurrent" for group in self._groups)
         self.tokens_per_block, self.partial_reuse = width, bool_argument("partial_reuse", partial_reuse) and not recurrent
+        # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
+        self._lock = threading.RLock()
         self._device, self._owns_device = get_device(device), not isinstance(device, Device)
         try:
             layouts, device_blocks, host_blocks = zip(*((g.layouts, g.device_blocks, g.host_blocks) for g in self._groups), strict=True)
             self._pools = MemoryPools(self._device, layouts, device_blocks, host_blocks, device_memory, host_memory)
             try:
                 self._states = building.build_states(self._device, self._groups, width, rules, self.partial_reuse, table)
+                token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in self._groups]
+                self._transfer = Transfer(self._states, self._lock, self._device, token_bytes)
             except BaseException:
                 self._pools.close()
                 raise
@@ -80,13 +84,8 @@ class Pool:
         # A number for each group, for a verb that is under the state lock.
         self._needs = np.empty(len(self._groups), np.int64)
         self._origin = (self._states.fingerprint, width)
-        self._tables = self._states.table.view()
-        self._tables.flags.writeable = False
+        self._tables = tuple(read_only(table) for table in self._states.table)
         self._clock: Callable[[], int] = clock or _milliseconds
-        # Reentrant, so that a lease which a destructor closes while this thread is inside the pool does not wait for itself.
-        self._lock = threading.RLock()
-        token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in self._groups]
-        self._transfer = Transfer(self._states, self._lock, self._device, token_bytes)
         self._staging = Staging(self._device, self._transfer, depth)
         self._loans: WeakSet[Loan] = WeakSet()
         self._leases: dict[int, Any] = {}
@@ -185,7 +184,7 @@ class Pool:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers."""
+        """The groups of layers in the order of the argument, with their capacities and where their blocks begin; one, too, of a layout."""
         return self._groups
 
     def _group(self, group: Any) -> int:

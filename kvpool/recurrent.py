@@ -33,7 +33,7 @@ class RecurrentPool(ReservePool):
         """
         which, g = id_array("ids", ids), self._group(group)
         if self._groups[g].kind != "recurrent":
-            raise ValueError(f"group={group}: accepted are recurrent groups; this one is of kind {self._groups[g].kind}")
+            raise ValueError(f"group={g}: accepted are recurrent groups; this one is of kind {self._groups[g].kind}")
         if stream is not None:
             self._decide(0, stream, live.use, which, ids=which)
         out = np.empty((len(which), 2), np.int32)

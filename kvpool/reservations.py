@@ -212,14 +212,16 @@ class ReservePool(PinPool):
         return new[0]
 
     def _encoder_blocks(self, rows: Ids) -> int:
-        """Blocks for cross attention that requests take, as far as a row has columns; what passes them is refused by the decision.
+        """Blocks for cross attention that requests take, as far as a row has columns; what passes the device is refused by the decision.
 
-        Raises ValueError where no room would help, since only the row is too short.
+        Raises ValueError for an encoder whose blocks would fit on the device, but have no place in a row of the block table.
         """
         needed = -(-rows[:, requests.R_ENCODER] // self.tokens_per_block)
-        room = min(group.device_blocks for group in self._groups if group.kind == "cross")
-        for tokens in rows[np.minimum(needed, room) > self._columns, requests.R_ENCODER].tolist():
-            raise ValueError(f"encoder_tokens={tokens}: passes max_sequence_tokens={self._columns * self.tokens_per_block}")
+        fewest = min(group.device_blocks for group in self._groups if group.kind == "cross")
+        wide = np.flatnonzero(np.minimum(needed, fewest) > self._columns)
+        if len(wide):
+            tokens = int(rows[wide[0], requests.R_ENCODER])
+            raise ValueError(f"encoder_tokens={tokens} passes max_sequence_tokens={self._columns * self.tokens_per_block}")
         return int(np.minimum(needed, self._columns).sum())
 
     def _shares(self, row: int, skip: int) -> list[Share]:

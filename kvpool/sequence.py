@@ -40,15 +40,15 @@ class BlockKeys:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        return _read_only(self._owned[0])
+        return read_only(self._owned[0])
 
     @property
     def keys(self) -> npt.NDArray[np.uint64]:
-        return _read_only(self._owned[1])
+        return read_only(self._owned[1])
 
     @property
     def extra_ids(self) -> npt.NDArray[np.int64] | None:
-        return None if self._owned[2] is None else _read_only(self._owned[2])
+        return None if self._owned[2] is None else read_only(self._owned[2])
 
     def __len__(self) -> int:
         return len(self._owned[0])
@@ -59,7 +59,8 @@ class BlockKeys:
         return BlockKeys, (*owned, self._root, self.origin)
 
 
-def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view that cannot be written."""
     view = values.view()
     view.flags.writeable = False
     return view
@@ -89,7 +90,7 @@ class Admission(NamedTuple):
     """What a batch got: int64[m] ids, and per request int32[m] reused tokens (total, device, host, partial) and blocks to be computed.
 
     Tokens that a window has passed count as on the device. Where there are several groups of layers, tokens on the host are of the group
-    that has the most there, and blocks to be computed of the one with the most.
+    that has the most there; blocks to be computed are the same in all.
     """
 
     ids: npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from kvpool.pool import Pool
 from kvpool.sequence import id_array
 from kvpool.staging import Buffer
 from kvpool.state import live
-from kvpool.state.blocks import DETAIL, DETAIL2, DETAIL_GROUP
+from kvpool.state.blocks import DETAIL, DETAIL2
 
 
 class TablePool(Pool):
@@ -107,7 +107,7 @@ class TablePool(Pool):
         if staged == SEVERAL_STREAMS:
             raise stream_error(heads[g], which)
         if staged < 0:
-            heads[0, DETAIL], heads[0, DETAIL2], heads[0, DETAIL_GROUP] = heads[g, DETAIL], heads[g, DETAIL2], g
+            heads[0, DETAIL], heads[0, DETAIL2] = heads[g, DETAIL], heads[g, DETAIL2]
             return 0 if staged == TOO_SMALL else staged
         if len(heads) > 1:
             live.use(heads, which)

@@ -194,8 +194,6 @@ def _group(state: State, pinned: npt.NDArray[np.int64], nbytes: list[int], secon
 def _sum(parts: Sequence[Any]) -> Any:
     """The sum of figures of one kind; None where they are not told."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
     if isinstance(first, (TierStats, Histogram)):
         return type(first)(*(_sum([getattr(part, one.name) for part in parts]) for one in fields(first)))
     return None if first is None else sum(parts[1:], first)
@@ -216,7 +214,9 @@ def snapshot(
         for g, (state, nbytes) in enumerate(zip(states, transfer.moved.nbytes, strict=True))
     )
     counters = dict(zip(COUNTERS, lead.counters.tolist(), strict=True))
-    sums: dict[str, Any] = {one.name: _sum([getattr(group, one.name) for group in groups]) for one in fields(GroupStats)}
+    sums = dict(vars(groups[0]))
+    for name in sums if len(groups) > 1 else ():
+        sums[name] = _sum([getattr(group, name) for group in groups])
     return Stats(
         **sums | {name: counters[name] for name in _OF_PROMPTS},
         # An event that is lost is counted where the one that took its place came from.

@@ -30,17 +30,17 @@ def warm_up() -> None:
 
 
 def _groups(layout: BlockLayout) -> None:
-    """What only pools of several groups of layers run: states, and copies in more than one region."""
+    """What only pools with several groups of layers, or with states, run."""
     state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
     groups = [LayerGroup(layout), LayerGroup(state, kind="recurrent")]
     with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
-        tokens = np.arange(_WIDTH + 1, dtype=np.int32)
-        sequence = cache.add_sequence(tokens)
+        keys = cache.block_keys(np.arange(2 * _WIDTH, dtype=np.int32))
+        sequence = cache.add_sequence(keys)
         cache.state_blocks(sequence, group=1)
-        cache.blocks_needed(tokens, group=1)
+        cache.blocks_needed(keys, group=1)
         cache.commit(sequence)
-        cache.offload(tokens)
         cache.release(sequence)
+        cache.offload(keys)
 
 
 def _live(cache: KVCacheManager) -> None:
@@ -53,13 +53,12 @@ def _live(cache: KVCacheManager) -> None:
         ids = cache.add_sequence_batch([keys], retention=[[(0, _WIDTH, 80, 1000)]]).ids
         cache.blocks_needed(sequences=ids, new_tokens=1)
         cache.append_tokens(ids, tokens[:2], np.array([2]))
-        cache.commit(ids, cache.block_table(ids).lengths)
+        cache.commit(ids, cache.block_table(ids, stream=0).lengths)
         target = np.zeros((1, 16), np.int32)
         cache.copy_batch_block_offsets(target, ids)
         cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)
         cache.rewind(ids, np.array([3]))
         cache.evictable_if_released(ids)
-        cache.loadable(ids)
         cache.release(ids)
     one = cache.add_sequence(tokens[:2])
     both = [one, *cache.fork(one, 1).tolist()]

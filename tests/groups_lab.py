@@ -12,7 +12,6 @@ from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, Loadabl
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import SimDevice
 from kvpool.state import debug
-from kvpool.state.verify import verify as verify_state
 
 T = 4
 WIDE = BlockLayout(2, 2, 3, T, "uint16")
@@ -21,14 +20,6 @@ STATE = BlockLayout(1, 1, 24, 1, "uint8", planes=1)
 FULL, WINDOWED = LayerGroup([WIDE, NARROW]), LayerGroup(NARROW, window=8)
 RECURRENT, CROSS = LayerGroup(STATE, kind="recurrent"), LayerGroup(WIDE, kind="cross")
 Rows = list[list[int]]
-
-
-def verify_groups(cache: KVCacheManager) -> None:
-    """Every invariant of every group."""
-    pinned = cache._pinned()
-    for state in cache._states:
-        mine = [own for other, _, own in cache._states.split(pinned) if other is state]
-        verify_state(state, mine[0] if mine else np.empty(0, np.int64))
 
 
 def pins(cache: KVCacheManager) -> int:
@@ -134,7 +125,7 @@ class GroupEngine:
             for g in self.kv:
                 self.compare(g, self.slots(g, sequence, 0, len(tokens)), tokens)
         self.cache.release(list(sequences), store=store)
-        verify_groups(self.cache)
+        self.cache.verify()
 
     def seed(self, tokens: Sequence[int]) -> None:
         """Have a prompt cached, all of its tokens."""
@@ -169,7 +160,7 @@ class GroupEngine:
     def findings(self) -> list[str]:
         """Let everything run and close; what was found wrong by the device, the comparisons or the invariants."""
         found = []
-        steps: list[Callable[[], object]] = [lambda: verify_groups(self.cache)] if not self.cache.closed else []
+        steps: list[Callable[[], object]] = [self.cache.verify] if not self.cache.closed else []
         if self.sim is not None:
             steps += [self.sim.synchronize, self.sim.check]
         for step in (*steps, lambda: self.cache.close()):

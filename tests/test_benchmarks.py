@@ -17,7 +17,7 @@ from kvpool.pool import Pool
 PACKAGE = "asv_bench.benchmarks"
 KINDS = {"mem", "peakmem", "time", "timeraw", "track"}
 BENCHMARKS_MIN = 60
-SUBJECTS = set("admission copies events gpu growth hashing kv_copies pins pool_size replay staging start tiers".split())
+SUBJECTS = set("admission copies events gpu groups growth hashing kv_copies pins pool_size replay staging start tiers".split())
 
 
 class Benchmark(NamedTuple):

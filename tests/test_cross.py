@@ -32,7 +32,7 @@ def open_() -> Iterator[Open]:
     yield build
     for engine in opened:
         engine.check_all()
-        engine.verify()
+        engine.cache.verify()
         engine.cache.close()
 
 
@@ -103,6 +103,25 @@ def test_a_batch_that_its_encoders_have_no_room_for_changes_nothing(open_: Open)
     assert engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[8, 8], allow_partial_batch=True).admitted == 1
 
 
+def test_by_default_a_row_has_room_for_all_that_the_device_has_of_an_encoder(open_: Open) -> None:
+    engine = open_({"device_blocks": 4}, CROSS | {"device_blocks": 40}, max_sequence_tokens=None)
+    assert engine.cache.blocks_needed(A[:6], encoder_tokens=160, group=1) == 40
+    sequence = engine.add(A[:6], encoder_tokens=160)
+    assert engine.table(sequence, 1) == list(range(40))
+
+
+def test_an_encoder_that_fits_on_the_device_but_into_no_row_is_refused_by_its_bound(open_: Open) -> None:
+    engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=16)
+    before = everything(engine)
+    for call in (engine.cache.add_sequence, engine.cache.reserve):
+        with pytest.raises(ValueError, match="encoder_tokens=17 passes max_sequence_tokens=16"):
+            call(A[:6], encoder_tokens=17)
+    with pytest.raises(ValueError, match="encoder_tokens=99 passes max_sequence_tokens=16"):
+        engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[16, 99], allow_partial_batch=True)
+    assert everything(engine) == before
+    engine.add(A[:6], encoder_tokens=16)
+
+
 @pytest.mark.parametrize(
     ("value", "error"), [([1], ValueError), ([1, -1], ValueError), ([1, 1 << 31], ValueError), ([1, 2.5], TypeError), ("ab", TypeError)]
 )
@@ -169,16 +188,3 @@ def test_verify_sees_what_an_encoder_may_not_have(open_: Open, check: str, corru
         verify(state, np.empty(0, np.int64))
     assert raised.value.check == check
     state.blocks[:], state.sequences[:] = saved
-
-
-def test_an_encoder_that_no_row_has_place_for_is_refused_as_such(open_: Open) -> None:
-    """Somebody who waits for blocks would wait for ever."""
-    engine = open_({}, CROSS | {"device_blocks": 40}, max_sequence_tokens=40)
-    for add in (
-        lambda: engine.cache.add_sequence(A[:4], encoder_tokens=41),
-        lambda: engine.cache.add_sequence_batch([A[:4], A[:5]], encoder_tokens=[5, 41], allow_partial_batch=True),
-        lambda: engine.cache.reserve(A[:4], encoder_tokens=41),
-    ):
-        with pytest.raises(ValueError, match="encoder_tokens=41: passes max_sequence_tokens=40"):
-            add()
-    engine.release(engine.add(A[:4], encoder_tokens=40))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 
+from engine import small_layout
 from group_engine import GroupsEngine, open_groups
-from kvpool import OutOfBlocks
+from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool.device.sim import SimDevice
 from kvpool.state import blocks, debug
 
 Open = Callable[..., GroupsEngine]
@@ -17,9 +19,6 @@ A = list(range(100, 148))
 """Twelve blocks of four tokens."""
 RECURRENT = {"kind": "recurrent"}
 CROSS = {"kind": "cross"}
-
-
-recurrent = pytest.mark.skipif(find_spec("kvpool.state.recurrent") is None, reason="recurrent groups do not grow yet")
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def open_() -> Iterator[Open]:
     yield build
     for engine in opened:
         engine.check_all()
-        engine.verify()
+        engine.cache.verify()
         engine.cache.close()
 
 
@@ -166,7 +165,6 @@ def test_beams_and_drafts_move_in_all_groups(open_: Open) -> None:
     assert engine.free_blocks() == [20, 20, 20]
 
 
-@recurrent
 def test_a_state_is_reused_where_one_was_kept(open_: Open) -> None:
     engine = open_({"device_blocks": 24}, RECURRENT | {"snapshot_tokens": 8})
     engine.seed(A[:30], committed=30)
@@ -176,7 +174,6 @@ def test_a_state_is_reused_where_one_was_kept(open_: Open) -> None:
     assert columns(engine, sequence) == [[0, 1, 2, 3, 4, 5], [3, 4, 5]]
 
 
-@recurrent
 def test_no_part_of_a_block_is_reused_where_a_group_is_recurrent(open_: Open) -> None:
     engine = open_({}, RECURRENT)
     engine.seed(A[:11])
@@ -184,7 +181,6 @@ def test_no_part_of_a_block_is_reused_where_a_group_is_recurrent(open_: Open) ->
     assert engine.add(A[:11]).cached == 8
 
 
-@recurrent
 def test_columns_without_a_state_take_no_memory(open_: Open) -> None:
     engine = open_(RECURRENT | {"device_blocks": 4})
     sequence = engine.add(A[:40])
@@ -201,7 +197,6 @@ def test_columns_without_a_state_take_no_memory(open_: Open) -> None:
     assert columns(engine, sequence) == [[12]] and engine.reusable(A[:48]) == 36
 
 
-@recurrent
 def test_a_running_state_that_beams_share_is_copied_before_it_changes(open_: Open) -> None:
     engine = open_(RECURRENT)
     first = engine.add(A[:6])
@@ -215,7 +210,6 @@ def test_a_running_state_that_beams_share_is_copied_before_it_changes(open_: Ope
     assert engine.free_blocks() == [12]
 
 
-@recurrent
 def test_a_rewind_of_drafts_leaves_a_running_state_and_goes_no_further(open_: Open) -> None:
     engine = open_({}, RECURRENT)
     sequence = engine.commit(engine.add(A[:6]), 5)
@@ -276,3 +270,31 @@ def test_the_group_that_can_never_hold_a_prompt_is_the_one_that_is_named(open_: 
     with pytest.raises(OutOfBlocks) as short:
         engine.cache.add_sequence(A[:28])
     assert (short.value.group, short.value.needed, short.value.free) == (1, 7, 6)
+
+
+# -- one answer --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_tokens_on_the_host_are_those_of_the_group_that_has_most_there(open_: Open, short: int) -> None:
+    sizes = [{"device_blocks": 12, "host_blocks": 8}, {"device_blocks": 12, "host_blocks": 8}]
+    sizes[short]["device_blocks"] = 5
+    engine = open_(*sizes)
+    for tokens in (A[:16], A[20:36]):
+        engine.finish(engine.add(tokens))
+    admitted = engine.cache.add_sequence_batch([A[:18]])
+    assert (admitted.device_tokens.tolist(), admitted.host_tokens.tolist(), admitted.missed_blocks.tolist()) == ([4], [8], [2])
+    engine.cache.release(admitted.ids)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_table_that_is_handed_over_on_a_stream_takes_the_sequence_there_in_all_groups(group: int) -> None:
+    device = SimDevice(0)
+    layers = [LayerGroup(small_layout(4)), LayerGroup(small_layout(4), window=8)]
+    with KVCacheManager(groups=layers, device_blocks=[8, 8], device=device, max_sequences=2) as cache:
+        sequence = cache.add_sequence(A[:9], stream=device.create_stream("engine"))
+        table = np.zeros((1, 4), np.int32)
+        cache.copy_batch_block_offsets(table, [sequence], stream=device.create_stream("other"), group=group)
+        cache.verify()
+        cache.release(sequence)
+    device.close()

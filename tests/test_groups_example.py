@@ -15,7 +15,6 @@ import kvpool
 from kvpool.device.sim import RaceError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.skipif("groups" not in kvpool.Stats.__dataclass_fields__, reason="no statistics of groups yet")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins, verify_groups
+from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins
 from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
 from kvpool.device.cpu import CpuDevice
 from kvpool.reservations import Share
@@ -46,7 +46,7 @@ def test_a_loader_fills_every_group_and_the_next_request_reuses_all_of_it(make: 
         assert (reservation.tokens, reservation.skip_prefix_n_tokens) == (22, cached)
         engine.load(reservation, A, engine.b)
         reservation.commit()
-    verify_groups(engine.cache)
+    engine.cache.verify()
     assert engine.free() == before and engine.reusable(A[:23]) == 22
     engine.release(engine.add(A[:23], cached=22))
 
@@ -56,7 +56,7 @@ def test_the_slots_of_a_group_are_those_of_its_own_blocks(make: Make) -> None:
     engine.seed(A[:16])
     reservation = engine.cache.reserve(A[:22])
     for g in (0, 1):
-        table = engine.cache._tables[g, reservation.id & 0xFFFFFFFF, :6].tolist()
+        table = engine.cache._tables[g][reservation.id & 0xFFFFFFFF, :6].tolist()
         slots, blocks = reservation.slot_mapping_of(g), reservation.blocks_of(g)
         assert blocks.tolist() == table and blocks.dtype == np.int32 and slots.dtype == np.int64
         assert slots.tolist() == [-1] * 16 + [table[i // T] * T + i % T for i in range(16, 22)]
@@ -132,7 +132,7 @@ def test_a_reservation_that_lost_a_copy_in_one_group_can_only_be_aborted(make: M
         with pytest.raises(DeviceError, match="abort it"):
             reservation.commit()
     assert reservation.closed and engine.free() == [6, 6]
-    verify_groups(engine.cache)
+    engine.cache.verify()
     assert engine.reusable(A[:9]) == 8, "the host has it still"
 
 
@@ -301,7 +301,7 @@ def test_an_import_is_found_once_all_groups_have_what_they_need(make: Make, devi
     assert engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0) == 4
     assert engine.reusable(A[:17]) == 0
     assert engine.cache.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (2, 3)], first=2, group=1) == 2
-    verify_groups(engine.cache)
+    engine.cache.verify()
     assert engine.reusable(A[:17]) == 16 and pins(engine.cache) == 0
     assert engine.cache.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (1, 2)], first=1, group=1) == 1
     engine.release(engine.add(A[:17], cached=16))
@@ -337,7 +337,7 @@ def test_a_reset_during_an_import_leaves_no_group_pinned(make: Make, monkeypatch
     fill, pinned = engine.cache._fill, []
 
     def reset_then_fill(*args: Any) -> None:
-        verify_groups(engine.cache)
+        engine.cache.verify()
         pinned.append(pins(engine.cache))
         engine.cache.reset()
         fill(*args)
@@ -347,4 +347,4 @@ def test_a_reset_during_an_import_leaves_no_group_pinned(make: Make, monkeypatch
     data = [bytes(NARROW.block_bytes)] * 4
     assert engine.cache.import_blocks(prompt, data, group=1) == 0
     assert pinned[0] >= 2 and pins(engine.cache) == 0
-    verify_groups(engine.cache)
+    engine.cache.verify()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, GroupEngine, T, pins, verify_groups
+from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, GroupEngine, T, pins
 from kvpool import BlockNotFound, KVCacheManager, KVPoolError, LayerGroup, Lease, LeaseExpired, PoolClosed
 from kvpool.device.cpu import CpuDevice
 from kvpool.remote import BlockClient, BlockServer
@@ -83,7 +83,7 @@ def test_blocks_of_a_table_are_pinned_by_the_ids_that_leases_have(make: Make) ->
         with engine.cache.pin_blocks(ids) as lease:
             assert (lease.groups == group.index).all() and (lease.blocks == ids).all()
             assert [int((state.blocks["word"] >> 32).sum()) for state in engine.cache._states] == [2 * (group.index == g) for g in (0, 1)]
-            verify_groups(engine.cache)
+            engine.cache.verify()
     for wrong in (7, 15, 16, -1, 1 << 40):
         with pytest.raises(BlockNotFound, match=f"block {wrong} is unknown or holds nothing"):
             engine.cache.pin_blocks([0, wrong])
@@ -115,7 +115,7 @@ def revoke(engine: GroupEngine, lease: Lease) -> None:
 
 def reset_between(engine: GroupEngine, lease: Lease) -> None:
     engine.cache.reset()
-    verify_groups(engine.cache)
+    engine.cache.verify()
     assert engine.reusable(A[:17]) == 0
     lease.close()
 
@@ -123,7 +123,7 @@ def reset_between(engine: GroupEngine, lease: Lease) -> None:
 def refill_between(engine: GroupEngine, lease: Lease) -> None:
     """Everything else is evicted; what is pinned is not."""
     engine.release(engine.add(A[20:36]), store=False)
-    verify_groups(engine.cache)
+    engine.cache.verify()
     lease.close()
 
 
@@ -144,10 +144,10 @@ def test_the_end_of_a_lease_unpins_what_it_pinned_in_all_groups(make: Make, tier
     before = [found["device"] for found in engine.cached()]
     lease = engine.cache.pin(keys_of(engine, A[:16]), owner="reader", tier=tier)
     assert pins(engine.cache) == len(lease.blocks) == 8
-    verify_groups(engine.cache)
+    engine.cache.verify()
     end(engine, lease)
     assert lease.closed and pins(engine.cache) == 0 and engine.free() == [8, 8]
-    verify_groups(engine.cache)
+    engine.cache.verify()
     if end in (close, revoke, twice):
         assert [found["device"] for found in engine.cached()] == before and engine.reusable(A[:17]) == 16
 
@@ -197,7 +197,7 @@ def test_a_destructor_inside_a_decision_unpins_all_groups(make: Make, verb: str,
     }  # fmt: skip
     calls[verb]()
     assert engine.cache.leases == [] and pins(engine.cache) == 0
-    verify_groups(engine.cache)
+    engine.cache.verify()
     monkeypatch.undo()
     engine.release(*engine.live)
 
@@ -224,7 +224,7 @@ def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
         else:
             engine.cache.pin_blocks([0, target[0]])
     assert engine.cache.leases == [] and pins(engine.cache) == 0
-    verify_groups(engine.cache)
+    engine.cache.verify()
     assert engine.reusable(A[:17]) == 16, "the device has it still"
 
 

@@ -56,6 +56,15 @@ def test_a_pool_of_one_group_says_of_it_what_it_says_of_itself() -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
+def test_events_that_any_group_dropped_are_counted(mix: str) -> None:
+    with pool_of(mix, event_capacity=3) as cache:
+        for _ in churn(cache, Random(6), 40):
+            pass
+        dropped = cache.stats().events_dropped
+        assert 0 < dropped == cache.events().number, "numbers count from 0, and what is there begins behind the gap"
+
+
+@pytest.mark.parametrize("mix", MIXES)
 def test_tiers_of_a_group_are_those_of_its_blocks(mix: str) -> None:
     with pool_of(mix, device=20) as cache:
         for _ in churn(cache, Random(6), 15):

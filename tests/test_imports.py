@@ -35,7 +35,6 @@ LAYERS = [
     ["retention", "sequence", "events", "stats", "leases", "export"],
     ["refusals", "groups"],
     ["building"],
-    ["building"],
     ["pool"],
     ["staged_tables"],
     ["pins"],

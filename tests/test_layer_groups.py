@@ -109,6 +109,7 @@ def test_capacities_are_one_number_for_each_group() -> None:
     assert capacities_argument("host_blocks", [0, 7], two) == (0, 7)
     assert capacities_argument("host_blocks", 0, two) == (0, 0)
     assert capacities_argument("device_blocks", 9, (FULL,)) == capacities_argument("device_blocks", [9], (FULL,)) == (9,)
+    assert capacities_argument("device_blocks", np.array(9), (FULL,)) == (9,)
 
 
 @pytest.mark.parametrize(

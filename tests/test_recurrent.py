@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from group_engine import GroupsEngine, open_groups
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool.device.sim import RaceError, SimDevice
 from kvpool.state import blocks, debug
 
 Open = Callable[..., GroupsEngine]
@@ -32,7 +34,7 @@ def open_() -> Iterator[Open]:
     yield build
     for engine in opened:
         engine.check_all()
-        engine.verify()
+        engine.cache.verify()
         engine.cache.close()
 
 
@@ -334,7 +336,7 @@ def test_a_reservation_has_the_states_that_will_be_kept_and_can_be_taken_back(op
     for tokens in (A[:20], A[:9], A[20:30]):
         reservation = engine.cache.reserve(tokens)
         assert reservation.skip_prefix_n_tokens == (8 if tokens[0] == 100 else 0)
-        engine.verify()
+        engine.cache.verify()
         reservation.abort()
         assert engine.free_blocks() == before
     assert sorted(order[1]) == sorted(debug.lists(engine.states()[1])["device"])
@@ -366,3 +368,24 @@ def test_an_engine_is_told_where_states_are(open_: Open) -> None:
     for group, text in ((0, "group=0: accepted are recurrent groups"), (None, "group=None"), (2, "group=2")):
         with pytest.raises(ValueError, match=text):
             engine.cache.state_blocks(first.id, group=group)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_state_is_read_behind_what_wrote_it_on_the_stream_that_asked(named: bool) -> None:
+    device = SimDevice(0, progress=0.0)
+    writer, reader = device.create_stream("writer"), device.create_stream("reader")
+    layout = BlockLayout(layers=1, kv_heads=1, head_dim=4, tokens_per_block=1)
+    groups = [LayerGroup(layout, kind="recurrent")]
+    cache = KVCacheManager(groups=groups, tokens_per_block=4, device_blocks=[4], device=device, max_sequences=2)
+    sequence = cache.add_sequence(A[:3], stream=writer)
+    block = int(cache.state_blocks(sequence)[0, 1])
+    device.launch(writer, lambda: cache.device_pool.__setitem__((0, 0, block), 1), writes=[(block, 0, 1)])
+    cache.commit(sequence, stream=writer)
+    assert cache.state_blocks(sequence, stream=reader if named else None).tolist() == [[block, block]]
+    with nullcontext() if named else pytest.raises(RaceError, match="nothing orders two accesses"):
+        device.launch(reader, lambda: None, reads=[(block, 0, 1)])
+        device.synchronize()
+    if named:
+        cache.release(sequence)
+    cache.close()
+    device.close()

@@ -57,28 +57,30 @@ INDEXED = PUBLISHED | TAIL
 
 SEQUENCE = np.dtype(
     [
+        # What every step reads comes first.
         ("generation", "i4"),
         ("live", "i4"),  # 0, LIVE or RESERVED
+        ("failed", "i4"),  # a block of it was lost on the way
+        ("mark", "i4"),  # scratch within one call
         ("length", "i4"),  # tokens
         ("committed", "i4"),  # tokens whose KV the engine has written
         ("blocks", "i4"),
+        ("stream", "i4"),  # which the engine used for it last; NONE = the host has waited for everything
+        ("forked", "i4"),  # 1 = its last block may be another's too, and is looked at before it is written
+        ("duplicates", "i4"),  # first block that may be a duplicate, NONE = none is
+        ("priority", "i4"),  # of decoded blocks
+        ("ttl", "i4"),
+        ("namespace", "i8"),
+        ("first", "i4"),  # blocks [SINKS, first) were given back: its window has passed them
+        ("kept", "i4"),  # in a recurrent group: the column of its prompt whose state is kept, whatever the rule
         ("cached", "i4"),  # reused tokens, partial ones included
         ("reused", "i4"),  # full blocks reused
-        ("first", "i4"),  # blocks [SINKS, first) were given back: its window has passed them
-        ("namespace", "i8"),
         ("root0", "i8"),
         ("root1", "i8"),
         ("chain0", "i8"),  # in a recurrent group: key of the full committed columns
         ("chain1", "i8"),
-        ("kept", "i4"),  # in a recurrent group: the column of its prompt whose state is kept, whatever the rule
         ("removals", "i8"),  # REMOVALS when its duplicates were last tried
-        ("duplicates", "i4"),  # first block that may be a duplicate, NONE = none is
-        ("priority", "i4"),  # of decoded blocks
-        ("ttl", "i4"),
-        ("failed", "i4"),  # a block of it was lost on the way
-        ("stream", "i4"),  # which the engine used for it last; NONE = the host has waited for everything
-        ("forked", "i4"),  # 1 = its last block may be another's too, and is looked at before it is written
-        ("mark", "i4"),  # scratch within one call
+        ("unused", "i8", 2),  # two lines of a cache, the first of which has what every step reads
     ],
     align=True,
 )

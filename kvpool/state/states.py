@@ -119,6 +119,12 @@ def state_bytes(groups: Sequence[GroupSizes], width: int, sequences: int, column
     return count * (BLOCK.itemsize + 36 + 4 * width) + rows + events * (EVENT.itemsize + 4 * width)
 
 
+def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Zeros that begin at a line of a cache."""
+    memory = np.zeros(count * dtype.itemsize + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][: count * dtype.itemsize].view(dtype)
+
+
 class Ring:
     """The events of all groups, and their numbers."""
 
@@ -147,7 +153,7 @@ class State:
         self.index = np.full(buckets(count), NONE, np.int32)
         self.children = np.full(buckets(count) if settings.partial_reuse else 0, NONE, np.int32)
         self.heap = np.zeros(count + 1, np.int32)
-        self.sequences = np.zeros(settings.sequences, SEQUENCE)
+        self.sequences = _aligned(settings.sequences, SEQUENCE)
         self.rows = np.arange(settings.sequences - 1, -1, -1, dtype=np.int32)
         self.table = table
         self.table.fill(NONE)

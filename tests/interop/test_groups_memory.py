@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups_lab import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T, verify_groups
+from groups_lab import FULL, NARROW, WIDE, WINDOWED, GroupEngine, T
 from kvpool import KVCacheManager, PagedKV, PoolBusy, gather_kv, scatter_kv
 from tests.interop.arrays import aligned
 
@@ -106,7 +106,7 @@ def requests(engine: GroupEngine) -> None:
         sequence = engine.add(tokens)
         engine.cache.commit(sequence)
         engine.release(sequence)
-    verify_groups(engine.cache)
+    engine.cache.verify()
     assert engine.reusable(list(range(100, 118))) >= 16
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from random import Random
 from typing import Any
 
-HAS_RECURRENT = find_spec("kvpool.state.recurrent") is not None
-OTHERS = [["attention"], ["cross"], *([["recurrent"]] if HAS_RECURRENT else [])]
+OTHERS = [["attention"], ["cross"], ["recurrent"]]
 STEP_MS = 1 << 24
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
@@ -38,7 +36,7 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
     """A pool of one plain group, or of one to three of any kinds."""
     width = random.choice((1, 2, 3, 4, 4))
     kinds = ["attention"]
-    if several and HAS_RECURRENT and random.random() < 0.15:
+    if several and random.random() < 0.15:
         kinds = ["recurrent"]
         kinds += random.choice(([], *OTHERS))
     elif several:

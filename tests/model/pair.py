@@ -194,7 +194,8 @@ class Pair:
             self.engine.drafted(self.requests[i], new, above)
         return bool(done)
 
-    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> bool:
+        """Keep a path of each tree; whether it was done."""
         note(f"keep({ids}, {drafts}, {accepted})")
         flat, counts = [i for path in accepted for i in path], [len(path) for path in accepted]
         done = self.both(
@@ -204,6 +205,7 @@ class Pair:
         )
         for i, count, path in zip(ids if done else (), drafts, accepted, strict=False):
             self.engine.kept(self.requests[i], count, path)
+        return bool(done)
 
     def release(self, ids: Sequence[int], store: bool) -> None:
         note(f"release({ids}, store={store})")
@@ -271,7 +273,7 @@ class Pair:
             tables = [(i, ids_of(s.blocks), len(s.items), s.committed) for i, s in group.sequences.items()]
             note(f"# group {g}: (sequence, blocks, tokens, committed): {tables}")
         self.model.check()
-        self.engine.verify()
+        self.cache.verify()
         for side, group, state in zip(self.sides, self.model.groups, self.engine.states(), strict=True):
             self._check_tiers(side, group, state)
             self._check_cached_bytes(side, group)
@@ -293,27 +295,30 @@ class Pair:
             for block in tier.victims()[empty + redundant :]:
                 assert state.blocks["priority"][block.id] == block.priority, f"{where}priority of {block}"
         counted = dict(zip(blocks.COUNTERS, state.counters.tolist(), strict=True))
-        got = {name: counted[name] for name in COUNTERS}
-        assert got == {name: group.counts[name] for name in COUNTERS}, f"{where}counters"
+        assert {name: counted[name] for name in COUNTERS} == {name: group.counts[name] for name in COUNTERS}, f"{where}counters"
 
     def _check_stats(self) -> None:
-        """Of all groups together."""
-        if len(self.sides) > 1:
-            return
+        """What is told of each group, and of all together."""
         stats = self.cache.stats()
         open_now = (len(self.model.sequences), len(self.model.reservations), len(self.model.leases))
         assert (stats.sequences, stats.reservations, stats.leases) == open_now
+        told = [*zip(stats.groups, ([group] for group in self.model.groups), strict=True), (stats, self.model.groups)]
         for name in ("device", "host"):
-            told, tiers = getattr(stats, name), [getattr(group, name) for group in self.model.groups]
-            capacity, free = sum(tier.capacity for tier in tiers), sum(len(tier.victims()) for tier in tiers)
-            empty, redundant = sum(len(tier.empty) for tier in tiers), sum(len(tier.redundant) for tier in tiers)
-            pinned = sum(block.pins > 0 for tier in tiers for block in tier.blocks.values())
-            counts = (capacity, free, capacity - free, free - empty, pinned, empty, redundant)
-            got = (told.capacity, told.free, told.used, told.evictable, told.pinned, told.empty, told.redundant)
-            assert got == counts, f"{name}: capacity, free, used, evictable, pinned, empty, redundant"
-        if len(self.sides) == 1:
-            got = {counter: getattr(stats, counter) for counter in COUNTERS}
-            assert got == {counter: self.model.groups[0].counts[counter] for counter in COUNTERS}
+            for one, groups in told:
+                tiers, got = [getattr(group, name) for group in groups], getattr(one, name)
+                capacity, free = sum(tier.capacity for tier in tiers), sum(len(tier.victims()) for tier in tiers)
+                empty, redundant = sum(len(tier.empty) for tier in tiers), sum(len(tier.redundant) for tier in tiers)
+                pinned = sum(block.pins > 0 for tier in tiers for block in tier.blocks.values())
+                counts = (capacity, free, capacity - free, free - empty, pinned, empty, redundant)
+                assert (got.capacity, got.free, got.used, got.evictable, got.pinned, got.empty, got.redundant) == counts, name
+        lead = next(group for group in self.model.groups if group.matches)
+        for counter in COUNTERS:
+            each = [group.counts[counter] for group in self.model.groups]
+            if hasattr(stats.groups[0], counter):
+                assert [getattr(one, counter) for one in stats.groups] == each, counter
+                assert getattr(stats, counter) == sum(each), counter
+            else:
+                assert getattr(stats, counter) == lead.counts[counter], counter
 
     def _check_sequences(self) -> None:
         ids = sorted(self.model.sequences)

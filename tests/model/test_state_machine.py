@@ -193,7 +193,10 @@ class PoolMachine(RuleBasedStateMachine):
             last = self.model.sequences[ids[-1]]
             for drafts, path in ((len(last.items) - last.committed + 1, []), (1, [0, 0]), (1, [1])):
                 self.pair.keep(ids, [*map(len, tokens[:-1]), drafts], [*paths[:-1], path])
-        self.pair.keep(ids, [len(new) for new in tokens], paths)
+        if not self.pair.keep(ids, [len(new) for new in tokens], paths):
+            # Refused for want of blocks: the drafts go on as one chain, whose bytes are others.
+            for i, new in zip(ids, tokens, strict=True):
+                self.pair.engine.chained(self.pair.requests[i], len(new))
 
     def finish(self, ids: list[int], *, store: bool) -> None:
         """Commit all but the last token and release."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import small_layout
-from kvpool import DeviceError, KVCacheManager, LeaseExpired, PoolClosed
+from kvpool import DeviceError, KVCacheManager, LayerGroup, LeaseExpired, PoolClosed
 from kvpool.device.base import Device, Event, Stream
 from kvpool.device.sim import SimDevice, explore
 from kvpool.device.wrapper import WrappedDevice
@@ -28,6 +28,10 @@ class Refusing(WrappedDevice):
             self.after -= 1
             if self.after < 0:
                 raise DeviceError(f"{call} refused")
+
+    def create_stream(self, name: str) -> Stream:
+        self._may("create_stream")
+        return super().create_stream(name)
 
     def record(self, stream: Stream) -> Event:
         self._may("record")
@@ -51,6 +55,21 @@ def refusing_lab(P: int, S: int, **options: Any) -> tuple[Lab, Refusing]:
     lab = Lab(P, S, wrap=Refusing, **options)
     assert isinstance(lab.cache._device, Refusing)
     return lab, lab.cache._device
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_a_pool_whose_streams_cannot_be_created_leaves_no_memory_taken(after: int) -> None:
+    sim = SimDevice()
+    device = Refusing(sim)
+    layouts = [small_layout(4), small_layout(4, kv_heads=3)]
+    options: dict[str, Any] = {"groups": [LayerGroup(layouts)], "device_blocks": [3], "host_blocks": [2], "device": device}
+    device.refuses, device.after = "create_stream", after
+    with pytest.raises(DeviceError, match="create_stream refused"):
+        KVCacheManager(**options)
+    assert not sim._allocated
+    device.refuses = ""
+    KVCacheManager(**options).close()
+    sim.close()
 
 
 @pytest.mark.parametrize("after", range(3))
