@@ -12,11 +12,21 @@ from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.jit import jit
 
 DROPPED = -1
+NO_RANGES: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 _LIVE, _DEAD = 1, 2
 
 
 @jit
-def _drop_overwritten(moves: Any, width: int, scratch: Any, level: Any) -> int:
+def _is_whole(move: Any, width: int, states: Any) -> bool:
+    """Whether a move writes all of its target."""
+    whole = move[TOKENS] == width
+    for i in range(states.shape[0]):
+        whole |= states[i, 0] <= move[TARGET] < states[i, 1]
+    return whole
+
+
+@jit
+def _drop_overwritten(moves: Any, width: int, states: Any, scratch: Any, level: Any) -> int:
     """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero before and after."""
     dropped = 0
     for i in range(moves.shape[0] - 1, -1, -1):
@@ -25,7 +35,7 @@ def _drop_overwritten(moves: Any, width: int, scratch: Any, level: Any) -> int:
             level[i] = DROPPED
             dropped += 1
             continue
-        if moves[i, TOKENS] == width:
+        if _is_whole(moves[i], width, states):
             scratch[target, 0] = _DEAD
         scratch[source, 0] = _LIVE
     for i in range(moves.shape[0]):
@@ -54,16 +64,17 @@ def _assign(moves: Any, scratch: Any, level: Any) -> int:
 
 
 class Levels:
-    """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens. Not thread-safe: the transfer lock guards it."""
+    """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens, but for those in the ranges ``states`` int64[n, 2], which are
+    always copied whole. Not thread-safe: the transfer lock guards it."""
 
-    def __init__(self, blocks: int, width: int) -> None:
+    def __init__(self, blocks: int, width: int, states: npt.NDArray[np.int64] = NO_RANGES) -> None:
         self._scratch = np.zeros((blocks, 2), np.int32)
-        self._width = width
+        self._width, self._states = width, states
 
     def cut(self, moves: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
         """Levels of a batch int64[n, 4], first to last; moves whose target is overwritten unread are in none."""
         level = np.zeros(len(moves), np.int32)
-        dropped = _drop_overwritten(moves, self._width, self._scratch, level)
+        dropped = _drop_overwritten(moves, self._width, self._states, self._scratch, level)
         count = _assign(moves, self._scratch, level)
         if count == 1 and not dropped:
             yield moves

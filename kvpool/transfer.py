@@ -66,7 +66,7 @@ class Transfer:
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
         self._width = int(states.heads[0, blocks.WIDTH])
-        self._levels = Levels(states.blocks, self._width)
+        self._levels = Levels(states.blocks, self._width, _states_of(states.heads))
         self.order = None if device.synchronous else Order(device, states.blocks)
         self.moved = Moved(states.heads, states.device_blocks, token_bytes)
         self.broken: DeviceError | None = None
@@ -298,6 +298,14 @@ class Transfer:
             self.broken = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
             if not isinstance(error, Exception):
                 self._exit = error
+
+
+def _states_of(heads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The ranges of blocks that hold states, int64[n, 2]."""
+    h = heads[heads[:, blocks.KIND] == blocks.RECURRENT].T
+    device, host = h[blocks.DEVICE_FIRST], h[blocks.HOST_FIRST]
+    first = np.concatenate([device, host + h[blocks.DEVICE_BLOCKS]])
+    return np.stack([first, np.concatenate([device + h[blocks.DEVICE_BLOCKS], host + h[blocks.BLOCKS]])], axis=1)
 
 
 def _accesses(state: State, moves: int, ids: Ids) -> int:

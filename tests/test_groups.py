@@ -298,3 +298,18 @@ def test_a_table_that_is_handed_over_on_a_stream_takes_the_sequence_there_in_all
         cache.verify()
         cache.release(sequence)
     device.close()
+
+
+def test_a_tiny_host_tier_costs_no_chain_of_copies(open_: Open) -> None:
+    """Of states that push each other out of the host within one call, only the last one is copied."""
+    for group in ({}, RECURRENT | {"snapshot_tokens": 4}):
+        engine = open_(group | {"device_blocks": 12, "host_blocks": 1})
+        sequence = engine.add(A[:40])
+        for committed in range(4, 44, 4):
+            engine.commit(sequence, committed)
+        engine.release(sequence)
+        before = engine.cache.stats()
+        engine.cache.release(engine.cache.add_sequence(A[40:48] + A[:36]))
+        after = engine.cache.stats()
+        assert after.offloaded_blocks > before.offloaded_blocks + 1
+        assert after.offloaded_bytes == before.offloaded_bytes + engine.cache.groups[0].block_bytes
