@@ -20,6 +20,7 @@ from kvpool.state.blocks import (
     DETAIL,
     DETAIL2,
     DEVICE,
+    DEVICE_BLOCKS,
     FREE_ROWS,
     KIND,
     NONE,
@@ -119,13 +120,15 @@ def _short(heads, requests, out, n):
 
 @jit
 def _too_wide(heads, request):
-    """A group in which a prompt has more blocks than a row, or NONE."""
+    """A group in which a prompt has more blocks than a row, one that could not have them if there is one; or NONE."""
+    found, short = NONE, False
     for g in range(heads.shape[0]):
         columns = columns_for(heads[g], request)
-        if columns > heads[g, COLUMNS]:
+        never = heads[g, KIND] != RECURRENT and columns > heads[g, DEVICE_BLOCKS]
+        if columns > heads[g, COLUMNS] and (found == NONE or (never and not short)):
+            found, short = g, never
             heads[g, DETAIL], heads[g, DETAIL2] = columns, free_blocks(lists_of(heads[g]), DEVICE)
-            return g
-    return NONE
+    return found
 
 
 @jit
