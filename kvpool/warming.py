@@ -30,17 +30,17 @@ def warm_up() -> None:
 
 
 def _groups(layout: BlockLayout) -> None:
-    """What only pools with several groups of layers, or with states, run."""
+    """What only pools of several groups of layers run: states, and copies in more than one region."""
     state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
     groups = [LayerGroup(layout), LayerGroup(state, kind="recurrent")]
     with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
-        keys = cache.block_keys(np.arange(2 * _WIDTH, dtype=np.int32))
-        sequence = cache.add_sequence(keys)
+        tokens = np.arange(_WIDTH + 1, dtype=np.int32)
+        sequence = cache.add_sequence(tokens)
         cache.state_blocks(sequence, group=1)
-        cache.blocks_needed(keys, group=1)
+        cache.blocks_needed(tokens, group=1)
         cache.commit(sequence)
+        cache.offload(tokens)
         cache.release(sequence)
-        cache.offload(keys)
 
 
 def _live(cache: KVCacheManager) -> None:
@@ -59,6 +59,7 @@ def _live(cache: KVCacheManager) -> None:
         cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)
         cache.rewind(ids, np.array([3]))
         cache.evictable_if_released(ids)
+        cache.loadable(ids)
         cache.release(ids)
     one = cache.add_sequence(tokens[:2])
     both = [one, *cache.fork(one, 1).tolist()]

@@ -264,14 +264,6 @@ def test_a_group_is_named_where_there_are_several(open_: Open) -> None:
     assert (one.first_device_block, two.first_device_block, one.first_host_block) == (0, 12, 15)
 
 
-@pytest.mark.parametrize("other", [{"device_blocks": 40}, RECURRENT])
-def test_the_group_that_can_never_hold_a_prompt_is_the_one_that_is_named(open_: Open, other: dict[str, Any]) -> None:
-    engine = open_(other, {"device_blocks": 6}, max_sequence_tokens=24)
-    with pytest.raises(OutOfBlocks) as short:
-        engine.cache.add_sequence(A[:28])
-    assert (short.value.group, short.value.needed, short.value.free) == (1, 7, 6)
-
-
 # -- one answer --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +290,14 @@ def test_a_table_that_is_handed_over_on_a_stream_takes_the_sequence_there_in_all
         cache.verify()
         cache.release(sequence)
     device.close()
+
+
+@pytest.mark.parametrize("other", [{"device_blocks": 40}, RECURRENT])
+def test_the_group_that_can_never_hold_a_prompt_is_the_one_that_is_named(open_: Open, other: dict[str, Any]) -> None:
+    engine = open_(other, {"device_blocks": 6}, max_sequence_tokens=24)
+    with pytest.raises(OutOfBlocks) as short:
+        engine.cache.add_sequence(A[:28])
+    assert (short.value.group, short.value.needed, short.value.free) == (1, 7, 6)
 
 
 def test_a_tiny_host_tier_costs_no_chain_of_copies(open_: Open) -> None:

@@ -36,40 +36,56 @@ with kvpool.KVCacheManager(kvpool.BlockLayout(1, 1, 1, 4), device_blocks=8, host
     cache.release([a, b, *c], store=False)
     cache.offload(list(range(9)))
     cache.reset()
-block = lambda **options: kvpool.BlockLayout(1, 1, 1, **options)
-groups = [
-    kvpool.LayerGroup([block(tokens_per_block=4), block(tokens_per_block=4)]),
-    kvpool.LayerGroup(block(tokens_per_block=4), window=6, sinks=4),
-    kvpool.LayerGroup(block(tokens_per_block=1), kind="recurrent", snapshot_tokens=8),
-    kvpool.LayerGroup(block(tokens_per_block=4), kind="cross"),
+
+
+def layout(tokens=4, heads=1):
+    return kvpool.BlockLayout(1, heads, 1, tokens)
+
+
+GROUPS = [
+    kvpool.LayerGroup([layout(), layout(heads=3)]),
+    kvpool.LayerGroup(layout(heads=2), window=6, sinks=4),
+    kvpool.LayerGroup(layout(1), kind="recurrent", snapshot_tokens=8),
+    kvpool.LayerGroup(layout(), kind="cross"),
 ]
+prompt = list(range(9))
 for device in ("cpu", "sim"):
-    with kvpool.KVCacheManager(groups=groups, device_blocks=[12] * 4, host_blocks=[6] * 4, device=device, max_sequence_tokens=48) as cache:
-        keys = cache.block_keys(list(range(9)))
-        a = cache.add_sequence(keys, encoder_tokens=5)
+    with kvpool.KVCacheManager(
+        groups=GROUPS, device_blocks=[8] * 4, host_blocks=[5] * 4, device=device, event_capacity=64, max_sequence_tokens=64
+    ) as cache:
+        a = cache.add_sequence(prompt, encoder_tokens=5)
+        cache.match_prefix(prompt)
         cache.commit(a)
         for g in range(4):
-            cache.copy_batch_block_offsets(np.zeros((1, 12), np.int32), a, group=g)
-            cache.blocks_needed(sequences=a, new_tokens=1, group=g)
+            cache.blocks_needed(prompt, group=g, encoder_tokens=5 if g == 3 else None)
+            cache.copy_batch_block_offsets(np.zeros((1, 16), np.int32), [a], group=g)
+            cache.block_table(a, stream=0 if device == "cpu" else cache._device.create_stream("b"), group=g)
+            if g != 2:
+                cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), [a], group=g)
         cache.state_blocks(a, group=2)
-        both = [a, *cache.fork(a)]
-        cache.append_tokens(both, [1, 2, 3, 4], [2, 2])
-        cache.keep(both, [2, 2], [1, 0], [1, 1])
-        cache.append_tokens(both, [1, 2, 3, 4], [2, 2])
-        cache.rewind(both, [1, 1])
-        cache.reorder(both, [1, 1])
-        cache.release(both)
-        cache.offload(keys)
-        for first in (100, 200, 300):
-            cache.release(cache.add_sequence(list(range(first, first + 20)), encoder_tokens=5))
-        cache.prefetch(keys)
+        cache.loadable(a)
+        cache.append_tokens(a, [1, 2, 3])
+        cache.rewind(a, [1])
+        b = cache.fork(a)
+        cache.append_tokens([a, *b], [1, 2, 3, 4], [2, 2])
+        cache.keep([a, *b], [2, 2], [1, 0], [1, 1])
+        cache.reorder([a, *b], [1, 1], store=True)
+        cache.evictable_if_released([a, *b], group=0)
+        cache.release([a, *b])
+        cache.offload(prompt)
+        for start in (100, 200):
+            cache.release(cache.add_sequence([*range(start, start + 20)], encoder_tokens=5))
+        cache.prefetch(prompt)
+        cache.reserve([*range(500, 513)], encoder_tokens=5).abort()
+        cache.reserve([*range(500, 513)], encoder_tokens=5).commit()
+        cache.pin(cache.block_keys([*range(500, 512)]).keys[2:]).close()
+        for g in range(3):
+            cache.import_blocks(cache.block_keys([*range(900, 904)]), [bytes(cache.groups[g].block_bytes)], group=g)
+        cache.refresh()
+        cache.events(snapshot=True)
         cache.stats()
-        with cache.reserve(keys, encoder_tokens=5) as reservation:
-            reservation.commit()
-        cache.reserve(list(range(500, 509)), encoder_tokens=5).abort()
-        cache.pin(keys.keys).close()
-        cache.import_blocks(cache.block_keys(list(range(900, 904))), [bytes(cache.groups[0].block_bytes)], group=0)
-        cache.reset()
+        cache.add_sequence(cache.block_keys(prompt, salt="s", extra_ids=prompt), encoder_tokens=5)
+        cache.reset(force=True)
 after = ready()
 print(json.dumps({name: after[name] for name in after if after[name] != before.get(name)}))
 """
