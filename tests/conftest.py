@@ -11,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from engine import Engine
+    from group_engine import GroupsEngine
 
 # Most tests read device memory through NumPy; those of the GPU ask for it by name.
 os.environ.setdefault("KVPOOL_DEVICE", "cpu")
@@ -39,6 +40,25 @@ def make() -> Iterator[Callable[..., Engine]]:
     for engine in opened:
         if engine.cache.closed:
             continue
+        engine.check_all()
+        engine.cache.verify()
+        engine.cache.close()
+
+
+@pytest.fixture
+def open_() -> Iterator[Callable[..., GroupsEngine]]:
+    """Opens pools of groups of 12 device blocks of 4 tokens each; all are verified and closed at the end."""
+    from group_engine import open_groups
+
+    opened: list[GroupsEngine] = []
+
+    def build(*groups: dict[str, Any], **options: Any) -> GroupsEngine:
+        made = [{"device_blocks": 12} | group for group in groups]
+        opened.append(open_groups(made, **{"max_sequence_tokens": 64} | options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
         engine.check_all()
         engine.cache.verify()
         engine.cache.close()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
-from group_engine import GroupsEngine, open_groups
+from group_engine import GroupsEngine
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.state import blocks, debug
@@ -19,23 +19,6 @@ Open = Callable[..., GroupsEngine]
 A = list(range(100, 148))
 """Twelve blocks of four tokens."""
 RECURRENT = {"kind": "recurrent"}
-
-
-@pytest.fixture
-def open_() -> Iterator[Open]:
-    """Opens pools of groups of 12 device blocks of 4 tokens each; all are verified and closed at the end."""
-    opened: list[GroupsEngine] = []
-
-    def build(*groups: dict[str, Any], **options: Any) -> GroupsEngine:
-        made = [{"device_blocks": 12} | group for group in groups]
-        opened.append(open_groups(made, **{"max_sequence_tokens": 64} | options))
-        return opened[-1]
-
-    yield build
-    for engine in opened:
-        engine.check_all()
-        engine.cache.verify()
-        engine.cache.close()
 
 
 def columns(engine: GroupsEngine, sequence: Any, group: int = 0) -> list[int]:
