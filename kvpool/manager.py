@@ -175,10 +175,12 @@ class KVCacheManager(ForkPool, DraftPool, RecurrentPool):
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
         with self._lock:
             self._check_open()
-            error = groups.growth_needs(self._states.heads, ids, counts, self._needs)
+            # Its own, since a signal handler may decide before it is read.
+            needs = np.empty_like(self._needs)
+            error = groups.growth_needs(self._states.heads, ids, counts, needs)
             if error:
                 raise self._error(error, ids)
-            return int(self._needs[which])
+        return int(needs[which])
 
     # -- sequences -------------------------------------------------------------------------------
 

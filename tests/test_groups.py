@@ -180,6 +180,16 @@ def test_columns_without_a_state_take_no_memory(open_: Open) -> None:
     assert columns(engine, sequence) == [[12]] and engine.reusable(A[:48]) == 36
 
 
+def test_a_running_state_that_others_can_find_is_not_written_again(open_: Open) -> None:
+    engine = open_(RECURRENT)
+    sequence = engine.add(A[:9])
+    engine.rewind(sequence, 1)
+    engine.commit(sequence)
+    assert columns(engine, sequence) == [[1]] and engine.reusable(A[:9]) == 8
+    engine.append(sequence, [1])
+    assert columns(engine, sequence) == [[1, 2]] and engine.reusable(A[:9]) == 8
+
+
 def test_a_running_state_that_beams_share_is_copied_before_it_changes(open_: Open) -> None:
     engine = open_(RECURRENT)
     first = engine.add(A[:6])

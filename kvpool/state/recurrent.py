@@ -45,7 +45,7 @@ from kvpool.state.live import slot_of, stream_of
 from kvpool.state.lru import free_blocks
 from kvpool.state.noted import name, note
 from kvpool.state.requests import blocks_for, keeps_state
-from kvpool.state.sharing import make_writable, private_copy, unfull
+from kvpool.state.sharing import make_writable, private_copy, restore_marked, unfull
 from kvpool.state.storing import BAD_COUNT, publish_range, retry_duplicates
 from kvpool.state.tiers import forget, let_go, shelve, take_device
 
@@ -105,11 +105,7 @@ def growth(h, ids, counts):
             if copied:
                 drop_reference(blocks, unfull(h, slot))
                 sequences[slot].mark = 1
-    for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
-        if sequences[slot].mark:
-            add_reference(blocks, unfull(h, slot))
-            sequences[slot].mark = 0
+    restore_marked(h, ids)
     return need
 
 

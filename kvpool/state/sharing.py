@@ -57,12 +57,18 @@ def copies(h, ids, counts):
             drop_reference(blocks, b)
             sequences[slot].mark = 1
             n += 1
+    restore_marked(h, ids)
+    return n
+
+
+@jit
+def restore_marked(h, ids):
+    """Add the references again that a count has dropped, those of marked sequences on their last block; takes the marks away."""
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
-        if sequences[slot].mark:
-            add_reference(blocks, unfull(h, slot))
-            sequences[slot].mark = 0
-    return n
+        if sequences_of(h)[slot].mark:
+            add_reference(blocks_of(h), unfull(h, slot))
+            sequences_of(h)[slot].mark = 0
 
 
 @jit
