@@ -1,6 +1,7 @@
 """Measure every GPU benchmark once on this machine and write the table of results: ``python -m asv_bench.gpu_table``.
 
-The table names the hardware, the driver's CUDA, the commit and the command. Run it from the root of a checkout, on an idle GPU.
+The table names the hardware, the driver's CUDA, the commit and the command. Run it from the root of a checkout, on an
+idle GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from asv_bench.benchmarks.gpu import BlockCopies, KvCopies, StagedTables
-from kvpool.device.calibration import DIRECTIONS, PATHS
 from kvpool.device.cuda import describe_gpus, unusable
+from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -32,7 +33,11 @@ def measured(benchmark: type[Any], parameters: tuple[Any, ...]) -> dict[str, flo
     except NotImplementedError:
         return None
     try:
-        return {name.removeprefix("track_"): getattr(made, name)(*parameters) for name in dir(made) if name.startswith("track_")}
+        return {
+            name.removeprefix("track_"): getattr(made, name)(*parameters)
+            for name in dir(made)
+            if name.startswith("track_")
+        }
     finally:
         made.teardown(*parameters)
 
@@ -44,7 +49,8 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def block_tables() -> Iterator[str]:
-    """One table for each direction and placement: a row for each path and number of fragments, a column for each size."""
+    """One table for each direction and placement: a row for each path and number of fragments, a column for each
+    size."""
     for direction, placement in product(DIRECTIONS, PLACEMENTS):
         rows = []
         for path, count in product(PATHS, FRAGMENTS):
@@ -78,11 +84,18 @@ def staging_table() -> str:
 
 def report(command: str) -> str:
     gpu = describe_gpus()[0]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
-    machine = f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, commit {commit or 'unknown'}, `{command}`."
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True
+    ).stdout.strip()
+    machine = (
+        f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, commit {commit or 'unknown'}, `{command}`."
+    )
     parts = [
         "# Copies on a GPU",
-        f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what each figure counts.",
+        (
+            f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what "
+            "each figure counts."
+        ),
         "## Blocks: GB/s, and percent of one large copy in the same direction",
         *block_tables(),
         "## Tokens between the device tier and staging",
@@ -96,12 +109,13 @@ def report(command: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m asv_bench.gpu_table", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
+    parser.add_argument("--command", help="what the table says it was made by (default: this command)")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
     missing = unusable()
     if missing is not None:
         sys.exit(f"nothing was measured: {missing}")
-    options.output.write_text(report(" ".join([parser.prog, *given])), encoding="utf-8")
+    options.output.write_text(report(options.command or " ".join([parser.prog, *given])), encoding="utf-8")
     print(options.output)
 
 

@@ -1,7 +1,9 @@
-// Copies whole blocks and the first tokens of blocks between any two tiers, host memory included: one launch for a table of moves.
+// Copies whole blocks and the first tokens of blocks between any two tiers, host memory included: one launch for a
+// table of moves.
 //
-// A whole block is `runs` contiguous runs of `run_bytes`; its first n tokens are `outer * inner` runs of `n * token_bytes`. Runs are cut
-// into pieces, and a warp copies one piece at a time. Every move has the same number of pieces, some of which may be empty.
+// A whole block is `runs` contiguous runs of `run_bytes`; its first n tokens are `outer * inner` runs of `n *
+// token_bytes`. Runs are cut into pieces, and a warp copies one piece at a time. Every move has the same number of
+// pieces, some of which may be empty.
 #include "copy.cuh"
 
 constexpr int WARP = 32;
@@ -18,19 +20,21 @@ struct BlockCopy {
     Int moves, count, pieces;
 };
 
-struct Move {
-    Int source, target, tokens, ticket;
-};
+// A row of the table: one load of 16 bytes, the same one in all threads of a warp. Ids and tokens are not negative.
+__device__ __forceinline__ uint4 load_move(const BlockCopy& copy, unsigned item) {
+    return __ldg(reinterpret_cast<const uint4*>(copy.moves) + item / (unsigned)copy.pieces);
+}
 
-template <class Word> __device__ __forceinline__ void copy_piece(const BlockCopy& copy, const Move* move, unsigned piece) {
-    const Int source = __ldg(&move->source), target = __ldg(&move->target), tokens = __ldg(&move->tokens);
+template <class Word>
+__device__ __forceinline__ void copy_piece(const BlockCopy& copy, const uint4& move, unsigned piece) {
+    const Int source = move.x, target = move.y, tokens = move.z;
     const bool whole = tokens == copy.tokens_per_block;
     const Int run_bytes = whole ? copy.run_bytes : tokens * copy.token_bytes;
     const unsigned cuts = (unsigned)((run_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
     const unsigned run = piece / cuts, inner = (unsigned)copy.inner;
     if (run >= (whole ? copy.runs : copy.outer * copy.inner)) return;
     const Int start = (Int)(piece % cuts) * PIECE_BYTES;
-    const Int bytes = run_bytes - start < PIECE_BYTES ? run_bytes - start : PIECE_BYTES;
+    const int bytes = (int)(run_bytes - start < PIECE_BYTES ? run_bytes - start : PIECE_BYTES);
     const Int lane = (threadIdx.x % WARP) * (Int)sizeof(Word) + start;
     Int address[2];
 #pragma unroll
@@ -38,7 +42,8 @@ template <class Word> __device__ __forceinline__ void copy_piece(const BlockCopy
         const Int block = end ? target : source;
         const bool on_host = block >= copy.device_blocks;
         const Tier& tier = on_host ? copy.host : copy.device;
-        const Int place = whole ? run * tier.run_stride : run / inner * tier.outer_stride + run % inner * tier.inner_stride;
+        const Int place =
+            whole ? run * tier.run_stride : run / inner * tier.outer_stride + run % inner * tier.inner_stride;
         address[end] = tier.base + (on_host ? block - copy.device_blocks : block) * tier.block_stride + place + lane;
     }
     constexpr int ROUND_BYTES = WARP * IN_FLIGHT * sizeof(Word);
@@ -58,11 +63,24 @@ template <class Word> __device__ __forceinline__ void copy_piece(const BlockCopy
     }
 }
 
-#define BLOCK_COPY(bytes, Word)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(512, 2) block_copy_##bytes(const __grid_constant__ BlockCopy copy) {  \
-        const unsigned warps = gridDim.x * (blockDim.x / WARP), items = (unsigned)(copy.count * copy.pieces);          \
-        const Move* moves = reinterpret_cast<const Move*>(copy.moves);                                                 \
-        for (unsigned item = (blockIdx.x * blockDim.x + threadIdx.x) / WARP; item < items; item += warps)              \
-            copy_piece<Word>(copy, moves + item / (unsigned)copy.pieces, item % (unsigned)copy.pieces);                \
+// The row of a warp's next piece is fetched before its present piece is copied: where the table is host memory, it
+// takes as long.
+template <class Word> __device__ __forceinline__ void copy_blocks(const BlockCopy& copy) {
+    const unsigned warps = gridDim.x * (blockDim.x / WARP), items = (unsigned)(copy.count * copy.pieces);
+    unsigned item = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+    if (item >= items) return;
+    uint4 move = load_move(copy, item);
+    while (true) {
+        const unsigned next = item + warps;
+        const uint4 next_move = next < items ? load_move(copy, next) : move;
+        copy_piece<Word>(copy, move, item % (unsigned)copy.pieces);
+        if (next >= items) return;
+        item = next, move = next_move;
+    }
+}
+
+#define BLOCK_COPY(bytes, Word)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(512, 2) block_copy_##bytes(const __grid_constant__ BlockCopy copy) { \
+        copy_blocks<Word>(copy);                                                                                      \
     }
 FOR_EACH_WORD(BLOCK_COPY)

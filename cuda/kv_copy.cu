@@ -1,24 +1,26 @@
 // Copies tokens between a paged KV cache and contiguous staging, all layers and planes in one launch.
 //
-// The words of a plane are counted as one number with the digits (layer, token, head, word), words fastest, so that
-// neighbouring threads touch neighbouring words. A thread advances by constant steps, which come split into digits:
-// it adds and carries, and never divides.
+// A unit is one word of one token, in all layers of a chunk: a thread loads the token's slot once, splits it once, and
+// then walks the layers. The units of a plane are counted as one number with the digits (chunk, token, head, word),
+// words fastest, so that neighbouring threads touch neighbouring words. A thread advances by a constant step, which
+// comes split into digits: it adds and carries, and never divides. Words in flight may be of several layers or of
+// several units, as there are.
 #include "copy.cuh"
 
 constexpr int PLANES = 4;
 constexpr int BASES = 384;
 constexpr int IN_FLIGHT = 4;
+constexpr Int LEFT_OUT = -0x7fffffffffffffff;
 
 struct Digits {
-    Int layer, token, head, word;
+    Int chunk, token, head, word;
 };
 
 struct Plane {
     Int block_stride, token_stride, head_stride;
     Int staging, staging_layer_stride, staging_token_stride, staging_head_stride;
-    Int heads, words;
-    Digits next;  // from one word of a thread to its next one in flight
-    Digits jump;  // what is left to the thread's first word of the next round
+    Int heads, words, chunk_layers;
+    Digits step;  // from one unit of a thread to its next one
 };
 
 // The whole argument: it is copied at the launch, so that nothing of the caller's is read later but the slots.
@@ -30,63 +32,77 @@ struct KvCopy {
 };
 
 struct Position {
-    unsigned layer, token, head, word;
+    unsigned chunk, token, head, word;
+    unsigned layer;  // of the chunk
 };
 
-__device__ __forceinline__ void advance(Position& at, const Digits& step, const Plane& plane, unsigned tokens) {
-    at.word += (unsigned)step.word;
-    at.head += (unsigned)step.head;
-    at.token += (unsigned)step.token;
-    at.layer += (unsigned)step.layer;
+__device__ __forceinline__ void advance(Position& at, const Plane& plane, unsigned tokens, unsigned layers) {
+    const unsigned each = (unsigned)plane.chunk_layers;
+    if (++at.layer < each && at.chunk * each + at.layer < layers) return;
+    at.layer = 0;
+    at.word += (unsigned)plane.step.word;
+    at.head += (unsigned)plane.step.head;
+    at.token += (unsigned)plane.step.token;
+    at.chunk += (unsigned)plane.step.chunk;
     if (at.word >= (unsigned)plane.words) at.word -= (unsigned)plane.words, ++at.head;
     if (at.head >= (unsigned)plane.heads) at.head -= (unsigned)plane.heads, ++at.token;
-    if (at.token >= tokens) at.token -= tokens, ++at.layer;
+    if (at.token >= tokens) at.token -= tokens, ++at.chunk;
 }
 
 template <class Word> __device__ __forceinline__ void copy_plane(const KvCopy& copy, int p) {
     const Plane& plane = copy.plane[p];
-    const unsigned tokens = (unsigned)copy.tokens, layers = (unsigned)copy.layers;
-    unsigned first = blockIdx.x * IN_FLIGHT * blockDim.x + threadIdx.x;
+    const unsigned tokens = (unsigned)copy.tokens, layers = (unsigned)copy.layers, each = (unsigned)plane.chunk_layers;
+    unsigned first = blockIdx.x * blockDim.x + threadIdx.x;
     Position at;
     at.word = first % (unsigned)plane.words, first /= (unsigned)plane.words;
     at.head = first % (unsigned)plane.heads, first /= (unsigned)plane.heads;
-    at.token = first % tokens, at.layer = first / tokens;
-    while (at.layer < layers) {
+    at.token = first % tokens, at.chunk = first / tokens, at.layer = 0;
+    // Of the present unit: its place in a layer of the cache, counted from the layer's base, and in layer 0 of the
+    // staging.
+    Int paged = LEFT_OUT, staging = 0;
+    while (at.chunk * each < layers) {
         Position place[IN_FLIGHT];
-        Int slot[IN_FLIGHT], source[IN_FLIGHT], target[IN_FLIGHT];
+        Int slot[IN_FLIGHT], target[IN_FLIGHT];
         Word word[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             place[i] = at;
             slot[i] = -1;
-            if (at.layer < layers) {
+            if (at.layer == 0 && at.chunk * each < layers) {
                 const Int address = copy.slots + (Int)at.token * copy.slot_bytes;
-                slot[i] = copy.slot_bytes == 8 ? __ldg(reinterpret_cast<const Int*>(address)) : __ldg(reinterpret_cast<const int*>(address));
+                slot[i] = copy.slot_bytes == 8 ? __ldg(reinterpret_cast<const Int*>(address))
+                                               : __ldg(reinterpret_cast<const int*>(address));
             }
-            advance(at, plane.next, plane, tokens);
+            advance(at, plane, tokens, layers);
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
+            if (place[i].layer == 0) {
+                paged = LEFT_OUT;
+                // Negative slots are skipped, and so are those past the end, which the host could not see.
+                if ((unsigned long long)slot[i] < (unsigned long long)copy.slot_end) {
+                    const unsigned block = (unsigned)slot[i] / (unsigned)copy.tokens_per_block;
+                    const unsigned token = (unsigned)slot[i] % (unsigned)copy.tokens_per_block;
+                    const Int inside = (Int)place[i].word * (Int)sizeof(Word);
+                    paged = block * plane.block_stride + token * plane.token_stride +
+                            place[i].head * plane.head_stride + inside;
+                    staging = plane.staging + place[i].token * plane.staging_token_stride +
+                              place[i].head * plane.staging_head_stride + inside;
+                }
+            }
             target[i] = 0;
-            // Negative slots are skipped, and so are those past the end, which the host could not see.
-            if ((unsigned long long)slot[i] < (unsigned long long)copy.slot_end) {
-                const unsigned block = (unsigned)slot[i] / (unsigned)copy.tokens_per_block;
-                const unsigned token = (unsigned)slot[i] % (unsigned)copy.tokens_per_block;
-                const Int inside = (Int)place[i].word * (Int)sizeof(Word);
-                const Int paged = copy.bases[p * layers + place[i].layer] + block * plane.block_stride + token * plane.token_stride +
-                                  place[i].head * plane.head_stride + inside;
-                const Int staging = plane.staging + place[i].layer * plane.staging_layer_stride +
-                                    place[i].token * plane.staging_token_stride + place[i].head * plane.staging_head_stride + inside;
-                source[i] = copy.gather ? paged : staging;
-                target[i] = copy.gather ? staging : paged;
-                word[i] = load<Word>(source[i]);
+            if (paged != LEFT_OUT) {
+                const unsigned layer = place[i].chunk * each + place[i].layer;
+                const Int in_cache = copy.bases[p * layers + layer] + paged;
+                const Int in_staging = staging + layer * plane.staging_layer_stride;
+                target[i] = copy.gather ? in_staging : in_cache;
+                word[i] = load<Word>(copy.gather ? in_cache : in_staging);
             }
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             if (target[i]) store<Word>(target[i], word[i]);
         }
-        advance(at, plane.jump, plane, tokens);
     }
 }
 

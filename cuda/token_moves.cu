@@ -1,8 +1,9 @@
-// Moves tokens to other slots of the device tier, all layers, planes and heads: one launch for the tokens of many sequences.
+// Moves tokens to other slots of the device tier, all layers, planes and heads: one launch for the tokens of many
+// sequences.
 //
-// The moves of a group are made in order, since one may write what an earlier one reads. A thread owns one word of a token, in one run
-// of a block, and makes all moves of a group for it: what it overwrites, it alone has read. The moves are part of the argument, so
-// that nothing of the caller's is read later.
+// The moves of a group are made in order, since one may write what an earlier one reads. A thread owns one word of a
+// token, in one run of a block, and makes all moves of a group for it: what it overwrites, it alone has read. The moves
+// are part of the argument, so that nothing of the caller's is read later.
 #include "copy.cuh"
 
 constexpr int MOVES = 320;
@@ -25,7 +26,8 @@ template <class Word> __device__ __forceinline__ void move_tokens(const TokenMov
     for (Int item = (Int)blockIdx.x * blockDim.x + threadIdx.x; item < job.groups * columns; item += step) {
         const unsigned group = (unsigned)(item / columns), column = (unsigned)(item % columns), run = column / words;
         const Int base =
-            job.base + run / inner * job.outer_stride + run % inner * job.inner_stride + column % words * (Int)sizeof(Word);
+            job.base + run / inner * job.outer_stride + run % inner * job.inner_stride +
+            column % words * (Int)sizeof(Word);
         const unsigned end = job.ends[group];
         for (unsigned i = group ? job.ends[group - 1] : 0; i < end; i += IN_FLIGHT) {
             // No move reads what an earlier one wrote, so that several may be read before the first is written.
@@ -42,8 +44,8 @@ template <class Word> __device__ __forceinline__ void move_tokens(const TokenMov
     }
 }
 
-#define MOVE_TOKENS(bytes, Word)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(512, 2) move_tokens_##bytes(const __grid_constant__ TokenMoves job) { \
-        move_tokens<Word>(job);                                                                                             \
+#define MOVE_TOKENS(bytes, Word)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(512, 2) move_tokens_##bytes(const __grid_constant__ TokenMoves job) {\
+        move_tokens<Word>(job);                                                                                       \
     }
 FOR_EACH_WORD(MOVE_TOKENS)

@@ -1,4 +1,5 @@
-"""Settings of Sphinx: the reference is made of the docstrings, the pages are Markdown, and every warning is an error."""
+"""Settings of Sphinx: the reference is made of the docstrings, the pages are Markdown, and every warning is an
+error."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-# Help texts are as wide as a page here, whatever the terminal.
-os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"
+# Help texts are as wide as code on a page, whatever the terminal.
+os.environ["COLUMNS"], os.environ["NO_COLOR"] = "80", "1"
 
 import kvpool  # noqa: E402
 from kvpool.__main__ import command_line  # noqa: E402
@@ -23,13 +24,15 @@ project_copyright = ""
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
 exclude_patterns = ["_build"]
 suppress_warnings: list[str] = []
-html_theme = "alabaster"
-html_theme_options = {"page_width": "1100px", "sidebar_width": "240px", "show_powered_by": False}
+html_theme, html_title = "furo", f"kvpool {version}"
+html_static_path, html_css_files = ["_static"], ["kvpool.css"]
+# Both from Pygments, so that code can be read in the light and in the dark.
+pygments_style, pygments_dark_style = "friendly", "monokai"
 html_show_copyright, html_copy_source, html_show_sphinx = False, False, False
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints, autodoc_typehints_format = "signature", "short"
-python_maximum_signature_line_length = 110
+python_maximum_signature_line_length = 70
 napoleon_google_docstring = False
 napoleon_use_ivar, napoleon_attr_annotations = True, False
 myst_heading_anchors = 3
@@ -38,8 +41,8 @@ myst_heading_anchors = 3
 def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:
     """Docstrings as napoleon wants them.
 
-    A parameter is written as ``name : what it is``, without its type, which the signature has: napoleon takes what follows the colon for
-    one. Prose behind the parameters gets a heading, since their section would not end without.
+    A parameter is written as ``name : what it is``, without its type, which the signature has: napoleon takes what
+    follows the colon for one. Prose behind the parameters gets a heading, since their section would not end without.
     """
     if what in ("attribute", "data", "property"):
         # Else what comes before the first colon is taken for a type.
@@ -59,11 +62,15 @@ def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: 
     lines[:] = found
 
 
-def _short(app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returns: str | None) -> tuple[Any, Any]:
+def _short(
+    app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[Any, Any]:
     """Signatures in which an array of NumPy is named as in the source."""
 
     def named(text: str | None) -> str | None:
-        return text and re.sub(r"~numpy\.ndarray\[tuple\[~typing\.Any, \.\.\.\], ~numpy\.dtype\[~\w+\.(\w+)\]\]", r"NDArray[\1]", text)
+        return text and re.sub(
+            r"~numpy\.ndarray\[tuple\[~typing\.Any, \.\.\.\], ~numpy\.dtype\[~\w+\.(\w+)\]\]", r"NDArray[\1]", text
+        )
 
     return named(signature), named(returns)
 

@@ -1,9 +1,10 @@
-"""Beam search and parallel sampling on the model of engine_numpy.py: what the sequences share is computed once and kept once.
+"""Beam search and parallel sampling on the model of engine_numpy.py: what the sequences share is computed once and kept
+once.
 
     python examples/beams_numpy.py                 # beams of several prompts in one batch, every logit compared
-    python examples/beams_numpy.py --device sim    # the same on a stream that really runs behind
+    python examples/beams_numpy.py --device sim    # the same on a stream that runs late
 
-Read `Search.step`: one `reorder` and one `append_tokens` for all beams of all prompts are all that the pool hears of the search.
+Read `Search.step`: it makes one `reorder` and one `append_tokens` for all beams of all prompts, and no other call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from engine_numpy import LAYOUT, TOLERANCE, VOCABULARY, Batch, Engine, Floats, Ints, PagedModel, make_weights, options, uncached
+from engine_numpy import (
+    LAYOUT,
+    TOLERANCE,
+    VOCABULARY,
+    Batch,
+    Engine,
+    Floats,
+    Ints,
+    PagedModel,
+    make_weights,
+    options,
+    uncached,
+)
 
 import kvpool
 from kvpool.device import get_device
@@ -29,11 +42,20 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 class Search:
-    """``WIDTH`` continuations of each prompt: the most likely ones (beams), or drawn ones (samples), which never change places."""
+    """``WIDTH`` continuations of each prompt: the most likely ones (beams), or drawn ones (samples), which never change
+    places."""
 
     table, launch = Engine.table, Engine.launch
 
-    def __init__(self, cache: kvpool.KVCacheManager, device: Device, stream: Stream, model: Any, prompts: list[list[int]], rng: Any):
+    def __init__(
+        self,
+        cache: kvpool.KVCacheManager,
+        device: Device,
+        stream: Stream,
+        model: Any,
+        prompts: list[list[int]],
+        rng: Any,
+    ):
         self.cache, self.device, self.stream, self.model, self.rng = cache, device, stream, model, rng
         first = cache.add_sequence_batch(prompts, stream=stream)
         self.tokens = [list(prompt) for prompt in prompts for _ in range(WIDTH)]
@@ -89,8 +111,12 @@ class Search:
 
 
 def compare(weights: dict[str, Any], search: Search, reference: Callable[..., Floats] = uncached) -> tuple[int, float]:
-    """The logits of every step of every beam, dropped ones too, against the model without a cache: how many, the largest difference."""
-    differences = [np.abs(logits - reference(weights, tokens)[-1]).max() for tokens, logits in (*search.prefilled, *search.computed)]
+    """The logits of every step of every beam, dropped ones too, against the model without a cache: how many, the
+    largest difference."""
+    differences = [
+        np.abs(logits - reference(weights, tokens)[-1]).max()
+        for tokens, logits in (*search.prefilled, *search.computed)
+    ]
     return len(differences), float(max(differences))
 
 
@@ -123,7 +149,10 @@ def run(device: Device, *, prompts: int, seed: int, sampling: bool, check: bool)
         print(f"{count:7,} {name}")
     print(f"{most:7,} blocks at most, {alone:,} without sharing; largest difference of a logit {worst:.1e}")
     if leaked or not worst <= TOLERANCE or not all(counts.values()):
-        print(f"failed: {leaked} blocks were left, or the logits differ by more than {TOLERANCE}, or something did not happen")
+        print(
+            f"failed: {leaked} blocks were left, or the logits differ by more than {TOLERANCE}, or something did not "
+            "happen"
+        )
         return 1
     return 0
 

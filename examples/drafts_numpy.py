@@ -1,10 +1,12 @@
-"""The engine of engine_numpy.py with trees of drafts: a batch computes every branch of a guess, and the pool keeps the path that was right.
+"""The engine of engine_numpy.py with trees of drafts: a batch computes every branch of a guess, and the pool keeps the
+path that was right.
 
     python examples/drafts_numpy.py                 # every logit compared with the model without a cache
-    python examples/drafts_numpy.py --device sim    # the same on a stream that really runs behind
+    python examples/drafts_numpy.py --device sim    # the same on a stream that runs late
 
-A draft lies where it was appended, and stands in the text where its depth in the tree says. Attention shows it the text and its own
-ancestors. After the step `cache.keep` moves the KV of the accepted path to where it would lie had nothing else been guessed.
+A draft is stored where it was appended. Its position in the text is its depth in the tree. It attends to the text and
+to its own ancestors. After the step, `cache.keep` moves the KV of the accepted path to where it would be if nothing
+else had been guessed.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Tree:
         return found
 
     def stand(self, places: Ints, end: int) -> Ints:
-        """Where in their texts the tokens at these places of a sequence of ``end`` tokens stand; the drafts are its last ones."""
+        """Where in their texts the tokens at these places of a sequence of ``end`` tokens stand; the drafts are its
+        last ones."""
         text, found = end - len(self.tokens), places.copy()
         drafts = (places >= text) & (places < end)
         found[drafts] = text - 1 + np.array(self.depths(), np.int64)[places[drafts] - text]
@@ -95,7 +98,8 @@ def grow_tree(tokens: list[int], depth: int) -> Tree:
 
 
 def in_tree(positions: Ints, places: Ints, tree: Tree) -> npt.NDArray[np.bool_]:
-    """Which tokens [n, m] at ``places`` those at ``positions`` see: the text up to their own, and of the drafts their ancestors."""
+    """Which tokens [n, m] at ``places`` those at ``positions`` see: the text up to their own, and of the drafts their
+    ancestors."""
     end = positions[-1] + 1
     text = end - len(tree.tokens)
     seen = places <= positions[:, None]
@@ -133,23 +137,32 @@ class TreeModel(PagedModel):
             for row, table in enumerate(batch.table):
                 mine = batch.owner == row
                 keys, values = pool[layer][:, table[table >= 0]].reshape(2, -1, KV_HEADS, HEAD_DIM)
-                out[mine] = attention(q[mine], keys, values, in_tree(batch.positions[mine], np.arange(len(keys)), trees[row]))
+                out[mine] = attention(
+                    q[mine], keys, values, in_tree(batch.positions[mine], np.arange(len(keys)), trees[row])
+                )
             return out
 
         return np.asarray(forward(self.weights, batch.tokens, batch.standing(), attend))
 
 
 class TreeEngine(Engine):
-    """The engine, whose guesses are trees. Drafts are never committed, so that nobody else can find them."""
+    """The engine, whose guesses are trees. Drafts are never committed, so that nobody else can find them. A prompt is
+    computed in one step."""
+
+    chunk = 1 << 30
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.trees: dict[Chat, Tree] = {}
 
     def grow(self) -> None:
-        while answering := [chat for chat in self.running if self.cache.sequence_length(chat.sequence) < len(chat.tokens)]:
+        while answering := [
+            chat for chat in self.running if self.cache.sequence_length(chat.sequence) < len(chat.tokens)
+        ]:
             trees = [grow_tree(chat.tokens, min(DEPTH, chat.answer - 1)) for chat in answering]
-            new = [token for chat, tree in zip(answering, trees, strict=True) for token in (chat.tokens[-1], *tree.tokens)]
+            new = [
+                token for chat, tree in zip(answering, trees, strict=True) for token in (chat.tokens[-1], *tree.tokens)
+            ]
             counts = [1 + len(tree.tokens) for tree in trees]
             try:
                 self.cache.append_tokens([chat.sequence for chat in answering], new, counts, stream=self.stream)
@@ -192,7 +205,9 @@ class TreeEngine(Engine):
         staying = [i for i, chat in enumerate(chats) if chat in self.running]
         ids = [chats[i].sequence for i in staying]
         accepted = [draft for i in staying for draft in paths[i]]
-        self.cache.keep(ids, [drafts[i] for i in staying], accepted, [len(paths[i]) for i in staying], stream=self.stream)
+        self.cache.keep(
+            ids, [drafts[i] for i in staying], accepted, [len(paths[i]) for i in staying], stream=self.stream
+        )
         self.cache.commit(ids, [chats[i].computed for i in staying], stream=self.stream)
         self.leave([chats[i] for i in staying if chats[i].answer == 0])
         for chat in chats:

@@ -1,8 +1,10 @@
-"""The engine of engine_numpy.py on a GPU, in CuPy: a staged block table, a paged attention kernel, everything on one stream.
+"""The engine of engine_numpy.py on a GPU, in CuPy: a staged block table, a paged attention kernel, everything on one
+stream.
 
-    python examples/engine_cupy.py                  # needs an NVIDIA GPU, and CuPy: pip install 'kvpool[cuda12]' or 'kvpool[cuda13]'
+    python examples/engine_cupy.py # needs an NVIDIA GPU, and CuPy: pip install 'kvpool[cuda12]' or 'kvpool[cuda13]'
 
-Nothing here waits for the pool's copies: every call names the stream, and the stream waits for the blocks that it needs.
+Nothing here waits for the pool's copies: every call names the stream, and the stream waits for the blocks that it
+needs.
 """
 
 from __future__ import annotations
@@ -48,17 +50,31 @@ class CupyModel:
 
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
-        pool, size = self.cache.device_pool, LAYOUT.tokens_per_block  # [layers, K and V, blocks, tokens, kv_heads, head_dim]
-        # Staged: the table is written when the stream gets there, as it is now, whatever becomes of the sequences meanwhile.
+        # [layers, K and V, blocks, tokens, kv_heads, head_dim]
+        pool, size = self.cache.device_pool, LAYOUT.tokens_per_block
+        # Staged: the table is written when the stream gets there, as it is now, whatever becomes of the sequences
+        # meanwhile.
         self.cache.copy_batch_block_offsets(self.table, batch.sequences, stream=self.stream)
         with self.on:
-            tokens, positions, owner = (self.cupy.asarray(values) for values in (batch.tokens, batch.positions, batch.owner))
+            tokens, positions, owner = (
+                self.cupy.asarray(values) for values in (batch.tokens, batch.positions, batch.owner)
+            )
             blocks, places = self.table[owner, positions // size], positions % size
 
             def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
                 pool[layer, 0, blocks, places], pool[layer, 1, blocks, places] = k, v
                 q, out = self.cupy.ascontiguousarray(q), self.cupy.empty(q.shape)
-                arguments = (out, q, pool[layer, 0], pool[layer, 1], self.table, np.int32(COLUMNS), owner, positions, np.int32(len(q)))
+                arguments = (
+                    out,
+                    q,
+                    pool[layer, 0],
+                    pool[layer, 1],
+                    self.table,
+                    np.int32(COLUMNS),
+                    owner,
+                    positions,
+                    np.int32(len(q)),
+                )
                 self.kernel((-(-len(q) * HEADS // THREADS),), (THREADS,), arguments)
                 return out
 
@@ -73,7 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit(f"engine_cupy.py cannot run here: {missing}")
     import cupy
 
-    return serve(get_device("cuda"), partial(CupyModel, cupy=cupy), chats=given.chats, seed=given.seed, check=given.check)
+    return serve(
+        get_device("cuda"), partial(CupyModel, cupy=cupy), chats=given.chats, seed=given.seed, check=given.check
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The engine of engine_numpy.py with its model in JAX, which reads the pool in place through DLPack: on the CPU, and on a GPU where one is.
+"""The engine of engine_numpy.py with its model in JAX, which reads the pool in place through DLPack: on the CPU, and on
+a GPU where one is.
 
     python examples/engine_jax.py [--device auto|cpu|cuda]
 
-JAX takes arrays to be immutable, and a pool is not. So a step is one pure function, (pool, new tokens) -> (logits, new K and V); what it
-returns is scattered into the pool by ``kvpool.scatter_kv``, when JAX is done reading; and the view is taken anew for the next step.
+JAX takes arrays to be immutable, and a pool is not. So a step is one pure function, (pool, new tokens) -> (logits, new
+K and V); what it returns is written into the pool by ``kvpool.scatter_kv`` when JAX is done reading. The next step
+takes a new view.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def step(weights: Any, pool: Any, tokens: Any, positions: Any, owner: Any, table
     new = []
 
     def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-        paged = pool[layer][:, table].reshape(2, len(table), -1, KV_HEADS, HEAD_DIM)  # K and V, sequences, positions, ...
+        # K and V, sequences, positions, ...
+        paged = pool[layer][:, table].reshape(2, len(table), -1, KV_HEADS, HEAD_DIM)
         new.append(jnp.stack([k, v]))
         # The pool does not have the new tokens yet: they take their places in what was gathered from it.
         keys, values = paged.at[:, owner, positions].set(new[-1], mode="drop")[:, owner]
@@ -60,13 +63,17 @@ class JaxModel:
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
         n = len(batch.tokens)
-        # JAX compiles for shapes: tokens are padded to 32 and its doubles, by some that no sequence has and that are stored nowhere.
+        # JAX compiles for shapes: tokens are padded to 32 and its doubles, by some that no sequence has and that are
+        # stored nowhere.
         more, nowhere = max(32, 1 << (n - 1).bit_length()) - n, COLUMNS * LAYOUT.tokens_per_block
         fillers = ((batch.tokens, 0), (batch.owner, 0), (batch.positions, nowhere), (batch.slots, -1))
-        tokens, owner, positions, slots = (np.pad(values, (0, more), constant_values=filler) for values, filler in fillers)
+        tokens, owner, positions, slots = (
+            np.pad(values, (0, more), constant_values=filler) for values, filler in fillers
+        )
         table = np.full((Engine.running_max, COLUMNS), -1)
         table[: len(batch.table), : batch.table.shape[1]] = batch.table
-        # JAX does not show its streams, so the host waits where they meet the pool's: for onboards, for JAX, and for the scatter.
+        # JAX does not show its streams, so the host waits where they meet the pool's: for onboards, for JAX, and for
+        # the scatter.
         self.device.synchronize(self.device.record(self.stream))
         pool = jax.dlpack.from_dlpack(self.cache.device_pool)
         logits, new = jax.block_until_ready(step(self.weights, pool, tokens, positions, owner, table))
@@ -77,7 +84,9 @@ class JaxModel:
 
 def main(arguments: list[str] | None = None) -> int:
     given = options(("auto", "cpu", "cuda")).parse_args(arguments)
-    missing = unusable() or (None if jax.default_backend() == "gpu" else "this JAX sees no GPU (pip install 'jax[cuda13]')")
+    missing = unusable() or (
+        None if jax.default_backend() == "gpu" else "this JAX sees no GPU (pip install 'jax[cuda13]')"
+    )
     if given.device == "cuda" and missing:
         sys.exit(f"engine_jax.py cannot run on a GPU here: {missing}")
     if given.device == "cpu" or missing:

@@ -1,10 +1,11 @@
-"""A tiny but real language model in NumPy whose attention reads the pool through block tables: the logits are those without a cache.
+"""A tiny but real language model in NumPy whose attention reads the pool through block tables: the logits are those
+without a cache.
 
     python examples/engine_numpy.py                 # chats on a pool far too small for them, every logit compared
-    python examples/engine_numpy.py --device sim    # the same on a stream that really runs behind
+    python examples/engine_numpy.py --device sim    # the same on a stream that runs late
 
-Read it in this order: `forward` (the model, which knows nothing of caches), `PagedModel` (its attention through block tables),
-`Engine.step` (all that an engine says to the pool), `compare` (the proof).
+Read it in this order: `forward` (the model, which knows nothing of caches), `PagedModel` (its attention through block
+tables), `Engine.step` (all calls that an engine makes), `compare` (the proof).
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 2, 4, 2, 8, 32, 61
-# In float64 the order of summation, which differs from batch to batch, shows in the last digits only: a wrong token shows in the first.
+# In float64 the order of summation, which differs from batch to batch, shows in the last digits only: a wrong token
+# shows in the first.
 LAYOUT = kvpool.BlockLayout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, tokens_per_block=8, dtype="float64")
 TOLERANCE = 1e-9
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 def make_weights(seed: int, kv_heads: Sequence[int] = (KV_HEADS,) * LAYERS) -> dict[str, Any]:
-    """Random weights of layers with so many KV heads: what the model says is nonsense, but every token depends on all before it."""
+    """Random weights of layers with so many KV heads: what the model says is nonsense, but every token depends on all
+    before it."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Floats:
@@ -46,13 +49,23 @@ def make_weights(seed: int, kv_heads: Sequence[int] = (KV_HEADS,) * LAYERS) -> d
 
     layers = [
         {
-            "q": matrix(WIDTH, HEADS * HEAD_DIM), "k": matrix(WIDTH, heads * HEAD_DIM), "v": matrix(WIDTH, heads * HEAD_DIM),
-            "out": matrix(HEADS * HEAD_DIM, WIDTH), "gate": matrix(WIDTH, 64), "up": matrix(WIDTH, 64), "down": matrix(64, WIDTH),
+            "q": matrix(WIDTH, HEADS * HEAD_DIM),
+            "k": matrix(WIDTH, heads * HEAD_DIM),
+            "v": matrix(WIDTH, heads * HEAD_DIM),
+            "out": matrix(HEADS * HEAD_DIM, WIDTH),
+            "gate": matrix(WIDTH, 64),
+            "up": matrix(WIDTH, 64),
+            "down": matrix(64, WIDTH),
         }
         for heads in kv_heads
-    ]  # fmt: skip
+    ]
     frequencies = 100.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
-    return {"embed": rng.normal(0, 1, (VOCABULARY, WIDTH)), "layers": layers, "head": matrix(WIDTH, VOCABULARY), "rope": frequencies}
+    return {
+        "embed": rng.normal(0, 1, (VOCABULARY, WIDTH)),
+        "layers": layers,
+        "head": matrix(WIDTH, VOCABULARY),
+        "rope": frequencies,
+    }
 
 
 def rms_norm(x: Any) -> Any:
@@ -63,13 +76,17 @@ def rope(x: Any, positions: Any, frequencies: Any, np: Any = np) -> Any:
     """Rotate the halves of each head by its token's position: x [n, heads, head_dim], positions [n]."""
     angle = positions[:, None, None] * frequencies
     left, right = x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]
-    return np.concatenate([left * np.cos(angle) - right * np.sin(angle), left * np.sin(angle) + right * np.cos(angle)], -1)
+    return np.concatenate(
+        [left * np.cos(angle) - right * np.sin(angle), left * np.sin(angle) + right * np.cos(angle)], -1
+    )
 
 
 def forward(weights: dict[str, Any], tokens: Any, positions: Any, attend: Callable[..., Any], np: Any = np) -> Any:
-    """Logits [n, vocabulary] of n tokens. Tokens meet each other only in ``attend(layer, q, k, v)``, which gives [n, heads, head_dim].
+    """Logits [n, vocabulary] of n tokens. Tokens meet each other only in ``attend(layer, q, k, v)``, which gives [n,
+    heads, head_dim].
 
-    Written without an array package of its own (``np`` is any that speaks NumPy), so that other engines take it as it is.
+    Written without an array package of its own (``np`` is any that speaks NumPy), so that other engines take it as it
+    is.
     """
     n, x = len(tokens), weights["embed"][tokens]
     for layer, w in enumerate(weights["layers"]):
@@ -85,7 +102,8 @@ def forward(weights: dict[str, Any], tokens: Any, positions: Any, attend: Callab
 
 
 def attention(q: Floats, k: Floats, v: Floats, seen: Any) -> Floats:
-    """Grouped-query attention within one sequence: q [n, heads, d] sees those of k, v [m, kv_heads, d] that ``seen`` [n, m] says."""
+    """Grouped-query attention within one sequence: q [n, heads, d] sees those of k, v [m, kv_heads, d] that ``seen``
+    [n, m] says."""
     q = q.reshape(len(q), k.shape[1], -1, HEAD_DIM)
     scores = np.einsum("nkgd,mkd->nkgm", q, k) / np.sqrt(HEAD_DIM)
     scores[np.broadcast_to(~seen[:, None, None], scores.shape)] = -np.inf
@@ -100,15 +118,16 @@ def uncached(weights: dict[str, Any], tokens: list[int]) -> Floats:
     return np.asarray(forward(weights, np.array(tokens), positions, lambda layer, q, k, v: attention(q, k, v, seen)))
 
 
-# -- the model on a paged cache ----------------------------------------------------------------------------------------------------------
+# -- the model on a paged cache ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Batch:
     """The tokens that a step computes, of all its sequences one behind the other: int64[n] each.
 
-    ``owner`` is the place of each token's sequence in ``sequences`` and in ``table``, the block ids int32[sequences, most blocks] with
-    -1 behind the last. ``slots`` is where its K and V go: block * tokens_per_block + token in the block.
+    ``owner`` is the place of each token's sequence in ``sequences`` and in ``table``, the block ids int32[sequences,
+    most blocks] with -1 behind the last. ``slots`` is where its K and V go: block * tokens_per_block + token in the
+    block.
     """
 
     sequences: list[int]
@@ -124,8 +143,16 @@ class Batch:
 
     def touched(self) -> tuple[list[Any], list[Any]]:
         """What is read and what is written: blocks, with the first token and the one behind the last."""
-        size, last = LAYOUT.tokens_per_block, {int(row): int(end) for row, end in zip(self.owner, self.positions, strict=True)}
-        reads = [(b, 0, min(size, end + 1 - i * size)) for row, end in last.items() for i, b in enumerate(self.table[row]) if b >= 0]
+        size, last = (
+            LAYOUT.tokens_per_block,
+            {int(row): int(end) for row, end in zip(self.owner, self.positions, strict=True)},
+        )
+        reads = [
+            (b, 0, min(size, end + 1 - i * size))
+            for row, end in last.items()
+            for i, b in enumerate(self.table[row])
+            if b >= 0
+        ]
         return reads, [(slot // size, slot % size, slot % size + 1) for slot in self.slots]
 
 
@@ -145,7 +172,8 @@ class PagedModel:
             out = np.empty_like(q)
             for row, table in enumerate(batch.table):
                 mine = batch.owner == row
-                paged = pool[layer][:, table[table >= 0]]  # [K and V, blocks of this sequence, tokens, kv_heads, head_dim]
+                # [K and V, blocks of this sequence, tokens, kv_heads, head_dim]
+                paged = pool[layer][:, table[table >= 0]]
                 keys, values = paged.reshape(2, -1, KV_HEADS, HEAD_DIM)
                 # What lies behind the last position, in a block that is not full, is masked out with the future.
                 out[mine] = attention(q[mine], keys, values, np.arange(len(keys)) <= batch.positions[mine, None])
@@ -154,12 +182,13 @@ class PagedModel:
         return np.asarray(forward(self.weights, batch.tokens, batch.positions, attend))
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------------------------
+# -- the engine --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Chat:
-    """A conversation. ``tokens`` is all of it so far: system prompt, what the user says in each turn, and what the model answered."""
+    """A conversation. ``tokens`` is all of it so far: system prompt, what the user says in each turn, and what the
+    model answered."""
 
     tokens: list[int]
     turns: list[tuple[list[int], int]]
@@ -200,81 +229,124 @@ def make_chats(count: int, seed: int) -> list[Chat]:
 
 
 class Engine:
-    """Continuous batching: each step computes prompts that were just admitted and the next token of all others, in one batch.
+    """Continuous batching: each step computes prompts that were just admitted and the next token of all others, in one
+    batch.
 
     ``model.run(batch)`` gives the logits [n, vocabulary] of a Batch.
     """
 
-    running_max, guesses_max = 6, 3
+    running_max, guesses_max, chunk = 6, 3, 24
+    """Sequences at once; tokens that are guessed; tokens of a prompt that a step computes."""
 
-    def __init__(self, cache: kvpool.KVCacheManager, device: Device, stream: Stream, model: Any, chats: list[Chat]) -> None:
+    def __init__(
+        self, cache: kvpool.KVCacheManager, device: Device, stream: Stream, model: Any, chats: list[Chat]
+    ) -> None:
         self.cache, self.device, self.stream, self.model = cache, device, stream, model
-        self.waiting, self.running = deque(chats), list[Chat]()
+        self.waiting, self.running, self.swapped = deque(chats), list[Chat](), deque[Chat]()
         self.happened: Counter[str] = Counter()
         for chat in chats:
             chat.next_turn()
 
     def run(self, check: bool = False) -> None:
         """All chats to their ends; ``check``: the pool verifies its own state after every step."""
-        while self.running or self.waiting:
+        while self.running or self.waiting or self.swapped:
             self.step()
             if check:
                 self.cache.verify()
 
     def step(self) -> None:
-        """One step. Every call names the stream, which is all the synchronization there is; the host waits only for logits."""
+        """One step. Every call names the stream, which is all the synchronization there is; the host waits only for
+        logits."""
         self.grow()
         if not self.running:
             self.admit()
+            self.grow()
         batch, chats = self.batch(), list(self.running)
         result = self.launch(batch)
-        # The kernels may not have run yet, and need not have: what the pool does with their blocks from now on comes behind them. So
-        # prompts are shared before they are computed, and chats whose last token comes now make room for others at once.
-        self.cache.commit([chat.sequence for chat in chats], [len(chat.tokens) for chat in chats], stream=self.stream)
-        self.leave([chat for chat in chats if chat.answer == 1])
+        # The kernels may not have run yet, and need not have: what the pool does with their blocks from now on comes
+        # behind them. So prompts are shared before they are computed, and chats whose last token comes now make room
+        # for others at once. Guesses are not said to be written: nobody else may find them.
+        held = [min(self.length(chat), len(chat.tokens)) for chat in chats]
+        self.cache.commit([chat.sequence for chat in chats], held, stream=self.stream)
+        self.leave(
+            [chat for chat, end in zip(chats, held, strict=True) if chat.answer == 1 and end == len(chat.tokens)]
+        )
         self.admit()
         self.device.synchronize(self.device.record(self.stream))
         self.sample(chats, batch, result.logits)
 
     def admit(self) -> None:
-        """Start waiting chats while there is room; what the pool still knows of them is not computed again."""
+        """Go on with chats that were swapped out, then start waiting ones, while there is room.
+
+        What the pool still knows of a new one is not computed again. It gets blocks for the first chunk behind that:
+        those of what is computed later go to others until then.
+        """
+        while self.swapped:
+            try:
+                self.cache.resume(self.swapped[0].sequence, stream=self.stream)
+            except kvpool.OutOfBlocks:  # and nothing has changed
+                return
+            self.running.append(self.swapped.popleft())
+            self.happened["preempted chats that came back from the host"] += 1
         ready = list(self.waiting)[: self.running_max - len(self.running)]
-        found = self.cache.add_sequence_batch([chat.tokens for chat in ready], stream=self.stream, allow_partial_batch=True)
+        heads = [chat.tokens[: self.cache.match_prefix(chat.tokens).tokens + self.chunk] for chat in ready]
+        found = self.cache.add_sequence_batch(heads, stream=self.stream, allow_partial_batch=True)
+        if found.refused:
+            raise RuntimeError(f"the pool is too small for a chat: {found.refused}")
         for sequence, cached in zip(found.ids.tolist(), found.cached_tokens.tolist(), strict=True):
             chat = self.waiting.popleft()
             chat.sequence, chat.computed = sequence, cached
             self.running.append(chat)
-        if ready and not self.running:
-            raise RuntimeError("the pool is too small for a single chat")
 
     def grow(self) -> None:
-        """Room for the last token of each chat that is answering, and for guesses behind it. Who came last gives way to the others."""
-        while answering := [chat for chat in self.running if self.cache.sequence_length(chat.sequence) < len(chat.tokens)]:
-            drafts = [chat.draft(min(self.guesses_max, chat.answer - 1)) for chat in answering]
-            counts = [1 + len(draft) for draft in drafts]
-            new = [token for chat, draft in zip(answering, drafts, strict=True) for token in (chat.tokens[-1], *draft)]
+        """Room for the next chunk of each chat of which all that has room is computed: the last token of one that is
+        answering, and guesses behind it. Who came last gives way to the others."""
+        while growing := [chat for chat in self.running if chat.computed == self.length(chat) < len(chat.tokens)]:
+            new = [chat.tokens[chat.computed :][: self.chunk] for chat in growing]
+            whole = [chat.computed + len(more) == len(chat.tokens) for chat, more in zip(growing, new, strict=True)]
+            drafts = [
+                chat.draft(min(self.guesses_max, chat.answer - 1)) if last else []
+                for chat, last in zip(growing, whole, strict=True)
+            ]
+            counts = [len(more) + len(draft) for more, draft in zip(new, drafts, strict=True)]
+            flat = [token for more, draft in zip(new, drafts, strict=True) for token in (*more, *draft)]
             try:
-                self.cache.append_tokens([chat.sequence for chat in answering], new, counts, stream=self.stream)
+                self.cache.append_tokens([chat.sequence for chat in growing], flat, counts, stream=self.stream)
             except kvpool.OutOfBlocks:  # and nothing has changed
                 self.preempt()
                 continue
-            for chat, draft in zip(answering, drafts, strict=True):
+            self.happened["chunks of prompts behind their first one"] += sum(len(more) > 1 for more in new)
+            for chat, draft in zip(growing, drafts, strict=True):
                 chat.guessed = draft
             return
 
+    def length(self, chat: Chat) -> int:
+        """Tokens that have room in the pool."""
+        return int(self.cache.sequence_length(chat.sequence))
+
     def preempt(self) -> None:
-        """The last chat waits again, in front. Its blocks stay cached, so that it goes on where it was unless they are evicted."""
+        """The last chat waits on the host with all that it has. Where the host has no room it waits in front of the
+        others, and goes on where it was as far as its blocks, which stay cached, are not evicted."""
         chat = self.running[-1]
-        self.leave([chat])
-        self.waiting.appendleft(chat)
         self.happened["preemptions"] += 1
+        try:
+            self.cache.swap_out(chat.sequence, stream=self.stream)
+        except kvpool.OutOfBlocks:  # and nothing has changed
+            self.leave([chat])
+            self.waiting.appendleft(chat)
+        else:
+            self.swapped.appendleft(self.running.pop())
 
     def batch(self) -> Batch:
         """What is not computed yet of the running sequences."""
         sequences = [chat.sequence for chat in self.running]
         table = self.table(sequences)
         spans = [np.arange(chat.computed, end) for chat, end in zip(self.running, table.lengths, strict=True)]
-        tokens = [token for chat in self.running for token in (chat.tokens + chat.guessed)[chat.computed :]]
+        known = (
+            (chat.tokens + chat.guessed)[: len(span) + chat.computed]
+            for chat, span in zip(self.running, spans, strict=True)
+        )
+        tokens = [token for chat, own in zip(self.running, known, strict=True) for token in own[chat.computed :]]
         owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
         return Batch(sequences, np.array(tokens), np.concatenate(spans), owner, table.dense())
 
@@ -289,7 +361,8 @@ class Engine:
             result.logits = self.model.run(batch)
 
         if isinstance(self.device, SimDevice):
-            # Behind the back of this thread, as on a GPU. What the kernels touch is told to the device, which looks for races.
+            # Behind the back of this thread, as on a GPU. What the kernels touch is told to the device, which looks for
+            # races.
             reads, writes = batch.touched()
             self.device.launch(self.stream, work, reads=reads, writes=writes)
         else:
@@ -301,6 +374,10 @@ class Engine:
         for row, chat in enumerate(chats):
             mine = batch.owner == row
             computed, positions = logits[mine], batch.positions[mine].tolist()
+            if positions[-1] + 1 < len(chat.tokens):  # more of the prompt is to come
+                chat.computed, chat.wrong = positions[-1] + 1, 0
+                chat.logits += zip(positions, computed, strict=True)
+                continue
             said = computed[len(computed) - 1 - len(chat.guessed) :].argmax(-1).tolist()
             agreed = 0
             while agreed < len(chat.guessed) and chat.guessed[agreed] == said[agreed]:
@@ -329,10 +406,12 @@ class Engine:
             self.running.remove(chat)
 
 
-# -- the proof ---------------------------------------------------------------------------------------------------------------------------
+# -- the proof ---------------------------------------------------------------------------------------------------------
 
 
-def compare(weights: dict[str, Any], chats: list[Chat], reference: Callable[..., Floats] = uncached) -> tuple[int, float]:
+def compare(
+    weights: dict[str, Any], chats: list[Chat], reference: Callable[..., Floats] = uncached
+) -> tuple[int, float]:
     """Every logit that was computed against the model without a cache: tokens compared, and the largest difference."""
     differences = []
     for chat in chats:
@@ -347,7 +426,8 @@ def counted(stats: kvpool.Stats) -> dict[str, int]:
 
 
 def report(counts: dict[str, int], compared: tuple[int, float]) -> int:
-    """Print what happened; the exit code: 1 if a logit is wrong, or if something that had to be shown did not happen."""
+    """Print what happened; the exit code: 1 if a logit is wrong, or if something that had to be shown did not
+    happen."""
     tokens, worst = compared
     for name, count in counts.items():
         print(f"{count:7,} {name}")
@@ -360,10 +440,22 @@ def report(counts: dict[str, int], compared: tuple[int, float]) -> int:
     return 1 if missing or not worst <= TOLERANCE else 0
 
 
-def serve(device: Device, make_model: Any, *, chats: int, seed: int, check: bool = False, engine: Any = Engine, blocks: int = 26) -> int:
-    """Chat on a pool that is far too small for it, compare, and close everything; the exit code. ``make_model(weights, cache, stream)``."""
+def serve(
+    device: Device,
+    make_model: Any,
+    *,
+    chats: int,
+    seed: int,
+    check: bool = False,
+    engine: Any = Engine,
+    blocks: int = 26,
+) -> int:
+    """Chat on a pool that is far too small for it, compare, and close everything; the exit code. ``make_model(weights,
+    cache, stream)``."""
     weights, talks = make_weights(seed), make_chats(chats, seed)
-    with kvpool.KVCacheManager(LAYOUT, device_blocks=blocks, host_blocks=30, device=device, max_sequences=Engine.running_max) as cache:
+    with kvpool.KVCacheManager(
+        LAYOUT, device_blocks=blocks, host_blocks=30, device=device, max_sequences=Engine.running_max
+    ) as cache:
         stream = device.create_stream("engine")
         serving = engine(cache, device, stream, make_model(weights, cache, stream), talks)
         serving.run(check)
@@ -383,8 +475,15 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 def options(devices: tuple[str, ...]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--chats", type=at_least(1), default=24, help="chats of three turns (default 24; with few, not everything happens)")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of weights, chats and the schedule of the sim device (default 0)")
+    parser.add_argument(
+        "--chats",
+        type=at_least(1),
+        default=24,
+        help="chats of three turns (default 24; with few, not everything happens)",
+    )
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, help="of weights, chats and the schedule of the sim device (default 0)"
+    )
     parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--check", action="store_true", help="have the pool verify its own state after every step, too")
     return parser
@@ -393,7 +492,13 @@ def options(devices: tuple[str, ...]) -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     given = options(("cpu", "sim")).parse_args(arguments)
     device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
-    return serve(device, lambda weights, cache, stream: PagedModel(weights, cache), chats=given.chats, seed=given.seed, check=given.check)
+    return serve(
+        device,
+        lambda weights, cache, stream: PagedModel(weights, cache),
+        chats=given.chats,
+        seed=given.seed,
+        check=given.check,
+    )
 
 
 if __name__ == "__main__":

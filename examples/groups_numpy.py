@@ -1,10 +1,12 @@
-"""The engines of the other examples over groups of layers: full attention, sliding windows and recurrent state in one pool.
+"""The engines of the other examples over groups of layers: full attention, sliding windows and recurrent state in one
+pool.
 
-    python examples/groups_numpy.py                 # chats with guesses, with trees of drafts, with recurrent layers, and beams
-    python examples/groups_numpy.py --device sim    # the same on a stream that really runs behind
+    python examples/groups_numpy.py # chats with guesses, with trees of drafts, with recurrent layers, and beams python
+    examples/groups_numpy.py --device sim # the same on a stream that runs late
 
-What the engines say to the pool is what they say to one with a single group, and a request has one answer to how much is reused. Other
-are the block tables: there is one for each group, and each layer of the model reads that of its own (`GroupsModel`).
+The engines make the same calls as with a single group, and a request has one answer to how much is reused. Only the
+block tables differ: there is one for each group, and each layer of the model reads the table of its own group
+(`GroupsModel`).
 """
 
 from __future__ import annotations
@@ -46,19 +48,23 @@ SIZE, DECAY = LAYOUT.tokens_per_block, 0.9
 
 
 def attention_layout(layers: int, kv_heads: int) -> kvpool.BlockLayout:
-    return kvpool.BlockLayout(layers=layers, kv_heads=kv_heads, head_dim=HEAD_DIM, tokens_per_block=SIZE, dtype="float64")
+    return kvpool.BlockLayout(
+        layers=layers, kv_heads=kv_heads, head_dim=HEAD_DIM, tokens_per_block=SIZE, dtype="float64"
+    )
 
 
 # Two layers each. Those with a window differ in heads, so that the group has two parts.
 FULL = kvpool.LayerGroup(attention_layout(2, kv_heads=2))
 WINDOWED = kvpool.LayerGroup([attention_layout(1, kv_heads=4), attention_layout(1, kv_heads=1)], window=19, sinks=3)
 # A block is the state of both layers behind some prefix: a matrix for each head.
-STATE = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=HEAD_DIM * HEAD_DIM, tokens_per_block=1, planes=1, dtype="float64")
+STATE = kvpool.BlockLayout(
+    layers=2, kv_heads=2, head_dim=HEAD_DIM * HEAD_DIM, tokens_per_block=1, planes=1, dtype="float64"
+)
 RECURRENT = kvpool.LayerGroup(STATE, kind="recurrent", snapshot_tokens=2 * SIZE)
 Groups = tuple[kvpool.LayerGroup, ...]
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -71,7 +77,10 @@ class Place(NamedTuple):
 
 def places_of(groups: Groups) -> list[Place]:
     """Of every layer of the model. The groups take turns."""
-    own = [[Place(g, p, i) for p, part in enumerate(group.layouts) for i in range(part.layers)] for g, group in enumerate(groups)]
+    own = [
+        [Place(g, p, i) for p, part in enumerate(group.layouts) for i in range(part.layers)]
+        for g, group in enumerate(groups)
+    ]
     return [place for turn in zip(*own, strict=True) for place in turn]
 
 
@@ -81,7 +90,8 @@ def heads_of(groups: Groups) -> list[int]:
 
 
 def recur(q: Floats, k: Floats, v: Floats, state: Floats) -> tuple[Floats, Floats]:
-    """Linear attention behind a ``state`` [kv_heads, d, d]: what comes out [n, heads, d], and the states behind each of the n tokens."""
+    """Linear attention behind a ``state`` [kv_heads, d, d]: what comes out [n, heads, d], and the states behind each of
+    the n tokens."""
     states = np.empty((len(q), *state.shape))
     for i in range(len(q)):
         states[i] = state = DECAY * state + k[i, :, :, None] * v[i, :, None, :]
@@ -102,12 +112,12 @@ def uncached(groups: Groups, weights: dict[str, Any], tokens: list[int]) -> Floa
     return np.asarray(forward(weights, np.array(tokens), positions, attend))
 
 
-# -- the model on a paged cache ----------------------------------------------------------------------------------------------------------
+# -- the model on a paged cache ----------------------------------------------------------------------------------------
 
 
 def states_of(columns: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, list[tuple[int, int]]]:
-    """Of a sequence's row in the table of a recurrent group: the block of the state behind ``start`` tokens, -1 at the start, and where
-    the states up to ``end`` go, as (tokens, block)."""
+    """Of a sequence's row in the table of a recurrent group: the block of the state behind ``start`` tokens, -1 at the
+    start, and where the states up to ``end`` go, as (tokens, block)."""
     kept = [(column, int(block)) for column, block in enumerate(columns) if block >= 0]
     read = next(block for column, block in kept if column >= (start - 1) // SIZE) if start else -1
     return read, [(min((column + 1) * SIZE, end), block) for column, block in kept if column >= start // SIZE]
@@ -141,7 +151,8 @@ class GroupsBatch:
 
 
 class GroupsModel:
-    """``forward`` whose layers each write to and read from the pool of their group and part, through the block table of their group."""
+    """``forward`` whose layers each write to and read from the pool of their group and part, through the block table of
+    their group."""
 
     def __init__(self, groups: Groups, weights: dict[str, Any], cache: kvpool.KVCacheManager) -> None:
         self.groups, self.weights, self.cache, self.places = groups, weights, cache, places_of(groups)
@@ -151,26 +162,39 @@ class GroupsModel:
         batch = given.batch
         trees = getattr(batch, "trees", [Tree([], [])] * len(batch.sequences))
         rows = [batch.owner == row for row in range(len(trees))]
-        standing = np.concatenate([tree.stand(batch.positions[rows[i]], given.span(i)[1]) for i, tree in enumerate(trees)])
+        standing = np.concatenate(
+            [tree.stand(batch.positions[rows[i]], given.span(i)[1]) for i, tree in enumerate(trees)]
+        )
 
         def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
             place, out = self.places[layer], np.empty_like(q)
             group, table = self.groups[place.group], given.tables[place.group]
-            pool = self.cache.device_pools[place.group][place.part][place.layer]  # [K and V, blocks, tokens, kv_heads, head_dim]
+            # [K and V, blocks, tokens, kv_heads, head_dim]
+            pool = self.cache.device_pools[place.group][place.part][place.layer]
             for row, (mine, tree) in enumerate(zip(rows, trees, strict=True)):
                 if group.kind == "recurrent":
                     out[mine] = paged_recur(pool, table[row], *given.span(row), q[mine], k[mine], v[mine])
                 else:
-                    out[mine] = paged_attention(pool, table[row], batch.positions[mine], q[mine], k[mine], v[mine], group, tree)
+                    out[mine] = paged_attention(
+                        pool, table[row], batch.positions[mine], q[mine], k[mine], v[mine], group, tree
+                    )
             return out
 
         return np.asarray(forward(self.weights, batch.tokens, standing, attend))
 
 
 def paged_attention(
-    pool: Floats, columns: npt.NDArray[np.int32], positions: Ints, q: Floats, k: Floats, v: Floats, group: kvpool.LayerGroup, tree: Tree
+    pool: Floats,
+    columns: npt.NDArray[np.int32],
+    positions: Ints,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    group: kvpool.LayerGroup,
+    tree: Tree,
 ) -> Floats:
-    """Attention of one sequence's new tokens, the last of which may be a tree of drafts. -1 in the table: nobody sees that any more."""
+    """Attention of one sequence's new tokens, the last of which may be a tree of drafts. -1 in the table: nobody sees
+    that any more."""
     blocks, tokens, end = columns[positions // SIZE], positions % SIZE, int(positions[-1]) + 1
     pool[0, blocks, tokens], pool[1, blocks, tokens] = k, v
     here = np.flatnonzero(columns >= 0)
@@ -180,8 +204,11 @@ def paged_attention(
     return attention(q, keys, values, near & in_tree(positions, places, tree))
 
 
-def paged_recur(pool: Floats, columns: npt.NDArray[np.int32], start: int, end: int, q: Floats, k: Floats, v: Floats) -> Floats:
-    """The recurrence of one sequence's new tokens: from the state behind what is computed, to all states that the table has room for."""
+def paged_recur(
+    pool: Floats, columns: npt.NDArray[np.int32], start: int, end: int, q: Floats, k: Floats, v: Floats
+) -> Floats:
+    """The recurrence of one sequence's new tokens: from the state behind what is computed, to all states that the table
+    has room for."""
     shape = (k.shape[1], HEAD_DIM, HEAD_DIM)
     read, written = states_of(columns, start, end)
     out, states = recur(q, k, v, pool[0, read, 0].reshape(shape) if start else np.zeros(shape))
@@ -190,7 +217,7 @@ def paged_recur(pool: Floats, columns: npt.NDArray[np.int32], start: int, end: i
     return out
 
 
-# -- the engines -------------------------------------------------------------------------------------------------------------------------
+# -- the engines -------------------------------------------------------------------------------------------------------
 
 
 class OverGroups:
@@ -227,10 +254,16 @@ class BeamSearch(OverGroups, Search):
 
 
 def serve(device: Device, engine: Any, groups: Groups, blocks: list[int], *, chats: int, seed: int, check: bool) -> int:
-    """Chat, compare, and close everything; the exit code: 1 if a logit is wrong, or if something that had to be shown did not happen."""
+    """Chat, compare, and close everything; the exit code: 1 if a logit is wrong, or if something that had to be shown
+    did not happen."""
     weights, talks = make_weights(seed, heads_of(groups)), make_chats(chats, seed)
     with kvpool.KVCacheManager(
-        groups=groups, device_blocks=blocks, host_blocks=blocks, device=device, max_sequences=Engine.running_max, max_sequence_tokens=256
+        groups=groups,
+        device_blocks=blocks,
+        host_blocks=blocks,
+        device=device,
+        max_sequences=Engine.running_max,
+        max_sequence_tokens=256,
     ) as cache:
         serving = engine(cache, device, device.create_stream("engine"), GroupsModel(groups, weights, cache), talks)
         serving.run(check)
@@ -254,7 +287,10 @@ def search(device: Device, groups: Groups, blocks: list[int], *, prompts: int, s
             beams.step(step == 0, sampling=False)
             if check:
                 cache.verify()
-        counts = {"blocks copied when they were written": beams.copies, "times that a beam went on from another": beams.moved}
+        counts = {
+            "blocks copied when they were written": beams.copies,
+            "times that a beam went on from another": beams.moved,
+        }
         code = report(counts, compare_beams(weights, beams, lambda *given: uncached(groups, *given)))
         cache.release(beams.ids, stream=beams.stream)
     device.close()

@@ -1,5 +1,6 @@
-// Attention of new tokens over a paged cache: one thread for each token and query head, which reads K and V through the block table.
-// HEADS, KV_HEADS, HEAD_DIM and BLOCK_TOKENS are given to the compiler. Written to be read; fast kernels share loads between threads.
+// Attention of new tokens over a paged cache: one thread for each token and query head, which reads K and V through the
+// block table. HEADS, KV_HEADS, HEAD_DIM and BLOCK_TOKENS are given to the compiler. Written to be read; fast kernels
+// share loads between threads.
 extern "C" __global__ void paged_attention(
     double* out,                 // [tokens, HEADS, HEAD_DIM]
     const double* queries,       // [tokens, HEADS, HEAD_DIM]
@@ -16,7 +17,8 @@ extern "C" __global__ void paged_attention(
     if (token >= tokens) return;
     const int* blocks = table + owner[token] * columns;
     const double* query = queries + (long long)which * HEAD_DIM;
-    // The softmax of what came so far: the largest score, the sum of weights relative to it, and the values by these weights.
+    // The softmax of what came so far: the largest score, the sum of weights relative to it, and the values by these
+    // weights.
     double most = -1e300, sum = 0, mixed[HEAD_DIM] = {};
     for (int at = 0; at <= positions[token]; ++at) {
         const long long slot = (long long)blocks[at / BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS;

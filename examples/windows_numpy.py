@@ -1,10 +1,11 @@
-"""The engine of engine_numpy.py with sliding windows and sinks: blocks go back while chats go on, and the logits are those without a cache.
+"""The engine of engine_numpy.py with sliding windows and sinks: chats give blocks back while they run, and every logit
+is right.
 
     python examples/windows_numpy.py                 # chats on a pool that the window alone keeps from overflowing
-    python examples/windows_numpy.py --device sim    # the same on a stream that really runs behind
+    python examples/windows_numpy.py --device sim    # the same on a stream that runs late
 
-The engine is the same: all it says to the pool is `commit`, as before. Other are the mask, and the block table: -1 is where the window
-has passed.
+The engine makes the same calls as before: `commit` moves the window. Two things differ: the mask, and the block table,
+which has -1 where the window has passed.
 """
 
 from __future__ import annotations
@@ -83,17 +84,29 @@ class WindowedModel:
 
 
 def serve(device: Device, *, chats: int, seed: int, check: bool = False) -> int:
-    """Chat, compare, and close everything; the exit code: 1 if a logit is wrong, or if something that had to be shown did not happen."""
+    """Chat, compare, and close everything; the exit code: 1 if a logit is wrong, or if something that had to be shown
+    did not happen."""
     weights, talks = make_weights(seed), make_chats(chats, seed)
     with kvpool.KVCacheManager(
-        LAYOUT, device_blocks=20, host_blocks=30, device=device, max_sequences=Engine.running_max, window=WINDOW, sinks=SINKS,
+        LAYOUT,
+        device_blocks=20,
+        host_blocks=30,
+        device=device,
+        max_sequences=Engine.running_max,
+        window=WINDOW,
+        sinks=SINKS,
         max_sequence_tokens=256,
-    ) as cache:  # fmt: skip
+    ) as cache:
         model = WindowedModel(weights, cache)
         engine = Engine(cache, device, device.create_stream("engine"), model, talks)
         engine.run(check)
-        passed = {"blocks that the window had passed went back": cache.stats().passed_blocks, "blocks less were read": model.passed}
-        code = report(passed | counted(cache.stats()) | dict(sorted(engine.happened.items())), compare(weights, talks, uncached))
+        passed = {
+            "blocks that the window had passed went back": cache.stats().passed_blocks,
+            "blocks less were read": model.passed,
+        }
+        code = report(
+            passed | counted(cache.stats()) | dict(sorted(engine.happened.items())), compare(weights, talks, uncached)
+        )
     device.close()
     return code
 

@@ -1,20 +1,24 @@
-"""What a correct program can meet: every exception kvpool raises on purpose, apart from ValueError and TypeError for wrong arguments."""
+"""Every exception that kvpool raises on purpose, except ValueError and TypeError for wrong arguments. A correct
+program can meet each of them."""
 
 from __future__ import annotations
 
 
 class KVPoolError(Exception):
-    """Base of all of them."""
+    """The base class of all exceptions of kvpool."""
 
 
 class OutOfBlocks(KVPoolError):
-    """A tier has fewer evictable blocks than the call needs; the pool is as it was before the call.
+    """A tier has fewer evictable blocks than the call needs. The pool is as it was before the call.
 
-    Attributes: ``tier`` ("device" or "host"), ``needed`` and ``free`` in blocks, ``group`` of layers where the pool has several, else None.
+    Attributes: ``tier`` ("device" or "host"), ``needed`` and ``free`` in blocks, and ``group``. ``group`` is the group
+    of layers if the pool has several, else None.
     """
 
     def __init__(self, tier: str, needed: int, free: int, group: int | None = None) -> None:
-        super().__init__(f"{tier} tier{'' if group is None else f' of group {group}'}: {needed} blocks needed, {free} free")
+        super().__init__(
+            f"{tier} tier{'' if group is None else f' of group {group}'}: {needed} blocks needed, {free} free"
+        )
         self.tier, self.needed, self.free, self.group = tier, needed, free, group
 
 
@@ -34,30 +38,36 @@ class UnknownSequence(KVPoolError, KeyError):
 
 
 class BlockNotFound(KVPoolError, KeyError):
-    """No block holds this content, or the block holds none."""
+    """No block has this content, or the block has none."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)
 
 
 class LeaseExpired(KVPoolError):
-    """The lease was closed or revoked before."""
+    """The lease has already been closed or revoked."""
 
 
 class ReservationExpired(KVPoolError):
-    """The reservation was committed, aborted or revoked before, or given back by a reset."""
+    """The reservation has already been committed, aborted or revoked, or a reset has released it."""
 
 
 class PoolClosed(KVPoolError):
-    """The pool was closed, or a device error that will not go away has closed it."""
+    """The pool was closed, or a permanent device error has closed it."""
 
 
 class PoolBusy(KVPoolError):
-    """The call needs a pool without live sequences and open reservations, or one whose exported memory nobody holds."""
+    """The call needs a pool that has no live sequences and no open reservations, or no exported memory in use."""
+
+
+class ForkedProcess(KVPoolError, RuntimeError):
+    """The object belongs to the process that made it. A child of ``os.fork()`` has neither its threads nor its
+    sockets."""
 
 
 class InsufficientMemory(KVPoolError, MemoryError):
-    """A tier does not fit into the memory that is there. ``requested`` and ``available`` are bytes; ``reason`` is what the system said."""
+    """A tier does not fit into the memory that is available. ``requested`` and ``available`` are bytes. ``reason`` is
+    the system's message."""
 
     def __init__(self, tier: str, requested: int, available: int, reason: str = "") -> None:
         gib = 1 << 30
@@ -69,7 +79,8 @@ class InsufficientMemory(KVPoolError, MemoryError):
 
 
 class IntegrityError(KVPoolError, AssertionError):
-    """An invariant does not hold: a bug in kvpool, or memory that somebody else wrote. ``check`` names the invariant."""
+    """An invariant does not hold. Either kvpool has a bug, or other code has written to its memory. ``check`` names the
+    invariant."""
 
     def __init__(self, check: str, detail: str) -> None:
         super().__init__(f"{check}: {detail}")
@@ -77,9 +88,11 @@ class IntegrityError(KVPoolError, AssertionError):
 
 
 class DeviceError(KVPoolError):
-    """The device refused a copy.
+    """The device refused work. If the device refuses a copy, a sequence can lose a block. A later call for
+    that sequence raises this error: release the sequence. A hand-over of a block table raises it for its own work.
 
-    ``completed`` moves of the batch were enqueued before it; ``sticky`` says that every later call will fail too.
+    A device raises it with ``completed``, the number of moves of the batch that were enqueued before the error.
+    ``sticky`` says that every later call will fail too.
     """
 
     def __init__(self, message: str, *, completed: int = 0, sticky: bool = False) -> None:

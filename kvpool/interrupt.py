@@ -1,35 +1,206 @@
-"""Holding back Ctrl-C while a decision is made and handed over, so that no batch of moves is left half-way."""
+"""Defers signals: handlers wait until a call has ended, so a handler that raises finds the pool in a consistent state.
+
+Python runs the handlers of signals in the main thread, between any two instructions, whichever thread the system
+interrupted. So a signal mask does not defer them. A replacement handler does: it notes the signal for later.
+"""
 
 from __future__ import annotations
 
-# The signal module's own functions turn every handler into an enum and back, which costs more than the call they would protect.
-import _signal  # type: ignore[import-not-found]
+import os
+import signal
 import threading
+
+# The functions of ``signal`` convert every handler to an enum and back. That would cost more than the call that is
+# protected, so the functions of ``_signal`` are used.
+from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as set_handler
+from _thread import get_ident, interrupt_main
 from collections.abc import Callable
-from signal import SIGINT
 from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+Handler = Callable[[int, FrameType | None], object]
+Answer = TypeVar("Answer")
+
+_ALL = tuple(sorted(int(number) for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+# The signals that every call checks for handlers. Every ``LOOK_AT_ALL``-th call checks all signals; others that then
+# have a handler are checked in every call until the next such check.
+_NAMES = ("INT", "TERM", "ALRM", "HUP", "QUIT", "USR1", "USR2", "PROF", "VTALRM", "XCPU", "PIPE", "CHLD")
+_COMMON = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
+LOOK_AT_ALL = 64
+
+_main = threading.main_thread().ident
+_current: DeferSignals | None = None
+_waiting = False
+_owed: DeferSignals | None = None
+# The signals that have arrived and are deferred, in order.
+_noted: dict[int, int] = {}
+# The handlers that ``_hold`` replaces.
+_real: dict[int, Handler] = {}
+_watched, _calls = _ALL, 0
+# The handlers that the last check found, and those of them that are functions.
+_found: list[Any] = []
+_handlers: tuple[tuple[int, Handler], ...] = ()
 
 
-class DeferInterrupt:
-    """Context manager: a SIGINT that arrives inside is delivered at the end. Does nothing outside the main thread."""
+def _hold(number: int, frame: FrameType | None) -> None:
+    """Replaces the handlers of signals. While no call defers signals, it calls the handler that it replaces."""
+    if _current is None:
+        _real[number](number, frame)
+    else:
+        _noted[number] = number
 
-    __slots__ = ("_arrived", "_handler")
 
-    def __enter__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], object] | None = None
-        self._arrived: FrameType | bool = False
-        if threading.get_ident() == threading.main_thread().ident:
-            handler = _signal.getsignal(SIGINT)
-            if callable(handler):
-                _signal.signal(SIGINT, self._note)
-                self._handler = handler
+def _look(now: list[Any]) -> None:
+    """Note the handlers that were found. The last item of ``now`` has their signals."""
+    global _handlers, _real, _found
+    functions = [
+        (n, _real[n] if found is _hold else found)
+        for n, found in zip(now[-1], now[:-1], strict=True)
+        if callable(found)
+    ]
+    _found = []
+    _handlers, _real = tuple(functions), {**_real, **dict(functions)}
+    _found = now
 
-    def _note(self, signal: int, frame: FrameType | None) -> None:
-        self._arrived = frame or True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._handler is None:
+def _watch() -> None:
+    """Check all signals. Until the next such check, watch the common ones and those that have a handler."""
+    global _watched, _calls, _found
+    others = [number for number in _ALL if number not in _COMMON and callable(getsignal(number))]
+    _calls, _found, _watched = 0, [], (*_COMMON, *others)
+
+
+class DeferSignals:
+    """Context manager: a signal that arrives inside, and has a handler in Python, is delivered at the end.
+
+    It works only in the main thread, which runs all handlers. If contexts are nested, signals are delivered at the end
+    of the outermost.
+
+    If the end raises, because the body or a handler raised, ``undo`` is called once, while signals are deferred. The
+    caller gets no result then, so ``undo`` reverts what the result would have handed out.
+    """
+
+    undo: Callable[[], object] | None = None
+    _outermost = False
+    _older: DeferSignals | None = None
+
+    def __enter__(self) -> DeferSignals:
+        global _current, _calls
+        if _current is None and get_ident() == _main:
+            try:
+                # Until all replacements are in place, a handler may still run.
+                self._outermost, _current = True, self
+                _calls += 1
+                if _calls >= LOOK_AT_ALL:
+                    _watch()
+                watched = _watched
+                now = [*map(getsignal, watched), watched]
+                if now != _found:
+                    _look(now)
+                for number, _ in _handlers:
+                    set_handler(number, _hold)
+                if _owed is not None:
+                    _pay()
+            except BaseException:
+                # A handler that was not yet replaced has raised.
+                self._leave()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._outermost:
+            if kind is not None:
+                self._take_back()
             return
-        _signal.signal(SIGINT, self._handler)
-        if self._arrived:
-            self._handler(SIGINT, self._arrived if isinstance(self._arrived, FrameType) else None)
+        try:
+            raised = self._deliver() if _noted else None
+            if kind is not None or raised is not None:
+                self._take_back()
+            if raised is not None:
+                raise raised
+        finally:
+            self._leave()
+
+    def _take_back(self) -> None:
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+
+    def _deliver(self) -> BaseException | None:
+        """Have the interpreter run the handlers of the deferred signals, as if these arrived now. Returns the last
+        exception that they raised."""
+        raised: BaseException | None = None
+        while _noted:
+            try:
+                deliver(_trip)
+            except BaseException as error:
+                error.__context__ = error.__context__ or raised
+                raised = error
+        return raised
+
+    def _leave(self) -> None:
+        """Restore the handlers. A signal that arrives from here on is delivered at once: its handler may raise at any
+        point of this function."""
+        global _current, _owed
+        try:
+            _current = None
+            for number, handler in () if _waiting else _handlers:
+                if getsignal(number) is _hold:
+                    set_handler(number, handler)
+            if _noted:
+                _trip()
+        except BaseException:
+            # Undo now. If another handler raises right here, the next call does it.
+            self._older, _owed = _owed, self
+            with DeferSignals():
+                pass
+            self._leave()
+            raise
+
+
+def _trip() -> None:
+    """Have the interpreter deliver the deferred signals."""
+    noted = tuple(_noted)
+    # One call trips all signals, so a handler that raises does not keep the others from running.
+    list(map(interrupt_main, map(_noted.pop, noted, noted)))  # type: ignore[arg-type]  # any number
+
+
+def _pay() -> None:
+    """Run each ``undo`` that could not run when its call ended. The caller defers signals."""
+    global _owed
+    while _owed is not None:
+        owed, _owed = _owed, _owed._older
+        owed._take_back()
+
+
+def deliver(call: Callable[..., Answer], *args: Any) -> Answer:
+    """Make a call that waits, inside ``DeferSignals``. During the call, signals are delivered at once, and exceptions
+    of their handlers propagate."""
+    global _current, _waiting
+    outer, before = _current, _waiting
+    if outer is None or get_ident() != _main:
+        return call(*args)
+    try:
+        # The replacements stay in place, even if the call itself defers signals. So signals are deferred again from the
+        # first instruction after the call.
+        _waiting, _current = True, None
+        _trip()
+        answer = call(*args)
+    except BaseException:
+        _current, _waiting = outer, before
+        raise
+    _current, _waiting = outer, before
+    return answer
+
+
+def _after_fork() -> None:
+    """In a child, the thread that forked is the main thread. Signals that another thread deferred are not deferred
+    here."""
+    global _main, _current, _waiting
+    _main, _current, _waiting = get_ident(), None, False
+
+
+os.register_at_fork(after_in_child=_after_fork)

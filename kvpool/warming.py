@@ -1,11 +1,16 @@
-"""Compiling, or loading from disk, all that a pool runs, before the first request has to wait for it."""
+"""Compiles all code that a pool runs, or loads it from disk, so that the first request does not wait for it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvpool.groups import LayerGroup
-from kvpool.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.paged import PagedKV
+from kvpool.config import LayerGroup
+from kvpool.hostcache.copies import HostCopies
+from kvpool.hostcache.identity import ModelIdentity
+from kvpool.hostcache.index import HostCache
+from kvpool.hostcache.tier import HostTier
 from kvpool.manager import KVCacheManager
 
 _WIDTH = 4
@@ -14,29 +19,57 @@ _WIDTH = 4
 def warm_up() -> None:
     """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
 
-    What a serving process would otherwise compile at its first request (a minute, once per installation) or load (tens of milliseconds
-    a verb) is ready when this returns. Touches no GPU and no other pool. Thread-safe.
+    When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request (about
+    40 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Touches no GPU and no other pool.
+    Thread-safe.
     """
-    from kvpool.device.sim import SimDevice  # for tests otherwise, so that importing the package does not load it
+    from kvpool.device.sim import SimDevice  # only tests need it, so the package does not import it
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=_WIDTH, dtype="uint8")
     for device in (None, SimDevice(progress=1)):
-        with KVCacheManager(layout, device_blocks=16, host_blocks=8, device=device or "cpu", event_capacity=64) as cache:
+        with KVCacheManager(
+            layout, device_blocks=16, host_blocks=8, device=device or "cpu", event_capacity=64
+        ) as cache:
             _live(cache)
             _between_requests(cache)
         if device is not None:
             device.close()
     _groups(layout)
+    _host_cache()
+
+
+def _host_cache() -> None:
+    """All calls of a host cache on a few keys, and its copies."""
+    keys, pages = [b"a", b"b"], np.zeros((4, 16), np.uint8)
+    identity = ModelIdentity("warm", "up", "uint8", "pages", "1")
+    with HostCache(3, 16, identity=identity, event_capacity=8) as cache, HostTier.of(cache) as tier:
+        with HostCopies(tier, PagedKV.of([pages], "L | B D"), device="cpu") as copies:
+            for _ in range(2):
+                taken = cache.reserve(keys)
+                copies.copy_in(range(len(taken.blocks)), taken.slots)
+                cache.publish(taken.keys)
+                with cache.pin(keys) as lease:
+                    copies.copy_out([2, 3], lease.slots)
+                keys = [b"b", b"c"]
+        cache.lookup(keys)
+        cache.find(b"a")
+        cache.touch(keys)
+        cache.forget(keys)
+        cache.reserve(keys)
+        cache.abort(keys)
+        cache.refresh()
+        cache.clear()
 
 
 def _groups(layout: BlockLayout) -> None:
-    """What only pools of several groups of layers run: states, and copies in more than one region."""
+    """Run the code that only pools of several groups use: recurrent states, and copies in more than one region."""
     state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
     groups = [LayerGroup(layout), LayerGroup(state, kind="recurrent")]
     with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
         tokens = np.arange(_WIDTH + 1, dtype=np.int32)
         sequence = cache.add_sequence(tokens)
         cache.state_blocks(sequence, group=1)
+        _ = cache.free_blocks
         cache.blocks_needed(tokens, group=1)
         cache.commit(sequence)
         cache.offload(tokens)
@@ -44,12 +77,13 @@ def _groups(layout: BlockLayout) -> None:
 
 
 def _live(cache: KVCacheManager) -> None:
-    """The life of sequences: hits, partial hits, evictions, growth, staged tables, beams, drafts."""
+    """All calls on live sequences: hits, partial hits, evictions, growth, staged tables, beams, drafts."""
     tokens = np.arange(8 * _WIDTH, dtype=np.int32)
     for shift in (0, 0, 100, 200, 0):
         keys = cache.block_keys(tokens[: 6 * _WIDTH + 1] + np.int32(shift))
         cache.match_prefix(keys)
         cache.blocks_needed(keys)
+        cache.plan_batch([keys])
         ids = cache.add_sequence_batch([keys], retention=[[(0, _WIDTH, 80, 1000)]]).ids
         cache.blocks_needed(sequences=ids, new_tokens=1)
         cache.append_tokens(ids, tokens[:2], np.array([2]))
@@ -57,25 +91,33 @@ def _live(cache: KVCacheManager) -> None:
         target = np.zeros((1, 16), np.int32)
         cache.copy_batch_block_offsets(target, ids)
         cache.copy_batch_block_csr(np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32), ids)
+        step = cache.step_tables(ids, stream=0)
+        cache.copy_step_tables(step, ids)
         cache.rewind(ids, np.array([3]))
         cache.evictable_if_released(ids)
         cache.loadable(ids)
         cache.release(ids)
+        _ = cache.free_blocks
     one = cache.add_sequence(tokens[:2])
     both = [one, *cache.fork(one, 1).tolist()]
     cache.reorder(both, [0, 0])
     cache.append_tokens(both, tokens[:6], [3, 3])
     cache.keep(both, [3, 3], [1, 2, 0], [2, 1])
+    cache.swap_out(both)
+    cache.resume(both)
     cache.release(both)
     extra = cache.add_sequence(cache.block_keys(tokens, salt="s", extra_ids=tokens))
     cache.release(extra, store=False)
 
 
 def _between_requests(cache: KVCacheManager) -> None:
-    """Pins, moves on demand, loaders, imports, and what concerns the pool as a whole."""
+    """Pins, moves on demand, loaders, imports, and the calls that concern the whole pool."""
     keys = cache.block_keys(np.arange(6 * _WIDTH + 1, dtype=np.int32))
     cache.offload(keys)
     cache.prefetch(keys)
+    cache.cached_blocks(keys)
+    cache.lacking(keys, np.ones((1, 6), np.bool_))
+    cache.set_priority(keys, 80)
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])
     if found is not None:
@@ -84,7 +126,14 @@ def _between_requests(cache: KVCacheManager) -> None:
     with cache.reserve(np.arange(500, 500 + _WIDTH, dtype=np.int32)) as reservation:
         reservation.commit()
     cache.reserve(np.arange(500, 501 + _WIDTH, dtype=np.int32)).abort()
-    cache.import_blocks(cache.block_keys(np.arange(900, 900 + _WIDTH, dtype=np.int32)), [bytes(cache.layout.block_bytes)])
+    cache.import_blocks(
+        cache.block_keys(np.arange(900, 900 + _WIDTH, dtype=np.int32)), [bytes(cache.layout.block_bytes)]
+    )
+    cache.keys_of(live := cache.add_sequence(keys))
+    cache.forget(keys)
+    cache.forget(keys.keys[:1])
+    cache.forget(namespace=("s", None))
+    cache.release(live)
     cache.refresh()
     cache.events()
     cache.stats()

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests import emulated
 
 if TYPE_CHECKING:
     from engine import Engine
     from group_engine import GroupsEngine
 
+with suppress(ImportError):
+    import zmq
+
+    # What a failing test leaves behind must not keep the collector, and with it all other tests, waiting for a peer.
+    zmq.Context.__del__ = lambda context: None  # type: ignore[method-assign]
+
 # Most tests read device memory through NumPy; those of the GPU ask for it by name.
 os.environ.setdefault("KVPOOL_DEVICE", "cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "run the tests of the GPU over an emulated driver (python -m tests.emulated build)"
+    parser.addoption("--emulated", action="store_true", help=about)
+    parser.addoption(
+        "--request-trace",
+        metavar="FILE",
+        help="the request trace of the GPU tests' long replay (default: a generated one)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start again with the emulated driver in the place of NVIDIA's: it has to be there before a process begins."""
+    if not config.getoption("--emulated") or emulated.running():
+        return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.stop_global_capturing()
+    try:
+        emulated.start_again(["-m", "pytest", *config.invocation_params.args])
+    except RuntimeError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [emulated.header()] if emulated.running() else []
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the tests that collect garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,7 +70,8 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
-    """Opens pools of T tokens per block, P device and S host blocks, each with a fake engine; all are verified and closed at the end."""
+    """Opens pools of T tokens per block, P device and S host blocks, each with a fake engine; all are verified and
+    closed at the end."""
     from engine import open_engine
 
     opened: list[Engine] = []

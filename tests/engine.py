@@ -1,4 +1,5 @@
-"""A tiny fake engine: writes KV bytes that name their content through the block table, and checks every byte that is reused."""
+"""A tiny fake engine: writes KV bytes that name their content through the block table, and checks every byte that is
+reused."""
 
 from __future__ import annotations
 
@@ -97,18 +98,18 @@ class Engine:
 
     def order(self, tier: str = "device") -> list[int]:
         """Blocks that nobody holds, the next victim first."""
-        return debug.lists(self.cache._state)[tier]
+        return debug.lists(self.cache.core.tokens)[tier]
 
     def cached(self, tier: str = "device") -> dict[bytes, int]:
         """Keys of full blocks that the tier has, with their block ids."""
-        return debug.cached(self.cache._state)[tier]
+        return debug.cached(self.cache.core.tokens)[tier]
 
     def keys(self, tokens: Sequence[int], **names: Any) -> list[bytes]:
         """Keys of the full blocks of a prompt."""
         return [key.tobytes() for key in self.prompt(tokens, **names).keys]
 
     def priorities(self, sequence: Request) -> list[int]:
-        return [int(self.cache._state.blocks["priority"][b]) for b in self.table(sequence)]
+        return [int(self.cache.core.tokens.blocks["priority"][b]) for b in self.table(sequence)]
 
     def reusable(self, tokens: Sequence[int], **names: Any) -> int:
         """Tokens that an admission would reuse now."""
@@ -239,7 +240,8 @@ class Engine:
             self._done(sequence)
 
     def draft(self, sequence: Request, tokens: Sequence[int], parents: Sequence[int]) -> Request:
-        """Append a tree of drafts: the parent of each is an earlier one, or -1. Their bytes are those of the path to them."""
+        """Append a tree of drafts: the parent of each is an earlier one, or -1. Their bytes are those of the path to
+        them."""
         self.cache.append_tokens(sequence.id, list(tokens))
         return self.drafted(sequence, tokens, parents)
 
@@ -268,6 +270,21 @@ class Engine:
             self.check(self.live.pop(sequence.id))
         self.cache.release([s.id for s in sequences], store=store)
         self.cache.verify()
+
+    def swap_out(self, *sequences: Request, **options: Any) -> int:
+        copied = self.cache.swap_out([one.id for one in sequences], **options)
+        for sequence in sequences:
+            del self.live[sequence.id]
+        self.cache.verify()
+        return copied
+
+    def resume(self, *sequences: Request, **options: Any) -> int:
+        """Every byte of what comes back is compared."""
+        copied = self.cache.resume([one.id for one in sequences], **options)
+        for sequence in sequences:
+            self.live[sequence.id] = sequence
+            self._done(sequence)
+        return copied
 
     def finish(self, sequence: Request, committed: int | None = None) -> None:
         """Commit all but the last token, whose KV an engine does not have yet (or `committed`), and release."""

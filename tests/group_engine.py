@@ -1,4 +1,5 @@
-"""The fake engine over several groups of layers: it writes what each group keeps, and checks every byte that is reused in any."""
+"""The fake engine over several groups of layers: it writes what each group keeps, and checks every byte that is reused
+in any."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Side:
     known: dict[tuple[bytes, int], Bytes] = field(default_factory=dict)
 
     def bytes_of(self, digest: bytes, part: int) -> Bytes:
-        """What a token, or the state behind it, is: uint8[layers, planes, kv_heads, head bytes], unlike that of any other group."""
+        """What a token, or the state behind it, is: uint8[layers, planes, kv_heads, head bytes], unlike that of any
+        other group."""
         if (digest, part) not in self.known:
             layout = self.layouts[part]
             shape = (layout.layers, layout.planes, layout.kv_heads, layout.head_dim * layout.itemsize)
@@ -50,10 +52,14 @@ class Side:
         return self.known[digest, part]
 
     def places(self, row: Sequence[int], count: int) -> list[tuple[int, int, int]]:
-        """(token, block, slot) of what ``count`` tokens have in a row: each of them, or of states those behind the last of a column."""
+        """(token, block, slot) of what ``count`` tokens have in a row: each of them, or of states those behind the last
+        of a column."""
         if self.kind != "recurrent":
             return [(i, row[i // self.width], i % self.width) for i in range(count)]
-        ends = ((min((column + 1) * self.width, count) - 1, block) for column, block in enumerate(row[: -(-count // self.width)]))
+        ends = (
+            (min((column + 1) * self.width, count) - 1, block)
+            for column, block in enumerate(row[: -(-count // self.width)])
+        )
         return [(token, block, 0) for token, block in ends if block >= 0]
 
     def unseen(self, token: int, committed: int) -> bool:
@@ -86,7 +92,7 @@ class GroupsEngine(Engine):
         return [len(debug.lists(state)[tier]) for state in self.states()]
 
     def states(self) -> Sequence[Any]:
-        return list(self.cache._states)
+        return list(self.cache.core.states)
 
     def table(self, sequence: Request, group: int = 0) -> list[int]:
         row = self.cache.block_table(sequence.id, **self.named(group)).dense()[0]
@@ -97,7 +103,8 @@ class GroupsEngine(Engine):
         return [int(b) for b in reservation.blocks_of(group)]
 
     def block(self, block_id: int, group: int = 0, part: int = 0) -> Bytes:
-        """Writable bytes of a block of either tier by its id in the group, uint8[layers, planes, T, kv_heads, head bytes]."""
+        """Writable bytes of a block of either tier by its id in the group, uint8[layers, planes, T, kv_heads, head
+        bytes]."""
         side = self.sides[group]
         layout = side.layouts[part]
         if block_id >= side.device_blocks:
@@ -120,7 +127,9 @@ class GroupsEngine(Engine):
     def compare(self, side: Side, block: int, slot: int, digest: bytes, what: str) -> None:
         for part in range(len(side.layouts)):
             same = np.array_equal(self.block(block, side.index, part)[:, :, slot], side.bytes_of(digest, part))
-            assert same, f"group {side.index}: block {block}, slot {slot}, part {part} does not hold the bytes of {what}"
+            assert same, (
+                f"group {side.index}: block {block}, slot {slot}, part {part} does not hold the bytes of {what}"
+            )
 
     def digests(self, side: Side, sequence: Request) -> Sequence[Any]:
         return self.encoded[sequence.id] if side.kind == "cross" else sequence.bytes
@@ -139,7 +148,9 @@ class GroupsEngine(Engine):
                 assert not row or row[-1] >= 0, f"group {side.index}: no running state of {sequence}"
             for token, block, slot in side.places(row, len(digests)):
                 if block < 0:
-                    assert side.unseen(token, committed), f"group {side.index}: token {token} of {sequence} has no block"
+                    assert side.unseen(token, committed), (
+                        f"group {side.index}: token {token} of {sequence} has no block"
+                    )
                 elif side.kind == "cross" or count is None or token < count:
                     self.compare(side, block, slot, digests[token], f"token {token} of {sequence}")
 
@@ -161,9 +172,15 @@ class GroupsEngine(Engine):
         return self.admitted(new, tokens, encoder_tokens=encoder_tokens or 0, **names)
 
     def admitted(
-        self, new: int, tokens: Sequence[int], *, salt: object = None, adapter_id: object = None, extra_ids: Sequence[int] | None = None,
+        self,
+        new: int,
+        tokens: Sequence[int],
+        *,
+        salt: object = None,
+        adapter_id: object = None,
+        extra_ids: Sequence[int] | None = None,
         encoder_tokens: int = 0,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """The encoder's part is nobody else's, and is written before anything is checked."""
         self.encoded[new] = self.expected.of(("encoder", new), [(i, 0) for i in range(encoder_tokens)])
         for side in self.sides:
@@ -182,7 +199,8 @@ class GroupsEngine(Engine):
         super().reordered(sequences, parents)
 
     def rewound(self, sequence: Request, count: int) -> Request:
-        """The running state is computed again where tokens are gone; the pool has given the sequence a block of its own for that."""
+        """The running state is computed again where tokens are gone; the pool has given the sequence a block of its own
+        for that."""
         if count:
             del sequence.items[len(sequence) - count :]
             del sequence.bytes[len(sequence) :]
@@ -210,22 +228,32 @@ class GroupsEngine(Engine):
 
 
 def open_groups(groups: Sequence[dict[str, Any]], *, tokens_per_block: int = 4, **options: Any) -> GroupsEngine:
-    """An engine on a pool of its own. ``groups`` has the options of each: ``parts``, those of its layouts, rules and capacities.
+    """An engine on a pool of its own. ``groups`` has the options of each: ``parts``, those of its layouts, rules and
+    capacities.
 
     A plain group alone is opened in the form without groups.
     """
     sides = []
     for g, group in enumerate(groups):
         kind = group.get("kind", "attention")
-        layouts = [small_layout(1 if kind == "recurrent" else tokens_per_block, **part) for part in group.get("parts", ({},))]
-        sides.append(Side(g, layouts, group["device_blocks"], tokens_per_block, kind, group.get("window"), group.get("sinks", 0)))
+        layouts = [
+            small_layout(1 if kind == "recurrent" else tokens_per_block, **part) for part in group.get("parts", ({},))
+        ]
+        sides.append(
+            Side(g, layouts, group["device_blocks"], tokens_per_block, kind, group.get("window"), group.get("sinks", 0))
+        )
     options = {"device": "cpu", "clock": Clock()} | options
     capacities = {name: [group.get(name, 0) for group in groups] for name in ("device_blocks", "host_blocks")}
     if len(sides) == 1 and len(sides[0].layouts) == 1 and sides[0].kind == "attention":
         one = {name: value for name, (value,) in capacities.items()}
-        cache = kvpool.KVCacheManager(sides[0].layouts[0], window=sides[0].window, sinks=sides[0].sinks, **one, **options)
+        cache = kvpool.KVCacheManager(
+            sides[0].layouts[0], window=sides[0].window, sinks=sides[0].sinks, **one, **options
+        )
     else:
-        rules = [{name: group[name] for name in ("kind", "window", "sinks", "snapshot_tokens") if name in group} for group in groups]
+        rules = [
+            {name: group[name] for name in ("kind", "window", "sinks", "snapshot_tokens") if name in group}
+            for group in groups
+        ]
         made = [kvpool.LayerGroup(side.layouts, **rule) for side, rule in zip(sides, rules, strict=True)]
         if all(side.kind == "recurrent" for side in sides):
             options["tokens_per_block"] = tokens_per_block

@@ -14,7 +14,14 @@ from kvpool.state import debug
 
 T = 4
 TIERS = ("device", "host")
-MIXES = ("full window", "window full", "full full", "recurrent full", "full window recurrent cross", "cross window full")
+MIXES = (
+    "full window",
+    "window full",
+    "full full",
+    "recurrent full",
+    "full window recurrent cross",
+    "cross window full",
+)
 
 Known = dict[tuple[int, str], set[bytes]]
 
@@ -22,16 +29,22 @@ Known = dict[tuple[int, str], set[bytes]]
 def group_of(kind: str) -> LayerGroup:
     """A group by a word; blocks of every kind have other sizes."""
     if kind == "recurrent":
-        return LayerGroup(BlockLayout(layers=1, kv_heads=5, head_dim=2, tokens_per_block=1), kind="recurrent", snapshot_tokens=2 * T)
+        return LayerGroup(
+            BlockLayout(layers=1, kv_heads=5, head_dim=2, tokens_per_block=1), kind="recurrent", snapshot_tokens=2 * T
+        )
     layers, rule = {"full": (2, {}), "window": (3, {"window": 6, "sinks": 3}), "cross": (1, {"kind": "cross"})}[kind]
     return LayerGroup(BlockLayout(layers=layers, kv_heads=1, head_dim=2, tokens_per_block=T), **rule)  # type: ignore[arg-type]
 
 
 @contextmanager
 def pool_of(kinds: str, device: int = 14, host: int = 10, on: Any = "cpu", **options: Any) -> Iterator[KVCacheManager]:
-    """A pool of groups by their words, each with so many blocks and one more than the group before; verified at the end."""
+    """A pool of groups by their words, each with so many blocks and one more than the group before; verified at the
+    end."""
     words = kinds.split()
-    sizes = {"device_blocks": [device + g for g in range(len(words))], "host_blocks": [host + g if host else 0 for g in range(len(words))]}
+    sizes = {
+        "device_blocks": [device + g for g in range(len(words))],
+        "host_blocks": [host + g if host else 0 for g in range(len(words))],
+    }
     with KVCacheManager(groups=[group_of(word) for word in words], **sizes, device=on, **options) as cache:
         yield cache
         cache.verify()
@@ -52,7 +65,8 @@ def seed(cache: KVCacheManager, prompt: Sequence[int], **names: Any) -> int:
 
 
 def churn(cache: KVCacheManager, random: Random, rounds: int) -> Iterator[None]:
-    """Prompts that share beginnings, through pools that are too small for them; some go to the host early, and some have priorities."""
+    """Prompts that share beginnings, through pools that are too small for them; some go to the host early, and some
+    have priorities."""
     for _ in range(rounds):
         prompt = [random.randrange(2) for _ in range(random.randrange(1, 6)) for _ in range(T)]
         retention = random.choice([None, [(0, 8, 50, None)], [(0, None, 20, None)]])
@@ -71,7 +85,9 @@ def churn(cache: KVCacheManager, random: Random, rounds: int) -> Iterator[None]:
 
 def cached(cache: KVCacheManager) -> Known:
     """Keys by group and tier, as the state has them."""
-    return {(g, tier): set(keys) for g, state in enumerate(cache._states) for tier, keys in debug.cached(state).items()}
+    return {
+        (g, tier): set(keys) for g, state in enumerate(cache.core.states) for tier, keys in debug.cached(state).items()
+    }
 
 
 class Replay:

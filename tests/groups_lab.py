@@ -1,4 +1,5 @@
-"""A fake engine on a pool of several groups of layers, on ``cpu`` or ``sim``: bytes name their content in every group and part."""
+"""A fake engine on a pool of several groups of layers, on ``cpu`` or ``sim``: bytes name their content in every group
+and part."""
 
 from __future__ import annotations
 
@@ -24,19 +25,25 @@ Rows = list[list[int]]
 
 def pins(cache: KVCacheManager) -> int:
     """All pins of all groups."""
-    return sum(int((state.blocks["word"] >> 32).sum()) for state in cache._states)
+    return sum(int((state.blocks["word"] >> 32).sum()) for state in cache.core.states)
 
 
 class GroupEngine:
     """Runs requests; every reuse is compared byte by byte when the device comes to it."""
 
     def __init__(
-        self, P: Sequence[int], S: Any = 0, groups: Sequence[LayerGroup] = (FULL, WINDOWED), device: str | Device = "cpu",
+        self,
+        P: Sequence[int],
+        S: Any = 0,
+        groups: Sequence[LayerGroup] = (FULL, WINDOWED),
+        device: str | Device = "cpu",
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sim = SimDevice(0, progress=0.0) if device == "sim" else None
         options = {"secret": bytes(32), **options}
-        self.cache = KVCacheManager(groups=list(groups), device_blocks=list(P), host_blocks=S, device=self.sim or device, **options)
+        self.cache = KVCacheManager(
+            groups=list(groups), device_blocks=list(P), host_blocks=S, device=self.sim or device, **options
+        )
         self.a, self.b = (self.sim.create_stream(name) if self.sim else NULL_STREAM for name in "ab")
         self.expected = [[TokenBytes(layout) for layout in group.layouts] for group in self.cache.groups]
         self.kv = [group.index for group in self.cache.groups if group.kind == "attention"]
@@ -59,8 +66,11 @@ class GroupEngine:
     def bytes_of(self, g: int, part: int, tokens: Sequence[int]) -> list[Bytes]:
         return self.expected[g][part].of((g, part), [(token, 0) for token in tokens])
 
-    def run(self, stream: Any, kernel: Callable[[], object], *, reads: Rows | None = None, writes: Rows | None = None) -> None:
-        """Work of the engine, now or when the device comes to it; rows are (block as leases have it, first token, end)."""
+    def run(
+        self, stream: Any, kernel: Callable[[], object], *, reads: Rows | None = None, writes: Rows | None = None
+    ) -> None:
+        """Work of the engine, now or when the device comes to it; rows are (block as leases have it, first token,
+        end)."""
         if self.sim is None:
             kernel()
         elif reads or writes:
@@ -142,15 +152,17 @@ class GroupEngine:
 
     def free(self) -> list[int]:
         """Device blocks of each group that nobody holds."""
-        pairs = zip(self.cache._states, self.cache.groups, strict=True)
+        pairs = zip(self.cache.core.states, self.cache.groups, strict=True)
         return [int((state.blocks["word"][: group.device_blocks] == 0).sum()) for state, group in pairs]
 
     def cached(self) -> list[dict[str, list[bytes]]]:
         """Keys by group and tier."""
-        return [{tier: sorted(found) for tier, found in debug.cached(state).items()} for state in self.cache._states]
+        return [
+            {tier: sorted(found) for tier, found in debug.cached(state).items()} for state in self.cache.core.states
+        ]
 
     def orders(self) -> list[Any]:
-        return [debug.lists(state) for state in self.cache._states]
+        return [debug.lists(state) for state in self.cache.core.states]
 
     def reusable(self, tokens: Sequence[int]) -> int:
         return int(self.cache.match_prefix([*tokens]).tokens)

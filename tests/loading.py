@@ -27,4 +27,10 @@ def load(engine: Engine, reservation: Reservation | Loadable, tokens: Sequence[i
 
 def picture(engine: Engine) -> tuple[Any, ...]:
     cache = engine.cache
-    return debug.dump(cache._state), cache.reservations, cache.leases, cache._transfer._decided, cache.device_pool.tobytes()
+    return (
+        debug.dump(cache.core.tokens),
+        cache.reservations,
+        cache.leases,
+        cache.core.transfer._decided,
+        cache.device_pool.tobytes(),
+    )

@@ -52,8 +52,8 @@ class Claim(Once):
 
 
 class Admit(Once):
-    """A batch of prompts with their keys: "hit", all cached in full; "miss", seen by nobody, into empty blocks; "evict", seen by nobody,
-    into a pool full of other content, which is forgotten."""
+    """A batch of prompts with their keys: "hit", all cached in full; "miss", seen by nobody, into empty blocks;
+    "evict", seen by nobody, into a pool full of other content, which is forgotten."""
 
     params = [["hit", "miss", "evict"], BATCHES]
     param_names = ["kind", "batch"]
@@ -70,8 +70,31 @@ class Admit(Once):
         self.cache.add_sequence_batch(self.keys)
 
 
+class Plan(Pooled):
+    """What an admission of a batch of prompts with their keys would do, beside 128 sequences: "hit", all cached in
+    full; "miss", seen by nobody; "computing", each being computed by one of the sequences."""
+
+    params = [["hit", "miss", "computing"], BATCHES]
+    param_names = ["kind", "batch"]
+    running = 128
+
+    def setup(self, kind: str, batch: int) -> None:
+        rows = self.running + batch
+        self.cache = make_pool(rows * (blocks_of(PROMPT_TOKENS) + 1), max_sequences=rows)
+        self.keys = [self.cache.block_keys(prompt) for prompt in make_prompts(batch, PROMPT_TOKENS)]
+        if kind == "hit":
+            store(self.cache, self.keys)
+        other = make_prompts(self.running, PROMPT_TOKENS, seed=1)
+        same = self.keys if kind == "computing" else []
+        self.cache.add_sequence_batch([*same, *other][: self.running])
+
+    def time_plan_batch(self, kind: str, batch: int) -> None:
+        self.cache.plan_batch(self.keys)
+
+
 class ThreadedRequests(Pooled):
-    """Whole requests (keys, admission, commit, release) that miss and evict, in turn and by two threads: they share one lock."""
+    """Whole requests (keys, admission, commit, release) that miss and evict, in turn and by two threads: they share one
+    lock."""
 
     params = [256, PROMPT_TOKENS]
     param_names = ["tokens"]
@@ -134,8 +157,8 @@ class LockHold(Pooled):
             store(self.cache, self.keys[:1] if kind == "hit" else make_prompts(3, tokens, seed=1))
 
     def track_held(self, kind: str, tokens: int) -> float:
-        lock = TimedLock(self.cache._lock)
-        self.cache._lock = lock  # type: ignore[assignment]
+        lock = TimedLock(self.cache.core.lock)
+        self.cache.core.lock = lock  # type: ignore[assignment]
         longest = []
         for keys in self.keys:
             lock.held.clear()
@@ -143,7 +166,7 @@ class LockHold(Pooled):
             longest.append(max(lock.held))
             self.cache.commit(sequence)
             self.cache.release(sequence)
-        self.cache._lock = lock.inner
+        self.cache.core.lock = lock.inner
         return 1e6 * median(longest)
 
     track_held.unit = "us"  # type: ignore[attr-defined]

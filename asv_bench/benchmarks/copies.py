@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device.cpu import CpuDevice
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 
 TIER_BYTES = 256 << 20
 TOKENS = 16
@@ -39,7 +39,9 @@ class BlockCopies:
         every = np.stack([source, target, np.full(blocks, TOKENS), np.zeros(blocks, int)], axis=1).astype(np.int64)
         self.batches = np.split(every, 16)
         self.batch_bytes = TIER_BYTES // 16
-        source_bytes, target_bytes = (self.pools.host_bytes, self.pools.device_bytes)[:: 1 if direction == "onboard" else -1]
+        source_bytes, target_bytes = (self.pools.host_bytes, self.pools.device_bytes)[
+            :: 1 if direction == "onboard" else -1
+        ]
         places = [int(place) * self.batch_bytes for place in random.permutation(16)]
         self.spans = [
             (target_bytes.ctypes.data + place, source_bytes.ctypes.data + other)

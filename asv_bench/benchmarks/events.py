@@ -5,7 +5,17 @@ from __future__ import annotations
 from statistics import median
 
 from .admission import TimedLock
-from .pools import LONG_PROMPT_TOKENS, PROMPT_TOKENS, TOKENS_PER_BLOCK, Once, Pooled, blocks_of, make_pool, make_prompts, store
+from .pools import (
+    LONG_PROMPT_TOKENS,
+    PROMPT_TOKENS,
+    TOKENS_PER_BLOCK,
+    Once,
+    Pooled,
+    blocks_of,
+    make_pool,
+    make_prompts,
+    store,
+)
 
 
 class Recording(Once):
@@ -24,7 +34,8 @@ class Recording(Once):
 
 
 class Reading(Once):
-    """The events of prompts that were published, one of 256 blocks each: taking them, as columns and as objects; and with a snapshot."""
+    """The events of prompts that were published, one of 256 blocks each: taking them, as columns and as objects; and
+    with a snapshot."""
 
     params = [0, 1, 16]
     param_names = ["prompts"]
@@ -59,11 +70,11 @@ class SnapshotHold(Pooled):
             store(self.cache, make_prompts(1, tokens, seed=i))
 
     def track_held(self, blocks: int) -> float:
-        lock = TimedLock(self.cache._lock)
-        self.cache._lock = lock  # type: ignore[assignment]
+        lock = TimedLock(self.cache.core.lock)
+        self.cache.core.lock = lock  # type: ignore[assignment]
         for _ in range(self.snapshots):
             assert len(self.cache.events(snapshot=True).records) > blocks // 2
-        self.cache._lock = lock.inner
+        self.cache.core.lock = lock.inner
         return 1e3 * median(lock.held)
 
     track_held.unit = "ms"  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Copies on a GPU, timed by its own events: blocks by size, number, direction and path; tokens; block tables. Beside plain copies."""
+"""Copies on a GPU, timed by its own events: blocks by size, number, direction and path; tokens; block tables. Beside
+plain copies."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.arrays.kv_copy import gather_kv, scatter_kv
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
+from kvpool.arrays.paged import PagedKV
+from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
-from kvpool.device.calibration import DIRECTIONS, OFFLOAD, ONBOARD, PATHS
-from kvpool.device.cuda import CudaDevice, unusable
-from kvpool.device.pinned import CHUNK_BYTES
-from kvpool.kv_copy import gather_kv, scatter_kv
-from kvpool.kv_layout import PagedKV
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
-from kvpool.strided import as_strided
+from kvpool.device.cuda.calibration import DIRECTIONS, OFFLOAD, ONBOARD, PATHS
+from kvpool.device.cuda.device import CudaDevice, unusable
+from kvpool.device.cuda.pinned import CHUNK_BYTES
 
 from .pools import TOKENS_PER_BLOCK, make_pool, make_prompts
 from .staging import COLUMNS, SEQUENCES
@@ -27,7 +28,8 @@ REPEATS = 9
 
 
 class OnGpu:
-    """Base: a device, its driver and a stream; skipped where there is no GPU. Benchmarks give what they take in ``release``."""
+    """Base: a device, its driver and a stream; skipped where there is no GPU. Benchmarks give what they take in
+    ``release``."""
 
     device: CudaDevice
     stream: Stream
@@ -80,10 +82,11 @@ class OnGpu:
 
 
 class BlockCopies(OnGpu):
-    """A batch of blocks of one contiguous fragment each, by each path; the peak is one large copy in the same direction, in the same run.
+    """A batch of blocks of one contiguous fragment each, by each path; the peak is one large copy in the same
+    direction, in the same run.
 
-    "apart": no two are neighbours; "neighbours": they follow each other on both sides. Every batch takes other blocks, of tiers far larger
-    than the GPU's cache. What the call costs the CPU is in the time.
+    "apart": no two are neighbours; "neighbours": they follow each other on both sides. Every batch takes other blocks,
+    of tiers far larger than the GPU's cache. What the call costs the CPU is in the time.
     """
 
     params = (list(DIRECTIONS), list(PATHS), [8 << 10, 64 << 10])
@@ -94,7 +97,9 @@ class BlockCopies(OnGpu):
     def setup(self, direction: str, path: str, nbytes: int, count: int = 1024, placement: str = "apart") -> None:
         blocks = self.tier_bytes // nbytes
         if 4 * count > blocks:
-            raise NotImplementedError(f"{count} fragments of {nbytes} bytes are too much for tiers of {self.tier_bytes}")
+            raise NotImplementedError(
+                f"{count} fragments of {nbytes} bytes are too much for tiers of {self.tier_bytes}"
+            )
         self.open(path)
         layout = BlockLayout(1, 1, nbytes, 1, "uint8", planes=1, order="block_first")
         self.pools = MemoryPools(self.device, layout, blocks, blocks)
@@ -142,7 +147,8 @@ class BlockCopies(OnGpu):
 
 
 class KvCopies(OnGpu):
-    """Tokens at random places between the device tier and contiguous staging; as a share of one plain copy of as many bytes."""
+    """Tokens at random places between the device tier and contiguous staging; as a share of one plain copy of as many
+    bytes."""
 
     params = (["gather", "scatter"], ["device", "host"])
     param_names = ("direction", "staging")
@@ -190,7 +196,8 @@ class KvCopies(OnGpu):
 class StagedTables(OnGpu):
     """Block tables of 256 sequences, written into a target of 1,024 columns on the device.
 
-    GPU times are taken behind other work on the stream, so that the CPU's are not in them. The plain copies are of the columns in use.
+    GPU times are taken behind other work on the stream, so that the CPU's are not in them. The plain copies are of the
+    columns in use.
     """
 
     params = [64, COLUMNS]
@@ -227,13 +234,17 @@ class StagedTables(OnGpu):
         return 1e6 * self.seconds(self._stage, behind=self._occupy)
 
     def track_gpu_time_of_memcpy_async(self, used_columns: int) -> float:
-        return 1e6 * self.seconds(lambda: self.copy(self.addresses[0], self.addresses[1], self.nbytes), behind=self._occupy)
+        return 1e6 * self.seconds(
+            lambda: self.copy(self.addresses[0], self.addresses[1], self.nbytes), behind=self._occupy
+        )
 
     def track_cpu_time(self, used_columns: int) -> float:
         return 1e6 * self._cpu_seconds(self._stage)
 
     def track_cpu_time_of_memcpy(self, used_columns: int) -> float:
-        return 1e6 * self._cpu_seconds(lambda: ctypes.memmove(self.there.ctypes.data, self.here.ctypes.data, self.nbytes))
+        return 1e6 * self._cpu_seconds(
+            lambda: ctypes.memmove(self.there.ctypes.data, self.here.ctypes.data, self.nbytes)
+        )
 
     def _cpu_seconds(self, call: Callable[[], object]) -> float:
         times = []

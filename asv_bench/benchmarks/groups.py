@@ -12,7 +12,8 @@ WINDOW = 1024
 
 
 class CachedPrompt(Pooled):
-    """A prompt that is cached, its keys given, in one group with attention to all tokens, with a sliding window, or in both."""
+    """A prompt that is cached, its keys given, in one group with attention to all tokens, with a sliding window, or in
+    both."""
 
     params = [["full", "window", "full and window"], [PROMPT_TOKENS, LONG_PROMPT_TOKENS]]
     param_names = ["groups", "tokens"]
@@ -21,7 +22,9 @@ class CachedPrompt(Pooled):
         layout = kvpool.BlockLayout(1, 1, 1, TOKENS_PER_BLOCK, dtype="uint8", planes=1)
         named = {"full": kvpool.LayerGroup(layout), "window": kvpool.LayerGroup(layout, window=WINDOW)}
         chosen = [named[name] for name in groups.split(" and ")]
-        self.cache = kvpool.KVCacheManager(groups=chosen, device_blocks=[4 * blocks_of(tokens)] * len(chosen), device="cpu")
+        self.cache = kvpool.KVCacheManager(
+            groups=chosen, device_blocks=[4 * blocks_of(tokens)] * len(chosen), device="cpu"
+        )
         self.keys = self.cache.block_keys(make_prompts(1, tokens)[0])
         store(self.cache, [self.keys] * 2)
         self.sequence = self.cache.add_sequence(self.keys)

@@ -9,7 +9,8 @@ from .pools import PROMPT_TOKENS, TOKENS_PER_BLOCK, Once, blocks_of, make_pool, 
 
 
 class Sequences(Once):
-    """Base: a batch of sequences that was just admitted, and tokens ready in arrays: one for each, or a whole block for each."""
+    """Base: a batch of sequences that was just admitted, and tokens ready in arrays: one for each, or a whole block for
+    each."""
 
     params = BATCHES
     param_names = ["batch"]
@@ -50,7 +51,8 @@ class Running(Sequences):
 
 
 class Committed(Sequences):
-    """Their content is published, but for one token each: a commit finds little to do, and what is released stays cached."""
+    """Their content is published, but for one token each: a commit finds little to do, and what is released stays
+    cached."""
 
     def setup(self, batch: int) -> None:
         super().setup(batch)
@@ -65,7 +67,8 @@ class Committed(Sequences):
 
 
 class Decoding(Once):
-    """Steps of decoding: a token for each of 256 sequences and its commit. Most steps take no block, every sixteenth takes one for each."""
+    """Steps of decoding: a token for each of 256 sequences and its commit. Most steps take no block, every sixteenth
+    takes one for each."""
 
     params = [16]
     param_names = ["steps"]

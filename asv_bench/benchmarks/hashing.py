@@ -13,7 +13,8 @@ PROMPTS = 16
 
 
 class BlockKeys(Pooled):
-    """One prompt, as an engine may have it: an int32 array, or a list of Python's integers; with a namespace, and with extra ids."""
+    """One prompt, as an engine may have it: an int32 array, or a list of Python's integers; with a namespace, and with
+    extra ids."""
 
     params = [PROMPT_TOKENS, LONG_PROMPT_TOKENS]
     param_names = ["tokens"]

@@ -1,4 +1,5 @@
-"""Tokens between paged caches of several engines' layouts and contiguous staging, on the CPU, beside NumPy's copy of the same bytes."""
+"""Tokens between paged caches of several engines' layouts and contiguous staging, on the CPU, beside NumPy's copy of
+the same bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.kv_copy import gather_kv, scatter_kv
-from kvpool.kv_layout import LAYOUTS, PagedKV
+from kvpool.arrays.kv_copy import gather_kv, scatter_kv
+from kvpool.arrays.paged import LAYOUTS, PagedKV
 
 from .pools import THREADS
 
@@ -36,7 +37,14 @@ def paged(layout: str) -> PagedKV:
 class KvCopies:
     """4,096 tokens at random places, K and V of four layers: 64 MiB."""
 
-    params = ["flashinfer", "flashinfer_hnd", "sglang", "tensorrt_llm", "vllm_flash_attention", "vllm_flash_attention_hnd"]
+    params = [
+        "flashinfer",
+        "flashinfer_hnd",
+        "sglang",
+        "tensorrt_llm",
+        "vllm_flash_attention",
+        "vllm_flash_attention_hnd",
+    ]
     param_names = ["layout"]
     repeat = 3
     rounds = 1

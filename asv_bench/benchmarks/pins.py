@@ -1,4 +1,5 @@
-"""Pins of host blocks, as a remote reader takes them: on their own, from a second thread, and while a long prompt is admitted."""
+"""Pins of host blocks, as a remote reader takes them: on their own, from a second thread, and while a long prompt is
+admitted."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class Pinned(Pooled):
 
     def prepare(self, device_blocks: int) -> None:
         # Nothing is offloaded but what is asked for, so that the host tier keeps it.
-        self.cache = make_pool(device_blocks + blocks_of(READ_TOKENS), 2 * blocks_of(READ_TOKENS), offload_min_priority=100)
+        self.cache = make_pool(
+            device_blocks + blocks_of(READ_TOKENS), 2 * blocks_of(READ_TOKENS), offload_min_priority=100
+        )
         (prompt,) = make_prompts(1, READ_TOKENS, seed=1)
         keys = self.cache.block_keys(prompt)
         store(self.cache, [keys])
@@ -55,9 +58,11 @@ class Pins(Pinned):
 
 
 class PinDuringAdmission(Pinned):
-    """How long a pin on a second thread takes, close included, while the first thread admits a prompt that evicts; and without that.
+    """How long a pin on a second thread takes, close included, while the first thread admits a prompt that evicts; and
+    without that.
 
-    Of the pins that overlap an admission, the longest: its median over the admissions. It waits for the lock, and for the interpreter.
+    Of the pins that overlap an admission, the longest: its median over the admissions. It waits for the lock, and for
+    the interpreter.
     """
 
     params = [PROMPT_TOKENS, LONG_PROMPT_TOKENS]
@@ -89,7 +94,9 @@ class PinDuringAdmission(Pinned):
             admitted.append((begin, perf_counter()))
             self.cache.release(sequence)
         done.set()
-        longest = [max((e - b for b, e in pins.result() if b < end and e > begin), default=0.0) for begin, end in admitted]
+        longest = [
+            max((e - b for b, e in pins.result() if b < end and e > begin), default=0.0) for begin, end in admitted
+        ]
         return [seconds for seconds in longest if seconds]
 
     def track_alone(self, tokens: int) -> float:

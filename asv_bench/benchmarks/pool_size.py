@@ -15,10 +15,11 @@ FILLING_TOKENS = 131_056
 
 
 class PoolSize(Pooled):
-    """Requests of 4,096 tokens, their keys given, in a pool full of committed content: time per block of the prompt, median of 200.
+    """Requests of 4,096 tokens, their keys given, in a pool full of committed content: time per block of the prompt,
+    median of 200.
 
-    "miss" evicts the oldest blocks of the pool; "hit" finds prompts at random places of it. The three calls of a request are counted:
-    admission, commit and release.
+    "miss" evicts the oldest blocks of the pool; "hit" finds prompts at random places of it. The three calls of a
+    request are counted: admission, commit and release.
     """
 
     params = [["hit", "miss"], [50_000, 500_000, 2_000_000, 10_000_000]]

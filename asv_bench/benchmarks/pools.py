@@ -1,4 +1,5 @@
-"""Pools, prompts and the base that most benchmarks share: blocks of a few bytes, so that what is timed is not the moving of KV."""
+"""Pools, prompts and the base that most benchmarks share: blocks of a few bytes, so that what is timed is not the
+moving of KV."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ Prompt = npt.NDArray[np.int32]
 
 
 def make_pool(device_blocks: int, host_blocks: int = 0, **options: Any) -> kvpool.KVCacheManager:
-    """A pool, in main memory unless a device is given, whose functions are compiled and loaded: a request has passed through."""
+    """A pool, in main memory unless a device is given, whose functions are compiled and loaded: a request has passed
+    through."""
     layout = kvpool.BlockLayout(1, 1, 1, TOKENS_PER_BLOCK, dtype="uint8", planes=1)
-    cache = kvpool.KVCacheManager(layout, device_blocks=device_blocks, host_blocks=host_blocks, **{"device": "cpu", **options})
+    cache = kvpool.KVCacheManager(
+        layout, device_blocks=device_blocks, host_blocks=host_blocks, **{"device": "cpu", **options}
+    )
     keys = cache.block_keys(np.arange(TOKENS_PER_BLOCK + 1, dtype=np.int32))
     for _ in range(2):
         ids = cache.add_sequence_batch([keys]).ids

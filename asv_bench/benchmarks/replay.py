@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvpool.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout
 from kvpool.replay import Replay, ReplayConfig, Summary, Trace, read_trace, synthetic
 from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
 
@@ -23,7 +23,9 @@ class SyntheticReplay:
 
     def setup(self, host_blocks: int, partial: bool) -> None:
         self.trace = synthetic(self.requests)
-        self.config = ReplayConfig(BlockLayout.of_block_bytes(4096, 16), DEVICE_BLOCKS, host_blocks, partial=partial, device="cpu")
+        self.config = ReplayConfig(
+            BlockLayout.of_block_bytes(4096, 16), DEVICE_BLOCKS, host_blocks, partial=partial, device="cpu"
+        )
 
     def _run(self) -> Summary:
         with Replay(self.trace, self.config) as replay:
@@ -47,7 +49,8 @@ class SyntheticReplay:
 
 
 class TraceReplay:
-    """The first 1,000 requests of the trace that KVPOOL_BENCH_TRACE, of the environment, names; no host tier, no partial reuse."""
+    """The first 1,000 requests of the trace that KVPOOL_BENCH_TRACE, of the environment, names; no host tier, no
+    partial reuse."""
 
     params = [50_000, 400_000]
     param_names = ["device_blocks"]

@@ -1,4 +1,5 @@
-"""Block tables of 256 sequences on their way to a reader: dense and CSR on the host, and staged into a target of 1,024 columns."""
+"""Block tables of 256 sequences on their way to a reader: dense and CSR on the host, and staged into a target of 1,024
+columns."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ SEQUENCES, COLUMNS = 256, 1_024
 
 
 class BlockTables(Pooled):
-    """On the cpu device, where a target is written when the call returns; the memcpy copies as many bytes as the target has."""
+    """On the cpu device, where a target is written when the call returns; the memcpy copies as many bytes as the target
+    has."""
 
     params = [64, COLUMNS]
     param_names = ["used_columns"]

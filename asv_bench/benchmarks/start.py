@@ -1,4 +1,5 @@
-"""What a process pays before its first request is served: the import, and the first call, with and without machine code on disk."""
+"""What a process pays before its first request is served: the import, and the first call, with and without machine code
+on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ cache.close()
 
 
 class Start:
-    """Seconds on the clock of a fresh interpreter. "cold" has an empty folder for machine code, "warm" all that it needs on disk."""
+    """Seconds on the clock of a fresh interpreter. "cold" has an empty folder for machine code, "warm" all that it
+    needs on disk."""
 
     params = ["warm", "cold"]
     param_names = ["machine_code"]
@@ -42,7 +44,12 @@ class Start:
     def _seconds(self, code: str, before: str = "") -> float:
         timed = f"import time\n{before}\nbegin = time.perf_counter()\n{code}\nprint(time.perf_counter() - begin)"
         done = subprocess.run(
-            [sys.executable, "-c", timed], env=self.environment, cwd=self.folder.name, capture_output=True, text=True, check=True
+            [sys.executable, "-c", timed],
+            env=self.environment,
+            cwd=self.folder.name,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return float(done.stdout)
 

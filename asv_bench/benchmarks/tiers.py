@@ -12,7 +12,8 @@ PROMPT_TOKENS = 2_048
 
 
 class MoveContent(Once):
-    """Prompts of 2,048 tokens between the tiers, without the bytes: offload, prefetch, and admission of what only the host has."""
+    """Prompts of 2,048 tokens between the tiers, without the bytes: offload, prefetch, and admission of what only the
+    host has."""
 
     params = [1, 16]
     param_names = ["prompts"]
@@ -41,8 +42,8 @@ class MoveContent(Once):
 class Inclusion(Pooled):
     """The share of device evictions that needed no copy, as the host still had one.
 
-    Prompts of eight blocks are asked for at random. They fill the host tier to a share, 1 being all of it beside what the device
-    holds alone; past that, host copies of what is on the device are given up first.
+    Prompts of eight blocks are asked for at random. They fill the host tier to a share, 1 being all of it beside what
+    the device holds alone; past that, host copies of what is on the device are given up first.
     """
 
     params = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]

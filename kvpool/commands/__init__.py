@@ -1,1 +1,2 @@
-"""The commands of ``python -m kvpool``, a module each: ``add_parser`` declares its options, ``run`` does it and returns the exit status."""
+"""The commands of ``python -m kvpool``, one module each. ``add_parser`` declares a command's options. ``run`` executes
+it and returns the exit status."""

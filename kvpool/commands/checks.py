@@ -1,4 +1,4 @@
-"""What the doctor looks at on a machine, and what it says of it: a verdict and a remedy for each part."""
+"""The doctor's checks of a machine: what it inspects, and a verdict and a remedy for each part."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from numba.core import config
-
-from kvpool import jit
-from kvpool.state.tiers import begin
-
 OK, ABSENT, WARNING, FAILED = "ok", "absent", "warning", "failed"
 _MIB, _GIB = 1 << 20, 1 << 30
 _CACHE_NEEDS = 200 * _MIB
@@ -21,7 +16,8 @@ _CONTAINER = "in a container, start it with --gpus all"
 
 
 class Check(NamedTuple):
-    """One verdict: ``status`` is ok, absent (optional, and not there), warning (works, but not well) or failed. ``remedy`` may be empty."""
+    """One verdict: ``status`` is ok, absent (optional, and not there), warning (works, but not well) or failed.
+    ``remedy`` may be empty."""
 
     name: str
     status: str
@@ -32,15 +28,23 @@ class Check(NamedTuple):
 # -- looking -------------------------------------------------------------------------------------
 
 
-def look_at_jit() -> dict[str, Any]:
-    """Where compiled code is kept, and whether it can be."""
+def look_at_jit() -> dict[str, Any] | None:
+    """Where compiled code is kept, and whether it can be kept. None if Numba cannot be imported, which another check
+    reports."""
+    try:
+        from numba.core import config
+
+        from kvpool import jit
+        from kvpool.state.tiers import begin
+    except Exception:
+        return None
     root = jit.cache_root()
     return {
         "disabled": bool(config.DISABLE_JIT),
         "root": None if root is None else str(root),
         "used": None if root is None else sum(map(_size, root.rglob("*.nbc"))),
         "free": None if root is None else shutil.disk_usage(root).free,
-        "in_use": isinstance(getattr(begin, "_cache", None), jit._FunctionCache),
+        "in_use": jit.keeps(begin),
     }
 
 
@@ -48,12 +52,13 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
-        # Another process has replaced it meanwhile.
+        # Another process has replaced the file in the meantime.
         return 0
 
 
 def look_at_driver(root: Path = Path("/")) -> dict[str, Any]:
-    """NVIDIA's driver, asked without CuPy: the CUDA that it supports (13010 is 13.1), and what files show it. Starts no GPU."""
+    """NVIDIA's driver, queried without CuPy: the CUDA version that it supports (13010 is 13.1), and the files that show
+    it. Starts no GPU."""
     version, error = ctypes.c_int(), None
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -73,16 +78,17 @@ def look_at_driver(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any]) -> list[Check]:
-    """What the doctor thinks of what ``examine`` has found."""
+    """The verdicts on the findings of ``examine``."""
     checks = [package(name, part) for name, part in found["packages"].items()]
     if found["numba.cuda"]["error"] and found["packages"]["numba-cuda"]["version"]:
         remedy = "take site-packages out of PYTHONPATH: Python then finds it by itself, and reads its .pth files"
         checks.append(Check("numba.cuda", WARNING, found["numba.cuda"]["error"], remedy))
-    return [*checks, compiled_code(found["jit"]), driver(found), locked_memory(found), main_memory(found["memory"]["available"])]
+    compiled = [] if found["jit"] is None else [compiled_code(found["jit"])]
+    return [*checks, *compiled, driver(found), locked_memory(found), main_memory(found["memory"]["available"])]
 
 
 def package(name: str, part: dict[str, Any]) -> Check:
-    """A package that is needed, or useful."""
+    """The verdict on a package that is needed or useful."""
     version, missing = part["version"] or "installed", FAILED if part["required"] else ABSENT
     if part["error"] == "not installed":
         return Check(name, missing, f"not installed ({part['use']})", part["install"])
@@ -95,43 +101,61 @@ def package(name: str, part: dict[str, Any]) -> Check:
 
 
 def _numbers(version: str) -> list[int]:
-    """1.24.0rc1 is [1, 24, 0]: enough to tell which is older."""
+    """The numbers of a version, to compare two: 1.24.0rc1 is [1, 24, 0]."""
     return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # type: ignore[index]
 
 
 def compiled_code(seen: dict[str, Any]) -> Check:
-    """Numba's output, which takes a minute to make and is kept on disk."""
+    """The verdict on Numba's compiled code, which takes half a minute to make and is kept on disk."""
     name = "compiled code"
     if seen["disabled"]:
-        return Check(name, WARNING, "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly", "unset NUMBA_DISABLE_JIT")
+        return Check(
+            name,
+            WARNING,
+            "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly",
+            "unset NUMBA_DISABLE_JIT",
+        )
     elsewhere = "set NUMBA_CACHE_DIR to a folder that only you can write"
     if seen["root"] is None:
-        return Check(name, WARNING, "no place for it can be written: every process compiles anew, for a minute", elsewhere)
+        return Check(
+            name, WARNING, "no place for it can be written: every process compiles anew, for half a minute", elsewhere
+        )
     if not seen["in_use"]:
-        found = "this Numba does not take kvpool's cache: every process compiles anew, for a minute"
+        found = "this Numba does not take kvpool's cache: every process compiles anew, for half a minute"
         return Check(name, WARNING, found, "pip install -U kvpool")
     kept = f"{seen['used'] / _MIB:.0f} MiB in {seen['root']}"
     if seen["free"] < _CACHE_NEEDS:
-        return Check(name, WARNING, f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free", f"make room there, or {elsewhere}")
+        return Check(
+            name, WARNING, f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free", f"make room there, or {elsewhere}"
+        )
     return Check(name, OK, kept)
 
 
 def driver(found: dict[str, Any]) -> Check:
-    """Whether what is installed for GPUs, the driver and the GPUs fit together."""
+    """The verdict on whether the packages for GPUs, the driver and the GPUs fit together."""
     name, seen, cupy = "NVIDIA driver", found["driver"], found["cupy_packages"]
     version = found["gpus"][0]["driver"] if found["gpus"] else seen["version"]
     if version is None:
         if seen["kernel_module"] or seen["gpu_files"]:
             remedy = f"{_CONTAINER}; else reinstall the driver"
             return Check(name, WARNING, f"the system has one that cannot be loaded: {seen['error']}", remedy)
-        return Check(name, ABSENT, "not installed (the cuda device)", "install NVIDIA's driver, on a machine with a GPU")
+        return Check(
+            name, ABSENT, "not installed (the cuda device)", "install NVIDIA's driver, on a machine with a GPU"
+        )
     shown = f"for CUDA {version // 1000}.{version % 1000 // 10}"
     if version < 12000:
         return Check(name, WARNING, f"{shown}, too old for CuPy", "update the driver")
     if len(cupy) > 1:
-        return Check(name, WARNING, f"{shown}, and several CuPy: {', '.join(cupy)}", f"pip uninstall {' '.join(cupy)}, then install one")
+        return Check(
+            name,
+            WARNING,
+            f"{shown}, and several CuPy: {', '.join(cupy)}",
+            f"pip uninstall {' '.join(cupy)}, then install one",
+        )
     if cupy == ["cupy-cuda13x"] and version < 13000:
-        return Check(name, WARNING, f"{shown}, and CuPy for 13", "pip uninstall cupy-cuda13x, then pip install 'kvpool[cuda12]'")
+        return Check(
+            name, WARNING, f"{shown}, and CuPy for 13", "pip uninstall cupy-cuda13x, then pip install 'kvpool[cuda12]'"
+        )
     if not found["gpus"] and not seen["gpu_files"]:
         return Check(name, WARNING, f"{shown}, without a GPU", _CONTAINER)
     fitting = "cuda13" if version >= 13000 else "cuda12"
@@ -141,7 +165,7 @@ def driver(found: dict[str, Any]) -> Check:
 
 
 def locked_memory(found: dict[str, Any]) -> Check:
-    """Whether a limit may keep the host tier from being pinned. Who may lock any amount is not bound by it."""
+    """Whether a limit may prevent pinning of the host tier. It does not bind a user who may lock any amount."""
     name, limit, room = "locked memory (ulimit -l)", found["memory"]["locked_limit"], found["memory"]["available"]
     shown = "unlimited" if limit is None else gib(limit)
     if limit is None or os.geteuid() == 0 or not found["gpus"] or (room is not None and limit >= room):
@@ -151,7 +175,7 @@ def locked_memory(found: dict[str, Any]) -> Check:
 
 
 def main_memory(available: int | None) -> Check:
-    """What the system and its control groups leave."""
+    """The verdict on the main memory that the system and its control groups leave available."""
     name = "memory left by the system and its control groups"
     if available is None:
         found = "unknown here: a host tier that is too large is not refused, but ends the process"

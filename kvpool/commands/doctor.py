@@ -1,4 +1,4 @@
-"""``python -m kvpool doctor``: what of kvpool can be used on this machine, and what is missing for the rest."""
+"""``python -m kvpool doctor``: which parts of kvpool work on this machine, and what the others lack."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from typing import Any, NamedTuple
 from kvpool.commands import checks
 from kvpool.commands.checks import gib
 from kvpool.commands.terminal import FAILED, OK, print_text
-from kvpool.device import DEVICES, automatic, calibration
-from kvpool.device.calibration import Calibration
-from kvpool.device.cuda import COPY_PATH, describe_gpus, unusable
-from kvpool.device.ram import available_ram
 
 _HELP = """\
 Say what works on this machine and how to mend what does not: packages, compiled code,
@@ -33,12 +29,13 @@ driver, GPUs, memory that can be pinned, which device "auto" is and why, how cop
 exit status: 0 the device that was asked for can be used and nothing has failed, 1 otherwise
 """
 
+_DEVICES = ("cpu", "cuda", "sim")
 _EVERYTHING = "everything"
 _GPU_EXTRA = "pip install -U 'kvpool[cuda12]' or 'kvpool[cuda13]'"
 
 
 class Part(NamedTuple):
-    """A package, what it is needed for, how to get it, and the oldest version that will do, if that is known."""
+    """A package, its purpose, how to install it, and the oldest version that suffices, if that is known."""
 
     module: str
     package: str
@@ -71,12 +68,14 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.set_defaults(run=run)
-    doctor.add_argument("--device", choices=("auto", *DEVICES), default="auto", help="the device that has to work (default: auto)")
+    doctor.add_argument(
+        "--device", choices=("auto", *_DEVICES), default="auto", help="the device that has to work (default: auto)"
+    )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, print, and return the exit status."""
+    """Examine the machine, print the findings, and return the exit status."""
     found = examine(options.device)
     print_text(json.dumps(found, indent=2) if options.json else text(found))
     failed = any(check["status"] == checks.FAILED for check in found["checks"])
@@ -84,14 +83,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
-    """Everything that the command says. Starts no device but asks the driver for its GPUs."""
+    """All findings of the command. It starts no device, but asks the driver for its GPUs."""
     packages = {part.package: _look(part) for part in _PARTS}
-    missing = unusable()
+    broken = False
     try:
-        chosen, because = automatic()
-    except ValueError as error:
-        chosen, because = None, str(error)
-    gpus = [] if missing else describe_gpus()
+        chosen, because, missing, gpus, available = _look_at_devices()
+    except Exception as error:
+        # No device can be imported if a package that all of kvpool needs is missing.
+        because = f"kvpool's devices cannot be imported: {type(error).__name__}: {error}"
+        chosen, missing, gpus, available, broken = None, because, list[Any](), None, True
     wanted = chosen if device == "auto" else device
     found = {
         "python": platform.python_version(),
@@ -102,19 +102,33 @@ def examine(device: str = "auto") -> dict[str, Any]:
         "driver": checks.look_at_driver(),
         "gpus": [gpu._asdict() for gpu in gpus],
         "auto": {"device": chosen, "because": because},
-        "memory": {"locked_limit": _locked_limit(), "available": available_ram()},
+        "memory": {"locked_limit": _locked_limit(), "available": available},
         "copies": _copies(gpus),
         "device": device,
-        "usable": wanted is not None and (wanted != "cuda" or missing is None),
-        "missing": missing if wanted == "cuda" else None,
+        "usable": wanted is not None and not broken and (wanted != "cuda" or missing is None),
+        "missing": missing if wanted == "cuda" or broken else None,
     }
     return found | {"checks": [check._asdict() for check in checks.judge(found)]}
+
+
+def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | None]:
+    """The device that "auto" chooses, and why; why there is no cuda device; the GPUs; available bytes of memory."""
+    from kvpool.device import automatic
+    from kvpool.device.cuda import describe_gpus, unusable
+    from kvpool.device.ram import available_ram
+
+    missing = unusable()
+    try:
+        chosen, because = automatic()
+    except ValueError as error:
+        return None, str(error), missing, [] if missing else describe_gpus(), available_ram()
+    return chosen, because, missing, [] if missing else describe_gpus(), available_ram()
 
 
 def _look(part: Part) -> dict[str, Any]:
     names = _CUPY_PACKAGES if part.module == "cupy" else (part.package,)
     version = next(filter(None, map(_version, names)), None)
-    # Installed is not yet importable, and some installations leave no metadata.
+    # A package that is installed may not be importable, and some installations leave no metadata.
     there = version is not None or find_spec(part.module) is not None
     error = _failure(lambda: importlib.import_module(part.module)) if there else "not installed"
     required = part.use == _EVERYTHING
@@ -138,7 +152,8 @@ def _failure(call: Callable[[], Any]) -> str | None:
 
 
 def _numba_cuda(installed: str | None) -> dict[str, Any]:
-    """Which package ``numba.cuda`` is: the old one inside Numba shows up silently where numba-cuda's redirector did not run."""
+    """Which package provides ``numba.cuda``. If numba-cuda's redirector did not run, it is silently the old one inside
+    Numba."""
     try:
         place = str(importlib.import_module("numba.cuda").__file__)
     except Exception as error:
@@ -154,9 +169,11 @@ def _locked_limit() -> int | None:
 
 
 def _copies(gpus: list[Any]) -> dict[str, Any] | None:
-    """How copies are chosen on the first GPU, from what is stored."""
+    """How copies are chosen on the first GPU, according to the stored calibration."""
     if not gpus:
         return None
+    from kvpool.device.cuda import COPY_PATH, calibration
+
     path = calibration.place(gpus[0].name, gpus[0].driver)
     stored, problem = None, None
     try:
@@ -168,7 +185,7 @@ def _copies(gpus: list[Any]) -> dict[str, Any] | None:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The findings in lines."""
+    """The findings as lines of text."""
     lines = [f"{checks.OK:8} python: {found['python']}"]
     for check in found["checks"]:
         lines.append(f"{check['status']:8} {check['name']}: {check['found']}")
@@ -183,12 +200,17 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
-    return f"GPU {gpu['number']}: {gpu['name']}, {gib(gpu['memory'])}, CUDA {gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}"
+    return (
+        f"GPU {gpu['number']}: {gpu['name']}, {gib(gpu['memory'])}, CUDA "
+        f"{gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}"
+    )
 
 
 def _copy_lines(copies: dict[str, Any] | None) -> list[str]:
     if copies is None:
         return []
+    from kvpool.device.cuda import COPY_PATH, calibration
+
     if copies["environment"]:
         return [f"copies: {copies['environment']}, by {COPY_PATH}"]
     if not copies["table"]:
@@ -196,7 +218,7 @@ def _copy_lines(copies: dict[str, Any] | None) -> list[str]:
     table: dict[tuple[str, int, int], dict[str, float]] = {}
     for m in copies["table"]:
         table.setdefault((m["direction"], m["nbytes"], m["fragments"]), {})[m["path"]] = m["gigabytes_per_second"]
-    measured = Calibration("", 0, tuple(calibration.Measurement(**m) for m in copies["table"]))
+    measured = calibration.Calibration("", 0, tuple(calibration.Measurement(**m) for m in copies["table"]))
     lines = [f"copies: as measured in {copies['file']}", f"{'direction':9} {'KiB':>6} {'count':>6}  GB/s"]
     for (direction, nbytes, count), speeds in table.items():
         best = measured.choose(direction, nbytes, count)

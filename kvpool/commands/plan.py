@@ -7,22 +7,24 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
 from kvpool.commands.terminal import (
     INTERRUPTED,
     OK,
     complain,
     count_argument,
     fraction_argument,
+    path_argument,
     print_text,
     progress_bar,
     size_argument,
 )
-from kvpool.layout import PRESETS, BlockLayout
 
 if TYPE_CHECKING:
     from kvpool.planner import Machine, Survey
 
 _MODEL = "llama-3-8b"
+_CONFIG_BYTES_MAX = 1 << 20
 _SHAPE = ("layers", "kv_heads", "head_dim", "planes", "dtype")
 
 _HELP = """\
@@ -45,32 +47,62 @@ plan for the requests so far is printed)
 def add_parser(subparsers: Any) -> None:
     """Declare the command and its options."""
     plan = subparsers.add_parser(
-        "plan", help="hit rate by memory for a request trace", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        "plan",
+        help="hit rate by memory for a request trace",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan.set_defaults(run=run, error=plan.error)
     add = plan.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
     add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
     add("--limit", type=count_argument(1), metavar="N", help="the first N requests; without TRACE, generate N")
-    add("--sample", type=fraction_argument, default=1.0, metavar="SHARE", help="of the blocks to follow, such as 0.01 (default: all)")
+    add(
+        "--sample",
+        type=fraction_argument,
+        default=1.0,
+        metavar="SHARE",
+        help="of the blocks to follow, such as 0.01 (default: all)",
+    )
     add = plan.add_argument_group("model").add_argument
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--model", choices=sorted(PRESETS), help=f"whose KV it is (default: {_MODEL})")
-    for name, meaning in (("layers", ""), ("kv-heads", ""), ("head-dim", ""), ("planes", ": 2 for K and V (default), 1 for MLA")):
+    add(
+        "--model",
+        metavar="MODEL",
+        help=f"whose KV it is: a model's config.json, or {', '.join(sorted(PRESETS))} (default: {_MODEL})",
+    )
+    for name, meaning in (
+        ("layers", ""),
+        ("kv-heads", ""),
+        ("head-dim", ""),
+        ("planes", ": 2 for K and V (default), 1 for MLA"),
+    ):
         add(f"--{name}", type=count_argument(1), metavar="N", help=f"instead of --model{meaning}")
     add("--dtype", metavar="NAME", help="of an element, with or without --model (default: the model's, else bfloat16)")
     pool = plan.add_argument_group("a pool to ask about")
     for tier in ("device", "host"):
         size = pool.add_mutually_exclusive_group()
-        size.add_argument(f"--{tier}-memory", type=size_argument, metavar="SIZE", help=f"of the {tier} tier, such as 8GiB")
+        size.add_argument(
+            f"--{tier}-memory", type=size_argument, metavar="SIZE", help=f"of the {tier} tier, such as 8GiB"
+        )
         size.add_argument(f"--{tier}-blocks", type=count_argument(0), metavar="N", help="the same in blocks")
     add = plan.add_argument_group("times").add_argument
-    add("--prefill-tokens-per-second", type=float, metavar="N", help="how fast prompts are computed: shows what hits save")
-    add("--link-bandwidth", type=float, metavar="GB/S", help="host to device (default: as calibrated on this machine's GPU, else 50)")
+    add(
+        "--prefill-tokens-per-second",
+        type=float,
+        metavar="N",
+        help="how fast prompts are computed: shows what hits save",
+    )
+    add(
+        "--link-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="host to device (default: as calibrated on this machine's GPU, else 50)",
+    )
     add("--link-latency", type=float, default=50.0, metavar="US", help="of an onboard (default: 50)")
     add = plan.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .html; needs the extra 'plot'")
+    add("--plot", type=path_argument, metavar="FILE", help="draw it: .png, .svg or .html; needs the extra 'plot'")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _survey(options: argparse.Namespace) -> tuple[Survey, str, bool]:
-    """The survey, what to call the trace, and whether it was cut short."""
+    """The survey, the name of the trace, and whether the trace was cut short."""
     from kvpool.planner import Surveyor
     from kvpool.replay import stream_trace, synthetic
     from kvpool.replay.workload import REQUESTS
@@ -137,7 +169,7 @@ def _survey(options: argparse.Namespace) -> tuple[Survey, str, bool]:
 
 
 def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:
-    """The layout, and what to call the model."""
+    """The layout, and the name of the model."""
     given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
     own = given.keys() - {"dtype"}
     if own and options.model is not None:
@@ -151,10 +183,27 @@ def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:
             heads = f"{layout.kv_heads} KV heads of {layout.head_dim}, {layout.planes} planes, {layout.dtype_name}"
             return layout, f"{layout.layers} layers, {heads}"
         name = options.model or _MODEL
+        if name.endswith(".json"):
+            shape = shape_of_config(_config(name))
+            given = shape._asdict() | ({} if options.dtype is None else {"dtype": options.dtype})
+            layout = BlockLayout(tokens_per_block=options.tokens_per_block, **given)
+            return layout, f"{Path(name).name}, {layout.dtype_name}"
+        if name not in PRESETS:
+            return options.error(f"--model: {name!r} is neither a config.json nor one of {', '.join(sorted(PRESETS))}")
         layout = BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, dtype=options.dtype)
         return layout, f"{name}, {layout.dtype_name}"
-    except (TypeError, ValueError) as error:
-        return options.error(str(error))
+    except (TypeError, ValueError, OSError) as error:
+        return options.error(f"{options.model}: {error}" if (options.model or "").endswith(".json") else str(error))
+
+
+def _config(path: str) -> dict[str, Any]:
+    """Read a model's own description. Raises OSError, or ValueError if the file is no such description."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(_CONFIG_BYTES_MAX)
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("no object in it")
+    return found
 
 
 def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine, str]:
@@ -187,9 +236,9 @@ def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine,
 
 
 def _calibrated() -> tuple[float | None, str]:
-    """What the stored calibration of this machine's first GPU says of onboarding many blocks, if there is one, and where it comes from."""
-    from kvpool.device import calibration
-    from kvpool.device.cuda import describe_gpus, unusable
+    """The bandwidth of onboarding many blocks in the stored calibration of this machine's first GPU, if there is one,
+    and its source."""
+    from kvpool.device.cuda import calibration, describe_gpus, unusable
 
     assumed = None, "assumed: PCIe 5.0, 16 lanes"
     if unusable():
@@ -199,5 +248,7 @@ def _calibrated() -> tuple[float | None, str]:
         stored = calibration.load(calibration.place(gpu.name, gpu.driver))
     except (OSError, ValueError):
         return assumed
-    speeds = [m.gigabytes_per_second for m in stored.measurements if m.direction == calibration.ONBOARD] if stored else []
+    speeds = (
+        [m.gigabytes_per_second for m in stored.measurements if m.direction == calibration.ONBOARD] if stored else []
+    )
     return (max(speeds), f"as calibrated on {gpu.name}") if speeds else assumed

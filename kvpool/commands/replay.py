@@ -1,4 +1,4 @@
-"""``python -m kvpool replay``: what a trace reuses, moves and costs."""
+"""``python -m kvpool replay``: replays a trace, and reports what it reuses, moves and costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvpool.arrays.layout import PRESETS, BlockLayout
 from kvpool.commands.terminal import (
     FAILED,
     INTERRUPTED,
@@ -24,14 +25,14 @@ from kvpool.commands.terminal import (
     size_argument,
 )
 from kvpool.errors import DeviceError, InsufficientMemory
-from kvpool.layout import PRESETS, BlockLayout
 
 if TYPE_CHECKING:
     from kvpool.manager import KVCacheManager
     from kvpool.replay import ReplayConfig, Trace
 
 _TRACE_BLOCKS = 50_000
-# The sim device takes steps where others copy: it gets a small pool, and requests of which many fit into it.
+# The sim device makes each copy in steps. So it gets a small pool and few requests, cut so short that many fit into
+# the pool at once.
 _SIM_BLOCKS, _SIM_REQUESTS, _SIM_SHARE = 2_000, 1_000, 32
 
 _HELP = """\
@@ -46,7 +47,7 @@ Without TRACE, a synthetic workload of chats with shared system prompts is repla
 --device sim runs the pool's copies and a fake engine's kernels late and in any order that streams and
 events allow, and fails on accesses that nothing orders and on writes that nobody declared.
 
-exit status: 0 done, 1 verification failed, 2 wrong usage or a trace that cannot be read,
+exit status: 0 done, 1 verification failed or had nothing to verify, 2 wrong usage or a trace that cannot be read,
 130 interrupted (the summary so far is printed)
 """
 
@@ -64,25 +65,61 @@ def add_parser(subparsers: Any) -> None:
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
     add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
     add("--limit", type=count_argument(1), metavar="N", help="replay the first N requests; without TRACE, generate N")
-    add("--seed", type=count_argument(0), default=0, metavar="N", help="of the synthetic workload and of --device sim (default: 0)")
-    add("--cut", type=count_argument(2), metavar="N", help="cut requests to N tokens (--device sim: default 1/32 of the device tier)")
+    add(
+        "--seed",
+        type=count_argument(0),
+        default=0,
+        metavar="N",
+        help="of the synthetic workload and of --device sim (default: 0)",
+    )
+    add(
+        "--cut",
+        type=count_argument(2),
+        metavar="N",
+        help="cut requests to N tokens (--device sim: default 1/32 of the device tier)",
+    )
     shape = replay.add_argument_group("pool")
     for tier, lowest in (("device", 1), ("host", 0)):
         size = shape.add_mutually_exclusive_group()
-        size.add_argument(f"--{tier}-blocks", type=count_argument(lowest), metavar="N", help=f"blocks of the {tier} tier")
-        size.add_argument(f"--{tier}-memory", type=size_argument, metavar="SIZE", help="the same as bytes, such as 8GiB")
+        size.add_argument(
+            f"--{tier}-blocks", type=count_argument(lowest), metavar="N", help=f"blocks of the {tier} tier"
+        )
+        size.add_argument(
+            f"--{tier}-memory", type=size_argument, metavar="SIZE", help="the same as bytes, such as 8GiB"
+        )
     add = shape.add_argument
     add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
     add("--block-bytes", type=size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help="what holds and copies the blocks (default: auto)")
-    add("--progress", type=fraction_argument, metavar="P", help="how early --device sim works: 0 late, 1 at once (default: 0.5)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda", "sim"),
+        default="auto",
+        help="what holds and copies the blocks (default: auto)",
+    )
+    add(
+        "--progress",
+        type=fraction_argument,
+        metavar="P",
+        help="how early --device sim works: 0 late, 1 at once (default: 0.5)",
+    )
     add = replay.add_argument_group("run").add_argument
-    add("--active", type=count_argument(1), default=64, metavar="N", help="requests at the same time, at most (default: 64)")
+    add(
+        "--active",
+        type=count_argument(1),
+        default=64,
+        metavar="N",
+        help="requests at the same time, at most (default: 64)",
+    )
     add("--partial", action=argparse.BooleanOptionalAction, default=True, help="reuse parts of blocks (default: on)")
     add("--verify", action="store_true", help="write all KV bytes; compare them at every reuse, copy and release")
     add("--json", action="store_true", help="print the summary as JSON")
-    add("--metrics-port", type=port_argument, metavar="N", help="serve metrics for Prometheus on this machine meanwhile; 0: any free port")
+    add(
+        "--metrics-port",
+        type=port_argument,
+        metavar="N",
+        help="serve metrics for Prometheus on this machine meanwhile; 0: any free port",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -118,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_and_replay(options: argparse.Namespace, config: ReplayConfig, show: Callable[[KVCacheManager], None]) -> int:
-    """Get the trace and replay it; returns the exit status."""
+    """Read or make the trace, replay it, and return the exit status."""
     from kvpool.replay import TraceError, read_trace, synthetic
     from kvpool.replay.workload import REQUESTS
 
@@ -134,7 +171,7 @@ def _read_and_replay(options: argparse.Namespace, config: ReplayConfig, show: Ca
     cut = options.cut or (max(2, config.device_blocks * options.tokens_per_block // _SIM_SHARE) if sim else None)
     if cut is not None:
         trace = trace.cut(cut)
-    # The trace stays until the end: the collector need not walk it in the middle of a call that is timed.
+    # The trace lives until the end, so the collector need not scan it during a timed call.
     gc.collect()
     gc.freeze()
     try:
@@ -145,11 +182,12 @@ def _read_and_replay(options: argparse.Namespace, config: ReplayConfig, show: Ca
 
 @contextmanager
 def _served(port: int | None) -> Iterator[Callable[[KVCacheManager], None]]:
-    """What to call with the pool whose metrics are then served to this machine, until the end. Without a port it does nothing."""
+    """A function to call with the pool. From then on, the pool's metrics are served to this machine, until the context
+    ends. Without a port the function does nothing."""
     if port is None:
         yield lambda cache: None
         return
-    from kvpool.metrics import served
+    from kvpool.observe.metrics import served
 
     with served(port) as (metrics, address):
         print(f"metrics: {address}", file=sys.stderr, flush=True)
@@ -179,6 +217,11 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
         except AssertionError as error:
             status, failure = FAILED, failure or error
         summary = replay.summary(interrupted=interrupted, failure=failure)
+        if status == OK and summary.verified is not None and not summary.verified.released_tokens:
+            # A verification that compared no byte proves nothing.
+            counts = f"{summary.requests:,} requests were replayed, {len(summary.skipped):,} skipped"
+            status, failure = FAILED, AssertionError(f"nothing was verified: {counts}")
+            summary = replay.summary(failure=failure)
     if failure is not None:
         complain(failure)
     print_text(json.dumps(summary.as_dict(), indent=2) if as_json else summary.text())
@@ -193,18 +236,20 @@ def _layout(options: argparse.Namespace) -> BlockLayout:
             options.error("--model needs --device-memory or --device-blocks")
         return BlockLayout.for_model(options.model, tokens_per_block=options.tokens_per_block)
     try:
-        return BlockLayout.of_block_bytes(4096 if options.block_bytes is None else options.block_bytes, options.tokens_per_block)
+        return BlockLayout.of_block_bytes(
+            4096 if options.block_bytes is None else options.block_bytes, options.tokens_per_block
+        )
     except ValueError as error:
         return options.error(f"--block-bytes: {error}")
 
 
 def _blocks(options: argparse.Namespace, tier: str, layout: BlockLayout, default: int) -> int:
-    """Return the blocks of a tier: as given, as many as the given memory holds, or the default of the workload."""
+    """Return the number of blocks of a tier: the given one, what fits the given memory, or the workload's default."""
     blocks, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
     if blocks is not None:
         return blocks
     if memory is None:
-        # A model's blocks are so large that a host tier is worth asking for.
+        # The blocks of a model are so large that it gets a host tier only if the user asks for one.
         return default if options.model is None else 0
     if memory < layout.block_bytes and (memory or tier == "device"):
         options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")

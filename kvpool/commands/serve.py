@@ -8,9 +8,9 @@ import os
 import threading
 from typing import Any
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, complain, count_argument, print_text, size_argument
 from kvpool.errors import InsufficientMemory
-from kvpool.layout import BlockLayout
 
 SECRET = "KVPOOL_SECRET"
 
@@ -37,15 +37,21 @@ def add_parser(subparsers: Any) -> None:
     serve.set_defaults(run=run, error=serve.error)
     add = serve.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
-    add("--endpoint", default="tcp://127.0.0.1:*", help="where to listen, on this machine (default: tcp://127.0.0.1:*, any free port)")
+    add(
+        "--endpoint",
+        default="tcp://127.0.0.1:*",
+        help="where to listen, on this machine (default: tcp://127.0.0.1:*, any free port)",
+    )
     add("--until-eof", action="store_true", help="end when standard input does")
     add_workload(serve)
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def add_workload(parser: Any) -> None:
-    """Options on which a server and its clients must agree, and the size of the server's pool."""
-    parser.add_argument("--seed", type=count_argument(0), default=0, metavar="N", help="of the synthetic workload (default: 0)")
+    """Declare the options on which a server and its clients must agree, and the size of the server's pool."""
+    parser.add_argument(
+        "--seed", type=count_argument(0), default=0, metavar="N", help="of the synthetic workload (default: 0)"
+    )
     add = parser.add_argument_group("pool").add_argument
     add("--device-blocks", type=count_argument(1), default=1024, metavar="N", help="default: 1024")
     add("--host-blocks", type=count_argument(1), default=2048, metavar="N", help="default: 2048")
@@ -53,8 +59,17 @@ def add_workload(parser: Any) -> None:
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
 
 
+def lacking() -> ImportError | None:
+    """The error of importing ``kvpool.remote``, which names the extra to install, or None if nothing is missing."""
+    try:
+        import kvpool.remote  # noqa: F401
+    except ImportError as error:
+        return error
+    return None
+
+
 def layout_of(options: argparse.Namespace) -> BlockLayout:
-    """The layout that the options ask for; exits with a message where there is none."""
+    """The layout that the options describe. Exits with a message if they describe none."""
     try:
         return BlockLayout.of_block_bytes(options.block_bytes, options.tokens_per_block)
     except ValueError as error:
@@ -62,7 +77,7 @@ def layout_of(options: argparse.Namespace) -> BlockLayout:
 
 
 def secret_of(options: argparse.Namespace) -> bytes:
-    """The secret in the environment; exits with a message, which does not show it, where there is none."""
+    """The secret in the environment. If there is none that is valid, exits with a message that does not show it."""
     try:
         secret = bytes.fromhex(os.environ.get(SECRET, ""))
     except ValueError:
@@ -74,6 +89,8 @@ def secret_of(options: argparse.Namespace) -> bytes:
 
 def run(options: argparse.Namespace) -> int:
     """Serve, and print the figures."""
+    if (lack := lacking()) is not None:
+        return complain(lack)
     import zmq
 
     from kvpool.replay import ReplayConfig, TraceError, read_trace, synthetic
@@ -99,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def figures_text(title: str, figures: list[Any], failure: str | None) -> str:
-    """A line for each figure."""
+    """The figures as text, one line each."""
     lines = [title]
     for name, value, bound, ok in figures:
         state = ("ok" if ok else "FAILED") if bound else ""
@@ -108,7 +125,7 @@ def figures_text(title: str, figures: list[Any], failure: str | None) -> str:
 
 
 def _stop_at_eof(serving: Any) -> None:
-    # Not sys.stdin, whose lock a thread that waits inside would keep at the interpreter's end.
+    # This does not read sys.stdin: a thread that waits there would keep its lock when the interpreter ends.
     while os.read(0, 4096):
         pass
     serving.stop()

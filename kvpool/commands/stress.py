@@ -1,4 +1,4 @@
-"""``python -m kvpool stress``: a replay and a reader on two threads, and every count and byte of it checked."""
+"""``python -m kvpool stress``: runs a replay and a reader on two threads, and checks every count and byte."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import argparse
 import json
 from typing import Any
 
-from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, complain, count_argument, print_text, progress_bar, size_argument
+from kvpool.arrays.layout import BlockLayout
+from kvpool.commands.terminal import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    complain,
+    count_argument,
+    print_text,
+    progress_bar,
+    size_argument,
+)
 from kvpool.errors import InsufficientMemory
-from kvpool.layout import BlockLayout
 
 _HELP = """\
 Replay a trace as fast as it goes through a pool with a tiny host tier, while a second
@@ -36,7 +45,13 @@ def add_parser(subparsers: Any) -> None:
     add = stress.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
     add("--reads", type=count_argument(1), default=1_000_000, metavar="N", help="pinned reads (default: 1000000)")
-    add("--seed", type=count_argument(0), default=0, metavar="N", help="of the reader's choices and the synthetic workload (default: 0)")
+    add(
+        "--seed",
+        type=count_argument(0),
+        default=0,
+        metavar="N",
+        help="of the reader's choices and the synthetic workload (default: 0)",
+    )
     add = stress.add_argument_group("pool").add_argument
     add("--device-blocks", type=count_argument(1), default=1024, metavar="N", help="default: 1024")
     add("--host-blocks", type=count_argument(1), default=128, metavar="N", help="default: 128")
@@ -60,7 +75,9 @@ def run(options: argparse.Namespace) -> int:
     except TraceError as error:
         return complain(error)
     replay = ReplayConfig(layout, options.device_blocks, options.host_blocks, verify=True, events=EVENTS)
-    config = StressConfig(replay, options.reads, evictions=options.reads // 10, shielded=options.reads // 100, seed=options.seed)
+    config = StressConfig(
+        replay, options.reads, evictions=options.reads // 10, shielded=options.reads // 100, seed=options.seed
+    )
     with progress_bar(options.reads, "reads") as progress:
         try:
             stress = Stress(trace, config, progress=progress)

@@ -8,19 +8,23 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power for power, prefix in enumerate("kmgt", start=1) for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
 
 
 def progress_bar(total: int | None, unit: str) -> Any:
-    """A context manager that gives what to call with the count of units just done, None where nobody watches.
+    """A context manager for a progress bar. It gives a function to call with the number of units just done, or None if
+    standard error is no terminal or tqdm is absent.
 
-    ``total`` is None where nobody knows it.
+    ``total`` is None if it is unknown.
     """
     if not sys.stderr.isatty():
         return nullcontext()
@@ -38,16 +42,16 @@ def progress_bar(total: int | None, unit: str) -> Any:
 
 
 def print_text(text: str) -> None:
-    """Print to standard output, whose reader may have gone: what it has seen was enough for it."""
+    """Print to standard output. If its reader has closed the pipe, the rest is dropped without an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # The interpreter flushes standard output once more at its end.
+        # The interpreter flushes standard output again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(error: Exception) -> int:
-    """Print an error of the user's and return its exit status."""
+    """Print an error that the user made, and return its exit status."""
     print(f"error: {error}", file=sys.stderr)
     return USAGE
 
@@ -73,6 +77,13 @@ def port_argument(text: str) -> int:
     if port > 65535:
         raise argparse.ArgumentTypeError(f"{port} is not within 0..65535")
     return port
+
+
+def path_argument(text: str) -> Path:
+    """Parse the name of a file to write."""
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r}: a path cannot have a NUL character")
+    return Path(text)
 
 
 def fraction_argument(text: str) -> float:

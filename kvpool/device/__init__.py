@@ -1,4 +1,4 @@
-"""The devices that move block bytes: one interface, and the choice of an implementation by name."""
+"""The devices that move the bytes of blocks: how one is chosen by name."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ DEVICES: dict[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice, "sim":
 
 
 def get_device(spec: str | Device) -> Device:
-    """The device that ``spec`` asks for: ``"cpu"``, ``"cuda"``, ``"sim"``, ``"auto"``, or a Device, which is returned as it is.
+    """The device that ``spec`` asks for: ``"cpu"``, ``"cuda"``, ``"sim"``, ``"auto"``, or a Device, which is returned
+    as it is.
 
-    ``"auto"`` is the one that the environment variable KVPOOL_DEVICE names, else ``cuda`` where it can be used, else ``cpu``. Raises
-    ValueError for another name, TypeError for anything else, and DeviceError, which says what is missing, where there is no ``cuda``.
+    For ``"auto"``, the environment variable KVPOOL_DEVICE decides. Without it the device is ``cuda`` where that can be
+    used, else ``cpu``. Raises ValueError for another name, and TypeError for anything else. Raises DeviceError, which
+    says what is missing, for ``cuda`` where it cannot be used.
     """
     if isinstance(spec, Device):
         return spec
     if not isinstance(spec, str):
-        raise TypeError(f"device={spec!r}: 'auto', 'cpu', 'cuda', 'sim' or a Device is needed, not {type(spec).__name__}")
+        raise TypeError(
+            f"device={spec!r}: 'auto', 'cpu', 'cuda', 'sim' or a Device is needed, not {type(spec).__name__}"
+        )
     if spec not in ("auto", *DEVICES):
         raise ValueError(f"device={spec!r}: must be 'auto', 'cpu', 'cuda', 'sim' or a Device")
     return DEVICES[automatic()[0] if spec == "auto" else spec]()
 
 
 def automatic() -> tuple[str, str]:
-    """The device that ``"auto"`` is on this machine, and why. Raises ValueError where the environment names none."""
+    """The device that ``"auto"`` means on this machine, and the reason. Raises ValueError where the environment
+    variable names no device."""
     named = os.environ.get(AUTO)
     if named:
         if named not in DEVICES:

@@ -1,4 +1,4 @@
-"""Device: the interface of whatever owns the memory of the two tiers and copies blocks in and between them."""
+"""Device: the interface of what owns the memory of the two tiers and copies blocks in and between them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import dlpack
+from kvpool.arrays import dlpack
+from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.strided import StridedArray, as_strided
+from kvpool.device.shared import GpuMemory, MainMemory
+from kvpool.device.steps import StagedStep, StepTargets
 from kvpool.device.tables import StagedRows, StagedVectors, Table, host_table
-from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import StridedArray
 
 TIERS = ("device", "host")
 ALIGNMENT = 4096
-"""Bytes: allocations start at a multiple of it, so that blocks of whole pages are whole pages."""
+"""In bytes. Every allocation starts at a multiple of it, so that a block of whole pages lies on whole pages."""
 
 SOURCE, TARGET, TOKENS, TICKET = range(4)
 """Columns of a batch of moves."""
+FROM, TO, BYTES = range(3)
+"""Columns of fragments: contiguous bytes from one address to another."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream of the caller. ``handle`` is what the driver knows it by, ``owner`` keeps it alive."""
+    """A stream of the caller. ``handle`` is the driver's number for it. ``owner`` keeps it alive."""
 
     handle: int
     owner: Any = field(default=None, compare=False, repr=False)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol by which other packages take a stream: its version, and the handle."""
+        """The protocol by which other packages take a stream: the version of the protocol, and the handle."""
         return 0, self.handle
 
 
 NULL_STREAM = Stream(0)
-"""The stream of a caller that names none."""
+"""The stream of a caller that names no stream."""
 
 
 class Event:
-    """A point on a stream: what ``record`` gave. It is *complete* once all work enqueued there before it is done."""
+    """A point on a stream, made by ``record``. It is *complete* once all work that was enqueued there before it is
+    done."""
 
     __slots__ = ("__weakref__",)
 
@@ -51,7 +56,7 @@ NULL_EVENT = Event()
 
 
 class Part(NamedTuple):
-    """Memory of some layers of a region: both tiers in ``layout``, as flat bytes."""
+    """Memory of some layers of a region. Both tiers have the same ``layout`` and are given as flat bytes."""
 
     layout: BlockLayout
     device_pool: Any
@@ -59,9 +64,9 @@ class Part(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Blocks of one kind, which lie in one or more parts: a copy of a block copies it in every part.
+    """Blocks of one kind. They lie in one or more parts, and a copy of a block copies it in every part.
 
-    All parts have as many blocks, and blocks of as many tokens.
+    All parts have the same number of blocks, and as many tokens in a block.
     """
 
     parts: tuple[Part, ...]
@@ -81,131 +86,215 @@ class Region(NamedTuple):
 class Device(ABC):
     """Memory for one pool, and the copies of its blocks.
 
-    One device serves one pool: ``bind`` tells it where the regions of the pool lie in both tiers, and ``copy_blocks`` then works on block
-    ids. These count the device blocks of all regions, in the order of the regions, then the host blocks of all regions: with one region,
-    ``[0, device_blocks)`` on the device and ``[device_blocks, device_blocks + host_blocks)`` on the host.
+    One device serves one pool. ``bind`` tells the device where the regions of the pool lie in both tiers. After that,
+    ``copy_blocks`` works on block ids. These count the device blocks of all regions, in the order of the regions, then
+    the host blocks of all regions. With one region, the device has ``[0, device_blocks)`` and the host has
+    ``[device_blocks, device_blocks + host_blocks)``.
 
-    Work is *enqueued* on a stream when a call returns and *done* at some time after it. Work on one stream is done in
-    the order in which it was enqueued; work on two streams is ordered by events and by nothing else. A *synchronous*
-    device does everything before the call returns, so that its streams and events mean nothing.
+    Work is *enqueued* on a stream when a call returns, and *done* some time later. Work on one stream is done in the
+    order in which it was enqueued. Only events order the work of two streams. A *synchronous* device does everything
+    before the call returns, so its streams and events mean nothing.
 
-    Thread-safety: one thread at a time enqueues (``copy_blocks``, ``move_tokens``, ``stage_rows``, ``stage_vectors``, ``record``, ``wait``:
-    whoever holds the transfer lock); ``query``, ``synchronize``, ``as_table``, ``allocate`` and ``free`` of memory that is not bound may be
-    called by any thread at any time, everything else while no copy is being enqueued.
+    Thread-safety. One thread at a time enqueues: the one that holds the transfer lock. The calls that enqueue are
+    ``copy_blocks``, ``copy_fragments``, ``move_tokens``, ``stage_rows``, ``stage_vectors``, ``stage_step``, ``record``
+    and ``wait``. On a synchronous device, several threads may copy at a time. Any thread may call ``query``,
+    ``synchronize``, ``as_table``, ``as_step`` and ``allocate`` at any time, and ``free`` for memory that is not bound.
+    Everything else may be called only while nobody enqueues.
     """
 
     name: str
     synchronous: bool
     """Whether everything is done when the call returns."""
     one_memory: bool
-    """Whether both tiers are taken from the same memory, so that only their sum has to fit."""
+    """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
 
     @abstractmethod
     def allocate(self, nbytes: int, tier: str) -> Any:
-        """Zeroed memory of a tier: uint8[nbytes], starting at a multiple of ``ALIGNMENT``.
+        """Take zeroed memory for a tier: uint8[nbytes] that starts at a multiple of ``ALIGNMENT``.
 
-        A NumPy array for the host; for the device, what its packages have for one, with ``__cuda_array_interface__`` and DLPack where it
-        is not main memory. Pages are not touched where the system gives memory on first use. Raises MemoryError.
+        The host tier is a NumPy array. The device tier is an array of the device's own package; where it is not main
+        memory, it has ``__cuda_array_interface__`` and DLPack. Pages are not touched where the system gives memory on
+        first use. Raises MemoryError.
         """
+
+    def allocate_shared(self, nbytes: int, tier: str) -> Any:
+        """Take memory as ``allocate`` does, such that ``ipc_handle`` accepts it. Raises MemoryError, and ValueError on
+        a device that cannot share memory."""
+        raise ValueError(f"shared=True: the {self.name} device has no memory that processes share; accepted is False")
+
+    def allocate_staging(self, nbytes: int) -> NDArray[np.uint8]:
+        """Take main memory for small buffers that copies and kernels read: uint8[nbytes] with any content.
+
+        Neither this call nor ``free`` of the buffer waits for the device, once as many buffers exist as are used at a
+        time. Raises DeviceError, MemoryError.
+        """
+        found: NDArray[np.uint8] = self.allocate(nbytes, "host")
+        return found
+
+    def ipc_handle(self, array: Any, tier: str) -> MainMemory | GpuMemory:
+        """The handle by which another process opens memory of a tier. Raises DeviceError, and ValueError for memory
+        that no other process can open."""
+        raise ValueError(f"{tier} tier: the {self.name} device has no memory that processes share")
 
     @abstractmethod
     def free(self, array: Any) -> None:
-        """Give back what ``allocate`` gave. A device that was bound to it is unbound; views stay readable on the CPU."""
+        """Give back memory of ``allocate`` or ``allocate_staging``. If the device was bound to it, the device is
+        unbound. Views stay readable on the CPU."""
 
     def adopt(self, memory: StridedArray, tier: str) -> Any:
-        """Memory of the caller's, uint8[nbytes], as what ``allocate`` gives for that tier. It is kept alive until it is freed, never given
-        back, and may hold anything. Raises ValueError where this device cannot have it."""
+        """Use memory of the caller, uint8[nbytes], for a tier; returns what ``allocate`` would return.
+
+        The device keeps the memory alive until ``free``, and never gives it back to the system. Its content may be
+        anything. Raises ValueError where this device cannot use it.
+        """
         raise ValueError(f"{tier}_memory: the {self.name} device takes no memory of the caller's; accepted is None")
 
+    def pin(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Use existing main memory, uint8[nbytes] from the start of a page, for the host tier; returns what
+        ``allocate`` would return. Its content stays. ``free`` unpins the memory, which stays too. Raises ValueError,
+        DeviceError, MemoryError."""
+        found: NDArray[np.uint8] = self.adopt(as_strided("memory", memory), "host")
+        return found
+
     def as_array(self, memory: StridedArray) -> Any:
-        """The same elements as an array of the kind that ``allocate`` gives for that memory, which keeps ``owner`` alive."""
+        """The same elements as an array of the type that ``allocate`` returns for that memory. The array keeps
+        ``owner`` alive."""
         return memory.host_view()
 
+    def as_pinned_memory(self, memory: StridedArray) -> Any:
+        """Pinned memory of this device, bytes without gaps, as an object of the device's own package. It keeps
+        ``owner`` alive."""
+        raise TypeError(f"the {self.name} device has no pinned memory")
+
     def dlpack_device(self, tier: str) -> tuple[int, int]:
-        """What DLPack calls the place of a tier: the type of the device, and its index."""
+        """A tier's place in the terms of DLPack: the type of the device, and its index."""
         return dlpack.CPU, 0
 
     @abstractmethod
     def available_bytes(self, tier: str) -> int | None:
-        """Bytes that ``allocate`` can be expected to find in a tier, or None where nobody knows."""
+        """The bytes that ``allocate`` can be expected to find in a tier, or None where nobody knows."""
 
     @abstractmethod
     def as_stream(self, stream: Any) -> Stream:
         """The stream that an argument of a public call means.
 
         Accepted are None, an integer handle, a Stream, and objects with ``__cuda_stream__``, ``cuda_stream`` or
-        ``ptr``. Raises TypeError for anything else and ValueError for a handle that is no address.
+        ``ptr``. Raises TypeError for anything else. Raises ValueError for a handle that is no address, and for a stream
+        on which no work can be enqueued now because it was destroyed or is being captured.
         """
 
     @abstractmethod
     def bind(self, regions: Sequence[Region]) -> None:
-        """Learn where the blocks lie: the memory of one or more regions, kept alive until any of it is freed.
+        """Learn where the blocks lie: in the memory of one or more regions. That memory is kept alive until any of it
+        is freed.
 
-        Raises TypeError or ValueError for what are no regions, for memory of another size or type, and where the device is bound already.
+        Raises TypeError or ValueError for objects that are not regions, for memory of the wrong size or type, and for a
+        device that is bound already.
         """
 
     @abstractmethod
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue block copies on ``stream``.
+        """Enqueue copies of blocks on ``stream``.
 
-        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket), any tier to any tier inside one region; the rows may be
-        of several regions. They do not depend on each other: none writes a block that another one reads or writes, and they may be
-        made in any order and at the same time; the caller sees to it. ``tokens`` is 1 to the tokens of a block of the region; fewer than
-        those copies the first ``tokens`` tokens of every layer, plane and head, and leaves the rest of the target as it is.
-        The ticket is the caller's.
+        ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket). A row copies from any tier to any
+        tier inside one region; different rows may be of different regions. The caller ensures that the rows are
+        independent: no row writes a block that another row reads or writes. The device may make them in any order, and
+        at the same time.
 
-        Raises TypeError or ValueError, before anything is copied, for rows that are no moves of this pool, and
-        DeviceError where the device fails: then the first ``completed`` rows have been enqueued, and of the others any may have
-        been. Copying those again does no harm.
+        ``tokens`` is 1 to the tokens of a block of the region. If it is less than a whole block, the first ``tokens``
+        tokens of every layer, plane and head are copied, and the rest of the target keeps its content. The device
+        ignores the ticket.
+
+        Raises TypeError or ValueError for rows that are no moves of this pool; nothing has been copied then. Raises
+        DeviceError where the device fails: the first ``completed`` rows have been enqueued, and any of the others may
+        have been. It does no harm to copy those again.
+        """
+
+    @abstractmethod
+    def copy_fragments(self, fragments: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        """Enqueue on ``stream``: ``fragments`` int64[n, 3] of (source address, target address, bytes).
+
+        Fragments are not checked. The caller ensures that none writes what another one reads or writes, so the device
+        may make them in any order and at the same time. Each lies in memory that the device can reach: memory that
+        ``bind`` got, memory of its GPU, pinned memory, or, on a device without a GPU, any main memory. The caller keeps
+        that memory alive as long as the device is bound. The array may be changed when this returns. Raises ValueError
+        for a device that is not bound. Raises DeviceError where the device fails: any fragment may have been copied.
         """
 
     @abstractmethod
     def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: tokens of device blocks, all parts, layers, planes and heads, go to other slots of device blocks.
+        """Enqueue on ``stream``: move tokens to other slots of device blocks, in all parts, layers, planes and heads.
 
-        ``moves`` is int64[n, 2] with rows (source, target) inside one region; a slot is block id * width + token, where width is the most
-        tokens that a block of any region has. Tokens of regions whose blocks have fewer do not move. Group g is the rows
-        [starts[g], starts[g + 1]), ``starts`` int64[groups + 1] from 0 to n. Rows of a group are made in order: one may write what an
-        earlier one reads, none reads what an earlier one writes. No group writes what another one reads or writes; the caller sees to it.
+        ``moves`` is int64[n, 2] with rows (source, target) inside one region. A slot is block id * width + token, where
+        width is the most tokens that a block of any region has. Tokens of regions whose blocks have fewer tokens than
+        that do not move.
 
-        Raises TypeError or ValueError, before anything is moved, for rows that are no token moves of this pool, and DeviceError where the
-        device fails: then any target may have been written.
+        Group g of the rows is [starts[g], starts[g + 1]); ``starts`` is int64[groups + 1], from 0 to n. The rows of a
+        group are made in order. The caller ensures two rules. Inside a group, a row may write what an earlier row
+        reads, but may not read what an earlier row writes. No group writes what another group reads or writes.
+
+        Raises TypeError or ValueError for rows that are no token moves of this pool; nothing has been moved then.
+        Raises DeviceError where the device fails: any target may have been written.
         """
 
-    def as_table(self, target: Any, name: str = "target", vector: bool = False) -> Table:
-        """The memory that a public call means by its argument ``name``: int32[..., rows, columns] that this device can write.
+    def as_table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
+        """The memory that a public call names by its argument ``name``: int32[..., rows, columns] that this device can
+        write.
 
-        The elements of a row follow each other. A ``vector`` is int32[n] without gaps; n may be 0. Raises TypeError or ValueError, which
-        name the argument, for anything else.
+        The elements of a row follow each other without gaps. A ``vector`` is int32[n] without gaps; n may be 0. Raises
+        TypeError or ValueError, which name the argument, for anything else.
         """
-        return host_table(target, name, vector)
+        return host_table(target, name, vector, itemsize)
+
+    def as_step(self, arrays: Any) -> StepTargets:
+        """The memory that a public call names by ``arrays``, a ``StepTables``; attributes that are None are left out.
+
+        Also loads the kernel that will write it. Raises DeviceError, and the errors of ``as_table``.
+        """
+        found: StepTargets = arrays.targets(host_table)
+        return found
 
     @abstractmethod
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: write staged block ids into rows of a table, as ``kvpool.device.tables.write_rows`` does.
+        """Enqueue on ``stream``: write staged block ids into rows of a table, as ``kvpool.device.tables.write_rows``
+        does.
 
-        The buffer is read when the work is done, not before; the caller leaves it alone until then, and keeps it and the table alive.
-        What is staged fits the table, and was made by ``kvpool.hand_over``, which has checked it. Raises DeviceError.
+        The device reads the buffer when the work is done, not before. Until then the caller does not change the buffer,
+        and keeps buffer and table alive. The device does not check what is staged: ``kvpool.tables.snapshot`` has made
+        it, to fit the table. Raises DeviceError.
         """
 
     @abstractmethod
     def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
         """Enqueue on ``stream``: write staged numbers into vectors, as ``kvpool.device.tables.write_vectors`` does.
 
-        The rest is as in ``stage_rows``. Where DeviceError is raised, some of the pieces may have been enqueued.
+        The rest is as in ``stage_rows``. When this raises DeviceError, some of the pieces may have been enqueued.
+        """
+
+    @abstractmethod
+    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
+        """Enqueue on ``stream``: write the tables of a staged step, as ``kvpool.device.steps.write_step`` does.
+
+        ``targets`` is a result of ``as_step``. The rest is as in ``stage_rows``.
         """
 
     @abstractmethod
     def create_stream(self, name: str) -> Stream:
-        """A stream of the pool's own, which no default stream waits for. ``name`` is for people."""
+        """Make a stream for the pool itself. No default stream waits for it. ``name`` is for people."""
+
+    def exists(self, stream: Stream) -> bool:
+        """Whether ``stream`` still exists. Its owner may have destroyed it, if the driver knows it by a number only."""
+        return True
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """The point behind everything enqueued on ``stream`` so far. Raises DeviceError where the device fails."""
+        """Make an event that is complete once everything enqueued on ``stream`` so far is done. Raises DeviceError
+        where the device fails."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Have work enqueued on ``stream`` from now on wait for ``event``; the caller does not. Raises DeviceError."""
+        """Have all work that is enqueued on ``stream`` from now on wait for ``event``. The caller does not wait. Raises
+        DeviceError."""
 
     @abstractmethod
     def query(self, event: Event) -> bool:
@@ -213,40 +302,47 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self, event: Event | None = None) -> None:
-        """Return when ``event``, or (None) everything enqueued, is done. Raises DeviceError."""
+        """Wait until ``event`` is complete; without one, until everything enqueued is done. Raises DeviceError."""
 
     def calibrate(self) -> Any:
-        """Measure which way of copying is the fastest here, and take it from now on.
+        """Measure which way of copying is the fastest here, and use it from now on.
 
-        What was found, a ``calibration.Calibration``; None where there is nothing to choose. Raises DeviceError, MemoryError.
+        Returns a ``calibration.Calibration``, or None where there is nothing to choose. Raises DeviceError,
+        MemoryError.
         """
         return None
 
     def host_access(
-        self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (), stores: Sequence[NDArray[Any]] = ()
-    ) -> AbstractContextManager[Any]:
-        """Say what the calling thread itself reads and writes while the context is open, for devices that watch.
+        self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (),
+        stores: Sequence[NDArray[Any]] = (), outside: bool = False,
+    ) -> AbstractContextManager[Any]:  # fmt: skip
+        """Declare what the calling thread reads and writes itself while the context is open. Devices that look for
+        races check it; for others it does nothing.
 
-        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None; tokens are at most those of the block's
-        region. ``loads``, ``stores``: arrays outside the pools, such as staging buffers and tables, that are read and written. Costs
-        nothing elsewhere.
+        ``reads``, ``writes``: int64[n, 3] rows (block id, first token, end of tokens), or None. The tokens are at most
+        those of a block of the region. ``loads``, ``stores``: arrays outside the pools that are read and written, such
+        as staging buffers and tables.
+
+        ``outside``: another process reads and writes, instead of this thread. It has seen everything that this thread
+        has waited for.
         """
         return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the pools. Closing twice is fine; anything else afterwards raises PoolClosed."""
+        """Let go of the memory of the pool. A second call does nothing. All other calls raise PoolClosed from then
+        on."""
 
 
 def stream_argument(stream: Any) -> Stream:
-    """What ``as_stream`` promises, for devices that need nothing more than the handle."""
+    """``as_stream`` for devices that need only the handle."""
     if stream is None:
         return NULL_STREAM
-    if isinstance(stream, Stream):
+    if type(stream) is Stream and type(stream.handle) is int:
         return stream
     handle = stream
     if hasattr(stream, "__cuda_stream__"):
-        # The protocol says a method; some packages have a plain attribute.
+        # The protocol specifies a method. Some packages have a plain attribute.
         pair = stream.__cuda_stream__() if callable(stream.__cuda_stream__) else stream.__cuda_stream__
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TypeError(f"stream={stream!r}: __cuda_stream__ must give (version, handle), not {pair!r}")
@@ -260,7 +356,8 @@ def stream_argument(stream: Any) -> Stream:
         return Stream(integer_argument("stream", handle, 0, 2**64 - 1), stream)
     except TypeError:
         raise TypeError(
-            f"stream={stream!r}: None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr is needed"
+            f"stream={stream!r}: None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr is "
+            "needed"
         ) from None
 
 
@@ -271,10 +368,11 @@ def tier_argument(tier: Any) -> None:
 
 
 def moves_argument(moves: Any) -> NDArray[np.int64]:
-    """``moves`` as contiguous int64[n, 4]; the ids and counts in it are not looked at."""
+    """``moves`` as a private int64[n, 4]. The ids and counts in it are not checked."""
     if not isinstance(moves, np.ndarray) or moves.dtype != np.int64:
         found = moves.dtype if isinstance(moves, np.ndarray) else type(moves).__name__
         raise TypeError(f"moves: an int64 array is needed, not {found}")
-    if moves.ndim != 2 or moves.shape[1] != 4:
-        raise ValueError(f"moves: shape [n, 4] is needed, not {list(moves.shape)}")
-    return np.ascontiguousarray(moves)
+    own = np.array(moves, np.int64, order="C")
+    if own.ndim != 2 or own.shape[1] != 4:
+        raise ValueError(f"moves: shape [n, 4] is needed, not {list(own.shape)}")
+    return own

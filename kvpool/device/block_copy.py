@@ -1,4 +1,5 @@
-"""Block copies on the CPU: a plan made once from the layout, and jitted functions that carry out batches of moves."""
+"""Block copies on the CPU: a plan that is made once from the layout, and jitted functions that carry out batches of
+moves."""
 
 from __future__ import annotations
 
@@ -11,22 +12,23 @@ from numba import types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.strided import as_strided
+from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 from kvpool.jit import intrinsic, jit
-from kvpool.layout import BlockLayout
-from kvpool.strided import as_strided
+from kvpool.state.atomics import memcpy
 
-# Pools that together are no larger than this may live in a cache, where libc's memcpy is best. Copies in larger ones
-# go around the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.
+# Bytes. If the pools together are no larger, they may live in a cache, where libc's memcpy is best. In larger pools,
+# copies bypass the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.
 CACHED_BYTES_MAX = 32 << 20
 LINE = 64
 _CHUNK = 16 * LINE
-# How far the source is fetched ahead of the copy. Blocks lie at random, so the hardware cannot guess the next one.
+# How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.
 AHEAD = 4096
 
 
 class _Tier(NamedTuple):
-    """Where a tier lies, and the distances in it; bytes."""
+    """Where a tier lies, and its strides, in bytes."""
 
     base: int
     block_stride: int
@@ -36,11 +38,11 @@ class _Tier(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``; its first n tokens are
-    ``outer * inner`` runs of ``n * token_bytes``. The runs lie apart by the strides of each tier.
+    """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``. The first n tokens of a block
+    are ``outer * inner`` runs of ``n * token_bytes``. In each tier, the strides say how far apart the runs lie.
 
-    The jitted functions pass it on by value: an array argument would have its reference count changed, and an atomic
-    instruction waits for all streamed lines.
+    Jitted functions pass a plan by value. An array argument would change a reference count, and an atomic instruction
+    waits for all streamed lines.
     """
 
     device: _Tier
@@ -56,12 +58,14 @@ class Plan(NamedTuple):
     token_bytes: int
 
     def vector(self) -> NDArray[np.int64]:
-        """All fields in order: one array is the cheapest argument."""
+        """All fields in order. One array is the cheapest argument of a jitted call."""
         return np.array([*self.device, *self.host, *self[2:]], dtype=np.int64)
 
 
-def make_plan(layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int) -> Plan:
-    """Merge the contiguous dimensions of a block, once, and choose how to copy."""
+def make_plan(
+    layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
+) -> Plan:
+    """Merge the contiguous dimensions of a block, and choose how to copy. Done once."""
     strides = [layout.device_strides(device_blocks), layout.host_strides(host_blocks)]
     layers_planes = [(layout.layers, *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
     whole, run_bytes = _merge(layers_planes, layout.segment_bytes)
@@ -71,7 +75,9 @@ def make_plan(layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8
     part, _ = _merge(layers_planes + heads, 0)
     (outer, *outer_strides), (inner, *inner_strides) = [(1, 0, 0)] * (2 - len(part)) + part
     bases = [as_strided("pool", pool).address for pool in (device_pool, host_pool)]
-    device, host = (_Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2))
+    device, host = (
+        _Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2)
+    )
     lined_up = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
     streaming = device_pool.nbytes + host_pool.nbytes > CACHED_BYTES_MAX and all(n % LINE == 0 for n in lined_up)
     return Plan(
@@ -85,16 +91,16 @@ def make_plan(layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8
         run_bytes,
         outer,
         inner,
-        # Heads that were not merged away have runs of their own.
+        # Heads that could not be merged have runs of their own.
         strides[0].token,
     )
 
 
 def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int, ...]], int]:
-    """Merge dimensions (extent, device stride, host stride), outermost first, where both tiers allow it.
+    """Merge dimensions (extent, device stride, host stride), outermost first, where the strides of both tiers allow it.
 
-    ``run`` is the contiguous bytes below them, 0 for a run that nothing can be merged into. Returns what is left of
-    the dimensions, and the run.
+    ``run`` is the number of contiguous bytes below them, or 0 for a run into which nothing can be merged. Returns the
+    dimensions that are left, and the run.
     """
     left: list[tuple[int, ...]] = []
     for extent, device, host in dimensions:
@@ -107,27 +113,16 @@ def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int,
     return left, run
 
 
-@intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))
-def memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """libc's memcpy between two addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
-        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
 @intrinsic(lambda address: None)
 def _prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for a cache line; an address that is not mapped does no harm."""
+    """Fetch a cache line. An address that is not mapped does no harm."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         i32 = ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
-        # For reading, data, and into the second-level cache: the first is too small for what is under way.
+        # Fetch data, for reading, into the second-level cache. The first level is too small for all that is fetched at
+        # a time.
         read, level_two, data = i32(0), i32(2), i32(1)
         builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, level_two, data])
         return context.get_dummy_value()
@@ -137,7 +132,7 @@ def _prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), LINE))
 def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
-    """Copy one cache line with a store around the caches. The target is a multiple of its size."""
+    """Copy one cache line with a store that bypasses the caches. The target is a multiple of the line's size."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
@@ -151,7 +146,7 @@ def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
 
 @intrinsic(lambda: None)
 def fence(typingctx: Any) -> Any:
-    """Make streamed lines visible to other threads before anything that follows."""
+    """Make streamed lines visible to other threads before any later write."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -172,7 +167,8 @@ def first_bad_move(moves, blocks, block_tokens):  # type: ignore[no-untyped-def]
 
 @jit
 def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
-    """Check all moves, then copy them in order. Returns -1, or the index of the first bad one with nothing copied."""
+    """Check all moves, then copy them in order. Returns -1, or the index of the first bad move; nothing has been copied
+    then."""
     v = plan_vector
     device, host = _Tier(v[0], v[1], v[2], v[3], v[4]), _Tier(v[5], v[6], v[7], v[8], v[9])
     plan = Plan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
@@ -180,7 +176,7 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     bad = first_bad_move(moves, plan.blocks, plan.block_tokens)
     if bad >= 0:
         return bad
-    # Fetching starts `AHEAD` bytes before the copy: so many runs, and so many whole blocks.
+    # Fetching starts `AHEAD` bytes before the copy: that is so many runs, and so many whole blocks.
     runs_ahead = max(1, AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
     for i in range(count):
@@ -200,7 +196,7 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
 
 @jit
 def _locate(block, plan):  # type: ignore[no-untyped-def]
-    """Address and tier of a block."""
+    """The address of a block, and its tier."""
     if block < plan.device_blocks:
         return plan.device.base + block * plan.device.block_stride, plan.device
     return plan.host.base + (block - plan.device_blocks) * plan.host.block_stride, plan.host
@@ -218,7 +214,7 @@ def _copy_full(source_block, target_block, plan):  # type: ignore[no-untyped-def
 
 @jit
 def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-untyped-def]
-    """Copy the first tokens of a block; the rest of the target stays."""
+    """Copy the first tokens of a block. The rest of the target keeps its content."""
     source, source_tier = _locate(source_block, plan)
     target, target_tier = _locate(target_block, plan)
     for outer in range(plan.outer):
@@ -232,16 +228,17 @@ def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-unt
 
 @jit
 def _stream_full(source_block, target_block, near_block, far_block, first_run_ahead, plan):  # type: ignore[no-untyped-def]
-    """Copy a whole block around the caches, while as many bytes that are copied later are fetched.
+    """Copy a whole block past the caches. At the same pace, fetch bytes that will be copied later.
 
-    They are the runs of `near_block` from `first_run_ahead` on, then the first ones of `far_block`. A block that is
-    copied only in part is fetched as if it were whole, which costs little and changes nothing.
+    The bytes that are fetched are the runs of `near_block` from `first_run_ahead` on, then the first runs of
+    `far_block`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
+    nothing.
     """
     source, source_tier = _locate(source_block, plan)
     target, target_tier = _locate(target_block, plan)
     ahead, ahead_tier = _locate(near_block, plan)
     ahead += first_run_ahead * ahead_tier.run_stride
-    # A long run looks ahead inside itself, and only from its end into another one.
+    # A long run fetches ahead inside itself. Only near its end does it fetch from another run.
     within = max(0, plan.run_bytes - AHEAD)
     for run in range(plan.runs):
         if run == plan.runs - first_run_ahead:
@@ -256,7 +253,8 @@ def _stream_full(source_block, target_block, near_block, far_block, first_run_ah
 
 @jit
 def stream_run(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
-    """Copy around the caches, fetching as much at `ahead`: whole lines, and the target starts at one. `fence` comes behind the last."""
+    """Copy `nbytes` past the caches, and fetch as many bytes at `ahead`. `nbytes` is a number of whole lines, and the
+    target starts at a line. The caller calls `fence` after the last run."""
     done = 0
     while nbytes - done >= _CHUNK:
         for line in range(0, _CHUNK, LINE):
@@ -267,3 +265,39 @@ def stream_run(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
     for line in range(done, nbytes, LINE):
         _prefetch(ahead + line)
         _stream_line(target + line, source + line)
+
+
+@jit
+def stream_bytes(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
+    """Copy around the caches, but for the lines at both ends of the target that are not its own."""
+    head = min(-target % LINE, nbytes)
+    lines = (nbytes - head) // LINE * LINE
+    memcpy(target, source, head)
+    # A long run looks ahead inside itself, and only from its end into another one.
+    within = max(0, lines - AHEAD)
+    stream_run(target + head, source + head, source + head + AHEAD, within)
+    stream_run(target + head + within, source + head + within, ahead, lines - within)
+    memcpy(target + head + lines, source + head + lines, nbytes - head - lines)
+
+
+def goes_around_caches(pool_bytes: int) -> bool:
+    """Whether copies in pools of so many bytes are best made around the caches."""
+    return pool_bytes > CACHED_BYTES_MAX
+
+
+@jit
+def copy_fragments(fragments, streaming):  # type: ignore[no-untyped-def]
+    """Copy fragments as in ``Device.copy_fragments``, with ``streaming`` around the caches."""
+    count, total = fragments.shape[0], 0
+    if not streaming:
+        for i in range(count):
+            memcpy(fragments[i, TO], fragments[i, FROM], fragments[i, BYTES])
+        return
+    for i in range(count):
+        total += fragments[i, BYTES]
+    # So many fragments later is what is fetched meanwhile.
+    later = max(1, AHEAD * count // max(total, 1))
+    for i in range(count):
+        ahead = fragments[min(i + later, count - 1), FROM]
+        stream_bytes(fragments[i, TO], fragments[i, FROM], ahead, fragments[i, BYTES])
+    fence()

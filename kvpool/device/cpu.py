@@ -1,4 +1,4 @@
-"""CpuDevice: both tiers in NumPy memory, copies done by the calling thread without the GIL."""
+"""CpuDevice: both tiers in NumPy memory. The calling thread copies, without the GIL."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
     NULL_EVENT,
     NULL_STREAM,
@@ -19,32 +20,39 @@ from kvpool.device.base import (
     stream_argument,
     tier_argument,
 )
-from kvpool.device.block_copy import copy_moves, make_plan
+from kvpool.device.block_copy import copy_fragments, copy_moves, goes_around_caches, make_plan
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.regions import Regions
+from kvpool.device.shared import MainMemory, SharedMemories
+from kvpool.device.steps import StagedStep, StepTargets, write_staged_step
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_rows, write_vectors
 from kvpool.device.token_moves import TokenMoves, move_tokens
 from kvpool.errors import PoolClosed
-from kvpool.strided import StridedArray
 
 
 class _Bound(NamedTuple):
-    """What is known of the pool: addresses are all that a copy gets, so ``regions`` keeps its memory."""
+    """The pool that the device is bound to. A copy gets addresses only, so ``regions`` keeps the memory alive."""
 
     regions: Regions
     plans: list[list[NDArray[np.int64]]]
-    """The vector of the plan of each part of each region."""
+    """For each region and each of its parts, the vector of its plan."""
+    streaming: bool
+    """Whether fragments are copied past the caches."""
     only: NDArray[np.int64] | None
-    """The one that there is, or None where there are several."""
+    """The plan, if there is only one; else None."""
 
     @classmethod
     def of(cls, regions: Regions) -> _Bound:
-        plans = [[make_plan(*part, region.device_blocks, region.host_blocks).vector() for part in region.parts] for region in regions.all]
-        return cls(regions, plans, plans[0][0] if len(plans) == len(plans[0]) == 1 else None)
+        plans = [
+            [make_plan(*part, region.device_blocks, region.host_blocks).vector() for part in region.parts]
+            for region in regions.all
+        ]
+        streaming = goes_around_caches(sum(pool.nbytes for pool in regions.pools))
+        return cls(regions, plans, streaming, plans[0][0] if len(plans) == len(plans[0]) == 1 else None)
 
 
 class CpuDevice(Device):
-    """The device of machines without a GPU: nothing runs behind, every copy is done when the call returns."""
+    """The device of machines without a GPU. Every copy is done when the call returns."""
 
     name = "cpu"
     synchronous = True
@@ -52,6 +60,7 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self._bound: _Bound | None = None
+        self._shared = SharedMemories()
         self._closed = False
 
     def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
@@ -59,8 +68,17 @@ class CpuDevice(Device):
         tier_argument(tier)
         return allocate_ram(nbytes)
 
+    def allocate_shared(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+        self._check_open()
+        tier_argument(tier)
+        return self._shared.allocate(nbytes)
+
+    def ipc_handle(self, array: NDArray[np.uint8], tier: str) -> MainMemory:
+        return self._shared.handle(array)
+
     def free(self, array: NDArray[np.uint8]) -> None:
-        # The memory itself goes back with the last view of it.
+        # The memory itself is freed with the last view of it.
+        self._shared.free(array)
         bound = self._bound
         if bound is not None and any(array is pool for pool in bound.regions.pools):
             self._bound = None
@@ -101,6 +119,9 @@ class CpuDevice(Device):
         if bad >= 0:
             raise ValueError(bound.regions.describe_bad_move(bad, moves[bad]))
 
+    def copy_fragments(self, fragments: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+        copy_fragments(fragments, self._pool().streaming)
+
     def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         bound = self._pool()
         for region, found in TokenMoves.of(moves, starts, bound.regions).by_region(bound.regions):
@@ -115,6 +136,10 @@ class CpuDevice(Device):
         self._check_open()
         write_vectors(staged)
 
+    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
+        self._check_open()
+        write_staged_step(targets, staged)
+
     def create_stream(self, name: str) -> Stream:
         return NULL_STREAM
 
@@ -122,7 +147,7 @@ class CpuDevice(Device):
         return NULL_EVENT
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Nothing to wait for."""
+        """Return at once: nothing is ever pending here."""
 
     def query(self, event: Event) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Main memory: taking it, and how much of it this process can still take."""
+"""Main memory: how it is allocated, and how much of it this process can still have."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import ALIGNMENT
-from kvpool.layout import integer_argument
 
 
 def allocate_ram(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed uint8[nbytes] that starts at a multiple of ``ALIGNMENT``; its pages are not touched. Raises MemoryError, ValueError."""
+    """Allocate zeroed uint8[nbytes] that starts at a multiple of ``ALIGNMENT``. Its pages are not touched. Raises
+    MemoryError, ValueError."""
     nbytes = integer_argument("nbytes", nbytes, 0, sys.maxsize - ALIGNMENT)
     try:
         raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
@@ -25,10 +26,10 @@ def allocate_ram(nbytes: int) -> NDArray[np.uint8]:
 
 
 def available_ram(root: Path = Path("/")) -> int | None:
-    """Bytes that can be allocated without swapping or being killed for it, or None where the system does not say.
+    """Bytes that can be allocated before the system swaps or kills this process, or None where the system does not say.
 
-    The smaller of ``MemAvailable`` and what every control group (v1 or v2) above this process leaves of its limit.
-    Linux only; ``root`` is where ``proc`` and ``sys`` are found.
+    This is the smaller of ``MemAvailable`` and what the limits of all control groups (v1 or v2) above this process
+    leave. Linux only. ``root`` is where ``proc`` and ``sys`` are found.
     """
     available = _meminfo(root / "proc/meminfo")
     if available is None:
@@ -47,7 +48,7 @@ def _meminfo(path: Path) -> int | None:
 
 
 def _control_group_rooms(root: Path) -> Iterator[int]:
-    """What each limited memory control group above this process has left, bytes."""
+    """The bytes that each limited control group above this process has left."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -57,14 +58,17 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
         hierarchy, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if "memory" in controllers.split(","):
-            yield from _rooms(mounts / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _rooms(
+                mounts / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
         elif hierarchy == "0":
             for mount in (mounts, mounts / "unified"):
                 yield from _rooms(mount, group, "memory.max", "memory.current", "inactive_file")
 
 
 def _rooms(mount: Path, group: str, limit_file: str, usage_file: str, cache_field: str) -> Iterator[int]:
-    # A container may see its group by a name of the host that is not there; its own mount root then has the limit.
+    # A container may see its group under a path of the host that does not exist in it. Then the limit is at the root of
+    # its own mount.
     path = PurePosixPath(group.lstrip("/"))
     for folder in (path, *path.parents):
         directory = mount / folder

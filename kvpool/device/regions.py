@@ -1,4 +1,4 @@
-"""Regions: which region and which block of it an id means, and the moves of a batch by region."""
+"""Regions: which region a block id belongs to, which block of it, and the moves of a batch by region."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.pool_ids import PoolIds
+from kvpool.arrays.strided import as_strided
 from kvpool.device.base import SOURCE, TARGET, TICKET, TOKENS, Part, Region
 from kvpool.device.block_copy import first_bad_move
 from kvpool.jit import jit
-from kvpool.layout import BlockLayout, integer_argument
-from kvpool.strided import as_strided
 
 Int64s = NDArray[np.int64]
 
 BLOCKS_MAX = 2**31 - 1
-"""Blocks of all regions and tiers together: ids are int32."""
+"""The most blocks of all regions and tiers together. Ids are int32."""
 _EDGE, _SHIFT, _WIDTH = range(3)
 
 
 class Regions:
-    """The regions of one pool, checked, and the map from the ids of the pool to those of each region.
-
-    Inside a region, ids are as if it were alone: its device blocks from 0 on, then its host blocks. Immutable.
+    """The regions of one pool, checked, and the map from pool ids to the ids of each region. Immutable.
 
     Attributes
     ----------
     all
-        The regions in order.
+        The regions in order: one for each group.
+    pool_ids
+        The map: the region of a block has the number of its group.
     device_blocks, host_blocks, blocks
         Of all regions together.
     width
@@ -39,48 +40,47 @@ class Regions:
     """
 
     def __init__(self, regions: Sequence[Region], device_memory: str = "host") -> None:
-        """Raises TypeError or ValueError unless everything fits together. ``device_memory`` says where the device tier lies, as in
-        ``StridedArray``."""
+        """Raises TypeError or ValueError unless everything fits together. ``device_memory`` says where the device tier
+        lies, as in ``StridedArray``."""
         self.all = _checked(regions, device_memory)
-        counts = np.array([[region.device_blocks for region in self.all], [region.host_blocks for region in self.all]], np.int64)
-        self.device_blocks, self.host_blocks = (int(count) for count in counts.sum(1))
-        self.blocks = self.device_blocks + self.host_blocks
+        self.pool_ids = PoolIds(
+            [region.device_blocks for region in self.all], [region.host_blocks for region in self.all]
+        )
+        self.device_blocks, self.blocks = self.pool_ids.device_blocks, self.pool_ids.blocks
+        self.host_blocks = self.blocks - self.device_blocks
         self.widths: Int64s = np.array([region.tokens_per_block for region in self.all], np.int64)
         self.width = int(self.widths.max())
-        # A column per region for its device blocks, then one for its host blocks: where they begin, what makes an id one of the region,
-        # and the tokens of a block. The last column is the end.
-        self._map = np.zeros((3, 2 * len(self.all) + 1), np.int64)
-        self._map[_EDGE, 1:] = np.cumsum(counts)
-        self._map[_SHIFT, :-1] = np.concatenate([np.zeros_like(counts[0]), counts[0]]) - self._map[_EDGE, :-1]
+        # For jitted code, each range of ids has its first id, the shift to the region's ids, and the tokens of a block.
+        # The last column is the end.
+        self._map = np.zeros((3, len(self.pool_ids.edges)), np.int64)
+        self._map[_EDGE], self._map[_SHIFT, :-1] = self.pool_ids.edges, self.pool_ids.shifts
         self._map[_WIDTH, :-1] = np.tile(self.widths, 2)
 
     @property
     def pools(self) -> tuple[Any, ...]:
-        """All memory, both tiers."""
-        return tuple(pool for region in self.all for part in region.parts for pool in (part.device_pool, part.host_pool))
+        """The memory of both tiers of all parts."""
+        return tuple(
+            pool for region in self.all for part in region.parts for pool in (part.device_pool, part.host_pool)
+        )
 
     @cached_property
     def lengths(self) -> Int64s:
-        """int64[blocks]: the tokens of each block, for devices that watch."""
+        """int64[blocks]: the tokens of each block, for devices that look for races."""
         return np.repeat(self._map[_WIDTH, :-1], np.diff(self._map[_EDGE]))
 
-    def place(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """The region of each block, and its id there. The ids are of this pool."""
-        columns = np.searchsorted(self._map[_EDGE], ids, "right") - 1
-        return columns % len(self.all), ids + self._map[_SHIFT, columns]
-
-    def first(self, region: int) -> int:
-        """The id of the first device block of a region."""
-        return int(self._map[_EDGE, region])
-
-    def ids(self, region: int, blocks: Int64s) -> Int64s:
-        """What ``place`` undoes: the ids of blocks of a region."""
-        host = blocks >= self.all[region].device_blocks
-        found: Int64s = blocks - self._map[_SHIFT, region + host * len(self.all)]
-        return found
+    def host_blocks_at(self, address: int, nbytes: int) -> range | None:
+        """The ids of the host blocks that have some of these bytes; None unless they begin in a host tier."""
+        for number, region in enumerate(self.all):
+            for part in region.parts:
+                start = address - as_strided("pool", part.host_pool).address
+                if 0 <= start < part.host_pool.nbytes:
+                    size, first = part.layout.block_bytes, int(self._map[_EDGE, len(self.all) + number])
+                    return range(first + start // size, first + (start + nbytes - 1) // size + 1)
+        return None
 
     def split(self, moves: Int64s) -> list[tuple[int, Int64s]]:
-        """The moves of each region, in their order, with the ids of the region. Raises ValueError, which names a row that is no move."""
+        """The moves of each region, in their order, with the ids of the region. Raises ValueError, which names a row
+        that is no move."""
         if len(self.all) == 1:
             bad = first_bad_move(moves, self.blocks, self.width)
             if bad < 0:
@@ -90,15 +90,18 @@ class Regions:
         bad = _split(moves, self._map, out, ends)
         if bad >= 0:
             raise ValueError(self.describe_bad_move(bad, moves[bad]))
-        return [(region, out[first:end]) for region, (first, end) in enumerate(pairwise([0, *ends.tolist()])) if end > first]
+        return [
+            (region, out[first:end]) for region, (first, end) in enumerate(pairwise([0, *ends.tolist()])) if end > first
+        ]
 
     def describe_bad_move(self, index: int, move: Int64s) -> str:
-        """What is wrong with a row that is no move."""
+        """Why a row is no move, in words."""
         source, target, tokens = int(move[SOURCE]), int(move[TARGET]), int(move[TOKENS])
-        width = int(self.widths[self.place(move[SOURCE])[0]]) if 0 <= source < self.blocks else self.width
+        width = int(self.widths[self.pool_ids.place(move[SOURCE])[0]]) if 0 <= source < self.blocks else self.width
         together = " of one region" if len(self.all) > 1 else ""
         return (
-            f"moves[{index}]: source={source} and target={target} must be two different ids in [0, {self.blocks}){together}, "
+            f"moves[{index}]: source={source} and target={target} must be two different ids in [0, "
+            f"{self.blocks}){together}, "
             f"tokens={tokens} must be 1 to {width}"
         )
 
@@ -116,9 +119,10 @@ def _column(places, block):  # type: ignore[no-untyped-def]
 
 @jit
 def _split(moves, places, out, ends):  # type: ignore[no-untyped-def]
-    """Check all moves, then write them to ``out``, region after region; ``ends``, all 0, becomes where each region's end.
+    """Check all moves, then write them to ``out``, region after region. ``ends`` is all 0 at first; it gets the end of
+    each region's moves.
 
-    Returns -1, or the index of the first bad one.
+    Returns -1, or the index of the first bad move.
     """
     regions = ends.shape[0]
     for i in range(moves.shape[0]):
@@ -141,7 +145,7 @@ def _split(moves, places, out, ends):  # type: ignore[no-untyped-def]
 
 
 def _checked(regions: Any, device_memory: str) -> tuple[Region, ...]:
-    """The regions with counts that are ints."""
+    """The regions, checked, with counts that are ints."""
     if not isinstance(regions, Sequence) or not all(isinstance(region, Region) for region in regions):
         raise TypeError(f"regions={regions!r:.80}: a sequence of Region is needed")
     if not regions:
@@ -149,16 +153,22 @@ def _checked(regions: Any, device_memory: str) -> tuple[Region, ...]:
     found = []
     for i, region in enumerate(regions):
         counts = [
-            integer_argument(f"regions[{i}].{name}", getattr(region, name), 0, BLOCKS_MAX) for name in ("device_blocks", "host_blocks")
+            integer_argument(f"regions[{i}].{name}", getattr(region, name), 0, BLOCKS_MAX)
+            for name in ("device_blocks", "host_blocks")
         ]
         parts = tuple(region.parts)
         if not parts or not all(isinstance(part, Part) and isinstance(part.layout, BlockLayout) for part in parts):
             raise TypeError(f"regions[{i}].parts: at least one Part with a BlockLayout is needed")
         if len({part.layout.tokens_per_block for part in parts}) > 1:
-            raise ValueError(f"regions[{i}].parts: tokens_per_block must be equal, not {[part.layout.tokens_per_block for part in parts]}")
+            raise ValueError(
+                f"regions[{i}].parts: tokens_per_block must be equal, not "
+                f"{[part.layout.tokens_per_block for part in parts]}"
+            )
         for j, part in enumerate(parts):
             for name, blocks, memory in (("device_pool", counts[0], device_memory), ("host_pool", counts[1], "host")):
-                _check_pool(f"regions[{i}].parts[{j}].{name}", getattr(part, name), blocks * part.layout.block_bytes, memory)
+                _check_pool(
+                    f"regions[{i}].parts[{j}].{name}", getattr(part, name), blocks * part.layout.block_bytes, memory
+                )
         found.append(Region(parts, *counts))
     blocks = sum(region.device_blocks + region.host_blocks for region in found)
     if blocks > BLOCKS_MAX:
@@ -167,7 +177,7 @@ def _checked(regions: Any, device_memory: str) -> tuple[Region, ...]:
 
 
 def _check_pool(name: str, pool: Any, nbytes: int, memory: str) -> None:
-    """Raise ValueError unless ``pool`` is so many flat bytes of the right kind of memory."""
+    """Raise ValueError unless ``pool`` is ``nbytes`` flat bytes of the right kind of memory."""
     try:
         found = as_strided(name, pool)
     except TypeError as error:
@@ -176,4 +186,6 @@ def _check_pool(name: str, pool: Any, nbytes: int, memory: str) -> None:
     if kind != (memory, "u", 1, 1) or (found.shape[0] > 1 and found.steps != (1,)):
         raise ValueError(f"{name}: a contiguous uint8 array of one dimension in {memory} memory is needed")
     if found.shape[0] != nbytes or not found.writable:
-        raise ValueError(f"{name}: {nbytes} writable bytes are needed, not {found.shape[0]} with writable={found.writable}")
+        raise ValueError(
+            f"{name}: {nbytes} writable bytes are needed, not {found.shape[0]} with writable={found.writable}"
+        )

@@ -16,7 +16,7 @@ def cuda_sources() -> Path:
     package = Path(__file__).resolve().parents[1]
     places = package / "cuda", package.parent / "cuda"
     for place in places:
-        # A bare folder says nothing: beside an installed package, `cuda` is NVIDIA's.
+        # A folder alone proves nothing: beside an installed package, `cuda` is NVIDIA's.
         if (place / "README.md").is_file():
             return place
     raise FileNotFoundError(f"no CUDA sources of kvpool in {places[0]} or {places[1]}")

@@ -12,7 +12,14 @@ from kvpool.planner.report import duration
 
 SUFFIXES = (".png", ".svg", ".html")
 _TENANTS = 5
+_MARKERS = {0.5: "o", 0.9: "s"}
+"""The shares of the ceiling that the curve marks."""
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8641e", "#6b6b6b"
+
+
+def tenant_label(name: str) -> str:
+    """Says "tenant" once, also of one whose name does."""
+    return name if name.lower().startswith("tenant") else f"tenant {name}"
 
 
 def missing() -> str | None:
@@ -25,15 +32,19 @@ def missing() -> str | None:
 
 
 def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
-    """Write the chart to ``path``, as its suffix says; ``text`` stands below it in HTML. Raises OSError, ImportError."""
-    # No figure of pyplot's, which would ask for a display.
+    """Write the chart to ``path``, in the format of its suffix. In HTML, ``text`` follows below the chart. Raises
+    OSError, ImportError."""
+    # A figure of pyplot would need a display.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool"}):
-        figure = Figure(figsize=(10, 8.2), layout="constrained")
-        curve, gaps = figure.subplots(2, 1, height_ratios=(3, 1.25))
+        figure = Figure(figsize=(10, 9), layout="constrained")
+        curve, names, gaps = figure.subplots(3, 1, height_ratios=(3, 0.5, 1.25))
         _curve(plan, curve, title, model)
+        # No label lies in the plot, so that none lies on a curve.
+        names.axis("off")
+        names.legend(*curve.get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
         _gaps(plan, gaps)
         if path.suffix == ".png":
             figure.savefig(path, dpi=150)
@@ -47,7 +58,11 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
 def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
     survey, machine = plan.survey, plan.machine
     tokens = max(survey.prompt_tokens, 1)
-    points = [(blocks, hits) for blocks, hits in plan.points(survey.curve) if blocks >= min(survey.longest_blocks, plan.table()[0])]
+    points = [
+        (blocks, hits)
+        for blocks, hits in plan.points(survey.curve)
+        if blocks >= min(survey.longest_blocks, plan.table()[0])
+    ]
     memory, rates = [plan.gib(blocks) for blocks, _ in points], [100 * hits / tokens for _, hits in points]
     ceiling = 100 * survey.ceiling_tokens / tokens
     axes.plot(memory, rates, color=_BLUE, linewidth=2.5, label="all requests", zorder=3)
@@ -56,31 +71,38 @@ def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
         low, high = ([rate + sign * error for rate, error in zip(rates, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(memory, low, high, color=_BLUE, alpha=0.15, label="two standard errors of the sample")
     for number, tenant in enumerate(survey.tenants[:_TENANTS], start=1):
-        own = [100 * round(tenant.curve.hits(blocks)) * survey.tokens_per_block / max(tenant.prompt_tokens, 1) for blocks, _ in points]
-        axes.plot(memory, own, color=f"C{number}", linewidth=1.2, label=f"tenant {tenant.name}, of its own tokens")
-    axes.axhline(ceiling, color=_GREY, linestyle="--", linewidth=1)
-    axes.annotate(f"unbounded memory: {ceiling:.1f} %", (0.01, ceiling), xycoords=("axes fraction", "data"), xytext=(0, 4),
-                  textcoords="offset points", color=_GREY)  # fmt: skip
+        own = [
+            100 * round(tenant.curve.hits(blocks)) * survey.tokens_per_block / max(tenant.prompt_tokens, 1)
+            for blocks, _ in points
+        ]
+        axes.plot(
+            memory, own, color=f"C{number}", linewidth=1.2, label=f"{tenant_label(tenant.name)}, of its own tokens"
+        )
+    axes.axhline(ceiling, color=_GREY, linestyle="--", linewidth=1, label=f"unbounded memory: {ceiling:.1f} %")
     for row in plan.reach() if survey.ceiling_tokens else []:
-        if row["of_ceiling"] in (0.5, 0.9):
-            axes.plot(row["gib"], 100 * row["token_rate"], "o", color=_BLUE, zorder=4)
-            axes.annotate(f"{row['of_ceiling']:.0%} of the ceiling\n{row['gib']:,.0f} GiB" if row["gib"] >= 10 else
-                          f"{row['of_ceiling']:.0%} of the ceiling\n{row['gib']:.2g} GiB", (row["gib"], 100 * row["token_rate"]),
-                          xytext=(8, -28), textcoords="offset points", color=_BLUE)  # fmt: skip
+        if row["of_ceiling"] in _MARKERS:
+            gib = f"{row['gib']:,.0f}" if row["gib"] >= 10 else f"{row['gib']:.2g}"
+            axes.plot(
+                row["gib"], 100 * row["token_rate"], _MARKERS[row["of_ceiling"]], color=_BLUE, zorder=4,
+                label=f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB",
+            )  # fmt: skip
     if machine.device_blocks:
-        for name, blocks in (("device", machine.device_blocks), ("device + host", machine.device_blocks + machine.host_blocks)):
+        for name, blocks, side in (
+            ("device", machine.device_blocks, "right"),
+            ("device + host", machine.device_blocks + machine.host_blocks, "left"),
+        ):
             if name == "device" or machine.host_blocks:
                 axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1)
-                axes.annotate(name, (plan.gib(blocks), 0.02), xycoords=("data", "axes fraction"), rotation=90, xytext=(3, 0),
-                              textcoords="offset points", color=_ORANGE)  # fmt: skip
+                axes.annotate(
+                    name, (plan.gib(blocks), 1), xycoords=("data", "axes fraction"), xytext=(0, 4),
+                    textcoords="offset points", color=_ORANGE, horizontalalignment=side,
+                )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.3g}")
     axes.set(xlabel=f"KV memory, device and host together, GiB ({model})", ylabel="prompt tokens found in the cache, %")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"What more KV memory buys\n{title}", loc="left")
+    axes.set_title(f"What more KV memory buys\n{title}", loc="left", pad=20)
     axes.grid(alpha=0.25)
-    if not survey.curve.exact or survey.tenants:
-        axes.legend(loc="lower right", frameon=False)
 
 
 def _gaps(plan: Plan, axes: Any) -> None:
@@ -99,7 +121,8 @@ def _gaps(plan: Plan, axes: Any) -> None:
 def _page(svg: str, title: str, text: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>kvpool plan: {escape(title)}</title>\n<style>body {{ font-family: sans-serif; margin: 2em; max-width: 75em }} "
+        f"<title>kvpool plan: {escape(title)}</title>\n<style>body "
+        f"{{ font-family: sans-serif; margin: 2em; max-width: 75em }} "
         "svg { width: 100%; height: auto } pre { overflow-x: auto }</style></head>\n"
         f"<body>\n{svg}\n<pre>{escape(text)}</pre>\n</body></html>\n"
     )

@@ -17,25 +17,26 @@ Counts = npt.NDArray[np.int64]
 class Curve:
     """Hits of all capacities at once, exact or estimated from a sample of the blocks. Immutable.
 
-    A sample is read by its misses: what it missed is scaled up, and the rest of all lookups are hits. A few blocks carry many of
-    the hits, so that their presence in the sample is luck; each distinct block misses about once. This is SHARDS-adj.
+    A sample is read by its misses: the misses are scaled up, and the rest of all lookups are hits. This is SHARDS-adj.
+    A few blocks carry many of the hits, and it is luck whether the sample has them. But each distinct block misses
+    about once.
     """
 
     cumulative: Counts
-    """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i where there are no limits."""
+    """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i if there are no limits."""
     followed: int
     """Sampled lookups."""
     lookups: int
-    """Blocks looked up in all, followed or not."""
+    """All lookups of blocks, sampled or not."""
     sample: float = 1.0
     limits: Counts | None = None
     """The largest distance of each place, ascending."""
     missed: Counts | None = None
-    """[groups, len(coarse_limits)]: sampled lookups of each part of the sample that are missed at that capacity."""
+    """[groups, len(coarse_limits)]: the sampled lookups of each part of the sample that miss at that capacity."""
 
     @property
     def exact(self) -> bool:
-        """Whether every block was followed."""
+        """Whether the sample has every block."""
         return self.sample == 1.0
 
     @property
@@ -44,14 +45,15 @@ class Curve:
         return self._hits(len(self.cumulative) - 1)
 
     def hits(self, capacity: int) -> float:
-        """Hits of a cache of ``capacity`` blocks, blocks; never more for a smaller one."""
+        """Hits of a cache of ``capacity`` blocks, in blocks. They never fall as the capacity grows."""
         return self._hits(self._place(capacity))
 
     def error(self, capacity: int) -> float:
-        """Standard error of ``hits``, blocks. 0 where the curve is exact, NaN where there are no parts of the sample.
+        """Standard error of ``hits``, in blocks. 0 if the curve is exact, NaN if there are no parts of the sample.
 
-        Two things are luck: which lookups are followed, of which the parts of the sample tell by their differences; and how many followed
-        blocks lie above one in the list, which is the same for all parts and matters where the curve is steep.
+        Two things are luck. The first is which lookups are sampled: the differences between the parts of the sample
+        show it. The second is how many sampled blocks lie above one in the list. It is the same for all parts, and it
+        matters where the curve is steep.
         """
         if self.exact:
             return 0.0
@@ -64,14 +66,15 @@ class Curve:
         return hypot(followed, (self.hits(capacity + shift) - self.hits(max(capacity - shift, 0))) / 2)
 
     def capacity_for(self, hits: float) -> int:
-        """The smallest capacity, in blocks, with at least so many hits; that of the ceiling where there are never so many."""
+        """The smallest capacity, in blocks, with at least so many hits. If no capacity has so many, that of the
+        ceiling."""
         found = min(hits, self.ceiling)
         if found <= 0:
             return 0
         total = self.cumulative
         needed = found - self.lookups + self.followed / self.sample
         place = int(np.searchsorted(total, needed * self.sample - 1e-6))
-        # A sample that hit less than its share finds what it lacks from the first place on.
+        # If a sample hit less than its share, the missing hits are added at the first place.
         place = max(1, min(place, int(np.searchsorted(total, total[-1]))))
         distance = place if self.limits is None else int(self.limits[place])
         return max(1, int(np.ceil(distance / self.sample)))

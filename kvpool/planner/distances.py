@@ -1,4 +1,4 @@
-"""StackDistances: the tables of a survey, with room made before each request."""
+"""StackDistances: the tables of a survey. They grow before each request."""
 
 from __future__ import annotations
 
@@ -7,29 +7,42 @@ from math import nan
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.planner.stack import BLOCKS, HITS, INSERTED, LIVE, LOOKUPS, NOW, STEPS, Access, Tables, compact, fill_slots, record
+from kvpool.planner.stack import (
+    BLOCKS,
+    HITS,
+    INSERTED,
+    LIVE,
+    LOOKUPS,
+    NOW,
+    STEPS,
+    Access,
+    Tables,
+    compact,
+    fill_slots,
+    record,
+)
 from kvpool.replay.content import namespace_digest
 from kvpool.replay.tokens import Request
 
 BUCKETS = STEPS * 36
 GROUPS = 32
-"""Parts of the sample that are compared with each other for its error."""
+"""The sample has so many parts. Their differences give its error."""
 _START = 1 << 12
 _BLOCKS_MAX = 2**31 - 1
 
 
 class StackDistances:
-    """How far down an LRU list of all blocks each block of each request was found.
+    """For each block of each request, its place in an LRU list of all blocks.
 
     Parameters
     ----------
     tokens_per_block
         At least 1.
     sample
-        Share of the blocks to follow, chosen by key; 1.0 follows all, and everything is exact.
+        Share of the blocks in the sample, chosen by key. With 1.0 everything is exact.
 
-    Memory grows with the number of distinct blocks followed, about 50 bytes each, and not with the number of requests but for 8 bytes.
-    Contents are told apart by 64-bit keys. Not thread-safe.
+    Memory grows by about 50 bytes for each distinct block in the sample, and by 8 bytes for each request. Contents are
+    distinguished by 64-bit keys. Not thread-safe.
     """
 
     def __init__(self, tokens_per_block: int, sample: float = 1.0) -> None:
@@ -58,20 +71,26 @@ class StackDistances:
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks with a key among those followed."""
+        """Distinct blocks with a key in the sample."""
         return int(self.tables.counts[BLOCKS])
 
     @property
     def live(self) -> int:
-        """Distinct blocks in all among those followed."""
+        """All distinct blocks in the sample."""
         return int(self.tables.counts[LIVE])
 
     def record(self, request: Request, tenant: int = 0) -> tuple[int, int, int]:
-        """Look up, count and then touch a request's blocks; ``tenant`` counts from 0.
+        """Look up, count and then touch the blocks of a request. ``tenant`` counts from 0.
 
-        Returns, of the blocks followed, those looked up, found and new. Raises OverflowError beyond 2**31 - 1 blocks.
+        Returns how many sampled blocks were looked up, found, and new. Raises OverflowError beyond 2**31 - 1 blocks,
+        and ValueError for a request with fewer ids than tokens.
         """
         ids, tokens_per_id, keyed_tokens = _content(request)
+        if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens or tenant < 0:
+            covered = f"{len(ids)} ids of {tokens_per_id} tokens for {keyed_tokens} and {request.output_length} tokens"
+            raise ValueError(
+                f"{request.name} of tenant {tenant} has {covered}: accepted are ids for all, and numbers from 0 on"
+            )
         full = request.length // self.tokens_per_block
         self._make_room(full, tenant)
         self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
@@ -128,9 +147,10 @@ class StackDistances:
 
 
 def _content(request: Request) -> tuple[npt.NDArray[np.uint64], int, int]:
-    """What stands for a request's content, the tokens that each of it covers, and the tokens that another request can repeat."""
+    """The ids of a request's content, the tokens that each id covers, and the number of tokens that another request can
+    repeat."""
     if request.hash_ids is not None:
-        return np.ascontiguousarray(request.hash_ids, np.uint64), request.tokens_per_id, request.input_length
+        return np.array(request.hash_ids, np.uint64), request.tokens_per_id, request.input_length
     assert request.tokens is not None
     if request.outputs is None:
         return request.tokens.astype(np.uint64), 1, request.input_length

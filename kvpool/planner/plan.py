@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout
 from kvpool.planner.curve import Curve
 from kvpool.planner.survey import Survey
 
 GIB = 1 << 30
 STEP_BYTES = 16 * GIB
-"""How much more memory the marginal hit rate is about."""
+"""The marginal hit rate is that of this much more memory."""
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)
 LINK_BANDWIDTH = 50.0
 """GB/s that a PCIe 5.0 link of 16 lanes gives."""
@@ -25,14 +25,14 @@ _POINTS = 256
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of the model and the machine. Sizes are in blocks, times in seconds as the names say.
+    """The model and the machine. Sizes are in blocks, times in seconds unless a field says otherwise.
 
     Raises ValueError for an argument out of range.
     """
 
     layout: BlockLayout
     prefill_tokens_per_second: float | None = None
-    """Prompt tokens that the engine computes in a second; None leaves out all times."""
+    """Prompt tokens that the engine computes in a second. None leaves out all times."""
     link_bandwidth: float = LINK_BANDWIDTH
     """GB/s from host to device."""
     link_latency: float = LINK_LATENCY
@@ -54,20 +54,22 @@ class Machine:
 
     @property
     def seconds_per_token(self) -> float:
-        """For one token to cross the link."""
+        """Seconds for one token to cross the link."""
         return self.layout.token_bytes / (self.link_bandwidth * 1e9)
 
 
 class Plan:
-    """A survey read with a machine in mind. Every method is a pure function of the two."""
+    """A survey with a model and a machine. Every method is a pure function of the two."""
 
     def __init__(self, survey: Survey, machine: Machine) -> None:
         if survey.tokens_per_block != machine.layout.tokens_per_block:
-            raise ValueError(f"layout of {machine.layout.tokens_per_block} tokens per block, survey of {survey.tokens_per_block}")
+            raise ValueError(
+                f"layout of {machine.layout.tokens_per_block} tokens per block, survey of {survey.tokens_per_block}"
+            )
         self.survey, self.machine = survey, machine
 
     def gib(self, blocks: float) -> float:
-        """Memory of some blocks, GiB."""
+        """The memory of some blocks, GiB."""
         return blocks * self.machine.layout.block_bytes / GIB
 
     def blocks(self, nbytes: int) -> int:
@@ -79,7 +81,8 @@ class Plan:
         return self.survey.hit_tokens(capacity) / max(self.survey.prompt_tokens, 1)
 
     def saved_seconds(self, capacity: int, device_blocks: int) -> float | None:
-        """Mean time saved per request: what need not be computed, less the crossing of what is found beyond the device tier."""
+        """Mean time saved per request: the time to compute what is found, less the time for the part beyond the device
+        tier to cross the link."""
         speed = self.machine.prefill_tokens_per_second
         if speed is None:
             return None
@@ -105,7 +108,8 @@ class Plan:
         }
 
     def table(self) -> list[int]:
-        """Capacities worth a line, blocks: powers of two in bytes, from what runs the longest request to what finds everything."""
+        """The capacities of the table, in blocks: powers of two in bytes, from the longest request up to everything
+        that is ever found."""
         size = self.machine.layout.block_bytes
         needed = self.survey.curve.capacity_for(self.survey.curve.ceiling)
         lowest = ceil(log2(max(self.survey.longest_blocks, 1) * size))
@@ -113,24 +117,30 @@ class Plan:
         return [(1 << power) // size for power in range(lowest, highest + 1)]
 
     def reach(self) -> list[dict[str, Any]]:
-        """The memory that each share of the ceiling needs."""
+        """The memory that reaches each share of the ceiling."""
         rows = []
         for share in TARGETS:
             blocks = self.survey.curve.capacity_for(share * self.survey.curve.ceiling)
-            rows.append({"of_ceiling": share, "blocks": blocks, "gib": self.gib(blocks), "token_rate": self.rate(blocks)})
+            rows.append(
+                {"of_ceiling": share, "blocks": blocks, "gib": self.gib(blocks), "token_rate": self.rate(blocks)}
+            )
         return rows
 
     def break_even(self) -> dict[str, Any] | None:
-        """From which hit length on it is faster to onboard a prefix than to compute it again; None where no prefill speed is known."""
+        """The hit length from which it is faster to onboard a prefix than to compute it again. None if no prefill speed
+        is given."""
         machine = self.machine
         if machine.prefill_tokens_per_second is None:
             return None
         gain = 1 / machine.prefill_tokens_per_second - machine.seconds_per_token
         tokens = floor(machine.link_latency * 1e-6 / gain) + 1 if gain > 0 else None
-        return {"tokens": tokens, "worthwhile_above_gb_per_second": machine.layout.token_bytes * machine.prefill_tokens_per_second / 1e9}
+        return {
+            "tokens": tokens,
+            "worthwhile_above_gb_per_second": machine.layout.token_bytes * machine.prefill_tokens_per_second / 1e9,
+        }
 
     def pool(self) -> dict[str, Any] | None:
-        """The figures of the tiers that were asked about: both hit like one cache of the summed size."""
+        """The figures of the given tiers. Both together hit like one cache of the summed size."""
         machine = self.machine
         if machine.device_blocks is None:
             return None
@@ -144,7 +154,7 @@ class Plan:
         }
 
     def points(self, curve: Curve) -> list[tuple[int, int]]:
-        """Capacities in blocks, evenly on a logarithmic scale, with the hit tokens of a curve."""
+        """Capacities in blocks, evenly spaced on a logarithmic scale, with the hit tokens of a curve."""
         highest = max(self.table()[-1], 2)
         capacities = np.unique(np.geomspace(1, highest, _POINTS).astype(np.int64)).tolist()
         return [(capacity, round(curve.hits(capacity)) * self.survey.tokens_per_block) for capacity in capacities]

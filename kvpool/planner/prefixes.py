@@ -1,4 +1,5 @@
-"""Which prefixes carry the reuse: runs of blocks that requests reuse as one, and how few blocks serve how many hits."""
+"""Which prefixes carry the reuse: runs of blocks that requests reuse together, and how few blocks serve how many
+hits."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from kvpool.planner.stack import trace_back
 
 
 class Prefix(NamedTuple):
-    """A run of blocks, part of a prompt, that is reused as one: its tokens from ``start`` on, under everything before them."""
+    """A run of blocks of a prompt that is reused together: its tokens from ``start`` on, after all tokens before
+    them."""
 
     first_request: int
-    """Index of the request that brought it."""
+    """Index of the first request that had it."""
     start: int
     """Tokens before it."""
     tokens: int
@@ -23,12 +25,13 @@ class Prefix(NamedTuple):
     """Requests that would have found it with unbounded memory."""
     hit_tokens: int
     share: float
-    """Of all hit tokens."""
+    """Its share of all hit tokens."""
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The prefixes that carry the most reuse, and how it is spread over blocks. Of a sample, all of it is an estimate."""
+    """The prefixes that carry the most reuse, and how reuse is spread over blocks. With a sample, all figures are
+    estimates."""
 
     top: list[Prefix]
     reused_blocks: int
@@ -50,7 +53,8 @@ def find_prefixes(
 ) -> Prefixes:
     """Return the ``count`` runs with the most hits.
 
-    ``hits[b]`` and ``parent[b]`` (-1: none) are of block b, ``blocks_before[r]`` the distinct blocks seen before request r.
+    ``hits[b]`` and ``parent[b]`` (-1: none) belong to block b. ``blocks_before[r]`` are the distinct blocks seen before
+    request r.
     """
     head, depth = np.empty(len(hits), np.int32), np.empty(len(hits), np.int32)
     trace_back(hits, parent, head, depth)
@@ -72,4 +76,6 @@ def find_prefixes(
     ]
     growth = np.cumsum(np.sort(hits[reused])[::-1], dtype=np.int64)
     half, most = (int(np.searchsorted(growth, part * total)) + 1 if len(reused) else 0 for part in (0.5, 0.9))
-    return Prefixes(top, round(len(reused) / sample), round(len(hits) / sample), round(half / sample), round(most / sample))
+    return Prefixes(
+        top, round(len(reused) / sample), round(len(hits) / sample), round(half / sample), round(most / sample)
+    )

@@ -1,4 +1,4 @@
-"""The plan as text for a terminal: what more memory buys, and what to do with that."""
+"""The plan as text for a terminal: what more memory buys, and how to choose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def report(plan: Plan, title: str, model: str, link: str) -> str:
-    """Return the lines; ``title`` names the trace, ``model`` the layout, ``link`` where the bandwidth comes from."""
+    """Return the lines. ``title`` names the trace, ``model`` the layout, ``link`` the source of the bandwidth."""
     parts = (_head(plan, title, model), _table(plan), _pool(plan), _reach(plan), _times(plan, link))
     return "\n\n".join("\n".join(lines) for lines in (*parts, _gaps(plan), _prefixes(plan), _tenants(plan)) if lines)
 
@@ -22,8 +22,14 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
     longest, everything = _size(plan.gib(survey.longest_blocks)), _size(plan.gib(survey.distinct_blocks))
     rows = [
         ("plan", title),
-        ("requests", f"{survey.requests:,} with {survey.prompt_tokens:,} tokens in prompts, {survey.output_tokens:,} in answers"),
-        ("model", f"{model}: {_size(layout.token_bytes / 1024)} KiB a token, blocks of {layout.tokens_per_block} tokens"),
+        (
+            "requests",
+            f"{survey.requests:,} with {survey.prompt_tokens:,} tokens in prompts, {survey.output_tokens:,} in answers",
+        ),
+        (
+            "model",
+            f"{model}: {_size(layout.token_bytes / 1024)} KiB a token, blocks of {layout.tokens_per_block} tokens",
+        ),
         ("memory", f"{longest} GiB for the longest request, {everything} GiB for everything"),
         ("ceiling", f"{shares} are found again with unbounded memory"),
     ]
@@ -34,7 +40,10 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     exact, times = plan.survey.curve.exact, plan.machine.prefill_tokens_per_second is not None
-    head = f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}  {'share of the ceiling':<{_BAR + 7}}"
+    head = (
+        f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}  "
+        f"{'share of the ceiling':<{_BAR + 7}}"
+    )
     lines = [f"{head} {'next 16 GiB':>11}{'  saved per request' if times else ''}"]
     for row in map(plan.row, plan.table()):
         line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>9.2%}"
@@ -53,9 +62,14 @@ def _pool(plan: Plan) -> list[str]:
     for name, row in (("device alone", pool["device"]), ("device + host", pool["both"])):
         saved = row["saved_seconds_per_request"]
         times = "" if saved is None else f", {_time(saved)} saved per request"
-        lines.append(f"{name:<14} {_size(row['gib'])} GiB: {row['token_rate']:.2%} of prompt tokens ({row['hit_tokens']:,}){times}")
+        lines.append(
+            f"{name:<14} {_size(row['gib'])} GiB: {row['token_rate']:.2%} of prompt tokens "
+            f"({row['hit_tokens']:,}){times}"
+        )
     if pool["device_blocks"] < plan.survey.longest_blocks:
-        lines.append(f"the longest request needs {plan.survey.longest_blocks:,} blocks and does not fit into the device tier")
+        lines.append(
+            f"the longest request needs {plan.survey.longest_blocks:,} blocks and does not fit into the device tier"
+        )
     return lines if pool["host_blocks"] else lines[:1] + lines[2:]
 
 
@@ -70,7 +84,11 @@ def _times(plan: Plan, link: str) -> list[str]:
     if found is None:
         return ["times: give --prefill-tokens-per-second to see what hits save"]
     worth = f"above {found['worthwhile_above_gb_per_second']:.1f} GB/s"
-    where = "everything found crosses it" if machine.device_blocks is None else "what is found beyond the device tier crosses it"
+    where = (
+        "everything found crosses it"
+        if machine.device_blocks is None
+        else "what is found beyond the device tier crosses it"
+    )
     lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {where}"]
     if found["tokens"] is None:
         return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
@@ -111,15 +129,23 @@ def _prefix(prefix: Prefix) -> str:
 def _tenants(plan: Plan) -> list[str]:
     if not plan.survey.tenants:
         return []
-    # A third, the middle and the end of the table say enough of a tenant.
+    # For a tenant, a third, the middle and the end of the table are enough.
     table = plan.table()
     columns = sorted({table[len(table) // 3], table[len(table) * 2 // 3], table[-1]})
     head = "".join(f"{_size(plan.gib(blocks)) + ' GiB':>13}" for blocks in columns)
-    lines = [f"{'tenant':<24} {'requests':>9} {'prompt tokens':>15}{head}   hit rate of its own tokens, cache shared by all"]
+    lines = [
+        f"{'tenant':<24} {'requests':>9} {'prompt tokens':>15}{head}   hit rate of its own tokens, cache shared by all"
+    ]
     for tenant in plan.survey.tenants:
-        rates = [round(tenant.curve.hits(blocks)) * plan.survey.tokens_per_block / max(tenant.prompt_tokens, 1) for blocks in columns]
+        rates = [
+            round(tenant.curve.hits(blocks)) * plan.survey.tokens_per_block / max(tenant.prompt_tokens, 1)
+            for blocks in columns
+        ]
         name = tenant.name if len(tenant.name) <= 24 else tenant.name[:21] + "..."
-        lines.append(f"{name:<24} {tenant.requests:>9,} {tenant.prompt_tokens:>15,}" + "".join(f"{rate:>13.2%}" for rate in rates))
+        lines.append(
+            f"{name:<24} {tenant.requests:>9,} {tenant.prompt_tokens:>15,}"
+            + "".join(f"{rate:>13.2%}" for rate in rates)
+        )
     return lines
 
 

@@ -1,4 +1,4 @@
-"""LRU stack distances of the blocks of requests: which blocks were touched since, counted in a bitmap over time."""
+"""LRU stack distances of the blocks of requests: a bitmap over time counts which blocks were touched since."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 from kvpool.jit import jit
 
 BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED = range(6)
-"""Places in ``Tables.counts``: distinct blocks with a key, next position in time, bits that are set, and of the last request the
-sampled blocks that were looked up, those of them found, and those new."""
+"""Places in ``Tables.counts``: distinct blocks with a key, the next position in time, and the bits that are set. Then,
+for the last request, the sampled blocks that were looked up, those found, and those new."""
 
 STEPS = 128
-"""Buckets that a coarse histogram has for each doubling."""
+"""Buckets of a coarse histogram for each doubling."""
 
 REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
 SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_800.0, 21_600.0, 86_400.0, 604_800.0)
-"""Where the bars of the histogram of reuse gaps end."""
+"""The upper edges of the bars in the histogram of reuse gaps."""
 
 _ONE, _SIX, _ALL = np.uint64(1), np.uint64(6), np.uint64(2**64 - 1)
 _M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
@@ -29,13 +29,14 @@ _LOW = np.uint64(63)
 
 
 class Tables(NamedTuple):
-    """Everything that is known of the blocks seen so far. Blocks with a key are numbered in the order of their first use.
+    """All tables about the blocks seen so far. Blocks with a key are numbered in the order of their first use.
 
-    Time is a position in `bits`: each block seen has a bit at its last use. `tree` is a Fenwick tree over the set bits of words.
+    Time is a position in `bits`: each block that was seen has a bit at its last use. `tree` is a Fenwick tree over the
+    set bits of words.
     """
 
     slots: npt.NDArray[np.int32]
-    """Open addressing by key, a power of two long; numbers, -1 where there is none."""
+    """A hash table by key with open addressing, a power of two long. It has block numbers, -1 for an empty slot."""
     keys: npt.NDArray[np.uint64]
     last: npt.NDArray[np.int64]
     """Time of the last use, by number."""
@@ -44,41 +45,43 @@ class Tables(NamedTuple):
     hits: npt.NDArray[np.int32]
     """How often it would have been reused with unbounded memory."""
     parent: npt.NDArray[np.int32]
-    """The sampled block before it, -1 where there is none."""
+    """The sampled block before it, or -1."""
     bits: npt.NDArray[np.uint64]
     tree: npt.NDArray[np.int32]
     distances: npt.NDArray[np.int64]
-    """[distance]: lookups that hit from a capacity of `distance` blocks on."""
+    """[distance]: lookups that hit if the capacity is at least `distance` blocks."""
     groups: npt.NDArray[np.int64]
-    """[groups, bucket of `bucket_of`]: the same for each group, which is a part of the sampled blocks, by key."""
+    """[groups, bucket of `bucket_of`]: the same for each group. A group is a part of the sampled blocks, by key."""
     cold: npt.NDArray[np.int64]
     """[groups]: lookups of blocks never seen before."""
     coarse: npt.NDArray[np.int64]
     """[tenants, bucket of `bucket_of`]: the same for each tenant."""
     gaps: npt.NDArray[np.int64]
-    """[2, 16]: reuses by the requests since the last use, below each of `REQUEST_EDGES` and beyond, and by the seconds."""
+    """[2, 16]: reuses by the number of requests since the last use, with a place for each of `REQUEST_EDGES` and one
+    beyond them, and by the seconds."""
     times: npt.NDArray[np.float64]
-    """Seconds, by request; NaN where the trace does not say."""
+    """Seconds, by request. NaN if the trace has no times."""
     found: npt.NDArray[np.int32]
-    """Scratch: numbers of one request's blocks."""
+    """Scratch: the numbers of one request's blocks."""
     counts: npt.NDArray[np.int64]
 
 
 class Access(NamedTuple):
-    """One request: block k has the content of `ids` that cover its `tokens_per_block` tokens, under everything before."""
+    """One request. Block k has the content of the `ids` that cover its `tokens_per_block` tokens, after all tokens
+    before."""
 
     tokens_per_id: int
     tokens_per_block: int
     lookups: int
-    """Blocks, from the first, that may be reused."""
+    """How many blocks, from the first on, may be reused."""
     keyed: int
-    """Blocks, from the first, that another request can repeat."""
+    """How many blocks, from the first on, another request can repeat."""
     full: int
-    """Full blocks in all; those behind the keyed ones are never repeated."""
+    """All full blocks. Those after the keyed ones are never repeated."""
     seed: np.uint64
-    """Of the namespace."""
+    """The seed of the namespace."""
     threshold: np.uint64
-    """A block is sampled if the upper half of its key is below it."""
+    """A block is sampled if the upper half of its key is below this."""
     request: int
     tenant: int
 
@@ -103,7 +106,7 @@ def ones(x):
 
 @jit
 def add(tree, word, change):
-    """Count `change` more bits in a word."""
+    """Add `change` to the number of set bits of a word."""
     at = word + 1
     while at < len(tree):
         tree[at] += change
@@ -124,7 +127,8 @@ def later(tables, time):
 
 @jit
 def bucket_of(distance):
-    """The bucket of a distance from 1 on: exact below 2 * STEPS, then STEPS buckets for each doubling."""
+    """The bucket of a distance of at least 1. Buckets are exact below 2 * STEPS; after that, each doubling has STEPS
+    buckets."""
     shift = 0
     while distance >> shift >= 2 * STEPS:
         shift += 1
@@ -142,7 +146,7 @@ def place_of(value, edges):
 
 @jit
 def slot_of(tables, key):
-    """Where a key is among the slots, or where it belongs."""
+    """The slot that has a key, or the one where it belongs."""
     mask = len(tables.slots) - 1
     slot = np.int64(key & np.uint64(mask))
     while tables.slots[slot] >= 0 and tables.keys[tables.slots[slot]] != key:
@@ -152,18 +156,18 @@ def slot_of(tables, key):
 
 @jit
 def key_of(ids, access, block, parent):
-    """Key of a block: of its content and its parent's key."""
+    """The key of a block, from its content and its parent's key."""
     first = block * access.tokens_per_block
     key = parent
     for at in range(first // access.tokens_per_id, (first + access.tokens_per_block - 1) // access.tokens_per_id + 1):
         key = mixed(key ^ mixed(ids[at]))
-    # One id can cover several blocks, whose place the parent's key tells apart.
+    # One id can cover several blocks. The parent's key tells them apart.
     return key
 
 
 @jit
 def count_hit(tables, access, number, distance, group):
-    """Enter one reuse into the histograms."""
+    """Add one reuse to the histograms."""
     tables.distances[distance] += 1
     tables.groups[group, bucket_of(distance)] += 1
     tables.coarse[access.tenant, bucket_of(distance)] += 1
@@ -178,9 +182,9 @@ def count_hit(tables, access, number, distance, group):
 
 @jit
 def look_up(tables, access, ids):
-    """Count the distances of a request's blocks; put their numbers into `found` and return how many they are.
+    """Count the distances of a request's blocks. Puts their numbers into `found` and returns how many there are.
 
-    All distances are those before the request: it claims what it finds before it takes anything new.
+    All distances are from the time before the request: a request claims what it finds before it takes new blocks.
     """
     counts, key, number, distance, count = tables.counts, access.seed, np.int64(-1), np.int64(0), 0
     groups = np.uint64(len(tables.cold))
@@ -191,7 +195,7 @@ def look_up(tables, access, ids):
             continue
         group = np.int64((mixed(key) >> _S32) % groups)
         before, number = number, number + 1
-        # The child that came with its parent has the next number.
+        # A child that came in the same request as its parent has the next number.
         if number >= counts[BLOCKS] or tables.keys[number] != key:
             slot = slot_of(tables, key)
             number = np.int64(tables.slots[slot])
@@ -220,7 +224,7 @@ def look_up(tables, access, ids):
 
 @jit
 def touch(tables, access, count):
-    """Make the request's blocks the last used ones, its last block first, as they are released."""
+    """Make the request's blocks the last used ones, its last block first, as a release does."""
     bits, tree, counts = tables.bits, tables.tree, tables.counts
     word, removed = np.int64(-1), 0
     for at in range(count - 1, -1, -1):
@@ -253,7 +257,7 @@ def touch(tables, access, count):
 
 @jit
 def set_range(bits, tree, begin, end):
-    """Set clear bits `[begin, end)`."""
+    """Set the bits `[begin, end)`, which are clear."""
     while begin < end:
         word = begin >> 6
         stop = min(end, (word + 1) << 6)
@@ -265,16 +269,16 @@ def set_range(bits, tree, begin, end):
 
 @jit
 def record(tables, access, ids):
-    """Look up and touch the blocks of a request; every table must have room for all of them."""
+    """Look up and touch the blocks of a request. Every table must have room for all of them."""
     touch(tables, access, look_up(tables, access, ids))
 
 
 @jit
 def compact(tables, bits, tree):
-    """Number the last uses without gaps, into clear `bits` and `tree`, which may be longer."""
+    """Renumber the last uses without gaps, into clear `bits` and `tree`, which may be longer."""
     before = 0
     for word in range(len(tables.bits)):
-        # The old tree is done with: its words now hold the set bits before each word.
+        # The old tree is no longer needed: its words now hold the number of set bits before each word.
         tables.tree[word] = before
         before += ones(tables.bits[word])
     for number in range(tables.counts[BLOCKS]):
@@ -287,7 +291,7 @@ def compact(tables, bits, tree):
 
 @jit
 def fill_slots(slots, keys, count):
-    """Enter the first `count` keys into empty slots."""
+    """Put the first `count` keys into empty slots."""
     mask = len(slots) - 1
     for number in range(count):
         slot = np.int64(keys[number] & np.uint64(mask))
@@ -298,7 +302,8 @@ def fill_slots(slots, keys, count):
 
 @jit
 def trace_back(hits, parent, head, depth):
-    """For each block the first one of its run, and its place in its chain. A run is a part of a chain that is reused as one."""
+    """For each block the first block of its run, and its place in its chain. A run is a part of a chain that is reused
+    together."""
     for number in range(len(hits)):
         before = parent[number]
         depth[number] = 0 if before < 0 else depth[before] + 1

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.interrupt import DeferInterrupt
-from kvpool.layout import integer_argument
+from kvpool.arrays.layout import integer_argument
+from kvpool.interrupt import DeferSignals
 from kvpool.planner.curve import Curve, coarse_limits
 from kvpool.planner.distances import BUCKETS, GROUPS, StackDistances
 from kvpool.planner.prefixes import Prefixes, find_prefixes
@@ -18,31 +18,32 @@ from kvpool.planner.stack import REQUEST_EDGES, SECOND_EDGES
 from kvpool.replay.tokens import Request
 
 TENANTS_MAX = 64
-"""Tenants with a curve of their own; those that come later share one."""
+"""How many tenants have a curve of their own. Later ones share one curve."""
 OTHERS, NOBODY = "(others)", "(none)"
 SAMPLE_MIN = 1e-6
 BLOCKS_MIN = 4 * GROUPS
-"""Distinct blocks of prompts in a sample that say something: with fewer, not even its error can be told."""
+"""The fewest distinct prompt blocks that a sample needs. With fewer, even its error is unknown."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """What one tenant finds in a cache that all share."""
+    """What one tenant finds in a cache that all tenants share."""
 
     name: str
     requests: int
     prompt_tokens: int
     curve: Curve
-    """Capacities are those of the whole cache; below 1 % of a capacity is left out."""
+    """The capacities are those of the whole cache. Values below 1 % of a capacity are left out."""
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Reused blocks by how long they had not been used: rows (below, count), each from the row before on; None is without end."""
+    """Reused blocks by the time since their last use: rows (below, count). A row begins where the one before ends; None
+    means without end."""
 
     requests: list[tuple[float | None, int]]
     seconds: list[tuple[float | None, int]]
-    """Empty where the trace has no times."""
+    """Empty if the trace has no times."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class Survey:
     prompt_tokens: int
     output_tokens: int
     prompt_blocks: int
-    """Of all prompts, unfull last ones counted."""
+    """Blocks of all prompts, with unfull last ones."""
     longest_blocks: int
-    """Of the longest request, prompt and answer: a smaller cache cannot run it."""
+    """Blocks of the longest request, prompt and answer. A smaller cache cannot run it."""
     distinct_blocks: int
-    """Memory for everything, answers included."""
+    """Distinct blocks of everything, with answers."""
     curve: Curve
     tenants: list[Tenant]
     gaps: Gaps
@@ -76,19 +77,19 @@ class Survey:
 
 
 class Surveyor:
-    """Takes requests in the order of their admission, and gives a survey of those so far.
+    """Takes requests in the order of their admission, and returns a survey of all so far.
 
-    A request touches its blocks once, when it is admitted, its last block first: then blocks are ordered as by a pool that holds
-    them while the request runs and releases them tail first, requests in order. Full blocks only; the last token of a prompt is
-    never found. An answer takes memory, and is found again where the trace has its tokens, from the next request on: no chat goes on
-    before it has its answer. Namespaces are the replay's.
+    A request touches its blocks once, when it is admitted, its last block first. This gives the order of a pool that
+    holds the blocks while the request runs and then releases them tail first, if requests end in order. Only full
+    blocks count. The last token of a prompt is never found. An answer takes memory. If the trace has its tokens, the
+    next request can find them, since no chat goes on before it has its answer. Namespaces are those of the replay.
 
     Parameters
     ----------
     tokens_per_block
         At least 1.
     sample
-        Share of the blocks to follow, 1e-6 to 1.
+        Share of the blocks in the sample, 1e-6 to 1.
 
     Not thread-safe.
     """
@@ -107,12 +108,13 @@ class Surveyor:
 
     @property
     def requests(self) -> int:
-        """Requests taken so far."""
+        """Requests recorded so far."""
         return self._distances.requests
 
     def record(self, request: Request) -> None:
-        """Take the next request. An interrupt waits until it is whole. Raises OverflowError for too many distinct blocks."""
-        with DeferInterrupt():
+        """Record the next request. Signal handlers wait until it is complete. Raises OverflowError for too many
+        distinct blocks."""
+        with DeferSignals():
             self._record(request)
 
     def _record(self, request: Request) -> None:
@@ -131,14 +133,18 @@ class Surveyor:
         self._longest = max(self._longest, -(-request.length // size))
 
     def survey(self) -> Survey:
-        """Return the figures of all requests so far; no more may follow, as this takes the histograms over.
+        """Return the figures of all requests so far. Call it once, as the last call: the result takes over the
+        histograms.
 
-        Raises ValueError where a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
+        Raises ValueError if a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
         """
         distances, tables = self._distances, self._distances.tables
         requests, blocks = distances.requests, distances.blocks
         if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
-            raise ValueError(f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are needed")
+            raise ValueError(
+                f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are "
+                "needed"
+            )
         cumulative = tables.distances[: distances.live + 2]
         np.cumsum(cumulative, out=cumulative)
         found = np.cumsum(tables.groups, axis=1)
@@ -158,11 +164,13 @@ class Surveyor:
             curve=curve,
             tenants=self._tenant_curves(),
             gaps=Gaps(_rows(tables.gaps[0], REQUEST_EDGES), _rows(tables.gaps[1], SECOND_EDGES)),
-            prefixes=find_prefixes(tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample),
+            prefixes=find_prefixes(
+                tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample
+            ),
         )
 
     def _tenant_curves(self) -> list[Tenant]:
-        """The curves of tenants, none where the trace does not tell them apart."""
+        """The curves of tenants. Empty if the trace does not tell tenants apart."""
         if set(self._tenants) <= {None}:
             return []
         names: dict[int, str] = {}
@@ -179,9 +187,14 @@ class Surveyor:
 
 
 def survey_of(
-    requests: Iterable[Request], *, tokens_per_block: int = 16, sample: float = 1.0, progress: Callable[[int], Any] | None = None
+    requests: Iterable[Request],
+    *,
+    tokens_per_block: int = 16,
+    sample: float = 1.0,
+    progress: Callable[[int], Any] | None = None,
 ) -> Survey:
-    """Survey requests, which are read once; ``progress`` is called with 1 after each. Arguments and errors are those of `Surveyor`."""
+    """Survey requests, which are read once. ``progress`` is called with 1 after each. Arguments and errors are those of
+    `Surveyor`."""
     surveyor = Surveyor(tokens_per_block, sample)
     for request in requests:
         surveyor.record(request)
@@ -191,6 +204,6 @@ def survey_of(
 
 
 def _rows(counts: npt.NDArray[np.int64], edges: Sequence[float]) -> list[tuple[float | None, int]]:
-    """The bars of a histogram, less the empty ones at its end."""
+    """The bars of a histogram, without the empty ones at its end."""
     used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
     return list(zip((*edges, None), counts[:used].tolist(), strict=False))

@@ -1,4 +1,5 @@
-"""What goes over the wire: events as MessagePack in the schema of vLLM, a tagged map each, in batches [time, events, rank]."""
+"""The wire format: events as MessagePack in the schema of vLLM, one tagged map for each, in batches [time, events,
+rank]."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.events import TIERS, Events, Name
-from kvpool.groups import Group
+from kvpool.config import Group
+from kvpool.observe.events import TIERS, Events, Name
 from kvpool.state.ring import CLEARED, REMOVED, STORED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
-"""What routers call the tiers, whatever memory they are."""
+"""The routers' names for the tiers, whatever memory these are."""
 BLOCKS_PER_MESSAGE = 4096
-"""A message that has so many is full; a chain of blocks is never cut."""
+"""A message with this many blocks is full. A chain of blocks is never cut, so a message can have more."""
 HASHES = ("int", "bytes")
 
 Hash = int | bytes
@@ -26,7 +27,8 @@ ExtraKeys = list[list[Any] | None]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A chain of blocks that is now on a medium. ``parent_block_hash`` is None where it begins a prompt; for the last three see Spec."""
+    """A chain of blocks that is now on a medium. ``parent_block_hash`` is None if it begins a prompt. The last three
+    fields are those of Spec."""
 
     block_hashes: Hashes
     parent_block_hash: Hash | None
@@ -58,7 +60,7 @@ Message = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """What one message carries."""
+    """The content of one message."""
 
     ts: float
     events: list[Message]
@@ -66,8 +68,11 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
 
 
 class Spec(NamedTuple):
-    """How a group of layers is told: its number, what routers call its kind, and the tokens of its window. Of a pool with one group nothing
-    is told."""
+    """The fields of a message that describe a group: its number, the routers' word for its kind, and the tokens of its
+    window.
+
+    Empty for a pool with one group.
+    """
 
     group_idx: int | None = None
     kind: str | None = None
@@ -75,12 +80,16 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, group: Group) -> Spec:
-        kinds = {"attention": "sliding_window" if group.window else "full_attention", "recurrent": "mamba", "cross": "cross_attention"}
+        kinds = {
+            "attention": "sliding_window" if group.window else "full_attention",
+            "recurrent": "mamba",
+            "cross": "cross_attention",
+        }
         return cls(group.index, kinds[group.kind], group.window)
 
 
 class Labels(NamedTuple):
-    """How a namespace is told: adapter, and salt (bytes as hexadecimal digits)."""
+    """The text of a namespace: adapter, and salt (bytes as hexadecimal digits)."""
 
     lora_id: int | None
     lora_name: str | None
@@ -92,16 +101,21 @@ class Labels(NamedTuple):
         if name is None:
             return cls(None, None, None, (0, 0))
         adapter, salt = name.adapter_id, name.salt
-        # Routers take adapter numbers as unsigned; a name says the same, and newer ones look at nothing else.
+        # Routers take adapter numbers as unsigned. A name says the same, and newer routers read only names.
         number = adapter if isinstance(adapter, int) and 0 <= adapter < 1 << 63 else None
-        return cls(number, None if adapter is None else str(adapter), salt.hex() if isinstance(salt, bytes) else salt, name.root)
+        return cls(
+            number,
+            None if adapter is None else str(adapter),
+            salt.hex() if isinstance(salt, bytes) else salt,
+            name.root,
+        )
 
 
 class Encoder:
     """Turns the events of one pool into payloads. Not thread-safe.
 
-    ``hashes``: "int", the first 64 bits of a key as an unsigned number; or "bytes", all 16 bytes. ``specs``: the groups of layers that are
-    told of, by number.
+    ``hashes``: "int" is the first 64 bits of a key as an unsigned number, "bytes" all 16 bytes. ``specs``: the groups
+    of layers to publish, by number.
     """
 
     def __init__(self, tokens_per_block: int, hashes: str, rank: int, specs: Mapping[int, Spec]) -> None:
@@ -112,8 +126,11 @@ class Encoder:
     def cleared(self) -> bytes:
         return self._encode(Batch(time.time(), [AllBlocksCleared()], self._rank))
 
-    def payloads(self, events: Events, start: int, stop: int, blocks: int = BLOCKS_PER_MESSAGE) -> Iterator[tuple[bytes, int, int]]:
-        """(payload, blocks stored, blocks removed) of messages with events [start, stop), each but the last of ``blocks`` or more."""
+    def payloads(
+        self, events: Events, start: int, stop: int, blocks: int = BLOCKS_PER_MESSAGE
+    ) -> Iterator[tuple[bytes, int, int]]:
+        """Yield (payload, blocks stored, blocks removed) of messages with the events [start, stop). Each message but
+        the last has ``blocks`` or more."""
         batch: list[Message] = []
         stored = removed = 0
         for message in self._messages(events, start, stop):
@@ -129,7 +146,8 @@ class Encoder:
             yield self._encode(Batch(time.time(), batch, self._rank)), stored, removed
 
     def _messages(self, events: Events, start: int, stop: int) -> Iterator[Message]:
-        """The messages of a span of events after the other: making lists of all at once would keep other threads waiting."""
+        """Yield the messages of the events, span by span. Making lists of all at once would keep other threads
+        waiting."""
         while start < stop:
             end = int(np.searchsorted(events.bounds, events.bounds[start] + BLOCKS_PER_MESSAGE, side="right")) - 1
             end = min(max(end, start + 1), stop)
@@ -137,7 +155,8 @@ class Encoder:
             start = end
 
     def _span(self, events: Events, start: int, stop: int) -> Iterator[Message]:
-        """One message for each event that changes what is where; neighbours that are removed from one tier share one."""
+        """One message for each event that changes where content is. Neighbouring removals from one tier share a
+        message."""
         bounds = events.bounds[start : stop + 1].tolist()
         rows = slice(bounds[0], bounds[-1])
         first, width = bounds[0], self._width
@@ -167,10 +186,17 @@ class Encoder:
                 own = labels[namespace]
                 begins = own.root == (parent0, parent1)
                 yield BlockStored(
-                    hashes[low:high], None if begins else parents[i], tokens[low * width : high * width], width, own.lora_id,
-                    MEDIA[TIERS[tier]], own.lora_name, _extra_keys(events, bounds[i], bounds[i + 1], own, begins), own.salt,
+                    hashes[low:high],
+                    None if begins else parents[i],
+                    tokens[low * width : high * width],
+                    width,
+                    own.lora_id,
+                    MEDIA[TIERS[tier]],
+                    own.lora_name,
+                    _extra_keys(events, bounds[i], bounds[i + 1], own, begins),
+                    own.salt,
                     *self._specs[group],
-                )  # fmt: skip
+                )
         if removed:
             yield self._removed(removed, *place)
 
@@ -188,8 +214,8 @@ def _strings(keys: npt.NDArray[np.uint64]) -> Any:
 
 
 def _extra_keys(events: Events, start: int, end: int, labels: Labels, begins: bool) -> ExtraKeys | None:
-    """What else tells blocks apart, for each block: the adapter's name, (extra id, place of its first token) pairs, the salt where a
-    prompt begins. None if nothing does."""
+    """For each block, what distinguishes it besides its tokens: the adapter's name, (extra id, place of its first
+    token) pairs, and the salt in the first block of a prompt. None if there is nothing."""
     has = events.extra is not None and bool(events.records["extra"][start:end].any())
     if not has and labels.lora_name is None and labels.salt is None:
         return None
@@ -205,7 +231,8 @@ def _extra_keys(events: Events, start: int, end: int, labels: Labels, begins: bo
 
 
 def _extra_pairs(extra: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
-    """Each extra id once, as the 64 hexadecimal digits in which routers look for 64 bits, with the place of its first token."""
+    """Each extra id once, with the place of its first token. An id is 64 bits, written as the 64 hexadecimal digits
+    that routers expect."""
     ids, places = np.unique(extra, return_index=True)
     order = np.argsort(places)
     return [(f"{int(ids[i]) & 0xFFFFFFFFFFFFFFFF:016x}".ljust(64, "0"), int(places[i])) for i in order if ids[i]]

@@ -1,9 +1,11 @@
-"""KVEventPublisher: tells the events of a pool to subscribers, and what they missed to those who ask, on a thread of its own."""
+"""KVEventPublisher: a thread that sends the events of a pool to subscribers, and replays of missed messages to those
+who ask."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,23 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from kvpool.arguments import bool_argument
+from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
-from kvpool.events import Events
-from kvpool.layout import integer_argument
 from kvpool.manager import KVCacheManager
+from kvpool.observe.events import Events
+from kvpool.process import Process
 from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
+from kvpool.publish.replays import Replays, Sent, tracked
+from kvpool.remote.connections import Connections
+from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import is_loopback
-from kvpool.sequence import bool_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-END = (-1).to_bytes(8, "big", signed=True)
-"""The number of the message, without a payload, that ends a replay."""
 SNAPSHOT_MESSAGES = 1024
-REQUEST_BYTES_MAX = 64
+REQUEST_BYTES_MAX, SUBSCRIPTION_BYTES_MAX = 64, 4_096
 REQUESTS_PER_TURN = 16
+REPLAY_POLL_MS, REPLAY_POLL_MS_STALLED = 1, 32
+"""How often the thread checks whether clients have room for more of their replays. The second is used if the last check
+found none with room."""
+END_EVERY_S = 0.1
+"""Memory that an ended connection has held is freed within this time."""
 _ENDED = "the publisher has ended: it or the pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 
@@ -40,57 +49,93 @@ class PublisherStats:
     stored_blocks: int = 0
     removed_blocks: int = 0
     lost_blocks: int = 0
-    """Blocks whose events the publisher did not get: the pool's buffer was full, or somebody else took them."""
+    """Blocks whose events the publisher did not get, because the pool's buffer was full or somebody else took them."""
     resyncs: int = 0
-    """Times that all subscribers were told to forget everything, and then what is cached: once at the start, and after every loss."""
+    """How often all subscribers got AllBlocksCleared and then everything that is cached: once at the start, and after
+    every loss."""
     overflows: int = 0
-    """Times that the queue of some subscriber was found full: it misses that message and all up to when it has read again, and sees the
-    gap in the numbers."""
+    """How often a subscriber's queue was full. The subscriber misses that message and all until it has read again, and
+    sees the gap in the numbers."""
+    disconnected: int = 0
+    """Subscribers that were disconnected because they read too slowly and ``queue_bytes`` were waiting."""
+    connections_refused: int = 0
+    """Connections that were ended at once, because their socket already had ``connections`` of them."""
+    queued_bytes: int = 0
+    """Bytes that wait now, for the slowest subscriber and for clients of the replay socket."""
     replays: int = 0
     snapshots: int = 0
-    """Snapshots made for replays that began before what is kept."""
+    """Snapshots made for replays that began before the oldest message that is kept."""
     replays_cut: int = 0
-    """Replays that ended early: the client has gone, or reads nothing."""
+    """Replays that ended early: the client has gone, or has asked again meanwhile."""
     malformed: int = 0
-    """Requests for a replay that were none."""
+    """Requests for a replay that were malformed."""
 
 
 class KVEventPublisher:
     """Publishes what a pool has cached, on both tiers, to routers that read the events of vLLM. A context manager.
 
-    Messages are ``[topic, number, payload]``: the number counts messages, 8 bytes big-endian; the payload is MessagePack, ``[time,
-    [events], rank]``, each event a map with ``type`` BlockStored, BlockRemoved or AllBlocksCleared; medium "GPU" is the device tier, "CPU"
-    the host tier. The first message begins with AllBlocksCleared and all that is cached already. So does the next one after a loss of
-    events, and the last one, when the publisher or the pool is closed, is AllBlocksCleared: nobody goes on believing in what is gone.
+    A message is ``[topic, number, payload]``. The number counts messages, as 8 bytes big-endian. The payload is
+    MessagePack, ``[time, [events], rank]``. Each event is a map with ``type`` BlockStored, BlockRemoved or
+    AllBlocksCleared. Its medium is "GPU" for the device tier and "CPU" for the host tier.
 
-    Whoever asks the replay socket with ``["", number]`` gets ``["", number, payload]`` for each message from there on, and one with number
-    -1 and no payload at the end. Where the first of them are gone, a snapshot that begins with AllBlocksCleared takes their place.
+    The first message begins with AllBlocksCleared and all that is cached already. So does the first message after a
+    loss of events. When the publisher or the pool is closed, the last message is AllBlocksCleared. So no router keeps
+    entries of blocks that are gone.
+
+    A client asks the replay socket with ``["", number]``. It gets ``["", topic, number, payload]`` for each message
+    from that number on, and ``["", "", -1, ""]`` at the end, as in vLLM 0.33. If the first of these messages are gone,
+    a snapshot that begins with AllBlocksCleared replaces them.
+
+    A client has one replay: a new request replaces a replay that has not ended. A replay is as fast as its client
+    reads, with at most 1 MiB or one message on the way. A client that is too slow gets a snapshot in the middle.
 
     Parameters
     ----------
-    cache : the pool, with ``event_capacity``; the publisher takes its events, and nobody else should. To be closed after the publisher.
+    cache : the pool, with ``event_capacity``. The publisher reads its events, and nobody else should. Close the pool
+        after the publisher.
     endpoint : ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too.
     replay_endpoint : the same for the replay socket; None: no replays.
-    topic : what subscribers may filter by.
+    topic : subscribers can filter by it.
     bind : False connects to a subscriber that listens at ``endpoint``.
-    allow_remote : let other machines read. There is no encryption and no password: who reaches the sockets reads every prompt's token ids.
-    data_parallel_rank : this worker's.
-    group : of layers: the only one to tell of, for routers that know no groups. None: all; where there are several, their messages say
-        ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
-    block_hashes : "int", the first 64 bits of a key, which every router takes; or "bytes", all 16, by which kvpool finds blocks.
+    allow_remote : let other machines read. There is no encryption and no password: everybody who reaches the sockets
+        can read the token ids of every prompt.
+    data_parallel_rank : the rank of this worker.
+    group : publish only this group of layers, for routers that know no groups. None: all. With several groups,
+        messages have ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
+    block_hashes : "int" sends the first 64 bits of a key, which every router accepts. "bytes" sends all 16 bytes, by
+        which kvpool finds blocks.
     interval_ms : how often the pool is asked for events.
-    replay_messages, replay_bytes : what is kept for replays, at most.
-    hwm : messages that may wait for one subscriber.
+    replay_messages, replay_bytes : the most that is kept for replays.
+    hwm : the most messages that may wait for one subscriber. If more come, the subscriber misses them.
+    queue_bytes : the most bytes that may wait for all subscribers. If more come, the slowest one is disconnected.
+    connections : the most peers of each of the two sockets. Others are refused.
+    replay_topic : False leaves the topic out of replays, ``["", number, payload]``, for readers of vLLM before 0.33.
 
-    Token ids and extra ids below zero are told modulo 2**32 and 2**64; salts and adapter names as they are. Thread-safe. Raises ValueError,
-    TypeError, and zmq.ZMQError for an endpoint that cannot be had. Does not change what is cached.
+    Token ids below zero are sent modulo 2**32, extra ids below zero modulo 2**64. Salts and adapter names are sent as
+    they are. Thread-safe. Raises ValueError, TypeError, and zmq.ZMQError for an endpoint that is not available.
+    ``flush`` and ``close`` raise ForkedProcess in a child of ``os.fork()``. Does not change what is cached.
     """
 
     def __init__(
-        self, cache: KVCacheManager, endpoint: str = "tcp://127.0.0.1:*", *, replay_endpoint: str | None = "tcp://127.0.0.1:*",
-        topic: str = "", bind: bool = True, allow_remote: bool = False, data_parallel_rank: int = 0, group: int | None = None,
-        block_hashes: str = "int", interval_ms: int = 10, replay_messages: int = 10_000, replay_bytes: int = 64 << 20, hwm: int = 100_000,
-    ) -> None:  # fmt: skip
+        self,
+        cache: KVCacheManager,
+        endpoint: str = "tcp://127.0.0.1:*",
+        *,
+        replay_endpoint: str | None = "tcp://127.0.0.1:*",
+        topic: str = "",
+        bind: bool = True,
+        allow_remote: bool = False,
+        data_parallel_rank: int = 0,
+        group: int | None = None,
+        block_hashes: str = "int",
+        interval_ms: int = 10,
+        replay_messages: int = 10_000,
+        replay_bytes: int = 64 << 20,
+        hwm: int = 100_000,
+        queue_bytes: int = 256 << 20,
+        connections: int = 64,
+        replay_topic: bool = True,
+    ) -> None:
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
         if not isinstance(topic, str):
@@ -102,35 +147,45 @@ class KVEventPublisher:
             if one is not None or name == "endpoint":
                 _check_endpoint(name, one, remote)
         bool_argument("bind", bind)
+        topics = bool_argument("replay_topic", replay_topic)
         rank = integer_argument("data_parallel_rank", data_parallel_rank, 0, (1 << 31) - 1)
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000)
         kept = integer_argument("replay_messages", replay_messages, 1, 1 << 24)
         self._history = History(kept, integer_argument("replay_bytes", replay_bytes, 0, 1 << 50))
         waiting = integer_argument("hwm", hwm, 1, 1 << 24)
+        self._queue_bytes = integer_argument("queue_bytes", queue_bytes, 1, 1 << 50)
+        peers = integer_argument("connections", connections, 1, 1 << 16)
         self._cache, self._topic = cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
-        self._stats = PublisherStats()
+        self._stats, self._process = PublisherStats(), Process()
         self._lock, self._flushes, self._ended = threading.Lock(), list[Future[None]](), False
         self._stopping, self._linger_ms = threading.Event(), 0
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = new_context()
+        self._sent, self._may_end = Sent(), 0.0
         try:
-            self._sockets(endpoint, bind, replay_endpoint, waiting, kept)
-            # In the caller's thread, so that a pool that cannot be published is refused here.
+            self._sockets(endpoint, bind, replay_endpoint, waiting, peers, topics)
+            # This runs in the caller's thread, so that a pool that cannot be published is refused here.
             events = cache.events(snapshot=True)
             self._expected = events.next
             self._resync(events)
         except BaseException:
-            self._context.destroy(linger=0)
+            end(self._context)
             raise
         self._thread = threading.Thread(target=self._run, name="kvpool-publisher", daemon=True)
         self._thread.start()
 
-    def _sockets(self, endpoint: str, bind: bool, replay_endpoint: str | None, hwm: int, kept: int) -> None:
+    def _sockets(
+        self, endpoint: str, bind: bool, replay_endpoint: str | None, hwm: int, peers: int, topics: bool
+    ) -> None:
         self._pub, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._pub.ipv6, self._replay.ipv6 = "[" in endpoint, "[" in (replay_endpoint or "")
         self._pub.sndhwm = hwm
-        # What a full queue would drop in silence is an error first.
+        # A full queue would drop a message in silence. It raises an error first.
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        self._pub.maxmsgsize = SUBSCRIPTION_BYTES_MAX
+        # What waits for a subscriber that has left is dropped, also if the publisher connects.
+        self._pub.immediate = True
+        self._subscribers, self._askers = Connections(self._pub, peers), Connections(self._replay, peers)
         if bind:
             self._pub.bind(endpoint)
         else:
@@ -138,8 +193,9 @@ class KVEventPublisher:
         self.endpoint = str(self._pub.getsockopt_string(zmq.LAST_ENDPOINT))
         self.replay_endpoint: str | None = None
         self._replay.maxmsgsize = REQUEST_BYTES_MAX
-        # A replay fits a client's queue; one that asks again without reading gets an error here, not memory without end.
-        self._replay.router_mandatory, self._replay.sndhwm, self._replay.rcvhwm = True, kept + SNAPSHOT_MESSAGES + 1, REQUESTS_PER_TURN
+        # ZeroMQ counts messages. Replays bounds the bytes that wait for a client.
+        self._replay.router_mandatory, self._replay.sndhwm, self._replay.rcvhwm = True, 0, REQUESTS_PER_TURN
+        self._replays = Replays(self._replay, self._history, self._snapshot, self._topic if topics else None)
         if replay_endpoint is not None:
             self._replay.bind(replay_endpoint)
             self.replay_endpoint = str(self._replay.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -147,12 +203,17 @@ class KVEventPublisher:
     # -- for other threads -----------------------------------------------------------------------
 
     def stats(self) -> PublisherStats:
-        """A copy; each figure is right, and they may be some microseconds apart."""
-        return replace(self._stats)
+        """A copy of the figures. Each is right, but they may be some microseconds apart."""
+        replays, sent = self._replays, self._sent
+        return replace(
+            self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + replays.nbytes,
+            connections_refused=self._subscribers.refused + self._askers.refused,
+        )  # fmt: skip
 
     def flush(self) -> None:
-        """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed where the publisher
-        has ended, or ends before that."""
+        """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed
+        if the publisher has ended, or ends before that."""
+        self._process.check(self)
         done: Future[None] = Future()
         with self._lock:
             if self._ended:
@@ -162,28 +223,37 @@ class KVEventPublisher:
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed, or has ended because the pool was."""
+        """Whether it was closed, or has ended because the pool was closed."""
         return self._ended
 
     def close(self, linger_ms: int = 1000) -> None:
-        """Tell subscribers to forget everything and end; give them ``linger_ms`` to take what waits for them. Closing twice is fine."""
+        """Tell subscribers to forget everything, and end. They have ``linger_ms`` to read what waits for them. A second
+        call does nothing."""
+        self._process.check(self)
         self._linger_ms = integer_argument("linger_ms", linger_ms, 0, 1 << 30)
         self._stopping.set()
         self._thread.join()
-        self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._replay, self._subscribers.events, self._askers.events):
+            poller.register(socket, zmq.POLLIN)
+        wait = self._interval
         try:
             while not self._stopping.is_set():
-                asked = self._replay.poll(self._interval)
+                asked = self._replay in dict(poller.poll(wait))
+                self._subscribers.poll()
+                self._askers.poll()
                 with self._lock:
                     asked_before = len(self._flushes)
                 self._publish_new()
@@ -192,7 +262,14 @@ class KVEventPublisher:
                 for done in flushes:
                     done.set_result(None)
                 if asked:
-                    self._answer_some()
+                    self._take_requests()
+                self._sent.settle()
+                went_on = self._replays.go_on()
+                wait = (
+                    min(self._interval, REPLAY_POLL_MS if went_on else REPLAY_POLL_MS_STALLED)
+                    if self._replays
+                    else self._interval
+                )
         except PoolClosed:
             pass
         except Exception:
@@ -203,13 +280,18 @@ class KVEventPublisher:
                 for done in self._flushes:
                     done.set_exception(PoolClosed(_ENDED))
             self._send(self._encoder.cleared())
-            self._stopping.wait()
+            # The sockets listen until the publisher is closed, and their bounds hold until then.
+            while not self._stopping.wait(END_EVERY_S):
+                self._subscribers.poll()
+                self._askers.poll()
+            self._subscribers.close()
+            self._askers.close()
             self._replay.close(linger=0)
             self._pub.close(linger=self._linger_ms)
-            self._context.term()
+            end(self._context, self._linger_ms)
 
     def _take(self, snapshot: bool = False) -> tuple[Events, bool]:
-        """What is new, and whether something before it was lost."""
+        """Take new events. Returns them, and whether earlier ones were lost."""
         events = self._cache.events(snapshot=snapshot)
         lost, self._expected = events.number - self._expected, events.next
         self._stats.lost_blocks += lost
@@ -227,18 +309,20 @@ class KVEventPublisher:
             self._send(payload, stored, removed)
 
     def _resync(self, events: Events) -> None:
-        """Tell everybody to forget everything, and then the snapshot in these events."""
+        """Tell all subscribers to forget everything, then send the snapshot in these events."""
         self._stats.resyncs += 1
         self._publish(events, events.before_snapshot, len(events))
 
     def _snapshot(self, start: int) -> None:
-        """Publish what is new, and keep what is cached then for those who missed message ``start`` and may have seen all before."""
+        """Publish new events, and keep a snapshot for clients that missed message ``start`` and may have seen all
+        before it."""
         events, lost = self._take(snapshot=True)
         if lost:
             self._resync(events)
         else:
             self._publish(events, 0, events.before_snapshot)
-        # It takes the numbers of messages that were missed, and there must be as many: who has seen a number skips it.
+        # The snapshot takes the numbers of messages that were missed, and needs as many: a client skips a number that
+        # it has seen.
         messages = min(SNAPSHOT_MESSAGES, self._history.next - start)
         blocks = max(BLOCKS_PER_MESSAGE, -(-len(events.records) // messages))
         told = self._encoder.payloads(events, events.before_snapshot, len(events), blocks)
@@ -246,8 +330,9 @@ class KVEventPublisher:
         self._stats.snapshots += 1
 
     def _send(self, payload: bytes, stored: int = 0, removed: int = 0) -> None:
-        """Publish a message. If some subscriber's queue is full it goes to the others, and is counted."""
-        frames = [self._topic, self._history.next.to_bytes(8, "big"), payload]
+        """Publish a message. If a subscriber's queue is full, the others still get it, and the overflow is counted."""
+        frame = tracked(payload)
+        frames: list[Any] = [self._topic, self._history.next.to_bytes(8, "big"), frame]
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -255,12 +340,28 @@ class KVEventPublisher:
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             self._pub.send_multipart(frames, zmq.NOBLOCK)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        self._sent.add(frame)
+        self._bound_queue()
         self._history.add(payload)
         self._stats.messages += 1
         self._stats.stored_blocks += stored
         self._stats.removed_blocks += removed
 
-    def _answer_some(self) -> None:
+    def _bound_queue(self) -> None:
+        """Disconnect the slowest subscriber if too many bytes wait. After it has connected again, it sees the gap in
+        the numbers."""
+        self._sent.settle()
+        now = time.monotonic()
+        if self._sent.nbytes <= self._queue_bytes or now < self._may_end:
+            return
+        self._subscribers.poll()
+        if self._subscribers.end_slowest():
+            self._may_end = now + END_EVERY_S
+            if not self._stats.disconnected:
+                _log.warning("%d bytes wait for subscribers: the slowest is disconnected", self._sent.nbytes)
+            self._stats.disconnected += 1
+
+    def _take_requests(self) -> None:
         for _ in range(REQUESTS_PER_TURN):
             try:
                 client, *request = self._replay.recv_multipart(zmq.NOBLOCK)
@@ -269,30 +370,18 @@ class KVEventPublisher:
             if len(request) != 2 or request[0] or len(request[1]) != 8:
                 self._stats.malformed += 1
             else:
-                self._answer(client, int.from_bytes(request[1], "big"))
-
-    def _answer(self, client: bytes, start: int) -> None:
-        if self._history.needs_snapshot(start):
-            self._snapshot(start)
-        try:
-            for number, payload in self._history.since(start):
-                self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-            self._replay.send_multipart([client, b"", END, b""], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self._stats.replays_cut += 1
-        else:
-            self._stats.replays += 1
+                self._replays.ask(client, int.from_bytes(request[1], "big"))
 
 
 def _specs(cache: KVCacheManager, group: Any) -> dict[int, Spec]:
-    """The groups to tell of, and how."""
+    """The groups to publish, and their fields in messages."""
     if group is None and len(cache.groups) > 1:
         return {one.index: Spec.of(one) for one in cache.groups}
     index = 0 if group is None else integer_argument("group", group, 0, len(cache.groups) - 1)
     if cache.groups[index].kind == "cross":
-        raise ValueError(f"group={index}: accepted is None, or a group that is not for cross attention, of which nothing is cached")
+        raise ValueError(
+            f"group={index}: accepted is None, or a group that is not for cross attention, of which nothing is cached"
+        )
     return {index: Spec()}
 
 
@@ -300,7 +389,7 @@ def _check_endpoint(name: str, endpoint: Any, remote: bool) -> None:
     if not isinstance(endpoint, str):
         raise TypeError(f"{name}={endpoint!r:.80}: accepted is a string")
     scheme, _, rest = endpoint.partition("://")
-    if scheme not in ("tcp", "ipc") or not rest:
+    if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
         raise ValueError(f"{name}={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
     if scheme == "tcp" and not remote and not is_loopback(rest.rpartition(":")[0]):
         raise ValueError(f"{name}={endpoint!r:.80}: without allow_remote=True, accepted are addresses of this machine")

@@ -1,4 +1,5 @@
-"""BlockClient: asks another worker's server for the blocks of a prompt, and imports what came under keys of its own."""
+"""BlockClient: asks another worker's server for the blocks of a prompt, and imports them under keys that it computes
+itself."""
 
 from __future__ import annotations
 
@@ -9,18 +10,34 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
-from kvpool.layout import integer_argument
+from kvpool.arrays.layout import integer_argument
 from kvpool.manager import KVCacheManager
+from kvpool.process import Process
+from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
 from kvpool.remote.errors import RemoteError, RemoteTimeout
-from kvpool.remote.exchange import Exchange
-from kvpool.remote.messages import HEADER_BYTES_MAX, Failed, Get, Hello, Malformed, Welcome, decode, encode
-from kvpool.remote.served import served_layout
+from kvpool.remote.exchange import Exchange, find
+from kvpool.remote.messages import (
+    BLOCKS_MAX,
+    HEADER_BYTES_MAX,
+    Failed,
+    Find,
+    Get,
+    Hello,
+    Malformed,
+    Welcome,
+    decode,
+    encode,
+)
+from kvpool.remote.served import served
 from kvpool.remote.transport import Buffer, ClientTransport, InlineClient
-from kvpool.retention import priority_argument
-from kvpool.sequence import BlockKeys, key_rows
+from kvpool.sequences.keys import BlockKeys, key_rows
+from kvpool.sequences.retention import priority_argument
+from kvpool.state.hashing import remote_password
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,27 +46,38 @@ if TYPE_CHECKING:
 class BlockClient:
     """Fetches blocks from one server. A context manager.
 
-    Connects at its first call, and anew after every error, so that nothing that was asked before an error is taken for an answer after it.
+    It connects at its first call, and again after every error. So a late answer from before an error is never taken
+    for a new one.
 
     Parameters
     ----------
     endpoint : a server's ``endpoint``. Other machines only with ``keys``.
-    cache : the pool that takes the blocks, of one group of layers. It must have the server's block layout and hash secret.
-    name : how the server calls this client's leases, up to 64 printable characters.
-    transport : what the server uses; default ``InlineClient()``.
+    cache : the pool that takes the blocks. It must have the server's block layouts, in the same groups of layers, and
+        its hash secret.
+    name : the owner of this client's leases on the server, up to 64 printable characters.
+    transport : the one that the server uses; default ``InlineClient()``.
     keys : CURVE keys of this client and of the server.
     timeout_ms : how long the server may be silent while it owes an answer.
-    blocks_per_message, messages_in_flight : what is asked for at a time; a server may set lower limits.
+    blocks_per_message, messages_in_flight : how much is requested at a time. A server may set lower limits.
 
-    One thread at a time: a call while another thread is inside one raises RuntimeError; give each thread a client. Calls wait for the
-    network and hold no lock of the pool meanwhile. Raises ValueError, TypeError.
+    Only one thread at a time may call a client; a second one gets RuntimeError. Give each thread a client. Calls wait
+    for the network, and hold no lock of the pool meanwhile. Raises ValueError, TypeError. All calls raise ForkedProcess
+    in a child of ``os.fork()``.
     """
 
     def __init__(
-        self, endpoint: str, cache: KVCacheManager, *, name: str = "", transport: ClientTransport | None = None,
-        keys: ClientKeys | None = None, timeout_ms: int = 10_000, blocks_per_message: int = 16, messages_in_flight: int = 4,
-    ) -> None:  # fmt: skip
-        self._endpoint, layout = check_endpoint(endpoint, keys), served_layout(cache)
+        self,
+        endpoint: str,
+        cache: KVCacheManager,
+        *,
+        name: str = "",
+        transport: ClientTransport | None = None,
+        keys: ClientKeys | None = None,
+        timeout_ms: int = 10_000,
+        blocks_per_message: int = 16,
+        messages_in_flight: int = 4,
+    ) -> None:
+        self._endpoint, what = check_endpoint(endpoint, keys), served(cache)
         if not isinstance(name, str):
             raise TypeError(f"name={name!r:.80}: accepted is a string")
         if len(name) > 64 or not name.isprintable():
@@ -59,76 +87,118 @@ class BlockClient:
         self._messages = integer_argument("messages_in_flight", messages_in_flight, 1, 1024)
         self._cache, self._keys = cache, keys
         self._transport = InlineClient() if transport is None else transport
-        self._name, self._layout, self._origin = name, layout.fingerprint, cache.block_keys([0]).origin[0]
-        self._block_bytes = layout.block_bytes
-        # Numbers that no earlier life of this client has used.
+        self._name, self._layout, self._origin = name, what.fingerprint, cache.block_keys([0]).origin[0]
+        self._parts, self._sizes = what.parts, what.block_bytes
+        # Numbers that no client of this name has used before.
         self._next_id = secrets.randbelow(1 << 60) + 1
-        self._busy = threading.Lock()
-        self._context: zmq.Context[Any] | None = zmq.Context()
+        self._busy, self._process = threading.Lock(), Process()
+        self._context: zmq.Context[Any] | None = new_context()
         self._socket: zmq.Socket[bytes] | None = None
         self._welcome: Welcome | None = None
 
     # -- fetching --------------------------------------------------------------------------------
 
     def fetch(self, prompt: Any, *, priority: int = 35) -> int:
-        """Import the full blocks that a request with this prompt would reuse and this pool does not have; returns how many entered.
+        """Import the full blocks that a request with this prompt would reuse and this pool does not have. Returns how
+        many entered, in all groups of layers.
 
-        ``prompt``: BlockKeys of this pool, or tokens. Asks for what is behind the cached prefix, up to the first block that the server
-        does not have. Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole.
-        Raises RemoteTimeout and RemoteError, whose ``blocks`` entered before, and what ``import_blocks`` raises.
+        ``prompt``: BlockKeys of this pool, or tokens. Asks for the blocks after the cached prefix, up to the first
+        block that the server does not have. With a window, with recurrent layers or with several groups, it first asks
+        which blocks the server has. Then it asks for those that the longest prefix of all groups needs: see
+        ``KVCacheManager.lacking``.
+
+        Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole. Raises
+        RemoteTimeout and RemoteError, whose ``blocks`` entered before the error, and what ``import_blocks`` raises.
         """
         priority = priority_argument("priority", priority)
         with self._exclusive():
             keys = prompt if isinstance(prompt, BlockKeys) else self._cache.block_keys(prompt)
-            size = self._cache.tokens_per_block
-            # The last token of a prompt is never reused.
-            first, last = self._cache.match_prefix(keys).full_tokens // size, (len(keys) - 1) // size
             entered = 0
             try:
-                exchange = self._exchange(keys.keys[first:last].tobytes())
-                for offset, blocks in exchange:
-                    there = next((i for i, block in enumerate(blocks) if block is None), len(blocks))
-                    if there:
-                        entered += self._cache.import_blocks(keys, blocks[:there], first=first + offset, priority=priority)
-                    if there < len(blocks):
-                        exchange.stop()
+                for group, places in self._wanted(keys):
+                    exchange = self._exchange(keys.keys[places].tobytes(), group)
+                    for offset, blocks in exchange:
+                        there = next((i for i, block in enumerate(blocks) if block is None), len(blocks))
+                        entered += self._import(keys, group, places[offset : offset + there], blocks, priority)
+                        if there < len(blocks):
+                            exchange.stop()
+                    if exchange.stopped:
+                        break
             except RemoteError as error:
                 error.blocks = entered
                 raise
         return entered
 
-    def fetch_blocks(self, keys: Any) -> list[Buffer | None]:
-        """The bytes of host blocks by key (as ``pin`` takes them), None for those that the server does not have. Does not change the pool.
+    def _wanted(self, keys: BlockKeys) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """The groups of layers that lack something of a prompt, and which of its full blocks they lack."""
+        # The last token of a prompt is never reused.
+        full, last = len(keys) // self._cache.tokens_per_block, (len(keys) - 1) // self._cache.tokens_per_block
+        groups = [self._cache.groups[g] for g, size in enumerate(self._sizes) if size]
+        if not keys.reuse:
+            return []
+        if len(groups) == 1 and groups[0].kind == "attention" and groups[0].window is None:
+            first = self._cache.match_prefix(keys).full_tokens // self._cache.tokens_per_block
+            return [(groups[0].index, np.arange(first, last))]
+        there = np.zeros((len(self._sizes), full), np.bool_)
+        socket, _ = self._connected()
+        there[:, :last] = find(socket, keys.keys[:last].tobytes(), len(self._sizes), self._find, self._timeout_ms)
+        lacking = self._cache.lacking(keys, there).blocks
+        return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
-        Each is ``layout.block_bytes`` long, in host block layout, and was pinned until it was sent. Raises RemoteTimeout, RemoteError.
+    def _import(
+        self, keys: BlockKeys, group: int, places: npt.NDArray[np.int64], blocks: list[Buffer | None], priority: int
+    ) -> int:
+        """Store the first blocks of an answer, which are those of the prompt at ``places``. Returns how many
+        entered."""
+        entered = 0
+        cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+        for begin, after in zip(cuts, cuts[1:], strict=False):
+            if begin < after:
+                first, own = int(places[begin]), blocks[begin:after]
+                entered += self._cache.import_blocks(keys, own, first=first, priority=priority, group=group)
+        return entered
+
+    def fetch_blocks(self, keys: Any, *, group: int | None = None) -> list[Buffer | None]:
+        """The bytes of host blocks by key (as ``pin`` takes them), None for a block that the server does not have. Does
+        not change the pool.
+
+        ``group``: the index of a group of layers, required if there are several. A group for cross attention is a
+        ValueError. Each block has ``groups[group].block_bytes`` bytes, part after part, in host block layout, and was
+        pinned until it was sent. Raises RemoteTimeout, RemoteError.
         """
+        which = self._cache.core.config.group(group)
+        if not self._sizes[which]:
+            raise ValueError(f"group={which}: of a group for cross attention nothing is served; accepted are others")
         with self._exclusive():
             found: list[Buffer | None] = []
-            for _, blocks in self._exchange(key_rows(keys).tobytes()):
+            for _, blocks in self._exchange(key_rows(keys).tobytes(), which):
                 if self._transport.reuses_memory:
                     blocks = [None if block is None else memoryview(bytes(block)) for block in blocks]
                 found.extend(blocks)
         return found
 
     def close(self) -> None:
-        """Disconnect. Closing twice is fine; everything else raises ValueError afterwards."""
+        """Disconnect. A second call does nothing. All other calls raise ValueError from then on."""
         with self._exclusive(closing=True):
             self._disconnect()
             context, self._context = self._context, None
             if context is not None:
-                context.destroy(linger=0)
+                end(context)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # -- the connection --------------------------------------------------------------------------
 
     @contextmanager
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
-        """One call at a time; a call that fails leaves no connection behind."""
+        """Allow one call at a time. A call that fails leaves no connection."""
+        self._process.check(self)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("another thread is inside a call of this client: give each thread its own")
         try:
@@ -147,29 +217,41 @@ class BlockClient:
         if socket is not None:
             socket.close(linger=0)
 
-    def _exchange(self, keys: bytes) -> Exchange:
+    def _connected(self) -> tuple[zmq.Socket[bytes], Welcome]:
         if self._welcome is None:
             self._connect()
         assert self._socket is not None and self._welcome is not None
-        welcome = self._welcome
-        blocks = min(self._blocks, welcome.blocks_per_request, welcome.bytes // self._block_bytes)
-        messages = min(self._messages, welcome.requests, welcome.bytes // (blocks * self._block_bytes))
-        return Exchange(self._socket, self._transport, keys, self._get, blocks, messages, self._timeout_ms)
+        return self._socket, self._welcome
 
-    def _get(self) -> Get:
-        return Get(self._number(), self._name, self._layout, self._origin, self._transport.name)
+    def _exchange(self, keys: bytes, group: int) -> Exchange:
+        socket, welcome = self._connected()
+        size = self._sizes[group]
+        blocks = self._blocks_of(welcome, size)
+        messages = min(self._messages, welcome.requests, welcome.bytes // (blocks * size))
+        return Exchange(socket, self._transport, keys, group, self._get, blocks, messages, self._timeout_ms)
+
+    def _blocks_of(self, welcome: Welcome, size: int) -> int:
+        """How many blocks of this size one message may have."""
+        return min(self._blocks, welcome.blocks_per_request, welcome.bytes // size)
+
+    def _get(self, group: int) -> Get:
+        return Get(self._number(), self._name, self._layout, self._origin, self._transport.name, group)
+
+    def _find(self) -> Find:
+        return Find(self._number(), self._name, self._layout, self._origin, self._transport.name)
 
     def _number(self) -> int:
         self._next_id += 1
         return self._next_id
 
     def _connect(self) -> None:
-        """Open a socket and learn the server's limits. Raises RemoteError where the two do not fit together."""
+        """Open a socket and learn the server's limits. Raises RemoteError if the two pools do not fit together."""
         assert self._context is not None
         socket = self._socket = self._context.socket(zmq.DEALER)
         socket.linger, socket.ipv6 = 0, "[" in self._endpoint
-        socket.maxmsgsize = max(4 * HEADER_BYTES_MAX, self._blocks * self._block_bytes)
-        (self._keys or ClientPassword(self._cache.remote_password)).apply(socket)
+        answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
+        socket.maxmsgsize = max(4 * HEADER_BYTES_MAX, answer, self._blocks * max(self._sizes))
+        (self._keys or ClientPassword(remote_password(self._cache.core.states.secret))).apply(socket)
         refused = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         socket.connect(self._endpoint)
         hello = Hello(self._number(), self._name, self._layout, self._origin, self._transport.name)
@@ -186,7 +268,8 @@ class BlockClient:
         if socket not in came:
             raise RemoteError(
                 "secret",
-                "the pools have different hash secrets, so that no key of one is known to the other: pass the same secret= to both "
+                "the pools have different hash secrets, so that no key of one is known to the other: pass the same "
+                "secret= to both "
                 "KVCacheManagers",
             )
         frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
@@ -195,8 +278,8 @@ class BlockClient:
             if isinstance(welcome, Failed):
                 raise RemoteError(welcome.code, welcome.reason)
             self._check(welcome, hello.id)
-            blocks = min(self._blocks, welcome.blocks_per_request)
-            self._transport.connect(frames[1:], self._block_bytes, blocks, min(self._messages, welcome.requests))
+            nbytes = max(size * self._blocks_of(welcome, size) for size in self._sizes if size)
+            self._transport.connect(frames[1:], self._parts, nbytes, min(self._messages, welcome.requests))
         except Malformed as error:
             raise RemoteError("malformed", f"{self._endpoint} sent {error}") from None
         self._welcome = welcome
@@ -204,7 +287,7 @@ class BlockClient:
     def _check(self, welcome: Welcome, id: int) -> None:
         if welcome.id != id:
             raise Malformed("a welcome to somebody else")
-        if welcome.block_bytes != self._block_bytes:
-            raise Malformed(f"blocks of {welcome.block_bytes} bytes: expected are {self._block_bytes}")
-        if min(welcome.blocks_per_request, welcome.requests) < 1 or welcome.bytes < self._block_bytes:
+        if welcome.block_bytes != self._sizes:
+            raise Malformed(f"blocks of {welcome.block_bytes!r:.80} bytes: expected are {self._sizes!r:.80}")
+        if min(welcome.blocks_per_request, welcome.requests) < 1 or welcome.bytes < max(self._sizes):
             raise Malformed("limits under which no block can be asked for")

@@ -1,4 +1,5 @@
-"""Where a server may listen and a client may connect, and how each peer shows, before its first message, that it may be there."""
+"""Where a server may listen and a client may connect, and how each peer proves, before its first message, that it
+may."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 _Z85_KEY = 40
 _DOMAIN = b"kvpool"
-"""Only with a domain that is enforced does ZeroMQ refuse everybody when nobody is there to ask."""
+"""ZeroMQ refuses everybody while no authenticator runs, but only if a domain is set and enforced."""
 _USER = "kvpool"
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A server's CURVE key pair and the public keys of the clients that it lets in, each 40 bytes of Z85 (``zmq.curve_keypair()``)."""
+    """A server's CURVE key pair, and the public keys of the clients that it accepts, each 40 bytes of Z85
+    (``zmq.curve_keypair()``)."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -26,18 +28,18 @@ class ServerKeys:
 
     def __post_init__(self) -> None:
         _check_keys("ServerKeys", public=self.public, secret=self.secret)
-        # One key in place of a sequence is a sequence of numbers, which are no keys.
+        # One key instead of a sequence of keys is a sequence of numbers. Numbers are no keys.
         for key in self.clients:
             _check_keys("ServerKeys", clients=key)
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Have ``socket`` speak CURVE as the server; somebody must run an ``authenticator`` for its context."""
+        """Make ``socket`` speak CURVE as the server. An ``authenticator`` must run for its context."""
         _enforce(socket)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
-        """A started thread that lets exactly ``clients`` in, for all sockets of the context; the caller stops it."""
+        """A started thread that accepts exactly ``clients``, for all sockets of the context. The caller stops it."""
         thread = ThreadAuthenticator(context)
         thread.start()
         thread.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=_Allowed(self.clients))
@@ -46,21 +48,23 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ServerPassword:
-    """What stands for CURVE keys on this machine: a password made of the pools' secret, so that nobody else gets as far as a message.
+    """Used instead of CURVE keys on one machine: a password made from the pools' secret, so that nobody else can send a
+    message.
 
-    Whoever gets that far can do more than ask: name itself as ZeroMQ names the next client, which ends the process, or as one that has
-    gone, whose answers it is sent then; and send a message that never ends.
+    A peer that can send messages can do more than ask. It can take the name that ZeroMQ gives to the next client, which
+    ends the process. It can take the name of a client that has gone, and get its answers. It can send a message that
+    never ends.
     """
 
     password: str = field(repr=False)
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Have ``socket`` ask for the password; somebody must run an ``authenticator`` for its context."""
+        """Make ``socket`` ask for the password. An ``authenticator`` must run for its context."""
         _enforce(socket)
         socket.plain_server = True
 
     def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
-        """A started thread that lets those in who have the password; the caller stops it."""
+        """A started thread that accepts peers that have the password. The caller stops it."""
         thread = ThreadAuthenticator(context)
         thread.start()
         thread.configure_plain(domain=_DOMAIN.decode(), passwords={_USER: self.password})
@@ -79,7 +83,7 @@ class ClientPassword:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """A client's CURVE key pair and the public key of the server that it trusts, each 40 bytes of Z85."""
+    """A client's CURVE key pair, and the public key of the server that it trusts, each 40 bytes of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -109,15 +113,18 @@ class _Allowed:
 def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
     """The endpoint, if it may be used with these keys. Raises TypeError or ValueError.
 
-    ``inproc`` is not accepted: it would hand the pool's own memory to the reader, who decides when it is released.
+    ``inproc`` is not accepted. It would hand the pool's own memory to the reader, who would decide when it is released.
     """
     if not isinstance(endpoint, str):
         raise TypeError(f"endpoint={endpoint!r:.80}: accepted is a string")
     scheme, _, rest = endpoint.partition("://")
-    if scheme not in ("tcp", "ipc") or not rest:
+    if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
         raise ValueError(f"endpoint={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
     if scheme == "tcp" and keys is None and not is_loopback(rest.rpartition(":")[0]):
-        raise ValueError(f"endpoint={endpoint!r:.80}: without keys=, accepted are addresses of this machine, such as tcp://127.0.0.1:5555")
+        raise ValueError(
+            f"endpoint={endpoint!r:.80}: without keys=, accepted are addresses of this machine, such as "
+            "tcp://127.0.0.1:5555"
+        )
     return endpoint
 
 
@@ -132,6 +139,6 @@ def is_loopback(host: str) -> bool:
 
 def _check_keys(what: str, **keys: Any) -> None:
     for name, key in keys.items():
-        # The value is not in the message: it may be a secret.
+        # The message does not have the value, which may be a secret.
         if not isinstance(key, bytes) or len(key) != _Z85_KEY:
             raise ValueError(f"{what}: {name}: accepted are {_Z85_KEY} bytes of Z85, as zmq.curve_keypair() gives them")

@@ -6,19 +6,19 @@ from kvpool.errors import KVPoolError
 
 
 class RemoteError(KVPoolError):
-    """The other worker refused, or answered what no server sends.
+    """The other worker refused, or its answer is one that no server sends.
 
-    Attributes: ``code`` is one word for programs, ``blocks`` how many blocks had entered the pool before it.
+    Attributes: ``code`` is one word for programs, ``blocks`` how many blocks had entered the pool before the error.
     """
 
     def __init__(self, code: str, reason: str) -> None:
-        # Both may be another process's words, and end on a terminal.
+        # Both may be the words of another process, and may be printed on a terminal.
         self.code, self.reason, self.blocks = _printable(code), _printable(reason), 0
         super().__init__(f"{self.code}: {self.reason}")
 
 
 class RemoteTimeout(RemoteError, TimeoutError):
-    """The other worker did not answer in time. What came before has entered the pool, nothing else has."""
+    """The other worker did not answer in time. Blocks that came before have entered the pool, and nothing else."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("timeout", reason)

@@ -1,4 +1,4 @@
-"""The wire format: a small JSON header, checked when written and when read, with binary frames behind it."""
+"""The wire format: a small JSON header, checked when it is written and when it is read, followed by binary frames."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 KEY_BYTES = 16
 HEADER_BYTES_MAX = 16_384
 BLOCKS_MAX = 4_096
-"""Blocks of one request, at most, whatever a server's limits are."""
+"""The most blocks of one request, and keys of one question, whatever a server's limits are."""
+NUMBERS_MAX = 64
+"""The most groups of layers of a pool that can be served."""
 _TEXT_MAX = 4_096
 _INTEGER_MAX = (1 << 63) - 1
 
 
 class Malformed(ValueError):
-    """Bytes that are no message. ``id`` is the request they seem to belong to, 0 where nobody can tell."""
+    """Bytes that are no message. ``id`` is the request they seem to belong to, 0 if nobody can tell."""
 
     def __init__(self, reason: str, id: int = 0) -> None:
         super().__init__(reason)
@@ -26,14 +28,16 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """``id`` is the number of the request that a message makes or answers: 1 or more, 0 in an answer to no known request."""
+    """``id`` is the number of the request that a message makes or answers. It is at least 1, or 0 in an answer to no
+    known request."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Asks what a server has and accepts. ``layout`` and ``origin`` are fingerprints of the block layout and of the hash secret."""
+    """Asks what a server has and accepts. ``layout`` and ``origin`` are fingerprints of the block layout and of the
+    hash secret."""
 
     client: str
     layout: str
@@ -43,24 +47,39 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Get(Hello):
-    """Asks for host blocks; a frame with 16 bytes for each key follows."""
+    """Asks for host blocks of one group of layers. A frame with 16 bytes for each key follows."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Find(Hello):
+    """Asks which blocks are on the host. A frame with 16 bytes for each key follows."""
 
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """A server's limits, for each client. Frames of the transport follow."""
+    """A server's limits for each client. Frames of the transport follow."""
 
-    block_bytes: int
+    block_bytes: tuple[int, ...]
+    """For each group of layers, 0 if the group is not served."""
     blocks_per_request: int
     requests: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class Blocks(Message):
-    """Which keys are there, "1" or "0" for each; the transport's frames follow.
+class Found(Message):
+    """Which groups have the keys of a ``Find`` on the host now. A frame follows with a bit for each group and key,
+    group after group. The first bit of a byte is its highest."""
 
-    Unless ``done``, the blocks count only once ``Released`` has come: until then somebody may have taken the lease away.
+
+@dataclass(frozen=True)
+class Blocks(Message):
+    """Which keys are there, "1" or "0" for each. The frames of the transport follow.
+
+    Unless ``done``, the blocks are valid only after ``Released`` has come: until then somebody may have revoked the
+    lease.
     """
 
     found: str
@@ -74,7 +93,7 @@ class Released(Message):
 
 @dataclass(frozen=True)
 class Failed(Message):
-    """The request failed: a word for programs, and the reason for people. Blocks that it brought are void."""
+    """The request failed: a word for programs, and the reason for people. Its blocks are void."""
 
     code: str
     reason: str
@@ -84,8 +103,18 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": (f"an integer from 0 to {_INTEGER_MAX}", lambda value: type(value) is int and 0 <= value <= _INTEGER_MAX),
     "str": (f"a string of up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
     "bool": ("true or false", lambda value: type(value) is bool),
+    "tuple[int, ...]": (
+        f"up to {NUMBERS_MAX} integers from 0 to {_INTEGER_MAX}",
+        lambda value: (
+            type(value) is tuple
+            and len(value) <= NUMBERS_MAX
+            and all(type(one) is int and 0 <= one <= _INTEGER_MAX for one in value)
+        ),
+    ),
 }
-_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in (Hello, Get, Welcome, Blocks, Released, Failed)}
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__.lower(): kind for kind in (Hello, Get, Find, Welcome, Found, Blocks, Released, Failed)
+}
 _FIELDS = {kind: {field.name: _ACCEPTED[str(field.type)] for field in fields(kind)} for kind in _KINDS.values()}
 
 
@@ -100,7 +129,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(header: bytes | memoryview, accepted: tuple[type[Message], ...]) -> Any:
-    """The message of a header, one of the ``accepted`` kinds. Raises Malformed for everything else."""
+    """The message of a header, of one of the ``accepted`` kinds. Raises Malformed for everything else."""
     if len(header) > HEADER_BYTES_MAX:
         raise Malformed(f"a header of {len(header)} bytes: accepted are up to {HEADER_BYTES_MAX}")
     try:
@@ -114,7 +143,10 @@ def decode(header: bytes | memoryview, accepted: tuple[type[Message], ...]) -> A
         raise Malformed(f"protocol version {version!r:.40}: spoken here is {VERSION}", _id_of(values))
     found = _KINDS.get(kind) if isinstance(kind, str) else None
     if found is None or found not in accepted:
-        raise Malformed(f"kind {kind!r:.40}: accepted are {', '.join(one.__name__.lower() for one in accepted)}", _id_of(values))
+        raise Malformed(
+            f"kind {kind!r:.40}: accepted are {', '.join(one.__name__.lower() for one in accepted)}", _id_of(values)
+        )
+    values = {name: tuple(value) if type(value) is list else value for name, value in values.items()}
     _check(found, values)
     return found(**values)
 
@@ -125,7 +157,7 @@ def _id_of(values: dict[str, Any]) -> int:
 
 
 def _check(kind: type[Message], values: dict[str, Any]) -> None:
-    """Raise Malformed unless the values are exactly the fields of this kind, each as its type wants it."""
+    """Raise Malformed unless the values are exactly the fields of this kind, each of its type."""
     wanted = _FIELDS[kind]
     if values.keys() != wanted.keys():
         wrong = sorted(values.keys() ^ wanted.keys())

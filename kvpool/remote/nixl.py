@@ -1,4 +1,4 @@
-"""The NIXL transport: readers take blocks out of the host tier themselves, and their notification says that they are done."""
+"""The NIXL transport: readers read blocks from the host tier themselves, and notify the server when they are done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.remote.messages import Malformed
-from kvpool.remote.transport import Arrival, Buffer, ClientTransport, HostBytes, Offer, ServerTransport
+from kvpool.remote.transport import Arrival, Buffer, ClientTransport, Host, Offer, Parts, ServerTransport
 
 INSTALL = "pip install --no-deps nixl nixl-cu13"
 _TAG_BYTES = 16
@@ -20,7 +20,7 @@ MEMORY = "DRAM"
 
 
 def available() -> str:
-    """Empty where NIXL can be used, else why not and what to install."""
+    """An empty string if NIXL can be used. Else why not, and what to install."""
     try:
         _api()
     except ImportError as error:
@@ -37,15 +37,16 @@ def _api() -> Any:
 
 
 def new_agent() -> Any:
-    """An agent under a name of its own. Metadata goes through the server's socket, so no listener claims NIXL's fixed port."""
+    """An agent under a name of its own. Metadata goes through the server's socket, so no listener claims NIXL's fixed
+    port."""
     api = _api()
-    # Without the progress thread a reader would wait until the server's thread calls into NIXL.
+    # Without the progress thread, a reader would wait until the server's thread calls into NIXL.
     config = api.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
     return api.nixl_agent(f"kvpool-{secrets.token_hex(8)}", config)
 
 
 class _Reading:
-    """One offer, as long as somebody wants to know what became of it."""
+    """One offer, kept while somebody wants to know whether it was read."""
 
     __slots__ = ("__weakref__", "done")
 
@@ -57,9 +58,10 @@ class _Reading:
 
 
 class NixlServer(ServerTransport):
-    """Registers the whole host tier once; an offer is a tag and the addresses of its blocks.
+    """Registers the whole host tier once. An offer is a tag and the addresses of its blocks.
 
-    Whoever has been welcomed can read and overwrite all of the host tier: let in only readers that may. Raises ImportError without NIXL.
+    Every client that the server accepts can read and overwrite all of the host tier, so accept only clients that may.
+    Raises ImportError without NIXL.
     """
 
     name = "nixl"
@@ -69,17 +71,18 @@ class NixlServer(ServerTransport):
         self._memory: Any = None
         self._reading: WeakValueDictionary[bytes, _Reading] = WeakValueDictionary()
 
-    def start(self, host: HostBytes) -> None:
-        self._base, self._block_bytes = address(host), host.shape[1]
-        self._memory = self._agent.register_memory(regions([self._base], host.nbytes), MEMORY)
+    def start(self, host: Host) -> None:
+        self._parts = [[(address(part), part.shape[1]) for part in parts] for parts in host]
+        whole = [(address(part), part.nbytes) for parts in host for part in parts if part.nbytes]
+        self._memory = self._agent.register_memory(regions(*zip(*whole, strict=True)), MEMORY)
 
     def welcome(self) -> list[bytes]:
         return [self._agent.get_agent_metadata()]
 
-    def offer(self, rows: npt.NDArray[np.int64]) -> Offer:
+    def offer(self, group: int, rows: npt.NDArray[np.int64]) -> Offer:
         tag, reading = secrets.token_bytes(_TAG_BYTES), _Reading()
         self._reading[tag] = reading
-        addresses = (self._base + rows * self._block_bytes).astype(_ADDRESS)
+        addresses = np.concatenate([base + rows * nbytes for base, nbytes in self._parts[group]]).astype(_ADDRESS)
         return Offer([tag, addresses.tobytes()], False, reading.released)
 
     def poll(self) -> None:
@@ -102,7 +105,8 @@ class NixlServer(ServerTransport):
 
 
 class NixlClient(ClientTransport):
-    """Reads offered blocks into slots of its own memory, one slot for each message in flight. Raises ImportError without NIXL."""
+    """Reads offered blocks into slots of its own memory, one slot for each message at a time. Raises ImportError
+    without NIXL."""
 
     name = "nixl"
     reuses_memory = True
@@ -111,12 +115,12 @@ class NixlClient(ClientTransport):
         self._agent: Any = None
         _api()
 
-    def connect(self, frames: Sequence[Buffer], block_bytes: int, blocks: int, messages: int) -> None:
+    def connect(self, frames: Sequence[Buffer], parts: Parts, nbytes: int, messages: int) -> None:
         self.close()
         if len(frames) != 1:
             raise Malformed(f"{len(frames)} frames behind the welcome: accepted is one with NIXL's metadata")
         self._agent = new_agent()
-        self._slots = np.zeros((messages, blocks, block_bytes), np.uint8)
+        self._parts, self._slots = parts, np.zeros((messages, nbytes), np.uint8)
         self._memory = self._agent.register_memory(regions([address(self._slots)], self._slots.nbytes), MEMORY)
         self._free, self._handles = list(range(messages)), dict[int, Any]()
         try:
@@ -124,18 +128,16 @@ class NixlClient(ClientTransport):
         except Exception as error:
             raise Malformed(f"metadata that NIXL does not take: {type(error).__name__}") from error
 
-    def receive(self, frames: Sequence[Buffer], count: int) -> Arrival:
-        if [frame.nbytes for frame in frames] != [_TAG_BYTES, count * _ADDRESS.itemsize]:
-            raise Malformed(f"frames of {[frame.nbytes for frame in frames]!r:.80} bytes for {count} blocks to be read")
+    def receive(self, frames: Sequence[Buffer], group: int, count: int) -> Arrival:
+        parts = self._parts[group]
+        if [frame.nbytes for frame in frames] != [_TAG_BYTES, len(parts) * count * _ADDRESS.itemsize]:
+            sizes = [frame.nbytes for frame in frames]
+            raise Malformed(f"frames of {sizes!r:.80} bytes for {count} blocks of {len(parts)} parts to be read")
         number = self._free.pop()
-        slot = self._slots[number]
-        size, agent = slot.shape[1], self._agent
-        places = np.frombuffer(frames[1], _ADDRESS)
-        # Neighbours come in one piece.
-        firsts = np.flatnonzero(np.append(True, np.diff(places) != size))
-        lengths = size * np.diff(np.append(firsts, count))
-        here = agent.get_xfer_descs(regions(address(slot) + size * firsts, lengths), MEMORY)
-        there = agent.get_xfer_descs(regions(places[firsts], lengths), MEMORY)
+        slot, size, agent = self._slots[number], sum(parts), self._agent
+        from_here, from_there, lengths = _pieces(address(slot), np.frombuffer(frames[1], _ADDRESS), parts, count)
+        here = agent.get_xfer_descs(regions(from_here, lengths), MEMORY)
+        there = agent.get_xfer_descs(regions(from_there, lengths), MEMORY)
         try:
             handle = agent.initialize_xfer("READ", here, there, self._server, bytes(frames[0]))
             self._handles[number] = handle
@@ -153,7 +155,8 @@ class NixlClient(ClientTransport):
                 agent.release_xfer_handle(self._handles.pop(number))
             return state == "DONE"
 
-        return Arrival([memoryview(slot[i]) for i in range(count)], ready, lambda: self._free.append(number))
+        blocks = [memoryview(slot[at : at + size]) for at in range(0, count * size, size)]
+        return Arrival(blocks, ready, lambda: self._free.append(number))
 
     def close(self) -> None:
         agent, self._agent = self._agent, None
@@ -163,23 +166,39 @@ class NixlClient(ClientTransport):
             try:
                 agent.release_xfer_handle(handle)
             except Exception:
-                # NIXL will not give up a read that is on its way: its memory stays, for as long as the process.
+                # NIXL cannot stop this read. Its memory is kept until the process ends.
                 _abandoned.append((agent, handle, self._slots))
         if not any(slots is self._slots for _, _, slots in _abandoned):
             agent.deregister_memory(self._memory)
 
 
+def _pieces(
+    first: int, places: npt.NDArray[Any], parts: Sequence[int], count: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Where the bytes of blocks come from: addresses here and there, and lengths. Here, the blocks follow each other
+    from ``first`` on.
+
+    ``places`` has the addresses of all blocks there, part after part. Neighbours become one piece.
+    """
+    size, offsets = sum(parts), np.concatenate([[0], np.cumsum(parts)[:-1]])
+    here = np.concatenate([first + offset + size * np.arange(count) for offset in offsets])
+    nbytes = np.repeat(np.asarray(parts, np.int64), count)
+    follow = (np.diff(here) == nbytes[:-1]) & (np.diff(places.astype(np.int64)) == nbytes[:-1])
+    firsts = np.flatnonzero(np.append(True, ~follow))
+    return here[firsts], places[firsts], np.add.reduceat(nbytes, firsts)
+
+
 _abandoned: list[tuple[Any, Any, Any]] = []
-"""Reads that could not be stopped, with what they may still write to."""
+"""Reads that could not be stopped, with the memory that they may still write."""
 
 
 def regions(firsts: Any, nbytes: Any) -> npt.NDArray[np.uint64]:
-    """Regions of memory as NIXL takes them: rows of (address, bytes, device). ``nbytes`` is one length, or one for each."""
+    """Regions of memory in NIXL's form: rows of (address, bytes, device). ``nbytes`` is one length, or one for each."""
     rows = np.zeros((len(firsts), 3), np.uint64)
     rows[:, 0], rows[:, 1] = firsts, nbytes
     return rows
 
 
 def address(array: npt.NDArray[np.uint8]) -> int:
-    """Of the first byte."""
+    """The address of the first byte."""
     return int(array.__array_interface__["data"][0])

@@ -1,4 +1,5 @@
-"""How fast blocks come from another process, beside a bare transfer of the same bytes from the same memory, in turns in one run."""
+"""Measures how fast blocks come from another process, compared with a bare transfer of the same bytes from the same
+memory, in alternation in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kvpool.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout
 from kvpool.manager import KVCacheManager
 from kvpool.remote import nixl
 from kvpool.remote.client import BlockClient
@@ -24,7 +25,7 @@ from kvpool.remote.server import BlockServer
 from kvpool.remote.transport import InlineClient, InlineServer
 
 _SECRET = bytes(32)
-"""Nothing but made-up content is ever stored under it."""
+"""Only made-up content is ever stored under it."""
 _WIDTH, _IN_FLIGHT = 16, 16
 
 
@@ -36,9 +37,12 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Throughput:
-    """Bytes per second, medians over the rounds: of ``fetch``, whose blocks are in the pool then, and of ``fetch_blocks``, whose blocks are
-    in buffers; of the bare transfer, copied into an array, and in the buffers in which it came. The ratios are medians of those of each
-    round: ``ratio`` is ``fetch`` to ``bare_copied``, ``ratio_in_buffers`` is ``fetch_blocks`` to ``bare``.
+    """Bytes per second, as medians over the rounds.
+
+    ``fetch`` ends with the blocks in the pool, and ``fetch_blocks`` with the blocks in buffers. ``bare_copied`` is a
+    bare transfer into an array, and ``bare`` one that stays in the buffers in which it came. ``ratio`` is ``fetch`` to
+    ``bare_copied``, and ``ratio_in_buffers`` is ``fetch_blocks`` to ``bare``; each is the median of the ratios of the
+    rounds.
     """
 
     transport: str
@@ -59,12 +63,17 @@ class Throughput:
 
 
 def measure(
-    block_bytes: int, *, blocks_per_message: int = 16, round_bytes: int = 1 << 27, rounds: int = 7, transport: str = "inline"
+    block_bytes: int,
+    *,
+    blocks_per_message: int = 16,
+    round_bytes: int = 1 << 27,
+    rounds: int = 7,
+    transport: str = "inline",
 ) -> Throughput:
-    """Fetch ``round_bytes`` from the host tier of a pool in a process of its own, as often as there are rounds, each way in turn.
+    """Fetch ``round_bytes`` from the host tier of a pool in another process, in so many rounds, each way in turn.
 
-    ``transport`` is "inline", measured beside a bare ZeroMQ socket, or "nixl", beside bare NIXL reads. Raises ValueError for sizes that
-    make no message, ImportError without NIXL, RemoteError where the other process fails.
+    ``transport`` is "inline", compared with a bare ZeroMQ socket, or "nixl", compared with bare NIXL reads. Raises
+    ValueError for sizes that make no message, ImportError without NIXL, RemoteError if the other process fails.
     """
     blocks = round_bytes // block_bytes // blocks_per_message * blocks_per_message
     if blocks == 0 or rounds < 1:
@@ -78,7 +87,13 @@ def measure(
         cache = stack.enter_context(_pool(size))
         prompt, copied = cache.block_keys(_tokens(blocks)), np.zeros((blocks, block_bytes), np.uint8)
         client = stack.enter_context(
-            BlockClient(endpoint, cache, transport=make_client(), blocks_per_message=blocks_per_message, messages_in_flight=_IN_FLIGHT)
+            BlockClient(
+                endpoint,
+                cache,
+                transport=make_client(),
+                blocks_per_message=blocks_per_message,
+                messages_in_flight=_IN_FLIGHT,
+            )
         )
         bare = stack.enter_context(make_bare(bare_endpoint, size))
 
@@ -103,7 +118,7 @@ def measure(
 
 
 def _in_turns(ways: dict[str, Callable[[], int]], blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds that each way took in each round; a first round is not counted."""
+    """The seconds of each way in each round. A first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
@@ -121,12 +136,12 @@ def _pool(size: _Size) -> KVCacheManager:
 
 
 def _tokens(blocks: int) -> Any:
-    # One more, since the last token of a prompt is never reused.
+    # One token more, since the last token of a prompt is never reused.
     return np.arange(blocks * _WIDTH + 1, dtype=np.int32)
 
 
 class _BareSocket:
-    """Asks a bare socket for messages of blocks, as many in flight as the client has. A context manager."""
+    """Requests messages of blocks from a bare socket, as many at a time as the client does. A context manager."""
 
     def __init__(self, endpoint: Any, size: _Size) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -135,7 +150,7 @@ class _BareSocket:
         self._firsts = range(0, size.blocks, size.blocks_per_message)
 
     def fetch(self, into: Any = None) -> int:
-        """How many blocks came; with an array uint8[blocks, block_bytes], they are copied there."""
+        """How many blocks came. With an array uint8[blocks, block_bytes], they are copied into it."""
         waiting = came = 0
         for first in self._firsts:
             if waiting == _IN_FLIGHT:
@@ -162,17 +177,19 @@ class _BareSocket:
 
 
 class _BareReads:
-    """Reads messages of blocks with NIXL, as many in flight as the client has. A context manager."""
+    """Reads messages of blocks with NIXL, as many at a time as the client does. A context manager."""
 
     def __init__(self, endpoint: Any, size: _Size) -> None:
         metadata, self._base = endpoint
         self._agent, self._size = nixl.new_agent(), size
         self._slots = np.zeros((_IN_FLIGHT, size.blocks_per_message, size.block_bytes), np.uint8)
-        self._memory = self._agent.register_memory(nixl.regions([nixl.address(self._slots)], self._slots.nbytes), nixl.MEMORY)
+        self._memory = self._agent.register_memory(
+            nixl.regions([nixl.address(self._slots)], self._slots.nbytes), nixl.MEMORY
+        )
         self._server = self._agent.add_remote_agent(metadata)
 
     def fetch(self, into: Any = None) -> int:
-        """How many blocks came; with an array uint8[blocks, block_bytes], they are copied there."""
+        """How many blocks came. With an array uint8[blocks, block_bytes], they are copied into it."""
         size, reads = self._size, dict[int, Any]()
         for first in range(0, size.blocks, size.blocks_per_message):
             if len(reads) == _IN_FLIGHT:
@@ -218,7 +235,7 @@ _TRANSPORTS: dict[str, tuple[Any, Any, Any]] = {
 
 @contextmanager
 def _other_process(size: _Size, transport: str) -> Iterator[tuple[str, Any]]:
-    """The endpoints of a block server and of a bare one in front of the same memory, in a process that ends with the context."""
+    """The endpoints of a block server and of a bare server of the same memory. Their process ends with the context."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_serve, args=(theirs, size, transport), daemon=True)
@@ -258,7 +275,7 @@ def _serve_bare_socket(connection: Any, endpoint: str, rows: Any, blocks_per_mes
         router.linger = 0
         router.bind("tcp://127.0.0.1:*")
         connection.send((endpoint, router.getsockopt_string(zmq.LAST_ENDPOINT)))
-        # Nobody asks both servers at a time, so that this thread does not disturb the other one's.
+        # Nobody asks both servers at a time, so this thread does not disturb the other.
         while not _closed(connection):
             if router.poll(50):
                 client, first = router.recv_multipart()

@@ -1,4 +1,5 @@
-"""How the bytes of blocks travel: a small interface, and its first implementation, frames of the ZeroMQ message itself."""
+"""How the bytes of blocks travel: a small interface, and its first implementation, frames of the ZeroMQ message
+itself."""
 
 from __future__ import annotations
 
@@ -12,99 +13,111 @@ import zmq
 
 from kvpool.remote.messages import Malformed
 
-HostBytes = npt.NDArray[np.uint8]
+Host = Sequence[Sequence[npt.NDArray[np.uint8]]]
+"""The host tier: for each group of layers, and each part of its blocks, uint8[host_blocks, bytes]."""
+Parts = Sequence[Sequence[int]]
+"""The bytes of each part of a block of each group."""
 Buffer = memoryview
 GATHER_BELOW = zmq.COPY_THRESHOLD
-"""Bytes of a block under which it is cheaper to copy all blocks of a message into one frame than to send each from its place."""
+"""In bytes. Smaller blocks of a message are copied into one frame, which is cheaper than sending each from its
+place."""
 
 
 class Offer(NamedTuple):
     """Blocks on their way to one reader."""
 
     frames: list[Any]
-    """To be sent behind the header. Whoever keeps one keeps its memory from being released."""
+    """They are sent after the header. While anybody refers to a frame, its memory is not released."""
     copied: bool
-    """The pool's own memory is not read any more: it may be unpinned at once."""
+    """The pool's own memory is not read any more, so it may be unpinned at once."""
     released: Callable[[], bool]
     """Whether the transport has let go of the memory, once the frames are sent. Does not wait."""
 
 
 class Arrival(NamedTuple):
-    """Blocks on their way from a server. They are complete once ``ready`` says so, and whole once the server says so."""
+    """Blocks on their way from a server. They are complete when ``ready`` says so, and valid when the server says that
+    they are whole."""
 
     blocks: list[Buffer]
-    """Each ``block_bytes`` long; in memory that is used again after ``done``, where the transport reuses memory."""
+    """Each has the bytes of a block of its group, part after part. A transport that reuses memory does so after
+    ``done``."""
     ready: Callable[[], bool]
-    """Whether all bytes are here. Does not wait. Raises Malformed where they will never be."""
+    """Whether all bytes are here. Does not wait. Raises Malformed if they will never come."""
     done: Callable[[], None]
-    """The blocks have been read."""
+    """Say that the blocks have been read."""
 
 
 class ServerTransport(ABC):
-    """The sending side. Used by the thread of one server; ``host`` is uint8[host_blocks, block_bytes], the host tier."""
+    """The sending side. Used by the thread of one server."""
 
     name: str
     serving = False
-    """Whether a server has it."""
+    """Whether a server uses it."""
 
     @abstractmethod
-    def start(self, host: HostBytes) -> None:
-        """Learn what memory will be served, before anything else. May raise what the transport raises."""
+    def start(self, host: Host) -> None:
+        """Learn what memory will be served. Called before anything else. May raise what the transport raises."""
 
     @abstractmethod
     def welcome(self) -> list[bytes]:
-        """What a reader needs to know before its first request; goes behind the Welcome."""
+        """The frames that a reader needs before its first request. They are sent after the Welcome."""
 
     @abstractmethod
-    def offer(self, rows: npt.NDArray[np.int64]) -> Offer:
-        """Begin to send these rows of the host tier, which are pinned."""
+    def offer(self, group: int, rows: npt.NDArray[np.int64]) -> Offer:
+        """Begin to send these rows of a group's host tier, which are pinned."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Take note of what readers have finished. Does not wait."""
+        """Note what readers have finished. Does not wait."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the host tier. Closing twice is fine."""
+        """Let go of the host tier. A second call does nothing."""
 
 
 class ClientTransport(ABC):
-    """The receiving side. Used by one client, a call at a time."""
+    """The receiving side. Used by one client, one call at a time."""
 
     name: str
     reuses_memory: bool
     """Whether blocks of an Arrival are overwritten after its ``done``."""
 
     @abstractmethod
-    def connect(self, frames: Sequence[Buffer], block_bytes: int, blocks: int, messages: int) -> None:
-        """Take what the server sent behind its Welcome; up to ``messages`` messages of ``blocks`` blocks will be on their way at once.
+    def connect(self, frames: Sequence[Buffer], parts: Parts, nbytes: int, messages: int) -> None:
+        """Use what the server sent after its Welcome. Up to ``messages`` messages with ``nbytes`` of blocks each will
+        be requested at a time.
 
         Raises Malformed.
         """
 
     @abstractmethod
-    def receive(self, frames: Sequence[Buffer], count: int) -> Arrival:
-        """Receive ``count`` blocks that a server has offered with these frames. Raises Malformed."""
+    def receive(self, frames: Sequence[Buffer], group: int, count: int) -> Arrival:
+        """Receive ``count`` blocks of a group that a server has offered with these frames. Raises Malformed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is on its way, and let go of the server. ``connect`` may follow."""
+        """Abandon what is on its way, and let go of the server. ``connect`` may be called again."""
 
 
 class InlineServer(ServerTransport):
-    """Blocks are frames of the reply: a frame for each run of neighbours, sent from its place; one with a copy of all if they are small."""
+    """Blocks are frames of the reply. Each run of neighbours is a frame, sent from its place. If blocks are small or
+    have several parts, one frame has a copy of all."""
 
     name = "inline"
 
-    def start(self, host: HostBytes) -> None:
+    def start(self, host: Host) -> None:
         self._host = host
 
     def welcome(self) -> list[bytes]:
         return []
 
-    def offer(self, rows: npt.NDArray[np.int64]) -> Offer:
-        copied = self._host.shape[1] < GATHER_BELOW
-        sent = [self._host[rows]] if copied else [self._host[first:end] for first, end in _runs(rows)]
+    def offer(self, group: int, rows: npt.NDArray[np.int64]) -> Offer:
+        parts = self._host[group]
+        copied = len(parts) > 1 or parts[0].shape[1] < GATHER_BELOW
+        if copied:
+            sent = [np.concatenate([part[rows] for part in parts], axis=1)]
+        else:
+            sent = [parts[0][first:end] for first, end in _runs(rows)]
         frames = [zmq.Frame(one, track=True, copy=False) for one in sent]
         tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
         return Offer(frames, copied, lambda: tracker.done)
@@ -117,18 +130,18 @@ class InlineServer(ServerTransport):
 
 
 class InlineClient(ClientTransport):
-    """Blocks are frames of the reply, one or several behind each other in each."""
+    """Blocks are frames of the reply. A frame has one block, or several that follow each other."""
 
     name = "inline"
     reuses_memory = False
 
-    def connect(self, frames: Sequence[Buffer], block_bytes: int, blocks: int, messages: int) -> None:
+    def connect(self, frames: Sequence[Buffer], parts: Parts, nbytes: int, messages: int) -> None:
         if frames:
             raise Malformed(f"{len(frames)} frames behind the welcome: accepted are none")
-        self._block_bytes = block_bytes
+        self._parts = parts
 
-    def receive(self, frames: Sequence[Buffer], count: int) -> Arrival:
-        size = self._block_bytes
+    def receive(self, frames: Sequence[Buffer], group: int, count: int) -> Arrival:
+        size = sum(self._parts[group])
         sizes = [frame.nbytes for frame in frames]
         if sum(sizes) != count * size or any(nbytes == 0 or nbytes % size for nbytes in sizes):
             raise Malformed(f"frames of {sizes!r:.80} bytes for {count} blocks of {size} bytes")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpool.leases import Lease
+from kvpool.holders.leases import Lease
 from kvpool.remote.limits import Limits
 
 
 class Refused(Exception):
-    """A request gets ``Failed`` for an answer."""
+    """A request that is answered with ``Failed``."""
 
     def __init__(self, id: int, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -18,17 +18,20 @@ class Refused(Exception):
 
 
 class Waiting(NamedTuple):
-    """A request that has been accepted. ``keys`` are 16 bytes each, ``owner`` the owner of its leases."""
+    """An accepted request for blocks of one group of layers. ``keys`` are 16 bytes each, ``owner`` the owner of its
+    leases."""
 
     client: bytes
     id: int
+    group: int
     keys: bytes
     owner: str
     nbytes: int
 
 
 class Transfer(NamedTuple):
-    """Blocks of one request that the transport has not let go of. ``leases`` is empty where nothing is pinned for it any more."""
+    """The blocks of one request, which the transport still uses. ``leases`` is empty once nothing is pinned for
+    them."""
 
     client: bytes
     id: int
@@ -51,10 +54,15 @@ class UnderWay:
         return sum(transfer.nbytes for transfer in self.transfers)
 
     def accept(self, request: Waiting, blocks: int) -> None:
-        """Queue a request. Raises Refused where its client asks for more than its limits, now or altogether."""
+        """Queue a request. Raises Refused if its client exceeds its limits with this request, or with all of them."""
         limits = self._limits
         if blocks > limits.blocks_per_request:
-            raise Refused(request.id, "limit", f"{blocks} blocks in one request: accepted are up to {limits.blocks_per_request}")
+            raise Refused(
+                request.id, "limit", f"{blocks} blocks in one request: accepted are up to {limits.blocks_per_request}"
+            )
+        if limits.bytes_per_client is not None and request.nbytes > limits.bytes_per_client:
+            reason = f"{request.nbytes} bytes in one request: accepted are up to {limits.bytes_per_client}"
+            raise Refused(request.id, "limit", reason)
         mine = sum(other.client == request.client for other in self._waiting)
         if mine >= limits.requests_per_client:
             reason = f"{mine} requests wait for those before them: accepted are up to {limits.requests_per_client}"
@@ -65,15 +73,21 @@ class UnderWay:
         self._waiting.append(request)
 
     def take(self) -> Waiting | None:
-        """The oldest request that there is room for, or None. One that waits for other clients is not overtaken."""
+        """The oldest request for which there is room, or None. A request of a client without transfers is not overtaken
+        by others that wait for room."""
         limits, blocked = self._limits, set()
+        each, total = limits.bytes_per_client or 0, limits.bytes_in_total or 0
         for place, request in enumerate(self._waiting):
             if request.client in blocked:
                 continue
-            if limits.bytes_in_total is not None and self.nbytes + request.nbytes > limits.bytes_in_total:
-                return None
             mine = [transfer.nbytes for transfer in self.transfers if transfer.client == request.client]
-            if len(mine) < limits.requests_per_client and sum(mine) + request.nbytes <= (limits.bytes_per_client or 0):
+            # Clients that read nothing hold what they have. The last share of the total is for clients that have
+            # nothing yet.
+            kept_free = min(each, total - each) if mine else 0
+            if self.nbytes + request.nbytes + kept_free > total:
+                if not mine:
+                    return None
+            elif len(mine) < limits.requests_per_client and sum(mine) + request.nbytes <= each:
                 return self._waiting.pop(place)
             blocked.add(request.client)
         return None

@@ -1,4 +1,5 @@
-"""KV bytes that tell what they are: a function of the namespace and all tokens up to theirs, with nothing of kvpool's keys in it."""
+"""KV bytes that identify their content. They are a function of the namespace and of all tokens up to their own, and do
+not depend on kvpool's keys."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.layout import BlockLayout, BlockStrides
+from kvpool.arrays.layout import BlockLayout, BlockStrides
 from kvpool.replay.tokens import mix
 
 _DIGEST_BYTES = 16
@@ -36,10 +37,10 @@ def token_states(
     salt: str | bytes | None = None,
     adapter_id: int | str | None = None,
 ) -> States:
-    """Return ``uint64[len(tokens)]``: for each position a value of the namespace and every token up to there.
+    """Return ``uint64[len(tokens)]``: for each position, a hash of the namespace and of every token up to there.
 
-    One digest per block covers everything before the block; inside the block the value is extended token by
-    token, for all blocks at once. The result does not depend on where a later token differs.
+    One digest per block covers everything before the block. Inside the block the value is extended token by token, for
+    all blocks at once. A value does not depend on later tokens.
     """
     stream = np.ascontiguousarray(tokens, dtype="<i4")
     raw = stream.tobytes()
@@ -62,9 +63,9 @@ class Difference(NamedTuple):
     """The first place where a pool's bytes are not the expected ones."""
 
     row: int
-    """Which of the entries of the call."""
+    """The index of the block or token among the arguments of the call."""
     token: int
-    """Token inside the block."""
+    """The token inside the block."""
     layer: int
     plane: int
     head: int
@@ -75,8 +76,8 @@ class Difference(NamedTuple):
 class KVBytes:
     """Reads and writes whole tokens of one tier, for every layer, plane and head, as lanes of up to 8 bytes.
 
-    A lane of a token is its state xor a constant of (layer, plane, head, lane), so that content in the wrong
-    block, at the wrong token, layer, plane or head shows.
+    A lane of a token is the token's state xor a constant of (layer, plane, head, lane). So a comparison finds content
+    in the wrong block, or at the wrong token, layer, plane or head.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ class KVBytes:
         self._scratch = np.empty((self._rows, tokens * heads * lanes), dtype=lane)
 
     def write_blocks(self, blocks: Ids, states: States) -> None:
-        """Write full blocks: ``states[i]`` are the token states of ``blocks[i]``; no block twice."""
+        """Write full blocks: ``states[i]`` are the token states of ``blocks[i]``. No block may be named twice."""
         for start in range(0, len(blocks), self._rows):
             ids = blocks[start : start + self._rows]
             wide = self._widen(states[start : start + self._rows])
@@ -132,7 +133,7 @@ class KVBytes:
             ids = blocks[start : start + self._rows]
             wide = self._widen(states[start : start + self._rows])
             for plane, constants in zip(self._flat, self._flat_constants, strict=True):
-                # Not np.take: it would first copy the whole of a plane whose blocks are not contiguous.
+                # np.take would first copy the whole plane if its blocks are not contiguous.
                 found = plane[ids]
                 np.bitwise_xor(found, constants, out=found)
                 if not np.array_equal(found, wide):
@@ -147,7 +148,7 @@ class KVBytes:
         return None
 
     def write_tokens(self, blocks: Ids, tokens: Ids, states: States) -> None:
-        """Write token ``tokens[i]`` of ``blocks[i]``, whose state is ``states[i]``; no token twice."""
+        """Write token ``tokens[i]`` of ``blocks[i]``, whose state is ``states[i]``. No token may be named twice."""
         values = states.astype(self._lane)[:, None, None]
         for plane, constants in zip(self._by_token, self._constants, strict=True):
             plane[blocks, tokens] = values ^ constants

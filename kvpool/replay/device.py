@@ -1,4 +1,4 @@
-"""Devices around a device: one that keeps the time of copies apart, and one that has their bytes verified."""
+"""Devices that wrap another device: one measures the time of copies, and one also has their bytes verified."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Region, Stream
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError
-from kvpool.layout import BlockLayout
 from kvpool.replay.content import Ids
 from kvpool.replay.verifier import Verifier
 
 
 class Image:
-    """A copy in main memory of a device tier that NumPy cannot reach, brought up to date block by block.
+    """A copy in main memory of a device tier that NumPy cannot reach. Blocks are updated one by one.
 
     ``pool`` uint8[n] has ``get`` and ``set`` as CuPy's arrays do.
     """
@@ -29,7 +29,11 @@ class Image:
         self._pool, self._bytes, self._blocks = pool, self.array.reshape(-1).view(np.uint8), blocks
         strides = layout.device_strides(blocks)
         self._step, self._segment = strides.block, layout.segment_bytes
-        self._offsets = [layer * strides.layer + plane * strides.plane for layer in range(layout.layers) for plane in range(layout.planes)]
+        self._offsets = [
+            layer * strides.layer + plane * strides.plane
+            for layer in range(layout.layers)
+            for plane in range(layout.planes)
+        ]
 
     def _spans(self, blocks: Ids) -> Iterator[slice]:
         for block in np.unique(blocks[blocks < self._blocks]).tolist():
@@ -38,21 +42,21 @@ class Image:
                 yield slice(start, start + self._segment)
 
     def fetch(self, blocks: Ids) -> None:
-        """Read blocks; ids of the host tier are left out."""
+        """Copy blocks of the device tier into the image. Ids of the host tier are ignored."""
         for span in self._spans(blocks):
             self._bytes[span] = self._pool[span].get()
 
     def store(self, blocks: Ids) -> None:
-        """Write blocks back; done when the GPU is."""
+        """Copy blocks of the image to the device tier. Returns when the GPU has finished."""
         for span in self._spans(blocks):
             self._pool[span].set(self._bytes[span])
 
 
 class MeteredDevice(WrappedDevice):
-    """Passes everything on to `inner`, and counts the bytes of copies and the time they take.
+    """Forwards all calls to `inner`, and counts the bytes of copies and the time they take.
 
-    `copy_ns` is spent in the inner device's copies, `away_ns` in everything that a copy call does, verification
-    included: what a caller subtracts to get its own time. `copied_bytes` is ``[offload, onboard, on one tier]``.
+    `copy_ns` is the time of the inner device's copies. `away_ns` is the time of whole copy calls, with verification; a
+    caller subtracts it to get its own time. `copied_bytes` is ``[offload, onboard, inside a tier]``.
     """
 
     def __init__(self, inner: Device) -> None:
@@ -63,7 +67,8 @@ class MeteredDevice(WrappedDevice):
         self._image: Image | None = None
 
     def launch(self, stream: Stream, function: Callable[[], None], reads: Ids, writes: Ids) -> None:
-        """Have the engine do something behind what is enqueued on ``stream``; the tokens that it may touch as rows (block, first, end)."""
+        """Have the engine call ``function`` after all work that is enqueued on ``stream``. ``reads`` and ``writes`` are
+        the tokens that it may touch, as rows (block, first, end)."""
         if isinstance(self.inner, SimDevice):
             self.inner.launch(stream, function, reads=reads, writes=writes)
             return
@@ -75,18 +80,21 @@ class MeteredDevice(WrappedDevice):
         self.inner.synchronize()
 
     def engine_pool(self, pool: Any) -> npt.NDArray[Any]:
-        """The device tier for an engine that runs on the CPU: the pool itself, or an image of it that ``launch`` keeps up with."""
+        """The device tier for an engine that runs on the CPU: the pool itself, or an image of it that ``launch``
+        updates."""
         return pool if self._image is None else self._image.array
 
     def check(self) -> None:
-        """Have a device that watches say what it has seen."""
+        """Have a device that detects races report what it has found."""
         if isinstance(self.inner, SimDevice):
             self.inner.check()
 
     def bind(self, regions: Sequence[Region]) -> None:
-        """As every device, but for one region of one part. Raises ValueError for more."""
+        """Bind one region of one part, as every device does. Raises ValueError for more than one."""
         if len(regions) != 1 or len(regions[0].parts) != 1:
-            raise ValueError(f"regions: {[len(region.parts) for region in regions]} parts; accepted is one region of one")
+            raise ValueError(
+                f"regions: {[len(region.parts) for region in regions]} parts; accepted is one region of one"
+            )
         ((layout, device_pool, _),), self._device_blocks, _ = regions[0]
         self._token_bytes = layout.token_bytes
         self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, self._device_blocks)
@@ -118,11 +126,11 @@ class MeteredDevice(WrappedDevice):
         )
 
     def _done(self, moves: npt.NDArray[np.int64], stream: Stream) -> None:
-        """Called with the moves that the device has taken."""
+        """Called with the moves that the device has accepted."""
 
 
 class VerifyingDevice(MeteredDevice):
-    """Has every copy checked by `verifier`, once one is set: pools must exist before it can read them."""
+    """Has `verifier` check every copy. It is set later, since the pool must exist before a verifier can read it."""
 
     verifier: Verifier | None = None
 

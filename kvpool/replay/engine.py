@@ -1,4 +1,5 @@
-"""The replay loop: drives a pool with a trace as an engine would, keeps the time of its calls, and has the bytes verified."""
+"""The replay loop: drives a pool with a trace as an engine would, measures the time of its calls, and has the bytes
+verified."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
-from kvpool.layout import BlockLayout
 from kvpool.manager import KVCacheManager
 from kvpool.replay.content import States, token_states
 from kvpool.replay.device import MeteredDevice, VerifyingDevice
@@ -32,20 +33,20 @@ class ReplayConfig:
     device_blocks: int
     host_blocks: int = 0
     active: int = 64
-    """Requests that run at the same time, at most."""
+    """The most requests that run at the same time."""
     partial: bool = True
     """Reuse parts of blocks."""
     device: str = "auto"
     verify: bool = False
     """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
     seed: int = 0
-    """Of the schedule of the `sim` device."""
+    """The seed of the `sim` device's schedule."""
     progress: float = 0.5
-    """How eagerly the `sim` device works, 0 to 1: 0 is as late as it may be, 1 at once."""
+    """How early the `sim` device works, from 0 (as late as it may) to 1 (at once)."""
     events: int = 0
-    """Events that the pool keeps for whoever asks for them."""
+    """The number of events that the pool keeps for its readers."""
     secret: bytes | None = field(default=None, repr=False)
-    """Of the pool's keys; random by default."""
+    """The secret of the pool's keys. It is random by default."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
@@ -59,7 +60,9 @@ class _Running:
 
     __slots__ = ("id", "input_length", "length", "output", "states", "stream")
 
-    def __init__(self, id: int, request: Request, output: npt.NDArray[np.int32], states: States | None, stream: Stream) -> None:
+    def __init__(
+        self, id: int, request: Request, output: npt.NDArray[np.int32], states: States | None, stream: Stream
+    ) -> None:
         self.id, self.input_length, self.length, self.stream = id, request.input_length, request.input_length, stream
         self.output, self.states = output, states
 
@@ -67,17 +70,17 @@ class _Running:
 class Replay:
     """One run of a trace through a new pool.
 
-    `run` replays everything and checks that no block is left over; `summary` gives the figures so far, at any
-    time, also after `run` has raised. A context manager: leaving it closes the pool. `cache` is the pool.
+    `run` replays everything and checks that no block is still held. `summary` gives the figures so far, at any time,
+    also after `run` has raised. A context manager: leaving it closes the pool. `cache` is the pool.
 
     Parameters
     ----------
     trace
-        Its requests are admitted in their order; their indices differ from each other.
+        The requests, which are admitted in this order. Each has an index of its own.
     config
         The pool and the window.
     progress
-        Called with 1 after every request that was admitted or skipped.
+        A function that is called with 1 after every request that was admitted or skipped.
 
     Not thread-safe.
     """
@@ -87,7 +90,9 @@ class Replay:
         self._progress = progress or (lambda count: None)
         self._size = config.layout.tokens_per_block
         longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
-        inner = SimDevice(config.seed, progress=config.progress) if config.device == "sim" else get_device(config.device)
+        inner = (
+            SimDevice(config.seed, progress=config.progress) if config.device == "sim" else get_device(config.device)
+        )
         self._device = (VerifyingDevice if config.verify else MeteredDevice)(inner)
         warm_up(self._size, config)
         self.cache = KVCacheManager(
@@ -107,7 +112,7 @@ class Replay:
             enqueue = None if self._device.synchronous else self._device.launch
             self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
             self._device.verifier = self._verifier
-        # Prompts on two streams in turn, answers on a third, as engines do that overlap them.
+        # Prompts alternate between two streams, and answers use a third, as in engines that overlap them.
         self._prefill = [self._device.create_stream("prefill a"), self._device.create_stream("prefill b")]
         self._decode = self._device.create_stream("decode")
         self._running: dict[int, _Running] = {}
@@ -124,7 +129,7 @@ class Replay:
         self.close()
 
     def close(self) -> None:
-        """Close the pool and its device; a second time does nothing."""
+        """Close the pool and its device. A second call does nothing."""
         try:
             if not self.cache.closed:
                 self.cache.close()
@@ -137,11 +142,11 @@ class Replay:
         Raises
         ------
         VerificationError
-            Bytes are not what they must be, at the first place where that shows.
+            Bytes are wrong. The error names the first place that was found.
         IntegrityError
             With `verify`, an invariant of the pool does not hold at the end.
         KeyboardInterrupt
-            As it comes.
+            The user interrupts the replay.
         """
         config = self.config
         steps = schedule(
@@ -170,7 +175,7 @@ class Replay:
         return self.summary()
 
     def summary(self, *, interrupted: bool = False, failure: BaseException | None = None) -> Summary:
-        """Return the figures of all calls made so far."""
+        """Return the figures of all calls so far."""
         stats, device, verifier = self.cache.stats(), self._device, self._verifier
         requests = max(self._admitted, 1)
         on_device, on_host, partial = (int(n) for n in self._hits)
@@ -218,7 +223,7 @@ class Replay:
         )
 
     def _timed(self, phase: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Make one call of the pool; its time, without that of the copies it causes, goes to `phase`."""
+        """Make one call of the pool, and add its time to `phase`. The time of the copies that it causes is left out."""
         away, begin = self._device.away_ns, perf_counter_ns()
         result = call(*arguments, **options)
         self._phase_ns[phase] += perf_counter_ns() - begin - (self._device.away_ns - away)
@@ -319,7 +324,7 @@ class Replay:
 
 
 def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
-    """Make every kind of call once on a tiny pool of its own, so that no compilation or loading is timed later."""
+    """Make every kind of call once on a separate tiny pool, so that no compilation or loading is timed later."""
     layout = BlockLayout.of_block_bytes(8 * tokens_per_block, tokens_per_block)
     device = MeteredDevice(get_device(config.device))
     tokens = np.arange(3 * tokens_per_block, dtype=np.int32)

@@ -1,4 +1,5 @@
-"""A worker that fetches from another one: random prompts of a trace, every byte compared with what the tokens alone say it must be."""
+"""A worker that fetches random prompts of a trace from another worker. It computes the expected bytes from the tokens
+alone, and compares every byte."""
 
 from __future__ import annotations
 
@@ -12,24 +13,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.errors import BlockNotFound
-from kvpool.layout import BlockLayout
 from kvpool.manager import KVCacheManager
 from kvpool.remote import BlockClient
 from kvpool.replay.content import KVBytes, States, token_states
 from kvpool.replay.stress import Figure
 from kvpool.replay.traces import Trace
-from kvpool.sequence import BlockKeys
+from kvpool.sequences.keys import BlockKeys
 
 _PREFIX_EVERY = 8
-"""One call in so many fetches a prefix into the pool as an engine would; the others take whatever blocks of a prompt are there."""
+"""Of this many calls, one fetches a prefix into the pool as an engine would. The others fetch any blocks of a prompt
+that the server still has."""
 _STALL_AFTER = 5_000
-"""Calls in a row that bring nothing, after which no other will."""
+"""The run ends after so many calls in a row that fetch nothing."""
 
 
 @dataclass(frozen=True)
 class FetchConfig:
-    """What is fetched: ``blocks`` blocks of ``layout``, with keys under ``secret``, into a pool of ``host_blocks``."""
+    """What is fetched: ``blocks`` blocks of ``layout``, into a pool of ``host_blocks``, with keys under ``secret``."""
 
     layout: BlockLayout
     blocks: int
@@ -42,17 +44,26 @@ class FetchConfig:
 
 
 class Fetching:
-    """One run against one server. A context manager: leaving it closes client and pool. Raises what the pool and client raise."""
+    """One run against one server. A context manager: leaving it closes client and pool. Errors of the pool and the
+    client propagate."""
 
-    def __init__(self, trace: Trace, config: FetchConfig, endpoint: str, *, progress: Callable[[int], Any] | None = None) -> None:
+    def __init__(
+        self, trace: Trace, config: FetchConfig, endpoint: str, *, progress: Callable[[int], Any] | None = None
+    ) -> None:
         self._trace, self._config, self._random = trace, config, Random(config.seed)
         self._progress = progress or (lambda count: None)
         self._width, self._size = config.layout.tokens_per_block, config.layout.block_bytes
-        self.cache = KVCacheManager(config.layout, device_blocks=1, host_blocks=config.host_blocks, device="cpu", secret=config.secret)
+        self.cache = KVCacheManager(
+            config.layout, device_blocks=1, host_blocks=config.host_blocks, device="cpu", secret=config.secret
+        )
         self._client = BlockClient(
-            endpoint, self.cache, name="fetch", timeout_ms=config.timeout_ms, blocks_per_message=config.blocks_per_message,
+            endpoint,
+            self.cache,
+            name="fetch",
+            timeout_ms=config.timeout_ms,
+            blocks_per_message=config.blocks_per_message,
             messages_in_flight=config.messages_in_flight,
-        )  # fmt: skip
+        )
         self._host = self._reader(self.cache.host_pool, config.host_blocks)
         self._prompt = lru_cache(maxsize=1024)(self._read_prompt)
         self.calls = self.fetched = self.entered = self.compared = self.missing = self.wrong = 0
@@ -95,7 +106,7 @@ class Fetching:
         ]
 
     def _read_prompt(self, index: int) -> tuple[BlockKeys, States]:
-        """A request's keys, and the states of the tokens of its full blocks, uint64[blocks, tokens_per_block]."""
+        """A request's keys, and the token states of its full blocks, uint64[blocks, tokens_per_block]."""
         request = self._trace.requests[index]
         tokens = request.prompt()
         keys = self.cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id)
@@ -117,20 +128,26 @@ class Fetching:
         self.fetched += len(there)
         buffers = [block for block in found if block is not None]
         page = np.stack([np.frombuffer(buffer, np.uint8) for buffer in buffers])
-        self._note(self._reader(page, len(there)).check_blocks(np.arange(len(there)), grid[there]), f"request {index}, as it came")
+        self._note(
+            self._reader(page, len(there)).check_blocks(np.arange(len(there)), grid[there]),
+            f"request {index}, as it came",
+        )
         for run in np.split(np.arange(len(there)), np.flatnonzero(np.diff(there) != 1) + 1):
             first = int(there[run[0]])
             self.entered += self.cache.import_blocks(prompt, buffers[run[0] : run[-1] + 1], first=first)
         self._compare_pool(index, prompt, grid, there)
 
     def _compare_pool(self, index: int, prompt: BlockKeys, grid: States, places: npt.NDArray[np.int64]) -> None:
-        """Compare what this pool holds for some blocks of a prompt, where it still has all of them."""
+        """Compare the bytes of some blocks of a prompt in this pool, if it still has all of them."""
         try:
             lease = self.cache.pin(prompt.keys[places], owner="fetch", tier="host")
         except BlockNotFound:
             return
         with lease:
-            self._note(self._host.check_blocks(lease.blocks - self.cache.device_blocks, grid[places]), f"request {index}, in the pool")
+            self._note(
+                self._host.check_blocks(lease.blocks - self.cache.device_blocks, grid[places]),
+                f"request {index}, in the pool",
+            )
             self.compared += len(places)
 
     def _note(self, difference: Any, where: str) -> None:

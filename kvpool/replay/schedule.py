@@ -1,4 +1,5 @@
-"""The order of admissions, appends and finishes of a replay, decided by lengths alone, so that it is the same for all pools."""
+"""The order of admissions, appends and finishes of a replay. Only lengths decide it, so it is the same for all
+pools."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kvpool.replay.tokens import Request
 
 
 class Skip(NamedTuple):
-    """The request never fits: it alone needs more blocks than the device tier has."""
+    """Skip the request. It never fits, since it alone needs more blocks than the device tier has."""
 
     request: Request
     blocks: int
@@ -38,17 +39,18 @@ Step = Skip | Admit | Append | Finish
 
 
 def worst_blocks(request: Request, tokens_per_block: int) -> int:
-    """Return the blocks that `request` holds at its end if it shares none."""
+    """Return the number of blocks that `request` holds at its end if it shares none."""
     return -(-request.length // tokens_per_block)
 
 
 def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, tokens_per_block: int) -> Iterator[Step]:
     """Yield the steps of a replay in file order.
 
-    A request is admitted once fewer than `active` others run and the worst case of all running ones and its own,
-    with nothing shared, fits the device tier; until then the oldest finishes. So no pool ever has to preempt.
-    With each arrival every running request with output left takes one block's worth of tokens, all in one batch;
-    what is then left of a request's output follows at its turn, a block's worth at a time.
+    A request is admitted if fewer than `active` others run, and if its worst case and theirs, with nothing shared, fit
+    the device tier together. Until then the oldest requests finish. So no pool ever has to preempt.
+
+    With each arrival, every running request that has output left appends one block's worth of tokens, all in one batch.
+    The rest of its output is appended before it finishes, one block's worth at a time.
     """
     running: deque[Request] = deque()
     done: dict[int, int] = {}

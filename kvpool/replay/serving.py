@@ -1,4 +1,5 @@
-"""A worker that serves others while it works: a replay that goes on round after round, and a block server on its host tier."""
+"""A worker that serves others while it works: a replay that repeats its trace, and a block server on its host
+tier."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from kvpool.replay.stress import Figure
 from kvpool.replay.traces import Trace
 
 _SWITCH_SECONDS = 1e-4
-"""How long the scheduler's Python may keep the server's thread waiting."""
+"""How long the scheduler's thread may keep the interpreter while the server's thread waits."""
 
 
 class Serving:
-    """Replays a trace again and again until it is stopped, and serves. A context manager: leaving it closes server and pool.
+    """Replays a trace again and again until it is stopped, and serves meanwhile. A context manager: leaving it closes
+    server and pool.
 
-    After each request its prompt is offloaded, so that other workers find it on the host, until others take its room. ``config`` needs
-    ``secret``, and ``verify`` for bytes that mean something. Raises what ``Replay`` and ``BlockServer`` raise.
+    After each request its prompt is offloaded, so that other workers find it on the host until it is evicted.
+    ``config`` needs ``secret``. It needs ``verify`` too if the bytes are to be compared, since only then are they
+    written. Errors of ``Replay`` and ``BlockServer`` propagate.
     """
 
     def __init__(self, trace: Trace, config: ReplayConfig, endpoint: str) -> None:
@@ -44,11 +47,12 @@ class Serving:
         self.replay.close()
 
     def stop(self) -> None:
-        """Have ``run`` end after the request that it is at. Thread-safe."""
+        """Have ``run`` end after the current request. Thread-safe."""
         self._stop.set()
 
     def run(self) -> list[Figure]:
-        """Replay until ``stop`` or KeyboardInterrupt, close the server, and return the figures; ``failure`` says what went wrong."""
+        """Replay until ``stop`` or KeyboardInterrupt, close the server, and return the figures. Afterwards ``failure``
+        says what went wrong."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
@@ -63,7 +67,7 @@ class Serving:
         return self._figures()
 
     def _admitted(self, count: int) -> None:
-        """After every request, on the scheduler's thread."""
+        """Called after every request, on the scheduler's thread."""
         request, cache = self._live[self._done], self.replay.cache
         self._done += count
         if worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks:

@@ -1,4 +1,5 @@
-"""Two threads on one pool: a replay that keeps evicting host blocks, and a reader that pins them and compares their bytes."""
+"""Two threads on one pool: a replay that evicts host blocks all the time, and a reader that pins them and compares
+their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.errors import BlockNotFound, KVPoolError
-from kvpool.leases import Lease
+from kvpool.holders.leases import Lease
 from kvpool.replay.content import KVBytes, token_states
 from kvpool.replay.engine import Replay, ReplayConfig
 from kvpool.replay.schedule import worst_blocks
@@ -25,30 +26,32 @@ from kvpool.replay.victims import VictimWatch
 from kvpool.state import debug
 
 EVENTS = 1 << 16
-"""Events for the pool to keep: more than one request of a long trace causes."""
+"""The number of events that the pool keeps. One request of a long trace causes fewer."""
 _PRUNE_EVERY, _VERIFY_EVERY, _STALL_AFTER = 64, 50, 1_000
-"""Requests between two clearings of the table of contents, two calls of ``verify``, two looks whether the run still gets on."""
+"""The number of requests between two calls of ``prune``, between two calls of ``verify``, and between two checks that
+the run still makes progress."""
 _BURST, _LONG, _LONG_TURNS = 32, 0.03, 20
-"""Pins that one turn of the reader opens, how many of them are long, and turns that those last."""
+"""The number of pins that one turn of the reader opens, the share of long ones, and the turns that a long one lasts."""
 _SWITCH_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
 class StressConfig:
-    """The replay, and how many pinned reads and host evictions the run must reach. ``replay`` needs ``events`` and ``verify``."""
+    """The replay, and the numbers of pinned reads and host evictions that the run must reach. ``replay`` needs
+    ``events`` and ``verify``."""
 
     replay: ReplayConfig
     reads: int
     evictions: int
     shielded: int
-    """Host evictions whose victim would have been a pinned block."""
+    """The number of host evictions whose victim would have been a pinned block."""
     seed: int = 0
     hold: bool = True
-    """False closes each lease before its second check: wrong bytes must be found."""
+    """If False, each lease is closed before its second check, so the run must find wrong bytes."""
 
 
 class Figure(NamedTuple):
-    """One figure of the run, what was asked of it in words ("" = nothing), and whether it is so."""
+    """One figure of the run, its condition in words ("" for none), and whether it meets the condition."""
 
     name: str
     value: int
@@ -58,7 +61,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class StressReport:
-    """The figures of a run; ``failure`` is what either thread died of, or None."""
+    """The figures of a run. ``failure`` is the error that ended a thread, or None."""
 
     figures: list[Figure]
     failure: str | None
@@ -71,11 +74,11 @@ class StressReport:
         return self.failure is None and not self.interrupted and all(figure.ok for figure in self.figures)
 
     def as_dict(self) -> dict[str, Any]:
-        """Nested dictionaries, lists and numbers only: what ``json.dumps`` takes."""
+        """The report as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
         return {"passed": self.passed, **asdict(self), "figures": [figure._asdict() for figure in self.figures]}
 
     def text(self) -> str:
-        """A line for each figure."""
+        """The report as text, one line for each figure."""
         lines = [f"stress  {self.config['trace']}"]
         for name, value, bound, ok in self.figures:
             state = ("ok" if ok else "FAILED") if bound else ""
@@ -89,10 +92,10 @@ class StressReport:
 
 
 class Contents:
-    """What the pool holds as its events tell it, and the bytes that each key stands for, computed from tokens alone.
+    """The content of the pool according to its events, and the bytes of each key, computed from tokens alone.
 
-    One thread writes (``learn``, ``follow``); ``bytes_of`` and ``host_keys`` may be used by others. ``host_keys`` is replaced, never
-    changed. ``stored`` and ``removed`` count events of host blocks, ``gaps`` events that were missed.
+    One thread writes (``learn``, ``follow``); other threads may use ``bytes_of`` and ``host_keys``. ``host_keys`` is
+    replaced, never changed. ``stored`` and ``removed`` count events of host blocks, ``gaps`` counts missed events.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -100,7 +103,9 @@ class Contents:
         self._layout, self._width = config.layout, config.layout.tokens_per_block
         page = np.zeros(self._layout.host_shape(config.device_blocks), self._layout.storage_dtype)
         self._page = page.reshape(config.device_blocks, -1).view(np.uint8)
-        self._writer = KVBytes(self._layout, page, self._layout.host_strides(config.device_blocks), config.device_blocks)
+        self._writer = KVBytes(
+            self._layout, page, self._layout.host_strides(config.device_blocks), config.device_blocks
+        )
         self._bytes: dict[bytes, bytes] = {}
         self._recent: deque[list[bytes]] = deque(maxlen=config.active + 1)
         self.cached: dict[str, set[bytes]] = {"device": set(), "host": set()}
@@ -108,7 +113,7 @@ class Contents:
         self.stored = self.removed = self.gaps = self._next = 0
 
     def bytes_of(self, key: bytes) -> bytes | None:
-        """The bytes of the block with this key, or None if no request that was learned has it."""
+        """The bytes of the block with this key, or None if no learned request has the key."""
         return self._bytes.get(key)
 
     def learn(self, request: Request) -> None:
@@ -124,7 +129,7 @@ class Contents:
         self._recent.append(names)
 
     def follow(self) -> None:
-        """Replay the events since the last call."""
+        """Apply the events since the last call."""
         for event in self._cache.events():
             self.gaps += event.number != self._next
             self._next = event.next
@@ -140,13 +145,14 @@ class Contents:
         self.host_keys = list(self.cached["host"])
 
     def prune(self) -> None:
-        """Drop bytes of content that is neither cached nor part of a request that may be running: nothing can store it unlearned."""
+        """Drop bytes of content that is not cached, and belongs to no request that may be running. Such content can be
+        stored again only after its request has been learned again."""
         wanted = self.cached["device"].union(self.cached["host"], *self._recent)
         self._bytes = {name: data for name, data in self._bytes.items() if name in wanted}
 
 
 class _Open(NamedTuple):
-    """A lease whose bytes were right, what they must still be, and the turn in which it is checked again and closed."""
+    """A lease whose bytes were right, its expected bytes, and the turn in which it is checked again and closed."""
 
     lease: Lease
     expected: list[bytes | None]
@@ -154,26 +160,29 @@ class _Open(NamedTuple):
 
 
 class Reader:
-    """Pins host blocks of a pool in many overlapping leases, and compares each block when its lease begins and before it ends.
+    """Pins host blocks of a pool in many overlapping leases, and compares each block when its lease begins and before
+    it ends.
 
-    ``work`` is what its thread runs, until ``enough`` says so or ``stop`` is set. A *read* is one lease. It reads memory at the addresses
-    of leases, as a reader from another process would.
+    Its thread runs ``work``, until ``enough`` returns True or ``stop`` is set. A *read* is one lease. It reads memory
+    at the addresses of leases, as a reader from another process would.
     """
 
     def __init__(self, replay: Replay, contents: Contents, config: StressConfig) -> None:
         self._cache, self._contents = replay.cache, contents
         self._random, self._hold = Random(config.seed), config.hold
-        self._state, self._block_bytes = replay.cache._state, config.replay.layout.block_bytes
+        self._state, self._block_bytes = replay.cache.core.tokens, config.replay.layout.block_bytes
         self._most = max(1, config.replay.host_blocks // 3)
         self._open: list[_Open] = []
         self._known: deque[int] = deque([config.replay.device_blocks], maxlen=256)
         self._turn = self._pinned = 0
-        self.reads = self.opened = self.missed = self.blocks = self.checks = self.wrong = self.unknown = self.last_lease = 0
+        self.reads = self.opened = self.missed = self.blocks = self.checks = self.wrong = self.unknown = (
+            self.last_lease
+        ) = 0
         self.first_wrong = ""
         self.error: BaseException | None = None
 
     def work(self, enough: Callable[[], bool], stop: threading.Event) -> None:
-        """Read until there is enough, then close what is open and set ``stop``. Keeps what it raises in ``error``."""
+        """Read until ``enough`` returns True, then close all leases and set ``stop``. Keeps errors in ``error``."""
         try:
             while not (stop.is_set() or enough()):
                 self._take_turn()
@@ -190,7 +199,7 @@ class Reader:
         for _ in range(_BURST):
             if keys and self._pinned < self._most:
                 self._begin(keys)
-        # Lets the scheduler in: every lease lives through one of these at least.
+        # The scheduler's thread can run here. Every lease is open during at least one such pause.
         time.sleep(0)
         due = [entry for entry in self._open if entry.until <= self._turn]
         self._open = [entry for entry in self._open if entry.until > self._turn]
@@ -229,7 +238,7 @@ class Reader:
         self._open.append(_Open(lease, expected, self._turn + turns))
 
     def _keys_of(self, lease: Lease) -> list[bytes]:
-        """The keys that pinned blocks have; they cannot change."""
+        """The keys of pinned blocks, which cannot change."""
         fields = self._state.blocks[lease.blocks]
         return split(np.stack([fields["key0"], fields["key1"]], axis=1).view(np.uint64))
 
@@ -249,11 +258,12 @@ class Reader:
 
 
 class Stress:
-    """One run. A context manager: leaving it closes the pool; ``run`` does the work once and reports."""
+    """One run. A context manager: leaving it closes the pool. ``run`` does the work once and returns the report."""
 
     def __init__(self, trace: Trace, config: StressConfig, *, progress: Callable[[int], Any] | None = None) -> None:
         self._config, self._requests, self._name = config, trace.requests, trace.name
-        # Grows by another round of the trace while reads are wanted, and ends where the replay is when there are enough.
+        # The list grows by another round of the trace while more reads are needed. When there are enough, it is cut
+        # where the replay is.
         self._live = list(trace.requests)
         self.replay = Replay(Trace(trace.name, trace.format, self._live), config.replay, progress=self._admitted)
         self.cache = self.replay.cache
@@ -271,7 +281,8 @@ class Stress:
         self.replay.close()
 
     def run(self) -> StressReport:
-        """Replay until the reader has what it wants, then check all counts. Raises nothing of either thread: the report has it."""
+        """Replay until the reader has enough, then check all counts. Errors of the threads are not raised: they are in
+        the report."""
         begin, failure, interrupted = time.perf_counter(), None, False
         thread = threading.Thread(target=self.reader.work, args=(self._enough, self._stop), name="kvpool stress reader")
         before = sys.getswitchinterval()
@@ -299,7 +310,7 @@ class Stress:
         return self.reader.reads >= self._config.reads and self.watch.evictions >= self._config.evictions
 
     def _admitted(self, count: int) -> None:
-        """After every request, on the scheduler's thread."""
+        """Called after every request, on the scheduler's thread."""
         request = self._live[self._done]
         self._done += count
         if worst_blocks(request, self.cache.tokens_per_block) <= self.cache.device_blocks:
@@ -319,7 +330,7 @@ class Stress:
             self._live += [replace(request, index=self._done + place) for place, request in enumerate(self._requests)]
 
     def _stalled(self) -> bool:
-        """Whether a whole round brought nothing of what is still missing, so that no other will."""
+        """Whether a whole round made no progress towards the missing counts, so that another would make none either."""
         if self._done % max(_STALL_AFTER, len(self._requests)):
             return False
         reads, evictions = self.reader.reads, self.watch.evictions
@@ -329,7 +340,7 @@ class Stress:
         return stalled
 
     def _figures(self) -> tuple[list[Figure], str | None]:
-        """All figures after both threads have ended, and what came of a last ``verify``."""
+        """All figures after both threads have ended, and the error of a last ``verify``, or None."""
         config, reader, watch, contents = self._config, self.reader, self.watch, self.contents
         failure = None
         try:
@@ -338,7 +349,7 @@ class Stress:
             contents.follow()
         except KVPoolError as error:
             failure = f"after the run: {type(error).__name__}: {error}"
-        stats, kept = self.cache.stats(), debug.cached(self.cache._state)
+        stats, kept = self.cache.stats(), debug.cached(self.cache.core.tokens)
         differ = sum(len(contents.cached[tier] ^ kept[tier].keys()) for tier in kept)
         figures: list[Figure] = []
 
@@ -360,7 +371,12 @@ class Stress:
         equal("blocks with content that no request has", reader.unknown, 0)
         at_least("host evictions", watch.evictions, config.evictions)
         at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded)
-        equal("host blocks forgotten or dropped", stats.forgotten_host_blocks + stats.redundant_dropped, watch.evictions, "evictions")
+        equal(
+            "host blocks forgotten or dropped",
+            stats.forgotten_host_blocks + stats.redundant_dropped,
+            watch.evictions,
+            "evictions",
+        )
         equal("host blocks in removed events", contents.removed, watch.evictions, "evictions")
         equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded")
         equal("events dropped or missing", stats.events_dropped + contents.gaps, 0)

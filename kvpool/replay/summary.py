@@ -1,4 +1,4 @@
-"""What a replay found: the figures of a run, as text for people and as a dictionary for JSON."""
+"""The figures of a replay, as text for people and as a dictionary for JSON."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _NAMED_SKIPS = 5
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens found in the pool. Full blocks by the tier that held them; partial ones were copied."""
+    """Prompt tokens found in the pool: in full blocks, by the tier that held them, and in blocks copied in part."""
 
     device_tokens: int
     host_tokens: int
     partial_tokens: int
     tokens: int
     rate: float
-    """Hit tokens of all prompt tokens."""
+    """The share of prompt tokens that were hits."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What happened to blocks between and inside the tiers."""
+    """Numbers of blocks that were moved between the tiers, copied inside one, or evicted."""
 
     offloaded: int
     onboarded: int
@@ -38,7 +38,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that the device copied and the time it took. Partial copies count by where they came from."""
+    """Bytes that the device copied, and the time it took. A partial copy counts by the tier of its source."""
 
     offloaded_bytes: int
     onboarded_bytes: int
@@ -49,7 +49,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was compared byte by byte."""
+    """The amounts that were compared byte by byte."""
 
     reused_tokens: int
     released_tokens: int
@@ -60,7 +60,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that a replay reports; sizes in tokens, blocks or bytes as the names say."""
+    """All figures of a replay. The names say whether a size is in tokens, blocks or bytes."""
 
     requests: int
     planned: int
@@ -80,7 +80,7 @@ class Summary:
     config: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return nested dictionaries, lists and numbers only: what ``json.dumps`` takes."""
+        """Return the figures as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
         return asdict(self)
 
     def text(self) -> str:
@@ -137,7 +137,8 @@ class Summary:
         done = self.verified
         return (
             f"every byte of {done.reused_tokens:,} reused and {done.released_tokens:,} released tokens, "
-            f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.partial_copies:,} partial copies"
+            f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.partial_copies:,} partial "
+            "copies"
         )
 
     def _config_lines(self) -> list[str]:
@@ -174,5 +175,5 @@ def peak_memory_bytes() -> int | None:
         import resource
     except ImportError:
         return None
-    # Kibibytes everywhere but on macOS.
+    # The unit is KiB, except on macOS, where it is bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

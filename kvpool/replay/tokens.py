@@ -1,4 +1,4 @@
-"""Requests of a trace and the token streams that stand for them: pure functions of ids and positions."""
+"""Requests of a trace, and their tokens, which are pure functions of ids and positions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 VOCABULARY = 128_000
 OUTPUT_ORIGIN = 1 << 50
 OUTPUT_STRIDE = 1 << 20
-"""Counter values between the outputs of two requests: the longest output that no other request repeats."""
+"""The distance between the counters of two requests' outputs. Longer outputs would repeat those of other requests."""
 
 
 def mix(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the splitmix64 value of each counter (uint64, any shape); the argument is left as it is."""
+    """Return the splitmix64 value of each counter (uint64, any shape). The argument is not changed."""
     x = counters + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -42,7 +42,7 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> npt.
 
 
 def expand_output(index: int, length: int) -> npt.NDArray[np.int32]:
-    """Return the ``int32[length]`` output of request `index`, repeated in no other request."""
+    """Return the ``int32[length]`` output of request `index`. Each request has a different output."""
     origin = OUTPUT_ORIGIN + index * OUTPUT_STRIDE
     return _tokens_at(np.arange(origin, origin + length, dtype=np.uint64))
 
@@ -51,8 +51,8 @@ def expand_output(index: int, length: int) -> npt.NDArray[np.int32]:
 class Request:
     """One request of a trace: lengths in tokens, and either ids to expand or explicit tokens.
 
-    `index` counts requests from 0 and seeds the output; `line` counts lines of the file from 1, 0 where there is
-    no file. `outputs` is None where the trace gives only the length of the answer.
+    `index` counts requests from 0 and seeds the output. `line` counts lines of the file from 1; it is 0 if there is no
+    file. `outputs` is None if the trace gives only the length of the answer.
     """
 
     index: int
@@ -66,13 +66,13 @@ class Request:
     salt: str | None = None
     adapter_id: int | str | None = None
     tenant: str | None = None
-    """Whom the request belongs to, where the trace says so. It separates figures, not contents."""
+    """The owner of the request, if the trace names one. It separates figures, but not content."""
     timestamp: float | None = None
-    """Arrival, seconds."""
+    """The time of arrival in seconds."""
 
     @property
     def name(self) -> str:
-        """How messages call this request."""
+        """The name of this request in messages."""
         return f"request {self.index} (line {self.line})" if self.line else f"request {self.index}"
 
     @property
@@ -81,7 +81,7 @@ class Request:
         return self.input_length + self.output_length
 
     def cut(self, tokens: int) -> Request:
-        """The request with its answer cut to half of `tokens` and its prompt to the rest, where they are longer."""
+        """The request, cut to `tokens`: its answer to half of them and its prompt to the rest, if these are longer."""
         output_length = min(self.output_length, tokens // 2)
         input_length = min(self.input_length, tokens - output_length)
         return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -28,7 +29,7 @@ _REQUIRED: Any = object()
 
 
 class TraceError(ValueError):
-    """A trace that cannot be replayed: `path`, `line` (from 1; 0 = the whole file) and the `reason`."""
+    """A trace cannot be replayed. Attributes: `path`, `line` (from 1; 0 for the whole file) and `reason`."""
 
     def __init__(self, path: str, line: int, reason: str) -> None:
         self.path, self.line, self.reason = path, line, reason
@@ -38,14 +39,14 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A trace read into memory: where it came from, its format, and its requests in file order."""
+    """A trace in memory: its source, its format, and its requests in file order."""
 
     name: str
     format: str
     requests: list[Request]
 
     def cut(self, tokens: int) -> Trace:
-        """The trace with no request longer than `tokens`."""
+        """The trace, with every request cut to at most `tokens` tokens."""
         return Trace(self.name, self.format, [request.cut(tokens) for request in self.requests])
 
 
@@ -57,21 +58,22 @@ def read_trace(path: str, *, format: str = "auto", limit: int | None = None) -> 
     path
         File name, or ``-``.
     format
-        One of `FORMATS`, or "auto": decided by the columns of the first request.
+        One of `FORMATS`, or "auto": the columns of the first request decide.
     limit
-        Read this many requests at most; what follows them is not looked at.
+        Read this many requests at most. Later lines are not read.
 
     Raises
     ------
     TraceError
-        The file cannot be read, has no request, or a line is broken; names file, line and what is wrong.
+        The file cannot be read, has no request, or has a line that is wrong. The error names file, line and reason.
     """
     found = list(stream_trace(path, format=format, limit=limit))
     return Trace(_name(path), found[0][0], [request for _, request in found])
 
 
 def stream_trace(path: str, *, format: str = "auto", limit: int | None = None) -> Iterator[tuple[str, Request]]:
-    """Yield the format and a request for each line of a trace as it is read; arguments and errors are those of `read_trace`."""
+    """Yield the format and the request of each line of a trace while it is read. Arguments and errors are those of
+    `read_trace`."""
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of auto, {', '.join(FORMATS)}")
     if limit is not None and limit < 1:
@@ -104,7 +106,10 @@ def _name(path: str) -> str:
 
 @contextmanager
 def _open(path: str) -> Iterator[BinaryIO]:
-    """Open `path` for reading bytes, unpacked if its content is gzip; standard input stays open."""
+    """Open `path` for reading bytes, decompressed if its content is gzip. Standard input stays open."""
+    if "\0" in path:
+        # open() would raise a ValueError for it.
+        raise OSError(errno.EINVAL, "a path cannot have a NUL character")
     stream: Any = sys.stdin.buffer if path == "-" else open(path, "rb")
     try:
         if stream.peek(2)[:2] == _GZIP_MAGIC:
@@ -152,7 +157,7 @@ def _id_request(row: _Row, format: str, index: int) -> Request:
         for column in ("chat_id", "parent_chat_id", "turn"):
             row.integer(column, -1, 2**63 - 1, default=0)
         row.text("type")
-    # A larger id would wrap around and stand for the tokens of another one.
+    # A larger id would wrap around, and give the tokens of another id.
     ids = row.integers("hash_ids", 2**64 // tokens_per_id - 1, np.uint64)
     if len(ids) * tokens_per_id < input_length:
         covered = f"{len(ids)} ids of {tokens_per_id} tokens cover {len(ids) * tokens_per_id} tokens"
@@ -205,7 +210,7 @@ def _native_request(row: _Row, index: int) -> Request:
 
 @dataclass(frozen=True)
 class _Row:
-    """The columns of one line; every accessor checks type and range and names what is wrong."""
+    """The columns of one line. Every accessor checks type and range, and names a wrong column in its error."""
 
     path: str
     line: int
@@ -241,7 +246,7 @@ class _Row:
         return value
 
     def timestamp(self, default: Any) -> float | None:
-        """The time of arrival, which the replay ignores: requests run in file order, as fast as they go."""
+        """The time of arrival. The replay ignores it: requests run in file order, as fast as possible."""
         value = self._value("timestamp", default)
         if value is None and default is None:
             return None
@@ -259,7 +264,7 @@ class _Row:
 
 
 def _kind(value: Any) -> str:
-    """Name a JSON value in a message: its kind, and the value where it is short."""
+    """Describe a JSON value for a message: its kind, and the value if it is short."""
     names = {bool: "the boolean", int: "the integer", float: "the number", str: "the string"}
     if type(value) in names:
         text = json.dumps(value)

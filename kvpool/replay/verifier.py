@@ -1,4 +1,4 @@
-"""Compares KV bytes wherever the pool promises them: at every reuse, copy between blocks, and release."""
+"""Compares KV bytes wherever the pool guarantees them: at every reuse, copy between blocks, and release."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.errors import KVPoolError
-from kvpool.layout import BlockLayout
 from kvpool.replay.content import Difference, Ids, KVBytes, States
 
 Enqueue = Callable[[Any, Callable[[], None], Ids, Ids], None]
-"""Has a function called behind what is enqueued on a stream; it reads and writes the tokens in two arrays of rows (block, first, end)."""
+"""Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
+(block, first, end)."""
 
 
 _NONE: Ids = np.empty((0, 3), np.int64)
 
 
 class VerificationError(KVPoolError, AssertionError):
-    """A block holds other bytes than its content calls for.
+    """A block's bytes are not those of its content.
 
-    `block` is the block's id, `tier` "device" or "host", `token` the token inside the block; `layer` and `plane`
-    say where its bytes first differ, None where the block was never written at all.
+    `block` is the block's id, `tier` is "device" or "host", and `token` is the token inside the block. `layer` and
+    `plane` say where its bytes first differ; they are None if the block was never written.
     """
 
     def __init__(self, message: str, *, block: int, tier: str, token: int, layer: int | None, plane: int | None):
@@ -33,14 +34,14 @@ class VerificationError(KVPoolError, AssertionError):
 
 
 class Verifier:
-    """What every block's bytes must be, kept beside the pool and told only what was written and copied.
+    """Keeps the expected bytes of every block, outside the pool. It learns only of writes and copies.
 
-    A sequence's bytes follow from its own tokens; a copy's bytes follow from what was written to its source.
-    Neither asks kvpool what a block holds. The state is ``uint64[blocks, tokens_per_block]`` and changes no pool
-    byte except through `write` and `write_tokens`. Not thread-safe.
+    A sequence's bytes follow from its own tokens. The bytes of a copy follow from the bytes that were written to its
+    source. The verifier never asks kvpool for a block's content. Its state is ``uint64[blocks, tokens_per_block]``.
+    Only `write` and `write_tokens` change bytes of the pool. Not thread-safe.
 
-    With `enqueue`, bytes are written and compared when the device comes to it, with what they must be by the order of the calls;
-    what is then found is kept in `failure`, which `raise_failure` raises.
+    With `enqueue`, bytes are written and compared when the device gets to that work. The order of the calls determines
+    the expected bytes. A difference that is found then is kept in `failure`, and `raise_failure` raises it.
     """
 
     def __init__(
@@ -88,15 +89,15 @@ class Verifier:
         self.reused_tokens += len(states)
 
     def check_release(self, blocks: Ids, states: States, stream: Any = None) -> None:
-        """Raise `VerificationError` unless a sequence about to be released still has all its bytes."""
+        """Raise `VerificationError` unless a sequence that is about to be released still has all its bytes."""
         self._check_sequence(blocks, states, "was overwritten while in use", stream)
         self.released_tokens += len(states)
 
     def copied(self, moves: Ids, stream: Any = None) -> None:
-        """Follow copies that the device has just enqueued, and compare every target with what its source held.
+        """Record copies that the device has just enqueued, and compare every target with its source's expected bytes.
 
-        `moves` is ``int64[n, >=3]`` of source, target, tokens, sequential in meaning. A difference is kept in
-        `failure`, as the caller is in the middle of the pool's own work; `raise_failure` reports it.
+        `moves` is ``int64[n, >=3]`` of source, target, tokens, as if made one after the other. A difference is kept in
+        `failure`, since the caller is in the middle of the pool's own work, and `raise_failure` raises it.
         """
         for batch in self._batches(moves):
             self._follow(batch)
@@ -108,7 +109,7 @@ class Verifier:
             self._launch(stream, lambda: self._check_targets(targets, states, context), reads=rows)
 
     def raise_failure(self) -> None:
-        """Raise the `VerificationError` that `copied` found, if any."""
+        """Raise the `VerificationError` that is kept in `failure`, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -121,18 +122,18 @@ class Verifier:
             self._enqueue(stream, lambda: self._keep(function), reads, writes)
 
     def _keep(self, function: Callable[[], None]) -> None:
-        """Call a function whose failure has no caller that could take it."""
+        """Call a function, and keep its error in `failure`, since no caller could handle it."""
         try:
             function()
         except VerificationError as failure:
             self.failure = self.failure or failure
 
     def _rows(self, blocks: Ids) -> Ids:
-        """All tokens of blocks."""
+        """All tokens of these blocks, as rows (block, first, end)."""
         return np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, self._tokens_per_block)], axis=1)
 
     def _split(self, start: int, stop: int) -> tuple[int, int, Ids]:
-        """Cut tokens ``[start, stop)`` into full blocks ``[first, last)`` and the positions of all other tokens."""
+        """Split tokens ``[start, stop)`` into full blocks ``[first, last)`` and the positions of all other tokens."""
         size = self._tokens_per_block
         first, last = -(-start // size), stop // size
         if last <= first:
@@ -166,10 +167,10 @@ class Verifier:
         self._launch(stream, check, reads=rows)
 
     def _batches(self, moves: Ids) -> Iterator[Ids]:
-        """Cut `moves` where one reads or writes a block that an earlier one of the same batch has written."""
+        """Split `moves` into batches: no move reads or writes a block that an earlier one of its batch has written."""
         while len(moves):
             order = np.arange(len(moves))
-            # Assigned backwards, the first move that writes a block wins.
+            # The marks are assigned backwards, so the first move that writes a block wins.
             self._mark[moves[::-1, TARGET]] = order[::-1]
             writer = np.where(self._mark[moves[:, SOURCE]] < 0, len(moves), self._mark[moves[:, SOURCE]])
             clash = (writer < order) | (self._mark[moves[:, TARGET]] < order)
@@ -179,7 +180,7 @@ class Verifier:
             moves = moves[cut:]
 
     def _follow(self, moves: Ids) -> None:
-        """Carry the expected states from sources to targets, and note copies of bytes that nobody wrote."""
+        """Copy the expected states from sources to targets, and note copies of bytes that nobody wrote."""
         size = self._tokens_per_block
         inside = np.arange(size) < moves[:, TOKENS, None]
         known = self._written[moves[:, SOURCE]]
@@ -199,7 +200,8 @@ class Verifier:
         self.partial_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
 
     def _check_targets(self, moves: Ids, states: States, context: str) -> None:
-        """Compare the targets of moves with their token states, ``uint64[n, tokens_per_block]``; the first difference goes to `failure`."""
+        """Compare the targets of moves with their token states, ``uint64[n, tokens_per_block]``. The first difference
+        is kept in `failure`."""
         for tier, origin, memory in self._tiers:
             mine = (moves[:, TARGET] < self._device_blocks) == (tier == "device")
             whole = mine & (moves[:, TOKENS] == self._tokens_per_block)
@@ -223,7 +225,9 @@ class Verifier:
         place = f"layer {found.layer}, plane {found.plane}, head {found.head}"
         values = f"found {found.found:#x}, expected {found.expected:#x}"
         message = f"{tier} block {block}, token {found.token}, {context}: {complaint} ({place}: {values})"
-        return VerificationError(message, block=block, tier=tier, token=found.token, layer=found.layer, plane=found.plane)
+        return VerificationError(
+            message, block=block, tier=tier, token=found.token, layer=found.layer, plane=found.plane
+        )
 
 
 def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Ids:

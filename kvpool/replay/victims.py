@@ -1,4 +1,5 @@
-"""VictimWatch: which host evictions would have hit a pinned block, from an order of the host tier that is kept beside the pool's own."""
+"""VictimWatch: finds the host evictions that would have taken a pinned block. For this it keeps an eviction order of
+the host tier that includes pinned blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +10,8 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.manager import KVCacheManager
-from kvpool.state.blocks import (
-    C_COPIED,
-    C_FORGOTTEN_HOST,
-    C_REDUNDANT,
+from kvpool.state.records import (
     DEFAULT_PRIORITY,
-    DEVICE_BLOCKS,
     HOST,
     LISTS_PER_TIER,
     NONE,
@@ -22,38 +19,42 @@ from kvpool.state.blocks import (
     REDUNDANT,
     blocks_of,
     counters_of,
+    head,
     lists_of,
 )
 
-# One host block: the list that it is in or would be in but for its pins (0 redundant, 1 content, NONE neither), when it came there, by
-# what a change of its content or of the list is known, and whether but for its pins it would have been evicted.
+# One host block. ``rank`` is the list that it is in, or would be in without its pins: 0 redundant, 1 content, NONE
+# neither. ``stamp`` orders the arrivals in a list. ``ticket`` and ``twin`` show that its content or its list changed.
+# ``pinned`` says that it is pinned, and ``gone`` that without its pins it would have been evicted.
 PLACE = np.dtype(
     [("rank", "i8"), ("stamp", "i8"), ("ticket", "i8"), ("twin", "i8"), ("pinned", "i8"), ("gone", "i8")],
     align=True,
 )
 LOOKS, EVICTIONS, SHIELDED, CLOCK, SEEN_REDUNDANT, SEEN_FORGOTTEN, SEEN_COPIED, TOTALS = range(8)
-BEFORE, NOW = 1, 2  # gone: in an earlier decision, in the one under way
+BEFORE, NOW = 1, 2  # values of ``gone``: in an earlier decision, in the current one
 
 
 @jit
 def _shielded(h: Any, places: Any, redundant: int, forgotten: int) -> int:
-    """How many of a decision's evictions would have taken a pinned block. Those are out of the order from then on."""
+    """Count the evictions of a decision that would have taken a pinned block. Such blocks leave the order."""
     blocks, count = blocks_of(h), places.shape[0]
     copies = 0
     for place in places:
         if place.rank == 0 and not place.pinned:
             copies += 1
-    # A redundant copy that came only in the decision is not in the order: its eviction proves nothing.
+    # A redundant copy that was made in this decision is not in the order, so its eviction proves nothing.
     evictions = min(redundant, copies) + forgotten
     taken = 0
     for i in range(count):
-        block = blocks[h[DEVICE_BLOCKS] + i]
+        block = blocks[h.device_blocks + i]
         if not places[i].pinned or places[i].gone or block.word >> 32 == 0 or block.twin != places[i].twin:
             continue
         before = 0
         for place in places:
             if place.rank != NONE and place.gone != BEFORE:
-                before += place.rank < places[i].rank or (place.rank == places[i].rank and place.stamp < places[i].stamp)
+                before += place.rank < places[i].rank or (
+                    place.rank == places[i].rank and place.stamp < places[i].stamp
+                )
         if before < evictions:
             places[i].gone = NOW
             taken += 1
@@ -71,14 +72,19 @@ def _arrive(places: Any, totals: Any, i: int, rank: int, ticket: int) -> None:
 
 @jit
 def _follow(h: Any, places: Any, totals: Any) -> None:
-    """Give a stamp to what has come into a list, and keep the places of what is pinned."""
-    blocks, lists, origin = blocks_of(h), lists_of(h), h[DEVICE_BLOCKS]
+    """Give a stamp to each block that has entered a list, and keep the places of pinned blocks."""
+    blocks, lists, origin = blocks_of(h), lists_of(h), h.device_blocks
     for rank in range(2):
         b, last = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else REDUNDANT), 0], 0
         while b != NONE:
             i = b - origin
-            # What stands behind a later arrival has gone to the back, too.
-            if places[i].rank != rank or places[i].ticket != blocks[b].ticket or places[i].pinned or places[i].stamp < last:
+            # A block that stands after a later arrival has itself moved to the back.
+            if (
+                places[i].rank != rank
+                or places[i].ticket != blocks[b].ticket
+                or places[i].pinned
+                or places[i].stamp < last
+            ):
                 _arrive(places, totals, i, rank, blocks[b].ticket)
             last, b = places[i].stamp, blocks[b].next
     for i in range(places.shape[0]):
@@ -94,63 +100,66 @@ def _follow(h: Any, places: Any, totals: Any) -> None:
 
 
 @jit
-def look(h: Any, places: Any, totals: Any) -> None:
-    """See what one holder of the state lock has changed: ``places`` PLACE[host blocks], ``totals`` int64[TOTALS]."""
+def look(heads: Any, places: Any, totals: Any) -> None:
+    """Record one lock holder's changes in ``places`` PLACE[host blocks] and ``totals`` int64[TOTALS]."""
+    h = head(heads, 0)
     counters = counters_of(h)
-    redundant, forgotten = counters[C_REDUNDANT] - totals[SEEN_REDUNDANT], counters[C_FORGOTTEN_HOST] - totals[SEEN_FORGOTTEN]
+    redundant, forgotten = (
+        counters.redundant_dropped - totals[SEEN_REDUNDANT],
+        counters.forgotten_host_blocks - totals[SEEN_FORGOTTEN],
+    )
     totals[LOOKS] += 1
     totals[EVICTIONS] += redundant + forgotten
-    if redundant + forgotten and counters[C_COPIED] == totals[SEEN_COPIED]:
+    if redundant + forgotten and counters.copied_blocks == totals[SEEN_COPIED]:
         totals[SHIELDED] += _shielded(h, places, redundant, forgotten)
-    totals[SEEN_REDUNDANT], totals[SEEN_FORGOTTEN] = counters[C_REDUNDANT], counters[C_FORGOTTEN_HOST]
-    totals[SEEN_COPIED] = counters[C_COPIED]
+    totals[SEEN_REDUNDANT], totals[SEEN_FORGOTTEN] = counters.redundant_dropped, counters.forgotten_host_blocks
+    totals[SEEN_COPIED] = counters.copied_blocks
     _follow(h, places, totals)
 
 
 class VictimWatch:
     """Counts the host evictions of a pool, and those that would have taken a block that was pinned.
 
-    It sees the pool whenever its state lock is let go, before another thread can have it: between two looks lies one decision, one pin
-    or one unpin, and within a decision no pin comes or goes. A block that enters a list goes to its back and gets the next *stamp*; a
-    block that is pinned leaves its list, but keeps its stamp here. Ordered by list and stamp, all blocks together are the order of
-    eviction that the pool would have if its leases did not count. An eviction that would have taken a pinned block takes it out of this
-    order, until it is listed again: each stay counts once.
+    The watch looks at the pool each time the state lock is released, before another thread can take it. So between two
+    looks there is one decision, one pin or one unpin, and during a decision no pin begins or ends.
 
-    Of one decision the watch sees how many blocks were evicted, not in which order blocks came and went. Whatever arrives goes to the
-    back, so n evictions would have taken the first n blocks of the order before the decision; if blocks in front left it otherwise, then
-    more. So ``shielded`` is a lower bound. It leaves out what is not sure: pinned blocks whose content came to the device or left it
-    in the decision, and decisions with partial copies, whose source the call itself may have held.
+    A block that enters a list goes to its back and gets the next *stamp*. A block that is pinned leaves its list, but
+    keeps its stamp here. All blocks, ordered by list and stamp, form the eviction order that the pool would have if
+    leases did not hold blocks. If an eviction would have taken a pinned block, the block leaves this order until it is
+    listed again. So each of its stays in the order counts at most once.
 
-    For new pools whose blocks all have the default priority and whose sequences are stored when released. Thread-safe: everything happens
-    under the state lock.
+    The watch sees how many blocks a decision evicted, but not the order in which blocks arrived and left. Arriving
+    blocks go to the back. So n evictions would have taken at least the first n blocks of the order before the decision,
+    and more if blocks at the front left for other reasons. So ``shielded`` is a lower bound. It leaves out uncertain
+    cases: pinned blocks whose content came to the device or left it in the decision, and decisions with partial copies,
+    since the call itself may have held their source.
+
+    Use it for new pools, if all blocks have the default priority and sequences are stored when they are released.
+    Thread-safe: all its work is done under the state lock.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
-        header = cache._state.header
+        heads = cache.core.states.heads
         self._places, self._totals = np.zeros(cache.host_blocks, PLACE), np.zeros(TOTALS, np.int64)
         self._places["rank"] = NONE
         places, totals = self._places, self._totals
-        look(header, places, totals)
-        lock = WatchedLock(cache._lock, lambda: look(header, places, totals))
-        # Whoever holds the state lock must be seen: every name that the pool and its parts have for it.
-        for owner in (cache, cache._transfer):
-            for name, value in list(vars(owner).items()):
-                if value is lock.inner:
-                    setattr(owner, name, lock)
+        look(heads, places, totals)
+        # Every holder of the state lock must be seen, so the lock is replaced.
+        cache.core.use_lock(WatchedLock(cache.core.lock, lambda: look(heads, places, totals)))
 
     @property
     def evictions(self) -> int:
-        """Host blocks evicted."""
+        """The number of host blocks that were evicted."""
         return int(self._totals[EVICTIONS])
 
     @property
     def shielded(self) -> int:
-        """Host evictions, at least, whose victim would have been a pinned block."""
+        """A lower bound of the host evictions whose victim would have been a pinned block."""
         return int(self._totals[SHIELDED])
 
 
 class WatchedLock:
-    """A reentrant lock that calls ``look`` each time before it is let go for good."""
+    """A reentrant lock that calls ``look`` before its outermost release."""
 
     def __init__(self, inner: Any, look: Callable[[], None]) -> None:
         self.inner, self._look, self._depth = inner, look, 0

@@ -1,4 +1,5 @@
-"""A seeded synthetic workload: chats of several turns over a few shared system prompts, for tenants that share nothing."""
+"""A seeded synthetic workload: chats of several turns over a few shared system prompts, for tenants that share
+nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvpool.replay.traces import Trace
 REQUESTS = 600
 DEVICE_BLOCKS = 1_500
 HOST_BLOCKS = 3_000
-"""Tiers that the default workload overflows, so that a run shows every kind of move."""
+"""The default workload overflows tiers of these sizes, so that a run shows every kind of move."""
 
 _SYSTEM_PROMPTS = (330, 760, 1_200, 2_050)
 _TENANTS = (None, None, None, "tenant-a", "tenant-b")
@@ -29,17 +30,17 @@ class _Chat:
     salt: str | None
     adapter_id: int | None
     history: npt.NDArray[np.int32]
-    """Everything that the next question follows."""
+    """All tokens before the next question."""
     last: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
-    """The last question, behind what it followed."""
+    """The tokens before the last question, and that question."""
 
 
 def synthetic(requests: int = REQUESTS, *, seed: int = 0) -> Trace:
     """Return a trace of `requests` requests with explicit tokens, the same for the same arguments on every machine.
 
-    A chat starts with one of a few system prompts; each turn repeats everything before it, the model's answers
-    included, and adds a question. Now and then a question is asked again with another ending. Some tenants have
-    a salt, some chats an adapter.
+    A chat starts with one of a few system prompts. Each turn repeats everything before it, including the model's
+    answers, and adds a question. Now and then a question is asked again with another ending. Some tenants have a salt,
+    and some chats have an adapter.
 
     Raises
     ------

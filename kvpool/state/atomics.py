@@ -1,7 +1,8 @@
-"""What Numba lacks, as intrinsics: atomic operations on array elements, views of raw addresses, loads ahead of time, bit lengths.
+"""What Numba lacks, as intrinsics: atomic operations on array elements, views of raw addresses, copies between them,
+loads ahead of time, bit lengths.
 
-The atomics are sequentially consistent, but for ``store``. All work in nogil functions that are cached on disk. Beside each
-stands what it does in the interpreter, under NUMBA_DISABLE_JIT: the same for one thread at a time, slowly.
+The atomics are sequentially consistent, except ``store``. All work in nogil functions that are cached on disk. Each has
+a twin for the interpreter, under NUMBA_DISABLE_JIT, which does the same for one thread at a time, slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kvpool.jit import intrinsic
 
 
 class _Record:
-    """One element of a structured array: fields are read as int64, as machine code widens them, and written in place."""
+    """One element of a structured array. Fields are read as int64, as machine code widens them, and written in
+    place."""
 
     __slots__ = ("_fields", "_place")
     _fields: dict[str, Any]
@@ -38,7 +40,8 @@ class _Record:
 
 
 class _Records:
-    """A structured array as jitted code sees it: ``[i]`` is a reference to an element, ``["name"]`` the array of one field."""
+    """A structured array as jitted code sees it: ``[i]`` is a reference to an element, ``["name"]`` the array of one
+    field."""
 
     __slots__ = ("_fields", "shape")
 
@@ -47,6 +50,10 @@ class _Records:
 
     def __getitem__(self, place: Any) -> Any:
         return self._fields[place] if isinstance(place, str) else _Record(self._fields, place)
+
+
+def _plain_record_at(address: int, dtype: Any) -> Any:
+    return _plain_array_at(int(address), (1,), dtype)[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,7 +118,7 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic(_plain_store)
 def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """Atomic write of ``array[index]``, behind everything this thread has written before."""
+    """Atomic write of ``array[index]``, ordered after all earlier writes of this thread."""
     if not _valid(array, index):
         return None
 
@@ -127,7 +134,7 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic(_plain_compare_exchange)
 def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desired: Any) -> Any:
-    """Store ``desired`` if ``array[index] == expected``; returns whether it did."""
+    """Store ``desired`` if ``array[index] == expected``. Returns whether it did."""
     if not _valid(array, index):
         return None
 
@@ -143,9 +150,10 @@ def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desi
 
 @intrinsic(_plain_array_at)
 def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
-    """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``; the caller keeps it alive.
+    """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``. The caller keeps
+    it alive.
 
-    What ``numba.carray`` does, without the reference count that it gives its result.
+    It does what ``numba.carray`` does, without the reference count of its result.
     """
     if not isinstance(address, types.Integer) or not isinstance(shape, types.UniTuple):
         return None
@@ -153,7 +161,10 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(array_type)(context, builder)
-        dims = [context.cast(builder, dim, shape.dtype, types.intp) for dim in cgutils.unpack_tuple(builder, args[1], shape.count)]
+        dims = [
+            context.cast(builder, dim, shape.dtype, types.intp)
+            for dim in cgutils.unpack_tuple(builder, args[1], shape.count)
+        ]
         itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
         strides = [itemsize]
         for dim in reversed(dims[1:]):
@@ -165,9 +176,22 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     return array_type(address, shape, dtype), codegen
 
 
+@intrinsic(_plain_record_at)
+def record_at(typingctx: Any, address: Any, dtype: Any) -> Any:
+    """The memory at the integer ``address`` as a reference to one record of ``dtype``. The caller keeps it alive."""
+    if not isinstance(address, types.Integer):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = context.cast(builder, args[0], signature.args[0], types.intp)
+        return builder.inttoptr(place, context.get_value_type(signature.return_type))
+
+    return dtype.dtype(address, dtype), codegen
+
+
 @intrinsic(_plain_address_of)
 def address_of(typingctx: Any, array: Any) -> Any:
-    """The address of the first element as an int64; whoever keeps it keeps the array alive."""
+    """The address of the first element as an int64. Whoever keeps the address keeps the array alive."""
     if not isinstance(array, types.Array):
         return None
 
@@ -177,9 +201,21 @@ def address_of(typingctx: Any, array: Any) -> Any:
     return types.int64(array), codegen
 
 
+@intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))
+def memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """libc's memcpy between two addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
+        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
 @intrinsic(_plain_bit_length)
 def bit_length(typingctx: Any, value: Any) -> Any:
-    """Bits of a non-negative int64 up to its highest one."""
+    """The number of bits of a non-negative int64, without leading zeros."""
     if not isinstance(value, types.Integer):
         return None
 
@@ -192,7 +228,7 @@ def bit_length(typingctx: Any, value: Any) -> Any:
 
 @intrinsic(_plain_prefetch)
 def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    """Begin to load the cache line of ``array[index]``, which may be any integer; says nothing about memory, so it cannot fault."""
+    """Begin to load the cache line of ``array[index]``. The index may be any integer: a prefetch cannot fault."""
     if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, types.Integer):
         return None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpool.state.blocks import DEVICE_BLOCKS, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT
-from kvpool.state.states import State, States
+from kvpool.state.arrays import State, States
+from kvpool.state.records import EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT, SWAPPED
 
 
 def lists(state: State) -> dict[str, list[int]]:
@@ -26,16 +26,30 @@ def cached(state: State) -> dict[str, dict[bytes, int]]:
     result: dict[str, dict[bytes, int]] = {"device": {}, "host": {}}
     for b, block in enumerate(state.blocks):
         if block["flags"] & PUBLISHED:
-            tier = "device" if b < state.header[DEVICE_BLOCKS] else "host"
+            tier = "device" if b < state.head.device_blocks else "host"
             result[tier][block["key0"].tobytes() + block["key1"].tobytes()] = b
     return result
 
 
 def dump(state: State) -> bytes:
-    """Every byte that a decision depends on: all but the scalars and counters in the header and the search's starting points."""
-    arrays = (state.blocks, state.tokens, state.lists[:-2], state.index, state.children, state.heap, state.sequences, state.rows)
+    """Every byte on which a decision depends: everything but the scalars and counters in the header, and where searches
+    start."""
+    arrays = (
+        state.blocks,
+        state.tokens,
+        state.lists[:-2],
+        state.index,
+        state.children,
+        state.heap,
+        state.sequences,
+        state.rows,
+        state.swapped[state.sequences["live"] == SWAPPED],
+    )
     extra = state.extra.tobytes() if state.extra.size > 1 else b""
-    return b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.ring.events)) + extra
+    return (
+        b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.ring.events))
+        + extra
+    )
 
 
 def dump_all(states: States) -> bytes:

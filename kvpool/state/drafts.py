@@ -1,4 +1,4 @@
-"""Drafts: of the last tokens of a sequence a path is kept, moved together, and the others are dropped."""
+"""Drafts: one path of the last tokens of a sequence is kept and moved together. The other drafts are dropped."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
-from kvpool.state.admission import SHORT_OF_BLOCKS
-from kvpool.state.blocks import (
-    C_COPIED,
-    DETAIL,
-    DETAIL2,
+from kvpool.state.codes import BAD_ACCEPTED, BAD_DRAFTS, SHORT_OF_BLOCKS
+from kvpool.state.growth import rewind, rewind_need, rewind_one, shared
+from kvpool.state.lists import free_blocks
+from kvpool.state.records import (
     DEVICE,
     EXTRA,
-    HAS_EXTRA,
     KEYED,
     NONE,
     PUBLISHED,
-    TICKET,
-    TOKEN_MOVES,
-    TOKEN_MOVES_CAPACITY,
-    WIDTH,
     blocks_of,
     counters_of,
     extra_of,
@@ -30,18 +24,15 @@ from kvpool.state.blocks import (
     token_moves_of,
     tokens_of,
 )
-from kvpool.state.growth import rewind, rewind_need, rewind_one, shared
-from kvpool.state.live import slot_of, stream_of
-from kvpool.state.lru import free_blocks
+from kvpool.state.sequences import slot_of, stream_of
 from kvpool.state.sharing import private_copy
 from kvpool.state.tiers import forget
-
-BAD_DRAFTS, BAD_ACCEPTED = -11, -12
 
 
 @jit
 def draft_error(h, ids, drafts, accepted, counts):
-    """0, or an error: DETAIL is the offender's place in ``ids``, for BAD_ACCEPTED in ``accepted``; DETAIL2 the bound that it broke.
+    """0, or an error. ``detail`` is the place of the offender in ``ids``, or for BAD_ACCEPTED in ``accepted``.
+    ``bound`` is the bound that it broke.
 
     The ids were checked.
     """
@@ -49,12 +40,12 @@ def draft_error(h, ids, drafts, accepted, counts):
     for i in range(ids.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
         if drafts[i] > sequence.length - sequence.committed:
-            h[DETAIL], h[DETAIL2] = i, sequence.length - sequence.committed
+            h.detail, h.bound = i, sequence.length - sequence.committed
             return BAD_DRAFTS
         least = np.int64(0)
         for j in range(start, start + counts[i]):
             if accepted[j] < least or accepted[j] >= drafts[i]:
-                h[DETAIL], h[DETAIL2] = j, drafts[i]
+                h.detail, h.bound = j, drafts[i]
                 return BAD_ACCEPTED
             least = accepted[j] + 1
         start += counts[i]
@@ -63,7 +54,7 @@ def draft_error(h, ids, drafts, accepted, counts):
 
 @jit
 def gap_of(accepted, start, count):
-    """How many of the accepted drafts of a sequence are where they stay: those before the first that was not accepted."""
+    """How many accepted drafts of a sequence stay where they are: those before the first rejected one."""
     n = 0
     while n < count and accepted[start + n] == n:
         n += 1
@@ -72,16 +63,16 @@ def gap_of(accepted, start, count):
 
 @jit
 def _shared_between(h, slot, first, end):
-    """How many of the blocks of tokens [first, end) others hold too."""
+    """How many of the blocks of the tokens [first, end) others hold too."""
     found = 0
-    for i in range(first // h[WIDTH], (end - 1) // h[WIDTH] + 1 if end > first else 0):
+    for i in range(first // h.width, (end - 1) // h.width + 1 if end > first else 0):
         found += 1 if shared(h, slot, i) else 0
     return found
 
 
 @jit
 def _copies(h, ids, drafts, accepted, counts):
-    """Blocks that have to be copied since others hold them too, and whether a token is to move."""
+    """How many blocks have to be copied because others hold them too, and whether any token has to move."""
     need, start, moving = 0, 0, False
     for i in range(ids.shape[0]):
         slot, gap = slot_of(h, ids[i]), gap_of(accepted, start, counts[i])
@@ -90,7 +81,7 @@ def _copies(h, ids, drafts, accepted, counts):
         if gap < counts[i]:
             moving = True
             need += _shared_between(h, slot, base + gap, end)
-        elif counts[i] < drafts[i] and end % h[WIDTH]:
+        elif counts[i] < drafts[i] and end % h.width:
             need += _shared_between(h, slot, end - 1, end)
         start += counts[i]
     return need, moving
@@ -98,15 +89,15 @@ def _copies(h, ids, drafts, accepted, counts):
 
 @jit
 def _move_token(h, source, at, target, to):
-    """The ids of a token; its bytes are what token moves are for."""
+    """Move the id of a token, and its extra id. Token moves carry its bytes."""
     blocks, tokens = blocks_of(h), tokens_of(h)
     tokens[target, to] = tokens[source, at]
-    if not h[HAS_EXTRA]:
+    if not h.has_extra:
         return
     extra = extra_of(h)
     own = extra[source, at] if blocks[source].flags & EXTRA else np.int64(0)
     if own != 0 and not blocks[target].flags & EXTRA:
-        for i in range(h[WIDTH]):
+        for i in range(h.width):
             extra[target, i] = 0
         blocks[target].flags |= EXTRA
     if blocks[target].flags & EXTRA:
@@ -115,25 +106,27 @@ def _move_token(h, source, at, target, to):
 
 @jit
 def _gather(h, slot, base, accepted, gap, stream):
-    """Move the accepted drafts, int64[n], from the place ``gap`` on behind those before; returns blocks copied.
+    """Move the accepted drafts, int64[n], from number ``gap`` on, to the places after those before them. Returns blocks
+    copied.
 
-    The blocks that are written become the sequence's own first: a copy of one has all of its tokens, so that it is read as well.
+    First, the sequence gets blocks of its own for all that will be written. A copy of a block has all of its tokens,
+    since it is also read from.
     """
-    blocks, row, width = blocks_of(h), table_of(h)[slot], h[WIDTH]
+    blocks, row, width = blocks_of(h), table_of(h)[slot], h.width
     length, copied = sequences_of(h)[slot].length, 0
     for i in range((base + gap) // width, (base + accepted.shape[0] - 1) // width + 1):
         if shared(h, slot, i):
-            emit_access(h, WROTE, stream, row[i])
-            row[i] = private_copy(h, row[i], min(width, length - i * width))
+            emit_access(h, WROTE, stream, np.int64(row[i]))
+            row[i] = private_copy(h, np.int64(row[i]), min(width, length - i * width))
             copied += 1
         if blocks[row[i]].flags & PUBLISHED:  # by a fork that has committed it, and has gone
-            forget(h, row[i], NONE)
+            forget(h, np.int64(row[i]), NONE)
         blocks[row[i]].flags &= ~KEYED
-        blocks[row[i]].ticket = h[TICKET]  # whose failure loses them
-        emit_access(h, WILL_WRITE, stream, row[i])
-    moves, n = token_moves_of(h), h[TOKEN_MOVES]
-    if n + accepted.shape[0] - gap > h[TOKEN_MOVES_CAPACITY]:
-        raise RuntimeError("more token moves than were reserved")
+        blocks[row[i]].ticket = h.ticket  # if that decision fails, these tokens are lost
+        emit_access(h, WILL_WRITE, stream, np.int64(row[i]))
+    moves, n = token_moves_of(h), h.token_moves
+    if n + accepted.shape[0] - gap > h.token_moves_capacity:
+        raise RuntimeError("more token moves than one call can make")
     for j in range(gap, accepted.shape[0]):
         place, to = base + accepted[j], base + j
         source, target = np.int64(row[place // width]), np.int64(row[to // width])
@@ -141,13 +134,14 @@ def _gather(h, slot, base, accepted, gap, stream):
         moves[n, 0], moves[n, 1] = stream, slot
         moves[n, 2], moves[n, 3] = source * width + place % width, target * width + to % width
         n += 1
-    h[TOKEN_MOVES] = n
+    h.token_moves = n
     return copied
 
 
 @jit
 def _drop(h, ids, drafts, accepted, counts, moved):
-    """Drop what was not accepted, of the sequences with a token that ``moved`` or of the others; returns blocks copied."""
+    """Drop the rejected drafts: with ``moved``, of the sequences in which a token moves, else of the others. Returns
+    blocks copied."""
     start, copied = 0, 0
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
@@ -159,21 +153,23 @@ def _drop(h, ids, drafts, accepted, counts, moved):
 
 @jit
 def keep_need(h, ids, drafts, accepted, counts, dropped):
-    """Blocks that ``keep`` takes for copies, or the error, after ``draft_error``; ``dropped`` is ``drafts - counts``."""
+    """The blocks that ``keep`` takes for copies, or the error. Called after ``draft_error``. ``dropped`` is
+    ``drafts - counts``."""
     need, moving = _copies(h, ids, drafts, accepted, counts)
     if not moving:
         return rewind_need(h, ids, dropped)
-    # Blocks that this call returns do not count: tokens are moved out of them behind all copies into fresh blocks.
+    # Blocks that this call gives back do not count. Tokens move out of them after all copies into fresh blocks.
     free = free_blocks(lists_of(h), DEVICE)
     if need > free:
-        h[DETAIL], h[DETAIL2] = need, free
+        h.detail, h.bound = need, free
         return np.int64(SHORT_OF_BLOCKS)
     return need
 
 
 @jit
 def keep(h, ids, drafts, accepted, counts, dropped):
-    """Of the last ``drafts`` tokens of each sequence keep its next ``counts`` of ``accepted``, indices among them in rising order.
+    """Of the last ``drafts`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices among
+    them in rising order.
 
     ``keep_need`` has found it possible. Returns blocks copied.
     """
@@ -186,8 +182,8 @@ def keep(h, ids, drafts, accepted, counts, dropped):
             base = sequences_of(h)[slot].length - drafts[i]
             copied += _gather(h, slot, base, accepted[start : start + counts[i]], gap, stream_of(h, slot))
         start += counts[i]
-    # Those without a move first: they may take a block.
+    # Sequences without a move come first: they may take a block.
     copied += _drop(h, ids, drafts, accepted, counts, False)
     copied += _drop(h, ids, drafts, accepted, counts, True)
-    counters_of(h)[C_COPIED] += copied
+    counters_of(h).copied_blocks += copied
     return copied

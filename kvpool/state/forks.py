@@ -1,4 +1,5 @@
-"""Sequences that continue another: forks, and the step in which beams change places. Blocks are shared, by references alone."""
+"""Sequences that continue another one: forks, and the step in which beams change places. They share blocks by
+references alone."""
 
 from __future__ import annotations
 
@@ -7,51 +8,47 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import FOLLOWS, emit_access
 from kvpool.state.atomics import array_at
-from kvpool.state.blocks import (
-    FREE_ROWS,
-    KIND,
-    LIVE,
-    NONE,
-    RECURRENT,
-    SEQUENCE,
-    STREAM,
-    add_reference,
-    blocks_of,
-    rows_of,
-    sequences_of,
-    table_of,
-)
-from kvpool.state.live import slot_of, stream_of
-from kvpool.state.noted import copy_row, reorder_rows
-from kvpool.state.storing import give_back, retry_duplicates, stored_tail
+from kvpool.state.commit import give_back, retry_duplicates, stored_tail
+from kvpool.state.kinds import has_states
+from kvpool.state.records import LIVE, NONE, SEQUENCE, add_reference, blocks_of, rows_of, sequences_of, table_of
+from kvpool.state.row_tokens import copy_row, reorder_rows
+from kvpool.state.sequences import slot_of, stream_of
 
 
 @jit
 def _become(sequence, other):
-    """All of a sequence but which row it is."""
+    """Copy all fields of a sequence, except which row it is."""
     sequence.length, sequence.committed, sequence.blocks = other.length, other.committed, other.blocks
     sequence.cached, sequence.reused, sequence.failed = other.cached, other.reused, other.failed
     sequence.namespace, sequence.root0, sequence.root1 = other.namespace, other.root0, other.root1
     sequence.chain0, sequence.chain1 = other.chain0, other.chain1
     sequence.removals, sequence.duplicates = other.removals, other.duplicates
-    sequence.priority, sequence.ttl = other.priority, other.ttl
-    sequence.stream, sequence.forked, sequence.first, sequence.kept = other.stream, other.forked, other.first, other.kept
+    sequence.priority, sequence.ttl, sequence.private = other.priority, other.ttl, other.private
+    sequence.prompt, sequence.from_host = other.prompt, other.from_host
+    sequence.dropped, sequence.recomputed = other.dropped, other.recomputed
+    sequence.stream, sequence.forked, sequence.first, sequence.kept = (
+        other.stream,
+        other.forked,
+        other.first,
+        other.kept,
+    )
 
 
 @jit
 def _follow(h, stream, other):
-    """Have ``stream``, which takes blocks over from another, come behind it."""
+    """Have ``stream``, which takes blocks over from another stream, wait for that stream."""
     if stream != other and stream != NONE and other != NONE:
         emit_access(h, FOLLOWS, stream, other)
 
 
 @jit
 def fork(h, ids, out):
-    """Sequences ``out`` int64[m, n] that continue ``ids`` int64[m], for which there are rows; ids were checked.
+    """Make sequences ``out`` int64[m, n] that continue ``ids`` int64[m]. There are rows for them, and the ids were
+    checked.
 
-    They hold the same blocks, a last one that is not full included, which is copied when one of its holders writes.
+    They hold the same blocks, also a last one that is not full. That one is copied when one of its holders writes.
     """
-    top = h[FREE_ROWS]
+    top = h.free_rows
     sequences, table = sequences_of(h), table_of(h)
     for i in range(out.shape[0]):
         slot = slot_of(h, ids[i])
@@ -61,26 +58,27 @@ def fork(h, ids, out):
             top -= 1
             row = rows_of(h)[top]
             _become(sequences[row], parent)
-            if h[STREAM] != NONE:
-                sequences[row].stream = h[STREAM]
+            if h.stream != NONE:
+                sequences[row].stream = h.stream
             for j in range(parent.blocks):
                 table[row, j] = table[slot, j]
                 if table[row, j] != NONE:
-                    add_reference(blocks_of(h), table[row, j])
-            if h[KIND] == RECURRENT:
+                    add_reference(blocks_of(h), np.int64(table[row, j]))
+            if has_states(h):
                 copy_row(h, slot, row)
             sequences[row].live = LIVE
             out[i, k] = (np.int64(sequences[row].generation) << 32) | row
         if out.shape[1]:
-            _follow(h, h[STREAM], parent.stream)
-    h[FREE_ROWS] = top
+            _follow(h, h.stream, parent.stream)
+    h.free_rows = top
 
 
 @jit
 def reorder(h, ids, parents, store, before, scratch):
-    """Sequence ``ids[i]`` goes on from what ``ids[parents[i]]`` is now; what nobody goes on from is given back, as by a release.
+    """Sequence ``ids[i]`` continues from the present state of ``ids[parents[i]]``. Content from which nobody continues
+    is given back, as in a release.
 
-    Room to work in: SEQUENCE[n] at the address ``before``, and ``scratch`` int64[3, n]. The ids were checked.
+    Scratch memory: SEQUENCE[n] at the address ``before``, and ``scratch`` int64[3, n]. The ids were checked.
     """
     scratch[:] = 0
     sequences, old = sequences_of(h), array_at(before, (ids.shape[0],), SEQUENCE)
@@ -95,7 +93,7 @@ def reorder(h, ids, parents, store, before, scratch):
             retry_duplicates(h, slots[i])
     for j in range(longest - 1, -1, -1):
         _reorder_column(h, j, slots, parents, store, scratch[2])
-    if h[KIND] == RECURRENT:
+    if has_states(h):
         reorder_rows(h, slots, parents, scratch[2])
     for i in range(ids.shape[0]):
         _become(old[i], sequences[slots[i]])
@@ -109,7 +107,8 @@ def reorder(h, ids, parents, store, before, scratch):
 
 @jit
 def _reorder_column(h, j, slots, parents, store, column):
-    """Block ``j`` of each row becomes its parent's. New holds come first, so that only what nobody goes on from is let go of."""
+    """Block ``j`` of each row becomes its parent's. New holds come first, so that only blocks from which nobody
+    continues are let go of."""
     table = table_of(h)
     for i in range(slots.shape[0]):
         column[i] = table[slots[i], j]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
-from kvpool.state.admission import SHORT_OF_BLOCKS
-from kvpool.state.blocks import (
-    C_COPIED,
-    COLUMNS,
-    DETAIL,
-    DETAIL2,
+from kvpool.state.codes import BAD_COUNT, PASSED, SHORT_OF_BLOCKS, TOO_LONG
+from kvpool.state.fill import write_tokens
+from kvpool.state.lists import free_blocks
+from kvpool.state.records import (
     DEVICE,
-    DEVICE_BLOCKS,
     KEYED,
     NONE,
     PUBLISHED,
-    TICKET,
-    WIDTH,
-    WINDOW,
     add_reference,
     blocks_of,
     counters_of,
@@ -27,28 +23,24 @@ from kvpool.state.blocks import (
     sequences_of,
     table_of,
 )
-from kvpool.state.grants import write_tokens
-from kvpool.state.live import slot_of, stream_of
-from kvpool.state.lru import free_blocks
 from kvpool.state.requests import blocks_for
+from kvpool.state.sequences import slot_of, stream_of
 from kvpool.state.sharing import copies, make_writable, private_copy
-from kvpool.state.storing import BAD_COUNT
-from kvpool.state.tiers import forget, shelve, take_device
+from kvpool.state.tiers import FRONT, forget, shelve, take_device
 from kvpool.state.windows import least
-
-TOO_LONG, PASSED = -6, -20
 
 
 @jit
-def growth(h, ids, counts):
-    """Blocks that appending ``counts`` tokens takes, copies of shared ones included, or the error; ids were checked."""
+def append_need(h, ids, counts):
+    """The blocks that appending ``counts`` tokens takes, with copies of shared ones, or the error. The ids were
+    checked."""
     need = forked = 0
     for i in range(ids.shape[0]):
         sequence = sequences_of(h)[slot_of(h, ids[i])]
         forked |= sequence.forked
         more = blocks_for(h, sequence.length + counts[i])
-        if more > h[COLUMNS] and (h[COLUMNS] < h[DEVICE_BLOCKS] or h[WINDOW]):
-            h[DETAIL] = i
+        if more > h.columns and (h.columns < h.device_blocks or h.window):
+            h.detail = i
             return TOO_LONG
         need += more - sequence.blocks
     return need + copies(h, ids, counts) if forked else need
@@ -61,7 +53,7 @@ def _append(h, slot, tokens, start, count):
     if sequence.forked and count:
         make_writable(h, slot, stream)
     while done < count:
-        at = sequence.length % h[WIDTH]
+        at = sequence.length % h.width
         if at == 0:
             b = take_device(h)
             add_reference(blocks, b)
@@ -69,7 +61,7 @@ def _append(h, slot, tokens, start, count):
             row[sequence.blocks] = b
             emit_access(h, WILL_WRITE, stream, b)
             sequence.blocks += 1
-        n = min(count - done, h[WIDTH] - at)
+        n = min(count - done, h.width - at)
         write_tokens(h, row[sequence.blocks - 1], at, tokens, extra_of(h)[0][:0], start + done, n)
         sequence.length += n
         done += n
@@ -77,7 +69,8 @@ def _append(h, slot, tokens, start, count):
 
 @jit
 def append(h, ids, counts, tokens):
-    """Grow each sequence by its count of ``tokens`` (int32, one after the other), for which there is room: see ``growth``."""
+    """Grow each sequence by its count of ``tokens`` (int32, the tokens of all sequences in order). There is room: see
+    ``append_need``."""
     start = 0
     for i in range(ids.shape[0]):
         _append(h, slot_of(h, ids[i]), tokens, start, counts[i])
@@ -86,16 +79,17 @@ def append(h, ids, counts, tokens):
 
 @jit
 def shared(h, slot, i):
-    """Whether others, sequences or readers, hold block ``i`` of a sequence too, so that its tokens may not be written again."""
+    """Whether other sequences or readers hold block ``i`` of a sequence too. Then its tokens may not be written
+    again."""
     return blocks_of(h)[table_of(h)[slot, i]].word != 1
 
 
 @jit
 def _shorten(h, slot, length):
-    """Give the last block of a rewound sequence back to it alone: a block that has a key is never written."""
+    """After a rewind, make the last block of a sequence its own again: a block with a key is never written."""
     blocks, row = blocks_of(h), table_of(h)[slot]
-    i, keep = length // h[WIDTH], length % h[WIDTH]
-    b = row[i]
+    i, keep = length // h.width, length % h.width
+    b = np.int64(row[i])
     if shared(h, slot, i):
         row[i] = private_copy(h, b, keep)
         return 1
@@ -108,7 +102,7 @@ def _shorten(h, slot, length):
 
 @jit
 def _returned(h, slot, keep):
-    """Blocks that nobody would hold if a sequence kept its first ``keep``."""
+    """How many blocks nobody would hold if a sequence kept its first ``keep`` blocks."""
     count = 0
     for i in range(keep, sequences_of(h)[slot].blocks):
         count += 1 if blocks_of(h)[table_of(h)[slot, i]].word == 1 else 0
@@ -117,37 +111,46 @@ def _returned(h, slot, keep):
 
 @jit
 def rewind_need(h, ids, counts):
-    """Blocks that dropping the last ``counts`` tokens of each sequence takes for copies, or the error; ids were checked."""
+    """The blocks that dropping the last ``counts`` tokens of each sequence takes for copies, or the error. The ids were
+    checked."""
     need, free = 0, free_blocks(lists_of(h), DEVICE)
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         length = sequences_of(h)[slot].length
         if counts[i] > length:
-            h[DETAIL], h[DETAIL2] = i, length
+            h.detail, h.bound = i, length
             return BAD_COUNT
-        if h[WINDOW] and length - counts[i] < least(h, slot):
-            h[DETAIL], h[DETAIL2] = i, length - least(h, slot)
+        if h.window and length - counts[i] < least(h, slot):
+            h.detail, h.bound = i, length - least(h, slot)
             return PASSED
         length -= counts[i]
         free += _returned(h, slot, blocks_for(h, length))
-        need += 1 if counts[i] > 0 and length % h[WIDTH] and shared(h, slot, length // h[WIDTH]) else 0
+        need += 1 if counts[i] > 0 and length % h.width and shared(h, slot, length // h.width) else 0
         if need > free:
-            h[DETAIL], h[DETAIL2] = need, free
+            h.detail, h.bound = need, free
             return SHORT_OF_BLOCKS
     return need
 
 
 @jit
 def rewind(h, ids, counts):
-    """Drop the last ``counts`` tokens of each sequence, which ``rewind_need`` has found possible. Returns blocks copied."""
+    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible. Returns blocks
+    copied."""
     copied = 0
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         stream = stream_of(h, slot)
         if counts[i] > 0:
             copied += rewind_one(h, slot, counts[i], stream)
-    counters_of(h)[C_COPIED] += copied
+    counters_of(h).copied_blocks += copied
     return copied
+
+
+@jit(forceinline=True)
+def note_dropped(sequence, count):
+    """Note that a sequence has become ``count`` tokens shorter."""
+    sequence.prompt = min(sequence.prompt, sequence.length)
+    sequence.dropped += count
 
 
 @jit
@@ -155,20 +158,22 @@ def rewind_one(h, slot, count, stream):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     length = sequence.length - count
     keep = blocks_for(h, length)
-    # Committed or not, what stays may be copied now. What this very call has copied there was not written by the engine.
-    if length % h[WIDTH] and blocks[row[keep - 1]].ticket != h[TICKET]:
-        emit_access(h, WROTE, stream, row[keep - 1])
+    # The tokens that stay may be copied now, committed or not. The engine wrote them, except what this same call has
+    # copied.
+    if length % h.width and blocks[row[keep - 1]].ticket != h.ticket:
+        emit_access(h, WROTE, stream, np.int64(row[keep - 1]))
     for i in range(sequence.blocks - 1, keep - 1, -1):
-        emit_access(h, ACCESSED, stream, row[i])
-        if drop_reference(blocks, row[i]) == 0:
-            shelve(h, row[i], True)
-        row[i] = NONE
+        b, row[i] = np.int64(row[i]), NONE
+        emit_access(h, ACCESSED, stream, b)
+        if drop_reference(blocks, b) == 0:
+            shelve(h, b, FRONT)
     copied = 0
-    if length % h[WIDTH]:
+    if length % h.width:
         copied = _shorten(h, slot, length)
-        emit_access(h, WILL_WRITE, stream, row[keep - 1])
-    full = length // h[WIDTH]
+        emit_access(h, WILL_WRITE, stream, np.int64(row[keep - 1]))
+    full = length // h.width
     sequence.length, sequence.blocks = length, keep
+    note_dropped(sequence, count)
     sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
     if sequence.duplicates >= full:
         sequence.duplicates = NONE

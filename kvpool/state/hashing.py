@@ -1,7 +1,9 @@
-"""Keys of content: a keyed chain hash over (parent key, tokens, extra ids) of a block, and the digests that start each chain.
+"""Keys of content: a keyed chain hash over (parent key, tokens, extra ids) of a block, and the digests that start each
+chain.
 
-The function is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012), a pseudo-random function: without the secret
-nobody can find two prompts whose keys agree. The namespace (salt, adapter) enters through the root, the "parent key" of first blocks.
+The function is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012), a pseudo-random function: without
+the secret nobody can find two prompts whose keys agree. The namespace (salt, adapter) enters through the root, the
+"parent key" of first blocks.
 """
 
 from __future__ import annotations
@@ -12,16 +14,10 @@ import hashlib
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.state.guards import PARENT_IN_KEY
 
 U = np.uint64
 V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)
-
-# The guards: rules that tests take out one by one, to show that their proofs fail without them. All are on in a pool.
-GUARDS = {"parent_in_key": 1, "namespace_in_key": 2, "namespace_at_hit": 4, "tokens_at_hit": 8, "ticket_at_loss": 16}
-PARENT_IN_KEY = 1
-NAMESPACE_AT_HIT = 4
-TOKENS_AT_HIT = 8
-TICKET_AT_LOSS = 16
 
 
 @jit(forceinline=True)
@@ -56,14 +52,16 @@ def _four_rounds(v0, v1, v2, v3):
 
 @jit(forceinline=True)
 def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
-    """Key of one full block.
+    """The key of one full block.
 
-    ``tokens`` int32[T]; ``extra`` int64[T], or int64[0] where no token has an extra id; all other arguments and the two results are
-    int64 that stand for 64 bits. A block of which all extra ids are zero has the key of one without any.
+    ``tokens`` int32[T]; ``extra`` int64[T], or int64[0] if no token has an extra id. All other arguments and the two
+    results are int64 that stand for 64 bits. A block whose extra ids are all zero has the same key as one without extra
+    ids.
     """
     v0, v1 = V0 ^ U(secret0), V1 ^ U(secret1) ^ U(0xEE)
     v2, v3 = V2 ^ U(secret0), V3 ^ U(secret1)
-    # The parent comes last, so that a processor absorbs the tokens of the next blocks while the chain of keys is under way.
+    # The parent comes last. So a processor can absorb the tokens of later blocks before the keys of earlier ones are
+    # known.
     n = tokens.shape[0]
     for i in range(n >> 1):
         word = U(np.uint32(tokens[2 * i])) | (U(np.uint32(tokens[2 * i + 1])) << U(32))
@@ -88,7 +86,7 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
 
 
 def _field(value: bytes | str | int | None) -> bytes:
-    """One namespace field so that no two different values, of one type or of two, encode alike."""
+    """One namespace field as bytes, such that different values, of one type or of two, have different bytes."""
     if value is None:
         return b"n"
     kind, data = b"b", value
@@ -108,7 +106,9 @@ def block_secret(secret: bytes) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def namespace_root(secret: bytes, salt: bytes | str | None, adapter_id: int | str | None, in_key: bool = True) -> tuple[int, int, int]:
+def namespace_root(
+    secret: bytes, salt: bytes | str | None, adapter_id: int | str | None, in_key: bool = True
+) -> tuple[int, int, int]:
     """(namespace, root0, root1): the tag that blocks of this namespace carry, and the key that their chains start from.
 
     Signed 64-bit integers from a keyed BLAKE2b. ``in_key=False`` is the guard "namespace_in_key" taken out.
@@ -121,7 +121,7 @@ def namespace_root(secret: bytes, salt: bytes | str | None, adapter_id: int | st
 
 
 def remote_password(secret: bytes) -> str:
-    """What workers of one secret show each other before they talk. Not public."""
+    """What workers with the same secret show each other before their first message. Not public."""
     return hashlib.blake2b(key=secret, digest_size=32, person=b"kvpool.password").hexdigest()
 
 

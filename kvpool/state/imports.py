@@ -1,39 +1,41 @@
-"""Content that comes from elsewhere: host blocks taken for a prompt's missing blocks, and published once their bytes are there."""
+"""Content that comes from elsewhere: host blocks taken for the missing blocks of a prompt, and published once their
+bytes are there."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.blocks import (
-    CHILD_BUCKETS,
+from kvpool.state.fill import write_tokens
+from kvpool.state.index import find_key, host_copy
+from kvpool.state.pins import pin_block
+from kvpool.state.records import (
     EMPTY,
     HOST,
     KEYED,
     LISTS_PER_TIER,
     NONE,
     PUBLISHED,
-    WIDTH,
     blocks_of,
     change_word,
+    head,
     lists_of,
+    request_at,
 )
-from kvpool.state.grants import write_tokens
-from kvpool.state.index import find_key
-from kvpool.state.pins import pin_block
-from kvpool.state.prefix import host_copy
-from kvpool.state.requests import R_NAMESPACE, parent_of, request_extra, request_keys, request_tokens
+from kvpool.state.requests import parent_of, request_extra, request_keys, request_tokens
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, supersede, take_host
 
 
 @jit
-def take(h, request, first, priority, out, held, now):
-    """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has room.
+def take(heads, g, requests, first, priority, out, held, now):
+    """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has
+    room.
 
-    Ids go into ``out`` int64[n], NONE where none was taken; the blocks hold nothing that can be found. Where something is evicted for
-    them, host copies of the prompt's other blocks are pinned too, so that it does not push itself out: ids into ``held`` int64[full
-    blocks], which is all NONE before.
+    Ids go into ``out`` int64[n], NONE for a block that was not taken. Nobody can find these blocks. If something is
+    evicted for them, host copies of the prompt's other blocks are pinned too, so that the prompt does not evict itself:
+    their ids go into ``held`` int64[full blocks], which is all NONE before.
     """
+    h, request = head(heads, g), request_at(requests, 0)
     blocks, keys = blocks_of(h), request_keys(h, request)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
@@ -47,31 +49,33 @@ def take(h, request, first, priority, out, held, now):
     for i in range(out.shape[0]):
         out[i] = NONE
         if room and find_key(h, keys[first + i, 0], keys[first + i, 1]) == NONE:
-            g = take_host(h, priority)
-            room = g != NONE
+            b = take_host(h, priority)
+            room = b != NONE
             if room:
-                blocks[g].filled, blocks[g].uses, blocks[g].ticket, blocks[g].ttl = 0, 0, NONE, NONE
-                change_word(blocks, g, 0, 1)
-                out[i] = g
+                blocks[b].filled, blocks[b].uses, blocks[b].ticket, blocks[b].ttl = 0, 0, NONE, NONE
+                change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
+                out[i] = b
 
 
 @jit
-def publish(h, request, first, priority, ids, now):
-    """Make the blocks that ``take`` gave findable, except where the content has been cached meanwhile. Returns how many."""
+def publish(heads, g, requests, first, priority, ids, now):
+    """Publish the blocks that ``take`` returned, except those whose content has been cached meanwhile. Returns how
+    many."""
+    h, request = head(heads, g), request_at(requests, 0)
     blocks, keys = blocks_of(h), request_keys(h, request)
     begin(h, now)
     published = 0
     for i in range(ids.shape[0]):
-        g, at = ids[i], first + i
-        if g == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE:
+        b, at = ids[i], first + i
+        if b == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE:
             continue
-        write_tokens(h, g, 0, request_tokens(request), request_extra(request), at * h[WIDTH], h[WIDTH])
-        blocks[g].key0, blocks[g].key1 = keys[at, 0], keys[at, 1]
-        blocks[g].parent0, blocks[g].parent1 = parent_of(h, request, at)
-        blocks[g].namespace, blocks[g].priority = request[R_NAMESPACE], priority
-        blocks[g].flags |= KEYED
-        enter(h, g, PUBLISHED)
-        if h[CHILD_BUCKETS]:
-            supersede(h, g)
+        write_tokens(h, b, 0, request_tokens(request), request_extra(request), at * h.width, h.width)
+        blocks[b].key0, blocks[b].key1 = keys[at, 0], keys[at, 1]
+        blocks[b].parent0, blocks[b].parent1 = parent_of(h, request, at)
+        blocks[b].namespace, blocks[b].priority = request.namespace, priority
+        blocks[b].flags |= KEYED
+        enter(h, b, PUBLISHED)
+        if h.child_buckets:
+            supersede(h, b)
         published += 1
     return np.int64(published)

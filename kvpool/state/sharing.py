@@ -1,16 +1,14 @@
-"""Blocks that several sequences hold: the private copy that one of them takes before it writes."""
+"""Blocks that several sequences hold, and the private copy that one of them takes before it writes."""
 
 from __future__ import annotations
 
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
-from kvpool.state.blocks import (
-    C_COPIED,
-    KIND,
+from kvpool.state.kinds import has_states
+from kvpool.state.records import (
     NONE,
-    RECURRENT,
     REFS,
-    WIDTH,
+    WITHIN,
     add_reference,
     blocks_of,
     counters_of,
@@ -18,35 +16,41 @@ from kvpool.state.blocks import (
     sequences_of,
     table_of,
 )
-from kvpool.state.live import slot_of
+from kvpool.state.sequences import slot_of
 from kvpool.state.tiers import copy_tokens, emit_move, take_device
 
 
 @jit
 def private_copy(h, b, count):
-    """A fresh block with the first ``count`` tokens of ``b``, which other holders keep."""
+    """Take a fresh block, and copy the first ``count`` tokens of ``b`` into it. Other holders keep ``b``."""
     blocks = blocks_of(h)
     fresh = take_device(h)
     add_reference(blocks, fresh)
     copy_tokens(h, b, fresh, count)
-    blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = blocks[b].namespace, blocks[b].priority, blocks[b].ttl
-    emit_move(h, b, fresh, count)
+    blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = (
+        blocks[b].namespace,
+        blocks[b].priority,
+        blocks[b].ttl,
+    )
+    emit_move(h, b, fresh, count, WITHIN)
     drop_reference(blocks, b)
     return fresh
 
 
 @jit
 def unfull(h, slot):
-    """The block that the next token of a sequence goes into, NONE if that is a new one."""
+    """The block into which the next token of a sequence goes, NONE if that is a new one."""
     sequence = sequences_of(h)[slot]
-    return table_of(h)[slot, sequence.blocks - 1] if sequence.length % h[WIDTH] else NONE
+    return table_of(h)[slot, sequence.blocks - 1] if sequence.length % h.width else NONE
 
 
 @jit
 def copies(h, ids, counts):
-    """How many of these sequences must copy their last block before they append ``counts`` tokens; ids were checked.
+    """How many of these sequences must copy their last block before they append ``counts`` tokens. The ids were
+    checked.
 
-    Of those that hold a block, the last one writes in place: so holds are dropped one after the other, as the append will, and restored.
+    The last holder of a block writes in place. So this drops the holds one after the other, as the append will, and
+    restores them.
     """
     blocks, sequences = blocks_of(h), sequences_of(h)
     n = 0
@@ -63,7 +67,8 @@ def copies(h, ids, counts):
 
 @jit
 def restore_marked(h, ids):
-    """Add the references again that a count has dropped, those of marked sequences on their last block; takes the marks away."""
+    """Add the references again that a count has dropped: those of marked sequences on their last block. Removes the
+    marks."""
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         if sequences_of(h)[slot].mark:
@@ -73,7 +78,7 @@ def restore_marked(h, ids):
 
 @jit
 def make_writable(h, slot, stream):
-    """Before a forked sequence appends: its last block, unless full, becomes a copy of its own, or is its own as the last that holds it.
+    """Before a forked sequence appends, make its unfull last block its own: by a copy, or in place for the last holder.
 
     A state that a reader holds is copied too.
     """
@@ -82,11 +87,12 @@ def make_writable(h, slot, stream):
     b = unfull(h, slot)
     if b == NONE:
         return
-    whole = h[KIND] == RECURRENT  # a state is written as a whole, also by who rewinds to what is committed
+    whole = has_states(h)  # a state is written as a whole, also after a rewind to the committed tokens
     if blocks[b].word & REFS > 1 or (whole and blocks[b].word != 1):
-        # The copy reads what the stream wrote, said or not; who writes the block later waits for what the stream has read there.
+        # The copy reads what the stream wrote, whether a call has said so or not. A later writer of the block waits for
+        # what the stream has read there.
         emit_access(h, WROTE if whole or sequence.committed < sequence.length else ACCESSED, stream, b)
-        b = private_copy(h, b, h[WIDTH] if whole else sequence.length % h[WIDTH])
+        b = private_copy(h, b, h.width if whole else sequence.length % h.width)
         row[sequence.blocks - 1] = b
-        counters_of(h)[C_COPIED] += 1
+        counters_of(h).copied_blocks += 1
     emit_access(h, WILL_WRITE, stream, b)

@@ -1,4 +1,5 @@
-"""Every invariant of the state as one named check. Reads the arrays; the caller holds the state lock."""
+"""Every invariant of the state as one named check, in each group and between groups. Reads the arrays. The caller holds
+the state lock."""
 
 from __future__ import annotations
 
@@ -9,61 +10,51 @@ import numpy.typing as npt
 
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
-from kvpool.state.blocks import (
+from kvpool.state.arrays import State, States
+from kvpool.state.hashing import block_key
+from kvpool.state.index import bucket, child_bucket
+from kvpool.state.records import (
     ATTENTION,
-    COLUMNS,
     CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
-    DEVICE_BLOCKS,
     EMPTY,
     EXTRA,
-    FREE_ROWS,
-    GUARD,
     HOST,
     INDEXED,
     KEYED,
-    KIND,
     LINKED,
     LISTS_PER_TIER,
     LOST,
     LOWEST,
-    MOVES,
     NONE,
     ONBOARDING,
+    PENDING,
     PUBLISHED,
     RECURRENT,
     REDUNDANT,
-    SECRET0,
-    SECRET1,
-    SEQUENCES,
-    SINKS,
-    SNAPSHOT,
+    SWAPPED,
     TAIL,
-    WIDTH,
-    WINDOW,
     blocks_of,
     children_of,
     extra_of,
+    head,
     index_of,
     lists_of,
     sequences_of,
     table_of,
     tokens_of,
 )
-from kvpool.state.hashing import block_key
-from kvpool.state.index import bucket
-from kvpool.state.noted import column_key
-from kvpool.state.prefix import child_bucket
-from kvpool.state.states import State
+from kvpool.state.row_tokens import column_key
 from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]
 
 
 @jit
-def _walk_lists(h, seen):
-    """Count in ``seen`` how often each block is listed; returns a block whose links or list disagree, else NONE."""
+def _walk_lists(heads, g, seen):
+    """Count in ``seen`` how often each block is listed. Returns a block whose links or list disagree, else NONE."""
+    h = head(heads, g)
     blocks, lists = blocks_of(h), lists_of(h)
     for which in range(LOWEST):
         b, before, count = lists[which, 0], NONE, 0
@@ -81,62 +72,75 @@ def _walk_lists(h, seen):
 
 
 @jit
-def _walk_index(h, seen):
-    """Count in ``seen`` how often the index reaches each block; returns one reached twice, or in the wrong bucket, else NONE."""
-    blocks, heads = blocks_of(h), index_of(h)
-    for at in range(heads.shape[0]):
-        b = heads[at]
+def _walk_index(heads, g, seen):
+    """Count in ``seen`` how often the index reaches each block. Returns a block that is reached twice, or from the
+    wrong bucket, else NONE."""
+    h = head(heads, g)
+    blocks, index = blocks_of(h), index_of(h)
+    for at in range(index.shape[0]):
+        b = index[at]
         while b != NONE:
             if b < 0 or b >= blocks.shape[0]:
                 return b
             seen[b] += 1
-            if seen[b] > 1 or bucket(blocks[b].key0, heads.shape[0]) != at:
+            if seen[b] > 1 or bucket(blocks[b].key0, index.shape[0]) != at:
                 return b
             b = blocks[b].chain
     return NONE
 
 
 @jit
-def _walk_children(h, seen):
-    blocks, heads = blocks_of(h), children_of(h)
-    for at in range(heads.shape[0]):
-        b, before = heads[at], NONE
+def _walk_children(heads, g, seen):
+    h = head(heads, g)
+    blocks, index = blocks_of(h), children_of(h)
+    for at in range(index.shape[0]):
+        b, before = index[at], NONE
         while b != NONE:
             if b < 0 or b >= blocks.shape[0]:
                 return b
             seen[b] += 1
             if seen[b] > 1 or blocks[b].child_prev != before:
                 return b
-            if child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], heads.shape[0]) != at:
+            if child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], index.shape[0]) != at:
                 return b
             before, b = b, blocks[b].child_next
     return NONE
 
 
 @jit
-def _wrong_key(h):
+def _walk_windows(heads, g, seen):
+    """For each sequence, the first block after the sinks that it still needs, into ``seen``."""
+    h = head(heads, g)
+    for slot in range(h.sequences):
+        seen[slot] = kept_from(h, np.int64(sequences_of(h)[slot].committed))
+
+
+@jit
+def _wrong_key(heads, g):
     """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
+    h = head(heads, g)
     blocks, tokens, extra = blocks_of(h), tokens_of(h), extra_of(h)
     for b in range(blocks.shape[0]):
-        if blocks[b].flags & PUBLISHED:
+        if blocks[b].flags & (PUBLISHED | PENDING):
             own = extra[b] if blocks[b].flags & EXTRA else extra[0][:0]
-            key = block_key(tokens[b], own, h[SECRET0], h[SECRET1], blocks[b].parent0, blocks[b].parent1, h[GUARD])
+            key = block_key(tokens[b], own, h.secret0, h.secret1, blocks[b].parent0, blocks[b].parent1, h.guards)
             if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
                 return b
     return NONE
 
 
 @jit
-def _wrong_chain(h):
-    """A row of a recurrent group of which the notes and the blocks with keys disagree, else NONE."""
-    blocks, sequences, width = blocks_of(h), sequences_of(h), h[WIDTH]
-    for slot in range(h[SEQUENCES]):
+def _wrong_chain(heads, g):
+    """A row of a recurrent group whose notes disagree with the keys of its blocks, else NONE."""
+    h = head(heads, g)
+    blocks, sequences, width = blocks_of(h), sequences_of(h), h.width
+    for slot in range(h.sequences):
         sequence, row = sequences[slot], table_of(h)[slot]
         if sequence.live == 0:
             continue
         key0, key1 = sequence.chain0, sequence.chain1
         done = sequence.committed // width
-        if sequence.committed < 0 or sequence.length < sequence.committed or sequence.length > h[COLUMNS] * width:
+        if sequence.committed < 0 or sequence.length < sequence.committed or sequence.length > h.columns * width:
             return slot
         if done == 0 and (key0 != sequence.root0 or key1 != sequence.root1):
             return slot
@@ -161,24 +165,32 @@ def _first(name: str, wrong: npt.NDArray[np.bool_], text: str) -> Iterator[Findi
 
 
 def _lists(state: State) -> Iterator[Finding]:
-    blocks, device = state.blocks, int(state.header[DEVICE_BLOCKS])
+    blocks, device = state.blocks, int(state.head.device_blocks)
     seen = np.zeros(len(blocks), np.int32)
-    bad = _walk_lists(state.header, seen)
+    bad = _walk_lists(state.heads, state.group, seen)
     if bad != NONE:
         yield "list links", f"links, list or length disagree at block {bad}"
         return
     held = blocks["word"] != 0
     yield from _first("listed or held", (seen == 1) == held, "block {} is held and listed, or neither")
-    yield from _first("listed or held", (blocks["list"] == NONE) != held, "block {} says that it is in a list and is held, or neither")
-    for tier, part in (("device", slice(0, device)), ("host", slice(device, None))):
+    yield from _first(
+        "listed or held", (blocks["list"] < 0) != held, "block {} says that it is in a list and is held, or neither"
+    )
+    for name, part in (("device", slice(0, device)), ("host", slice(device, None))):
         if seen[part].sum() + held[part].sum() != len(blocks[part]):
-            yield "capacity", f"{tier}: listed + held is not the capacity"
-    place = blocks["list"] % LISTS_PER_TIER
-    is_host = np.arange(len(blocks)) >= device
-    yield from _first("tier of list", ~held & (blocks["list"] // LISTS_PER_TIER != is_host), "block {} is in a list of the other tier")
-    indexed, redundant = (blocks["flags"] & INDEXED) != 0, is_host & (blocks["twin"] != NONE)
-    expected = np.where(~indexed, EMPTY, np.where(redundant, REDUNDANT, blocks["priority"]))
-    yield from _first("list of content", ~held & (place != expected), "block {} is in a list that its content does not belong to")
+            yield "capacity", f"{name}: listed + held is not the capacity"
+    # The rule is repeated here. Asking the policy would check it against itself.
+    on_host = np.arange(len(blocks)) >= device
+    content = [(blocks["flags"] & INDEXED) == 0, on_host & (blocks["twin"] != NONE)]
+    tier = np.where(on_host, HOST, DEVICE)
+    expected = tier * LISTS_PER_TIER + np.select(content, [EMPTY, REDUNDANT], blocks["priority"])
+    other = blocks["list"] // LISTS_PER_TIER != tier
+    yield from _first("tier of list", ~held & other, "block {} is in a list of the other tier")
+    yield from _first(
+        "list of content",
+        ~held & (blocks["list"] != expected),
+        "block {} is in a list that its content does not belong to",
+    )
     for row in (DEVICE, HOST):
         filled = np.flatnonzero(state.lists[row * LISTS_PER_TIER : row * LISTS_PER_TIER + EMPTY, 2])
         if len(filled) and filled[0] < state.lists[LOWEST + row, 0]:
@@ -186,9 +198,10 @@ def _lists(state: State) -> Iterator[Finding]:
 
 
 def _index(state: State) -> Iterator[Finding]:
-    blocks, device = state.blocks, int(state.header[DEVICE_BLOCKS])
+    blocks, device = state.blocks, int(state.head.device_blocks)
     flags, twin = blocks["flags"], blocks["twin"]
     published, linked, tail = (flags & PUBLISHED) != 0, (flags & LINKED) != 0, (flags & TAIL) != 0
+    pending = (flags & PENDING) != 0
     has = twin != NONE
     outside = has & ((twin < 0) | (twin >= len(blocks)))
     if outside.any():
@@ -198,29 +211,41 @@ def _index(state: State) -> Iterator[Finding]:
     other = blocks[twin]
     is_device = np.arange(len(blocks)) < device
     mutual = (other["twin"] == np.arange(len(blocks))) & (is_device != is_device[twin])
-    same = (other["key0"] == blocks["key0"]) & (other["key1"] == blocks["key1"]) & (other["namespace"] == blocks["namespace"])
-    yield from _first("copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers")
-    yield from _first("copies", has & (state.tokens != state.tokens[twin]).any(axis=1), "block {} and its copy differ in tokens")
+    same = (
+        (other["key0"] == blocks["key0"])
+        & (other["key1"] == blocks["key1"])
+        & (other["namespace"] == blocks["namespace"])
+    )
+    yield from _first(
+        "copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers"
+    )
+    yield from _first(
+        "copies", has & (state.tokens != state.tokens[twin]).any(axis=1), "block {} and its copy differ in tokens"
+    )
     alone = published & ~has & ~linked
     both = has & (linked == linked[twin])
     yield from _first("representative", alone | both, "the content of block {} has none or two in the index")
-    yield from _first("representative", linked & ~published & ~tail, "block {} is linked but caches nothing")
+    yield from _first("representative", linked & ~published & ~tail & ~pending, "block {} is linked but caches nothing")
     yield from _first("published", published & (flags & KEYED == 0), "block {} is published without a key")
+    wrong = pending & (published | ~linked | (blocks["word"] != 1 << 32) | (blocks["uses"] != 0))
+    yield from _first(
+        "pending", wrong, "block {} waits for its bytes, and is not linked, is published, or is held by others"
+    )
     for name, walk, members in (
-        ("index", _walk_index, linked & published),
+        ("index", _walk_index, linked & (published | pending)),
         ("children", _walk_children, linked if len(state.children) else linked & False),
     ):
         seen = np.zeros(len(blocks), np.int32)
-        bad = walk(state.header, seen)
+        bad = walk(state.heads, state.group, seen)
         if bad != NONE:
             yield name, f"links or bucket are wrong at block {bad}"
         else:
             yield from _first(name, (seen == 1) != members, "block {} can be reached but should not be, or the reverse")
-    members = np.flatnonzero(linked & published)
+    members = np.flatnonzero(linked & (published | pending))
     keys = np.stack([blocks["key0"][members], blocks["key1"][members]], axis=1)
     if len(np.unique(keys, axis=0)) != len(keys):
         yield "index", "two contents have one key"
-    bad = _wrong_key(state.header)
+    bad = _wrong_key(state.heads, state.group)
     if bad != NONE:
         yield "key", f"the key of block {bad} is not that of its tokens"
     width = state.tokens.shape[1]
@@ -229,49 +254,87 @@ def _index(state: State) -> Iterator[Finding]:
 
 
 def _sequences(state: State) -> Iterator[Finding]:
-    blocks, table, sequences = state.blocks, state.table, state.sequences
-    live, device = sequences["live"] != 0, int(state.header[DEVICE_BLOCKS])
+    blocks, sequences = state.blocks, state.sequences
+    live, device, away = sequences["live"] != 0, int(state.head.device_blocks), sequences["live"] == SWAPPED
+    table = _rows(state, away)
     length = np.where(live, sequences["blocks"], 0)
-    place, sinks = np.arange(table.shape[1]), int(state.header[SINKS])
+    place, sinks = np.arange(table.shape[1]), int(state.head.sinks)
     used = (place < length[:, None]) & ((place < sinks) | (place >= sequences["first"][:, None]))
-    if state.header[KIND] == RECURRENT:
-        yield from _states(state, length)
+    if state.head.kind == RECURRENT:
+        yield from _recurrent(state, table, length)
         used &= table != NONE
-    yield from _first("table", ((table != NONE) != used).any(axis=1), "row {} has ids behind its end, or holes that no window has passed")
-    if state.header[WINDOW]:
-        seen = [kept_from(state.header, int(committed)) for committed in sequences["committed"]]
-        wrong = live & (sequences["first"] > np.array(seen))
+    yield from _first(
+        "table", away & (state.table != NONE).any(axis=1), "row {} has ids though its sequence is swapped out"
+    )
+    yield from _first(
+        "table",
+        ((table != NONE) != used).any(axis=1),
+        "row {} has ids behind its end, or holes that no window has passed",
+    )
+    if state.head.window:
+        seen = np.zeros(len(sequences), np.int64)
+        _walk_windows(state.heads, state.group, seen)
+        wrong = live & (sequences["first"] > seen)
         yield from _first("window", wrong, "sequence {} has given back what its next token sees")
     ids = table[used]
-    if ids.size and (ids.min() < 0 or ids.max() >= device):
-        yield "table", "a live sequence names a block that is not on the device"
+    if ids.size and (ids.min() < 0 or ids.max() >= len(blocks) or ((table >= device) != away[:, None])[used].any()):
+        yield "table", "a live sequence names a block that is not on the device, or a swapped one a block that is"
         return
     refs = np.bincount(ids, minlength=len(blocks))
-    yield from _first("references", refs != (blocks["word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it")
+    yield from _first(
+        "references", refs != (blocks["word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it"
+    )
     width = state.tokens.shape[1]
-    wrong = live & ((sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"]))
+    wrong = live & (
+        (sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"])
+    )
     yield from _first("length", wrong, "sequence {}: length, committed and blocks disagree")
     lost = (blocks["flags"][np.where(used, table, 0)] & LOST != 0) & used
-    yield from _first("lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block")
+    yield from _first(
+        "lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block"
+    )
     keyed = (blocks["flags"][np.where(used, table, 0)] & KEYED) != 0
-    full = (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None]) & used & (sequences["failed"] == 0)[:, None]
-    if state.header[KIND] == ATTENTION:
-        yield from _first("committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key")
-    if state.header[KIND] == CROSS:
-        yield from _first("cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key")
-        yield from _first("cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder")
+    full = (
+        (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None])
+        & used
+        & (sequences["failed"] == 0)[:, None]
+    )
+    if state.head.kind == ATTENTION:
+        yield from _first(
+            "committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key"
+        )
+    if state.head.kind == CROSS:
+        yield from _first(
+            "cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key"
+        )
+        yield from _first(
+            "cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder"
+        )
     shared = (blocks["word"][np.where(used, table, 0)] & 0xFFFFFFFF > 1) & used
     unfull = np.arange(table.shape[1]) == (sequences["length"] // width)[:, None]
-    yield from _first("forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly")
-    free = state.rows[: int(state.header[FREE_ROWS])]
+    yield from _first(
+        "forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly"
+    )
+    free = state.rows[: int(state.head.free_rows)]
     if sorted(free.tolist()) != np.flatnonzero(~live).tolist():
         yield "rows", "the free rows are not those without a sequence"
 
 
-def _states(state: State, length: IntArray) -> Iterator[Finding]:
-    """Which columns of a recurrent group have a state: the last, snapshots that are not passed, and any between those."""
-    table, sequences, place = state.table, state.sequences, np.arange(state.table.shape[1])
-    some, width, every = length > 0, state.tokens.shape[1], int(state.header[SNAPSHOT])
+def _rows(state: State, away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """The blocks of all sequences: those of the table, and those of sequences that are swapped out."""
+    if not away.any():
+        return state.table
+    rows = state.table.copy()
+    rows[away] = state.swapped[away]
+    rows[away[:, None] & (np.arange(rows.shape[1]) >= state.sequences["blocks"][:, None])] = NONE
+    return rows
+
+
+def _recurrent(state: State, table: npt.NDArray[np.int32], length: IntArray) -> Iterator[Finding]:
+    """Which columns of a recurrent group have a state: the last one, snapshots that are not passed, and perhaps some
+    between."""
+    sequences, place = state.sequences, np.arange(table.shape[1])
+    some, width, every = length > 0, state.tokens.shape[1], int(state.head.snapshot)
     passed = ((sequences["committed"].astype(np.int64) - 1) // width)[:, None]
     running = table[np.arange(len(table)), np.clip(length - 1, 0, table.shape[1] - 1)]
     yield from _first("states", some & (running == NONE), "sequence {} has no running state")
@@ -280,7 +343,7 @@ def _states(state: State, length: IntArray) -> Iterator[Finding]:
     if every:
         kept = (place >= passed) & (place < length[:, None]) & ((place + 1) % every == 0)
         yield from _first("states", (kept & (table == NONE)).any(axis=1), "sequence {} lacks a snapshot")
-    bad = _wrong_chain(state.header)
+    bad = _wrong_chain(state.heads, state.group)
     if bad != NONE:
         yield "chain", f"the key or the tokens noted for sequence {bad} are not those of its blocks"
 
@@ -294,14 +357,20 @@ def _expiries(state: State) -> Iterator[Finding]:
         yield "expiries", "the heap is out of bounds"
         return
     inside[members] = True
-    yield from _first("expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and does not say so, or the reverse")
+    yield from _first(
+        "expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and does not say so, or the reverse"
+    )
     if (blocks["heap"][members] != np.arange(1, size + 1)).any():
         yield "expiries", "a place in the heap is wrong"
     place = np.arange(2, size + 1)
     if (blocks["deadline"][heap[place]] < blocks["deadline"][heap[place >> 1]]).any():
         yield "expiries", "the heap is out of order"
-    timed = (blocks["list"] != NONE) & (blocks["list"] % LISTS_PER_TIER < EMPTY) & (blocks["ttl"] != NONE)
-    yield from _first("expiries", inside != (timed & (blocks["priority"] != DEFAULT_PRIORITY)), "block {} should have a deadline, or not")
+    timed = (blocks["list"] >= 0) & (blocks["list"] % LISTS_PER_TIER < EMPTY) & (blocks["ttl"] != NONE)
+    yield from _first(
+        "expiries",
+        inside != (timed & (blocks["priority"] != DEFAULT_PRIORITY)),
+        "block {} should have a deadline, or not",
+    )
 
 
 def _pins(state: State, leased: IntArray) -> Iterator[Finding]:
@@ -311,21 +380,62 @@ def _pins(state: State, leased: IntArray) -> Iterator[Finding]:
 
 def _scratch(state: State) -> Iterator[Finding]:
     yield from _first("scratch", state.sequences["mark"] != 0, "sequence row {} is still marked by a call")
-    yield from _first("scratch", state.blocks["flags"] & ONBOARDING != 0, "block {} is still marked as the source of an onboard")
+    yield from _first(
+        "scratch", state.blocks["flags"] & ONBOARDING != 0, "block {} is still marked as the source of an onboard"
+    )
 
 
 def _moves(state: State) -> Iterator[Finding]:
-    if state.header[MOVES] != 0:
-        yield "moves", f"{state.header[MOVES]} decided moves were not handed to transfer"
+    if state.head.moves != 0:
+        yield "moves", f"{state.head.moves} decided moves were not handed to transfer"
 
 
 def findings(state: State, leased: IntArray) -> list[Finding]:
-    """All broken invariants as (check, detail); ``leased`` are the blocks of live leases, one entry per pin."""
-    checks = (_lists(state), _index(state), _sequences(state), _expiries(state), _pins(state, leased), _scratch(state), _moves(state))
+    """All broken invariants as (check, detail). ``leased`` are the blocks of live leases, one entry for each pin."""
+    checks = (
+        _lists(state),
+        _index(state),
+        _sequences(state),
+        _expiries(state),
+        _pins(state, leased),
+        _scratch(state),
+        _moves(state),
+    )
     return [finding for check in checks for finding in check]
 
 
 def verify(state: State, leased: IntArray) -> None:
-    """Raise IntegrityError for the first invariant that does not hold."""
+    """Raise IntegrityError for the first invariant of one group that does not hold."""
     for check, detail in findings(state, leased):
+        raise IntegrityError(check, detail)
+
+
+def together(states: States) -> list[Finding]:
+    """What the groups of a pool disagree about. A sequence has the same row in all groups and, except for cross
+    attention, the same tokens."""
+    first, found = next(state for state in states if state.head.kind != CROSS), []
+    for g, state in enumerate(states):
+        same = ("live", "generation", "failed", "stream") + (
+            () if state.head.kind == CROSS else ("length", "committed", "cached")
+        )
+        live = first.sequences["live"] != 0
+        wrong = [name for name in same if not np.array_equal(first.sequences[name][live], state.sequences[name][live])]
+        rows = state.head.free_rows == first.head.free_rows and np.array_equal(state.rows, first.rows)
+        idle = (state.sequences["live"][~live] != 0).any()
+        if wrong or idle or not rows:
+            found.append(("groups", f"group {g} has other sequences than the first: {', '.join(wrong) or 'rows'}"))
+    return found
+
+
+def verify_states(states: States, leased: npt.NDArray[np.int64]) -> None:
+    """Raise IntegrityError for the first invariant that does not hold. If there are several groups, the message names
+    the group.
+
+    ``leased`` are the blocks of live leases, one entry for each pin, by their pool ids.
+    """
+    pins = {int(state.head.group): ids for state, _, ids in states.split(leased)}
+    for g, state in enumerate(states):
+        for check, detail in findings(state, pins.get(g, leased[:0])):
+            raise IntegrityError(check, f"group {g}: {detail}" if len(states) > 1 else detail)
+    for check, detail in together(states):
         raise IntegrityError(check, detail)

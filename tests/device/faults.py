@@ -23,7 +23,9 @@ class FaultyDevice(WrappedDevice):
     ``failures`` those that failed.
     """
 
-    def __init__(self, inner: Device, fail_at: Collection[tuple[int, int]] | Predicate = (), sticky: bool = False) -> None:
+    def __init__(
+        self, inner: Device, fail_at: Collection[tuple[int, int]] | Predicate = (), sticky: bool = False
+    ) -> None:
         super().__init__(inner)
         self.fail_at = fail_at
         self.sticky = sticky

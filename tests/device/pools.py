@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.base import Device
 from kvpool.device.sim import SimDevice
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 
 DEVICE_BLOCKS, HOST_BLOCKS = 6, 5
 BLOCKS = DEVICE_BLOCKS + HOST_BLOCKS

@@ -6,14 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.base import Device, Part, Region
 from kvpool.device.sim import SimDevice
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 from tests.device.pools import put, seen
 
-# Two parts with other heads; states of one token a block; a region without a host tier; one with the tokens of the first.
+# Two parts with other heads; states of one token a block; a region without a host tier; one with the tokens of the
+# first.
 LAYOUTS = [
     [BlockLayout(2, 2, 16, 4), BlockLayout(1, 3, 5, 4, "uint8", order="block_first", tokens="HND")],
     [BlockLayout(3, 1, 24, 1, "float32", planes=1, order="block_first")],
@@ -64,7 +65,9 @@ def images(pools: MemoryPools) -> list[Region]:
     for layouts, *pairs, device_blocks, host_blocks in zip(
         pools.layouts, pools.device_pools, pools.host_pools, DEVICE_BLOCKS, HOST_BLOCKS, strict=True
     ):
-        parts = [Part(layout, seen(one).copy(), other.copy()) for layout, one, other in zip(layouts, *pairs, strict=True)]
+        parts = [
+            Part(layout, seen(one).copy(), other.copy()) for layout, one, other in zip(layouts, *pairs, strict=True)
+        ]
         found.append(Region(tuple(parts), device_blocks, host_blocks))
     return found
 
@@ -73,7 +76,10 @@ def bound(pools: MemoryPools) -> list[Region]:
     """What the device was bound to."""
     found = []
     for group, (layouts, *blocks) in enumerate(zip(LAYOUTS, DEVICE_BLOCKS, HOST_BLOCKS, strict=True)):
-        parts = [Part(layout, pools.flat("device", group, part), pools.flat("host", group, part)) for part, layout in enumerate(layouts)]
+        parts = [
+            Part(layout, pools.flat("device", group, part), pools.flat("host", group, part))
+            for part, layout in enumerate(layouts)
+        ]
         found.append(Region(tuple(parts), *blocks))
     return found
 
@@ -93,7 +99,8 @@ def random_region_moves(random: np.random.Generator) -> np.ndarray:
         count = int(random.integers(0, len(ids)))
         targets, sources = ids[:count], random.choice(ids[count:], count)
         moves += [
-            (s, t, int(random.integers(1, width + 1)) if random.random() < 0.5 else width) for s, t in zip(sources, targets, strict=True)
+            (s, t, int(random.integers(1, width + 1)) if random.random() < 0.5 else width)
+            for s, t in zip(sources, targets, strict=True)
         ]
     found = np.array([(*row, ticket) for ticket, row in enumerate(moves)], np.int64).reshape(-1, 4)
     return found[random.permutation(len(found))]

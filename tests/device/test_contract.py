@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
+from kvpool.arrays.strided import as_strided
 from kvpool.device import CpuDevice, get_device, reference
 from kvpool.device.base import ALIGNMENT, Device, Region
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, PoolClosed
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
-from kvpool.strided import as_strided
 from tests.device.faults import FaultyDevice
 from tests.device.pools import (
     BLOCKS,
@@ -31,14 +31,19 @@ from tests.device.pools import (
 )
 
 TYPES = ["uint8", "bfloat16", "float32", "int64"]
+ORDERS = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
 # layers, kv_heads, head_dim, tokens_per_block: runs of a few lines, of one line, longer than what is fetched ahead with
 # a rest that is no chunk, and of odd sizes.
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 8), (1, 3, 448, 4), (2, 3, 5, 3)]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+# Each shape meets each order, and each of these pairs one type, so that each type meets each shape and each order.
+LAYOUTS = [
+    (shape, TYPES[(s + o) % len(TYPES)], *order) for s, shape in enumerate(SHAPES) for o, order in enumerate(ORDERS)
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "order", "tokens", "planes"), LAYOUTS)
 def test_copies_are_those_of_the_reference(
     device: Device, shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
 ) -> None:
@@ -49,7 +54,9 @@ def test_copies_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("tokens", ["NHD", "HND"])
-def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_leaves_the_rest(device: Device, tokens: str) -> None:
+def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_leaves_the_rest(
+    device: Device, tokens: str
+) -> None:
     layout = BlockLayout(2, 3, 4, 5, dtype="uint8", tokens=tokens)
     pools = MemoryPools(device, layout, 2, 1)
     image = np.zeros(pools.device_pool.shape, np.uint8)
@@ -111,9 +118,22 @@ def test_moves_may_be_read_only_or_strided(device: Device, layout: BlockLayout) 
 
 @pytest.mark.parametrize(
     "row",
-    [(-1, 0, 4), (BLOCKS, 0, 4), (0, -1, 4), (0, BLOCKS, 4), (2**40, 0, 4), (0, 1, 0), (0, 1, -1), (0, 1, 5), (0, 1, 2**62), (3, 3, 4)],
+    [
+        (-1, 0, 4),
+        (BLOCKS, 0, 4),
+        (0, -1, 4),
+        (0, BLOCKS, 4),
+        (2**40, 0, 4),
+        (0, 1, 0),
+        (0, 1, -1),
+        (0, 1, 5),
+        (0, 1, 2**62),
+        (3, 3, 4),
+    ],
 )
-def test_a_bad_move_is_named_and_nothing_is_copied(device: Device, layout: BlockLayout, row: tuple[int, int, int]) -> None:
+def test_a_bad_move_is_named_and_nothing_is_copied(
+    device: Device, layout: BlockLayout, row: tuple[int, int, int]
+) -> None:
     pools = make_pools(device, layout)
     before = seen(pools.device_bytes).copy(), pools.host_bytes.copy()
     with pytest.raises(ValueError, match=r"moves\[1\]: source=.* target=.* tokens="):
@@ -134,7 +154,9 @@ def test_a_bad_move_is_named_and_nothing_is_copied(device: Device, layout: Block
         (np.zeros((1, 3), np.int64), ValueError),
     ],
 )
-def test_moves_of_another_type_or_shape_are_refused(device: Device, layout: BlockLayout, moves: Any, error: type[Exception]) -> None:
+def test_moves_of_another_type_or_shape_are_refused(
+    device: Device, layout: BlockLayout, moves: Any, error: type[Exception]
+) -> None:
     make_pools(device, layout)
     with pytest.raises(error, match="moves"):
         device.copy_blocks(moves)
@@ -256,7 +278,8 @@ def test_get_device_knows_names_and_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "error"), [("gpu", ValueError), ("", ValueError), (None, TypeError), (CpuDevice, TypeError), (0, TypeError)]
+    ("spec", "error"),
+    [("gpu", ValueError), ("", ValueError), (None, TypeError), (CpuDevice, TypeError), (0, TypeError)],
 )
 def test_get_device_names_what_it_does_not_know(spec: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="device="):

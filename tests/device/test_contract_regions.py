@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import Device, Part, Region
-from kvpool.device.calibration import OFFLOAD, ONBOARD, WITHIN
+from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.regions import BLOCKS_MAX, Regions
 from kvpool.device.token_moves import TokenMoves
 from kvpool.errors import DeviceError
-from kvpool.layout import BlockLayout
+from tests.device.conftest import gpu_device
 from tests.device.faults import FaultyDevice
 from tests.device.pools import as_moves, seen
 from tests.device.regions import (
@@ -53,7 +54,9 @@ def test_a_copy_copies_a_block_in_every_part_and_no_other_block(device: Device) 
         source = np.moveaxis(seen(pools.device_pools[0][part]), blocks_axis, 0)[1]
         np.testing.assert_array_equal(pools.host_pools[0][part][2].view(np.uint8), source.view(np.uint8))
         for other in (0, 1, 3):
-            np.testing.assert_array_equal(pools.host_pools[0][part][other].view(np.uint8), before[0][part][other].view(np.uint8))
+            np.testing.assert_array_equal(
+                pools.host_pools[0][part][other].view(np.uint8), before[0][part][other].view(np.uint8)
+            )
     for group in (1, 2, 3):
         np.testing.assert_array_equal(pools.host_pools[group][0].view(np.uint8), before[group][0].view(np.uint8))
     pools.close()
@@ -75,11 +78,23 @@ def bad_rows() -> list[tuple[int, int, int]]:
     firsts = [ids_of(region)[0] for region in range(4)]
     hosts = [ids_of(region)[-1] for region in (0, 1, 3)]
     return [
-        (firsts[0], firsts[3], WIDTH), (firsts[0], hosts[2], WIDTH), (hosts[1], firsts[0], 1), (hosts[0], hosts[2], 1),
-        (ids_of(0)[-1], ids_of(1)[-1], 1), (ids_of(0)[4], firsts[1], 1),
-        (firsts[1], firsts[1] + 1, 2), (firsts[2], firsts[2] + 1, 3), (firsts[0], firsts[0] + 1, 5), (firsts[0], firsts[0] + 1, 0),
-        (firsts[1], firsts[1], 1), (-1, 0, 1), (0, -1, 1), (BLOCKS, 0, 1), (0, BLOCKS, 1), (2**62, 0, 1),
-    ]  # fmt: skip
+        (firsts[0], firsts[3], WIDTH),
+        (firsts[0], hosts[2], WIDTH),
+        (hosts[1], firsts[0], 1),
+        (hosts[0], hosts[2], 1),
+        (ids_of(0)[-1], ids_of(1)[-1], 1),
+        (ids_of(0)[4], firsts[1], 1),
+        (firsts[1], firsts[1] + 1, 2),
+        (firsts[2], firsts[2] + 1, 3),
+        (firsts[0], firsts[0] + 1, 5),
+        (firsts[0], firsts[0] + 1, 0),
+        (firsts[1], firsts[1], 1),
+        (-1, 0, 1),
+        (0, -1, 1),
+        (BLOCKS, 0, 1),
+        (0, BLOCKS, 1),
+        (2**62, 0, 1),
+    ]
 
 
 @pytest.mark.parametrize("row", bad_rows())
@@ -111,46 +126,8 @@ def test_what_a_device_says_to_have_completed_are_the_first_rows_of_the_caller()
         pools.close()
 
 
-@pytest.mark.parametrize("fail_at", range(1, 12, 3))
-def test_a_failure_inside_the_second_region_promises_no_more_than_was_enqueued(
-    fake_cuda: Any, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    from kvpool.device.cuda import CudaDevice
-
-    cupy = fake_cuda()
-    device = CudaDevice(calibration="plain")
-    pools = make_regions(device)
-    moves = random_region_moves(np.random.default_rng(4))
-    expected = images(pools)
-    reference.copy_region_blocks(expected, moves)
-    copy, calls = cupy.runtime.memcpyAsync, iter(range(1000))
-
-    def failing(*args: Any) -> None:
-        if next(calls) == fail_at:
-            cupy.runtime.check_status(801)
-        copy(*args)
-
-    monkeypatch.setattr(cupy.runtime, "memcpyAsync", failing)
-    before = images(pools)
-    with pytest.raises(DeviceError) as caught:
-        device.copy_blocks(moves)
-    monkeypatch.undo()
-    device.synchronize()
-    done = images(pools)
-    reference.copy_region_blocks(before, moves[: caught.value.completed])
-    for row in moves[: caught.value.completed].tolist():
-        region, block = reference.block_place(done, row[1])
-        for found, wanted in zip(done[region].parts, before[region].parts, strict=True):
-            np.testing.assert_array_equal(reference.block_view(*found, block), reference.block_view(*wanted, block))
-    device.copy_blocks(moves)
-    device.synchronize()
-    assert_equal(pools, expected)
-    device.close()
-
-
-def test_the_way_of_a_copy_is_chosen_for_its_direction_and_part(fake_cuda: Any) -> None:
-    from kvpool.device.cuda import CudaDevice
-
+@pytest.mark.gpu
+def test_the_way_of_a_copy_is_chosen_for_its_direction_and_part() -> None:
     chosen = []
 
     class Noted:
@@ -158,8 +135,7 @@ def test_the_way_of_a_copy_is_chosen_for_its_direction_and_part(fake_cuda: Any) 
             chosen.append((direction, nbytes * count))
             return "plain"
 
-    fake_cuda()
-    device = CudaDevice()
+    device = gpu_device()
     make_regions(device)
     device.calibration = Noted()  # type: ignore[assignment]
     for region in (0, 1, 3):
@@ -176,7 +152,8 @@ def test_the_way_of_a_copy_is_chosen_for_its_direction_and_part(fake_cuda: Any) 
 
 
 def random_token_moves(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Groups as ``keep`` makes them, each of blocks of its own, of both regions with the most tokens: their rows lie among each other."""
+    """Groups as ``keep`` makes them, each of blocks of its own, of both regions with the most tokens: their rows lie
+    among each other."""
     groups = []
     for _ in range(2):
         rows = []
@@ -230,7 +207,9 @@ BAD_TOKEN_MOVES = [
 
 
 @pytest.mark.parametrize("row", BAD_TOKEN_MOVES)
-def test_token_moves_between_regions_or_of_regions_with_fewer_tokens_move_nothing(device: Device, row: tuple[int, int]) -> None:
+def test_token_moves_between_regions_or_of_regions_with_fewer_tokens_move_nothing(
+    device: Device, row: tuple[int, int]
+) -> None:
     pools = make_regions(device)
     before = images(pools)
     with pytest.raises(ValueError, match=r"moves\[1\]: .* two different slots .* of one region with 4 tokens"):
@@ -255,7 +234,9 @@ def test_a_pool_of_one_region_is_copied_as_it_is() -> None:
 
 def test_bind_refuses_what_are_no_regions(device: Device) -> None:
     layouts = [LAYOUTS[0][0], LAYOUTS[1][0]]
-    parts = [Part(layout, *(device.allocate(layout.block_bytes, tier) for tier in ("device", "host"))) for layout in layouts]
+    parts = [
+        Part(layout, *(device.allocate(layout.block_bytes, tier) for tier in ("device", "host"))) for layout in layouts
+    ]
     right = [Region((part,), 1, 1) for part in parts]
     for wrong, error, match in (
         ([], ValueError, "regions"),
@@ -266,7 +247,11 @@ def test_bind_refuses_what_are_no_regions(device: Device) -> None:
         ([right[0], right[1]._replace(parts=(layouts[1],))], TypeError, r"regions\[1\].parts"),
         ([right[0], right[1]._replace(host_blocks=2)], ValueError, r"regions\[1\].parts\[0\].host_pool"),
         ([right[0], right[1]._replace(device_blocks=-1)], ValueError, r"regions\[1\].device_blocks"),
-        ([right[0]._replace(parts=tuple(parts))], ValueError, r"regions\[0\].parts: tokens_per_block must be equal, not \[4, 1\]"),
+        (
+            [right[0]._replace(parts=tuple(parts))],
+            ValueError,
+            r"regions\[0\].parts: tokens_per_block must be equal, not \[4, 1\]",
+        ),
     ):
         with pytest.raises(error, match=match):
             device.bind(wrong)  # type: ignore[arg-type]
@@ -293,20 +278,28 @@ def regions_of(counts: list[tuple[int, int]]) -> Regions:
 
 
 @pytest.mark.parametrize(
-    "counts", [[(3, 2)], [(1, 0), (2, 3)], [(2, 0), (1, 0)], [(2, 4), (3, 0), (1, 1)], [(1, 1)] * 9, [(0, 2), (3, 1), (0, 0), (1, 0)]]
+    "counts",
+    [
+        [(3, 2)],
+        [(1, 0), (2, 3)],
+        [(2, 0), (1, 0)],
+        [(2, 4), (3, 0), (1, 1)],
+        [(1, 1)] * 9,
+        [(0, 2), (3, 1), (0, 0), (1, 0)],
+    ],
 )
 def test_ids_count_device_blocks_of_all_regions_then_host_blocks(counts: list[tuple[int, int]]) -> None:
     regions = regions_of(counts)
     ids = np.arange(regions.blocks)
-    found = list(zip(*(part.tolist() for part in regions.place(ids)), strict=True))
+    found = list(zip(*(part.tolist() for part in regions.pool_ids.place(ids)), strict=True))
     devices = [(region, block) for region, (blocks, _) in enumerate(counts) for block in range(blocks)]
     hosts = [(region, first + block) for region, (first, blocks) in enumerate(counts) for block in range(blocks)]
     assert found == devices + hosts == [reference.block_place(regions.all, block) for block in range(regions.blocks)]
     assert (regions.device_blocks, regions.host_blocks) == (len(devices), len(hosts))
     for region, (blocks, host_blocks) in enumerate(counts):
-        mine = regions.ids(region, np.arange(blocks + host_blocks))
+        mine = regions.pool_ids.of(region, np.arange(blocks + host_blocks))
         assert [found[place] for place in mine.tolist()] == [(region, block) for block in range(blocks + host_blocks)]
-        assert not blocks or regions.first(region) == mine[0]
+        assert not blocks or regions.pool_ids.first(region)[0] == mine[0]
 
 
 def test_a_split_keeps_every_row_and_the_order_inside_each_region() -> None:
@@ -315,14 +308,19 @@ def test_a_split_keeps_every_row_and_the_order_inside_each_region() -> None:
     for seed in range(20):
         moves = random_region_moves(np.random.default_rng(seed))
         parts = regions.split(moves)
-        assert [region for region, _ in parts] == sorted({reference.block_place(regions.all, row[0])[0] for row in moves.tolist()})
+        assert [region for region, _ in parts] == sorted(
+            {reference.block_place(regions.all, row[0])[0] for row in moves.tolist()}
+        )
         assert sorted(ticket for _, rows in parts for ticket in rows[:, 3].tolist()) == list(range(len(moves)))
         places = {row[3]: place for place, row in enumerate(moves.tolist())}
         for region, rows in parts:
             assert all(places[a] < places[b] for a, b in pairwise(rows[:, 3].tolist()))
             for source, target, tokens, ticket in rows.tolist():
                 whole = moves[places[ticket]].tolist()
-                assert [reference.block_place(regions.all, block) for block in whole[:2]] == [(region, source), (region, target)]
+                assert [reference.block_place(regions.all, block) for block in whole[:2]] == [
+                    (region, source),
+                    (region, target),
+                ]
                 assert tokens == whole[2]
     pools.close()
 

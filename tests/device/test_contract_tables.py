@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
+from kvpool.arrays.strided import as_strided
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.tables import StagedRows, StagedVectors, Table, staged_bytes
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
-from kvpool.strided import as_strided
 from tests.device.pools import make_pools, on_device, seen
 
 
@@ -33,7 +33,9 @@ def stage(
     return StagedRows(buffer, buffer.ctypes.data, len(planes), count, width, columns)
 
 
-def expected(out: np.ndarray, ids: np.ndarray, rows: list[int], values: list[tuple[int, int]], columns: int) -> np.ndarray:
+def expected(
+    out: np.ndarray, ids: np.ndarray, rows: list[int], values: list[tuple[int, int]], columns: int
+) -> np.ndarray:
     result = out.copy()
     wide = np.full((len(ids), columns), -1)
     wide[:, : ids.shape[1]] = ids
@@ -97,7 +99,9 @@ def test_the_null_stream_is_the_default(pools: MemoryPools) -> None:
     assert seen(out).tolist() == [[11, -1]]
 
 
-@pytest.mark.parametrize("target", [None, [[1]], np.zeros((2, 2)), np.zeros(4, np.int32), np.zeros((2, 4), np.int32)[:, ::2]])
+@pytest.mark.parametrize(
+    "target", [None, [[1]], np.zeros((2, 2)), np.zeros(4, np.int32), np.zeros((2, 4), np.int32)[:, ::2]]
+)
 def test_what_is_no_table_is_refused_by_name(device: Device, target: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="target"):
         device.as_table(target)

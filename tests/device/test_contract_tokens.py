@@ -7,18 +7,19 @@ from itertools import product
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import Device
 from kvpool.errors import PoolClosed
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, images, make_pools
 
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
 
 
 def random_token_moves(layout: BlockLayout, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Groups as ``keep`` makes them: in each, a rising choice of the slots of a few blocks of its own moves to its begin, in order."""
+    """Groups as ``keep`` makes them: in each, a rising choice of the slots of a few blocks of its own moves to its
+    begin, in order."""
     width, blocks, moves, starts = layout.tokens_per_block, random.permutation(DEVICE_BLOCKS), [], [0]
     for own in np.split(blocks, np.sort(random.integers(0, DEVICE_BLOCKS + 1, 2))):
         slots = (own[:, None] * width + np.arange(width)).ravel()
@@ -38,7 +39,9 @@ def assert_moves_as_the_reference(pools: MemoryPools, moves: np.ndarray, starts:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+@pytest.mark.parametrize(
+    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+)
 def test_token_moves_are_those_of_the_reference(
     device: Device, shape: tuple[int, int, int, int], order: str, tokens: str, planes: int
 ) -> None:
@@ -56,7 +59,9 @@ def test_a_token_may_move_to_where_another_of_its_group_came_from(device: Device
     pools.close()
 
 
-def test_token_moves_come_behind_what_is_on_their_stream_and_belong_to_their_call(device: Device, layout: BlockLayout) -> None:
+def test_token_moves_come_behind_what_is_on_their_stream_and_belong_to_their_call(
+    device: Device, layout: BlockLayout
+) -> None:
     pools, stream = make_pools(device, layout), device.create_stream("own")
     expected, _ = images(pools)
     moves, starts = np.array([(5, 4), (6, 5)], np.int64), np.array([0, 2])
@@ -72,16 +77,23 @@ def test_token_moves_come_behind_what_is_on_their_stream_and_belong_to_their_cal
 
 END = 4 * DEVICE_BLOCKS
 WRONG = [
-    ([(0, 1)], [0, 1], "moves"), (np.zeros((1, 2), np.int32), [0, 1], "moves"), (np.zeros((1, 3), np.int64), [0, 1], "moves"),
-    (np.array([(1, END)]), [0, 1], r"moves\[0\]"), (np.array([(1, 0), (-1, 1)]), [0, 2], r"moves\[1\]"),
+    ([(0, 1)], [0, 1], "moves"),
+    (np.zeros((1, 2), np.int32), [0, 1], "moves"),
+    (np.zeros((1, 3), np.int64), [0, 1], "moves"),
+    (np.array([(1, END)]), [0, 1], r"moves\[0\]"),
+    (np.array([(1, 0), (-1, 1)]), [0, 2], r"moves\[1\]"),
     (np.array([(2, 2)]), [0, 1], "different"),
-    (np.array([(1, 0)]), [0], "starts"), (np.array([(1, 0)]), [1, 1], "starts"), (np.array([(1, 0)]), [0, 2, 1], "starts"),
+    (np.array([(1, 0)]), [0], "starts"),
+    (np.array([(1, 0)]), [1, 1], "starts"),
+    (np.array([(1, 0)]), [0, 2, 1], "starts"),
     (np.array([(1, 0)]), [], "starts"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("moves", "starts", "name"), WRONG, ids=range(len(WRONG)))
-def test_token_moves_that_are_none_move_nothing(device: Device, layout: BlockLayout, moves: object, starts: list[int], name: str) -> None:
+def test_token_moves_that_are_none_move_nothing(
+    device: Device, layout: BlockLayout, moves: object, starts: list[int], name: str
+) -> None:
     pools = make_pools(device, layout)
     before = images(pools)
     with pytest.raises((TypeError, ValueError), match=name):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.device import CpuDevice
-from kvpool.device.calibration import (
+from kvpool.device.cuda.calibration import (
     BATCHED,
     DIRECTIONS,
     KERNEL,
@@ -24,14 +24,18 @@ from kvpool.device.calibration import (
     place,
     store,
 )
-from kvpool.device.measure import measure
+from kvpool.device.cuda.measure import measure
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
 
 
 def measured() -> Calibration:
     """Onboards: of each size and number, one path is twice as fast as the others."""
-    rows = [Measurement(ONBOARD, *size, path, 20.0 if path == best else 10.0) for size, best in FASTEST.items() for path in PATHS]
+    rows = [
+        Measurement(ONBOARD, *size, path, 20.0 if path == best else 10.0)
+        for size, best in FASTEST.items()
+        for path in PATHS
+    ]
     return Calibration("gpu", 1, tuple(rows))
 
 
@@ -44,7 +48,9 @@ def test_what_was_the_fastest_nearby_is_chosen(size: tuple[int, int], best: str)
 
 
 def test_what_cannot_be_taken_is_not_chosen() -> None:
-    rows = [Measurement(ONBOARD, 4096, 64, path, speed) for path, speed in ((KERNEL, 30.0), (BATCHED, 20.0), (PLAIN, 10.0))]
+    rows = [
+        Measurement(ONBOARD, 4096, 64, path, speed) for path, speed in ((KERNEL, 30.0), (BATCHED, 20.0), (PLAIN, 10.0))
+    ]
     calibration = Calibration("gpu", 1, tuple(rows))
     assert calibration.choose(ONBOARD, 4096, 64) == KERNEL
     assert calibration.choose(ONBOARD, 4096, 64, (PLAIN, BATCHED)) == BATCHED
@@ -53,7 +59,9 @@ def test_what_cannot_be_taken_is_not_chosen() -> None:
 
 def test_a_kernel_that_is_hardly_faster_is_left_to_the_model() -> None:
     def faster_by(factor: float) -> Calibration:
-        return Calibration("gpu", 1, (Measurement(OFFLOAD, 1, 1, BATCHED, 10.0), Measurement(OFFLOAD, 1, 1, KERNEL, 10.0 * factor)))
+        return Calibration(
+            "gpu", 1, (Measurement(OFFLOAD, 1, 1, BATCHED, 10.0), Measurement(OFFLOAD, 1, 1, KERNEL, 10.0 * factor))
+        )
 
     assert faster_by(1.05).choose(OFFLOAD, 1, 1) == BATCHED
     assert faster_by(1.2).choose(OFFLOAD, 1, 1) == KERNEL

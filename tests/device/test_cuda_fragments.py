@@ -8,16 +8,19 @@ from itertools import product
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
+from kvpool.device.base import BYTES, FROM, TO
 from kvpool.device.block_copy import make_plan
-from kvpool.device.fragments import BYTES, FROM, TO, Cutter
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
+from kvpool.device.cuda.fragments import Cutter
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 
 LAYOUTS = [
     BlockLayout(*shape, dtype="uint8", planes=planes, order=order, tokens=tokens)
-    for shape, order, tokens, planes in product([(2, 2, 16, 8), (3, 1, 5, 3)], ["layer_first", "block_first"], ["NHD", "HND"], [1, 2])
+    for shape, order, tokens, planes in product(
+        [(2, 2, 16, 8), (3, 1, 5, 3)], ["layer_first", "block_first"], ["NHD", "HND"], [1, 2]
+    )
 ]
 
 
@@ -61,7 +64,9 @@ def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> No
 
 def test_neighbours_are_one_fragment_per_layer_and_plane_inside_a_layer_first_tier() -> None:
     pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4))
-    assert cut(pools, as_moves((0, 3, 4), (1, 4, 4), (2, 5, 4)))[:, BYTES].tolist() == [3 * pools.layout.segment_bytes] * 6
+    assert (
+        cut(pools, as_moves((0, 3, 4), (1, 4, 4), (2, 5, 4)))[:, BYTES].tolist() == [3 * pools.layout.segment_bytes] * 6
+    )
 
 
 def test_a_block_is_a_fragment_per_layer_and_plane_between_a_layer_first_tier_and_the_host() -> None:

@@ -1,15 +1,22 @@
-"""Pinned memory is registered whole and in order, and all of it is given back, also when the driver refuses half-way."""
+"""Pinned memory is registered whole and in order, and all of it is given back, also when the driver refuses
+half-way."""
 
 from __future__ import annotations
 
+import gc
 import mmap
+import os
 import sys
+import threading
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool.device import pinned
-from kvpool.device.pinned import PinnedMemory
+from kvpool.device.cuda import pinned
+from kvpool.device.cuda.numa import processors_near
+from kvpool.device.cuda.pinned import PinnedMemory
 
 PAGE = mmap.PAGESIZE
 
@@ -35,7 +42,8 @@ class FakeRegistrar:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "chunks"), [(0, []), (1, [1]), (PAGE, [1]), (2 * PAGE, [2]), (5 * PAGE, [2, 2, 1]), (5 * PAGE + 1, [2, 2, 2])]
+    ("nbytes", "chunks"),
+    [(0, []), (1, [1]), (PAGE, [1]), (2 * PAGE, [2]), (5 * PAGE, [2, 2, 1]), (5 * PAGE + 1, [2, 2, 2])],
 )
 def test_all_of_it_is_registered_in_chunks_from_its_start_to_its_end(nbytes: int, chunks: list[int]) -> None:
     registrar = FakeRegistrar()
@@ -82,6 +90,60 @@ def test_freeing_twice_unregisters_once() -> None:
     assert not registrar.pinned
 
 
+def test_memory_that_nobody_gave_back_is_unregistered_before_it_is_unmapped() -> None:
+    unmapped: list[bool] = []
+    registrar = FakeRegistrar()
+    memory = PinnedMemory(3 * PAGE, registrar, chunk_bytes=PAGE)
+    weakref.finalize(memory.array, lambda: unmapped.append(bool(registrar.pinned)))
+    view = memory.array[:10]
+    del memory
+    gc.collect()
+    assert not registrar.pinned
+    del view
+    gc.collect()
+    assert unmapped == [False]
+
+
+@pytest.mark.parametrize("given_back", [True, False])
+def test_memory_that_the_driver_does_not_let_go_stays_mapped(given_back: bool) -> None:
+    class Keeping(FakeRegistrar):
+        def hostUnregister(self, address: int) -> None:
+            raise RuntimeError("it is mine")
+
+    memory = PinnedMemory(2 * PAGE, Keeping())
+    gone = weakref.ref(memory.array)
+    if given_back:
+        with pytest.raises(RuntimeError, match="mine"):
+            memory.free()
+    del memory
+    gc.collect()
+    assert gone() is not None
+    pinned._registered.clear()
+
+
+def test_pages_are_touched_by_processors_near_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+    (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("1\n")
+    nodes = tmp_path / "devices/system/node"
+    for node, processors in (("node0", "0-1,4"), ("node1", "2-3,5\n")):
+        assert processors_near("0000:3B:00.0", tmp_path) is None
+        (nodes / node).mkdir(parents=True)
+        (nodes / node / "cpulist").write_text(processors)
+    near = processors_near("0000:3B:00.0", tmp_path)
+    assert near == {2, 3, 5} and processors_near("0000:17:00.0", tmp_path) is None
+    (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("-1\n")
+    assert processors_near("0000:3B:00.0", tmp_path) is None
+    mine, asked = os.sched_getaffinity(0), list[tuple[int, set[int]]]()
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda thread, processors: asked.append((threading.get_ident(), set(processors)))
+    )
+    one = min(mine)
+    PinnedMemory(PAGE, FakeRegistrar(), processors={one, 10**6}).free()
+    assert [processors for _, processors in asked] == [{one}] and asked[0][0] != threading.get_ident()
+    PinnedMemory(PAGE, FakeRegistrar(), processors={10**6}).free()
+    assert len(asked) == 1
+
+
 def test_one_chunk_that_cannot_be_unregistered_does_not_keep_the_others() -> None:
     registrar = FakeRegistrar()
     memory = PinnedMemory(3 * PAGE, registrar, chunk_bytes=PAGE)
@@ -106,7 +168,9 @@ def test_a_range_that_no_system_has_is_a_memory_error(monkeypatch: pytest.Monkey
         PinnedMemory(1 << 62, FakeRegistrar())
 
 
-@pytest.mark.parametrize("bad", [{"nbytes": -1}, {"nbytes": 2**63}, *({"nbytes": 1, "chunk_bytes": size} for size in (100, PAGE + 1))])
+@pytest.mark.parametrize(
+    "bad", [{"nbytes": -1}, {"nbytes": 2**63}, *({"nbytes": 1, "chunk_bytes": size} for size in (100, PAGE + 1))]
+)
 def test_sizes_that_cannot_be_are_named(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="bytes="):
         PinnedMemory(registrar=FakeRegistrar(), **bad)

@@ -1,4 +1,5 @@
-"""What the sim device says about bytes: writes that nobody declared, freed memory, functions that fail, arguments that are wrong."""
+"""What the sim device says about bytes: writes that nobody declared, freed memory, functions that fail, arguments that
+are wrong."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM, Event, Part
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
 from kvpool.device.sim.mirror import Mirror
 from kvpool.errors import PoolClosed
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 from tests.device.pools import as_moves, make_pools
 
 T = 4
@@ -31,7 +32,8 @@ Open = Callable[..., tuple[SimDevice, MemoryPools]]
 
 @pytest.fixture
 def sim() -> Iterator[Open]:
-    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the end."""
+    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the
+    end."""
     opened = []
 
     def build(layout: BlockLayout = LAYOUT, **options: Any) -> tuple[SimDevice, MemoryPools]:
@@ -53,7 +55,9 @@ def write(pools: MemoryPools, block: int, token: int) -> None:
 
 @pytest.mark.parametrize("block", [0, 5, 6, 10])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_block_and_token(sim: Open, layout: BlockLayout, block: int) -> None:
+def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_block_and_token(
+    sim: Open, layout: BlockLayout, block: int
+) -> None:
     device, pools = sim(layout)
     with device.host_access(reads=[(block, 0, T)], writes=[(block, 0, 2), (block, 3, T)]):
         write(pools, block, 1)
@@ -320,7 +324,9 @@ def test_options_that_cannot_be_are_named(options: dict[str, Any], error: type[E
         ("rows", TypeError),
     ],
 )
-def test_rows_that_name_no_tokens_are_refused_and_nothing_is_enqueued(sim: Open, rows: Any, error: type[Exception]) -> None:
+def test_rows_that_name_no_tokens_are_refused_and_nothing_is_enqueued(
+    sim: Open, rows: Any, error: type[Exception]
+) -> None:
     device, _ = sim(progress=0.0)
     ran: list[int] = []
     for name in ("reads", "writes"):

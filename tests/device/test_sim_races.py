@@ -1,4 +1,5 @@
-"""Which accesses the sim device reports as unordered: all that no event orders, however lucky the run, and no others."""
+"""Which accesses the sim device reports as unordered: all that no event orders, however lucky the run, and no
+others."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.device.sim.order import Order, new_clock
 from kvpool.device.sim.reports import Access
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.layout import BlockLayout
 from tests.device.pools import as_moves, make_pools
 
 LAYOUT = BlockLayout(2, 1, 16, 4, dtype="uint8")
@@ -138,7 +139,12 @@ def test_a_gate_orders_nothing(sim: SimDevice) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "blocks"),
-    [(((0, 7, T), (7, 1, T)), [7]), (((0, 7, 2), (1, 7, 1)), [7]), (((0, 1, T), (1, 0, T)), [0, 1]), (((0, 7, T), (0, 8, T)), [])],
+    [
+        (((0, 7, T), (7, 1, T)), [7]),
+        (((0, 7, 2), (1, 7, 1)), [7]),
+        (((0, 1, T), (1, 0, T)), [0, 1]),
+        (((0, 7, T), (0, 8, T)), []),
+    ],
 )
 def test_rows_of_one_call_that_depend_on_each_other_are_a_race(sim: SimDevice, rows: Any, blocks: list[int]) -> None:
     sim.copy_blocks(as_moves(*rows))
@@ -235,7 +241,9 @@ def in_thread(function: Callable[[], None]) -> None:
     thread.join()
 
 
-def test_what_another_thread_has_waited_for_does_not_count_for_an_access_but_for_what_is_enqueued(sim: SimDevice) -> None:
+def test_what_another_thread_has_waited_for_does_not_count_for_an_access_but_for_what_is_enqueued(
+    sim: SimDevice,
+) -> None:
     copy(sim, 0, 8, stream=1)
     event, unrelated = sim.record(sim.as_stream(1)), sim.record(sim.as_stream(5))
     in_thread(lambda: sim.synchronize(event))

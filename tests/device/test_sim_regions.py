@@ -1,4 +1,5 @@
-"""What the sim device says of pools of several regions: races, undeclared writes and bad rows, by the ids of the pool."""
+"""What the sim device says of pools of several regions: races, undeclared writes and bad rows, by the ids of the
+pool."""
 
 from __future__ import annotations
 
@@ -8,11 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
-from kvpool.memory import MemoryPools
 from tests.device.pools import as_moves
-from tests.device.regions import BLOCKS, DEVICE_BLOCKS, LAYOUTS, WIDTH, WIDTHS, bound, ids_of, make_regions, random_region_moves, whole
+from tests.device.regions import (
+    BLOCKS,
+    DEVICE_BLOCKS,
+    LAYOUTS,
+    WIDTH,
+    WIDTHS,
+    bound,
+    ids_of,
+    make_regions,
+    random_region_moves,
+    whole,
+)
 
 REGIONS = range(len(LAYOUTS))
 PARTS = [(group, part) for group, parts in enumerate(LAYOUTS) for part in range(len(parts))]
@@ -55,7 +67,9 @@ def test_accesses_of_a_block_on_two_streams_race_in_every_region(pools: MemoryPo
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_what_an_event_orders_is_no_race_in_any_region_and_neighbours_of_other_regions_do_not_race(pools: MemoryPools, region: int) -> None:
+def test_what_an_event_orders_is_no_race_in_any_region_and_neighbours_of_other_regions_do_not_race(
+    pools: MemoryPools, region: int
+) -> None:
     sim, (first, second, *_) = sim_of(pools), ids_of(region)
     a, b = (sim.create_stream(name) for name in "ab")
     sim.copy_blocks(as_moves((first, second, WIDTHS[region])), a)
@@ -77,7 +91,9 @@ def test_rows_of_one_call_that_depend_on_each_other_race_with_themselves_in_thei
 
 
 @pytest.mark.parametrize(("group", "part"), PARTS)
-def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_the_id_of_the_pool(pools: MemoryPools, group: int, part: int) -> None:
+def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_the_id_of_the_pool(
+    pools: MemoryPools, group: int, part: int
+) -> None:
     sim, token = sim_of(pools), WIDTHS[group] - 1
     memory = part_of(pools, group, part)
     for local, block in enumerate(ids_of(group)):
@@ -106,7 +122,9 @@ def test_a_write_in_a_pool_that_is_sampled_is_found_by_check_in_every_region() -
 
 
 @pytest.mark.parametrize("row", [(5, 0, 2), (10, 0, 2), (8, 0, 3), (0, 0, 5), (BLOCKS, 0, 1), (-1, 0, 1), (7, 1, 2)])
-def test_rows_of_more_tokens_than_a_block_of_the_region_has_are_refused(pools: MemoryPools, row: tuple[int, int, int]) -> None:
+def test_rows_of_more_tokens_than_a_block_of_the_region_has_are_refused(
+    pools: MemoryPools, row: tuple[int, int, int]
+) -> None:
     sim = sim_of(pools)
     if row[0] == 10:
         row = (sum(DEVICE_BLOCKS) + 4, 0, 2)

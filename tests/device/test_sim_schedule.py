@@ -1,4 +1,5 @@
-"""What the sim device runs, and when: streams, events, pieces of copies, early progress, gates, waits without end, every schedule."""
+"""What the sim device runs, and when: streams, events, pieces of copies, early progress, gates, waits without end,
+every schedule."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM
 from kvpool.device.sim import Deadlock, ListedChoices, RaceError, ScheduleFailed, SeededChoices, SimDevice, explore
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 from tests.device.pools import as_moves, host_writes, make_pools
 
 # Four segments of 64 bytes: with chunks of 64, a move has four pieces.
@@ -21,7 +22,8 @@ Open = Callable[..., tuple[SimDevice, MemoryPools]]
 
 @pytest.fixture
 def sim() -> Iterator[Open]:
-    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the end."""
+    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the
+    end."""
     opened = []
 
     def build(seed: int = 0, **options: object) -> tuple[SimDevice, MemoryPools]:
@@ -41,7 +43,8 @@ def block(pools: MemoryPools, number: int) -> np.ndarray:
 
 
 def orders(device: SimDevice, streams: list[object], ordered: bool) -> list[int]:
-    """In which order functions ran that were launched on these streams, one after the other, with or without events between."""
+    """In which order functions ran that were launched on these streams, one after the other, with or without events
+    between."""
     ran: list[int] = []
     for i, stream in enumerate(streams):
         device.launch(stream, lambda i=i: ran.append(i))
@@ -221,7 +224,9 @@ def test_a_closed_gate_holds_back_its_stream_alone(sim: Open) -> None:
     assert ran[-1] == "behind"
 
 
-def test_waits_that_can_never_end_are_reported_with_the_calls_that_are_stuck(sim: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_that_can_never_end_are_reported_with_the_calls_that_are_stuck(
+    sim: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, _ = sim()
     slow, waiting = device.create_stream("slow"), device.create_stream("waiting")
     gate = device.stall(slow)
@@ -284,7 +289,8 @@ def launches(*streams: int) -> Callable[[SimDevice], None]:
         (launches(), 1),
         (launches(1), 2),  # at the call, or at the end
         (launches(1, 1), 5),  # steps early after the calls: 00 01 02 10 11
-        (launches(1, 2), 8),  # 1 early: 2 early or not; else none, in two orders, or 1 then 2 or not, or 2 then 1 or not
+        # 1 early: 2 early or not; else none, in two orders, or 1 then 2 or not, or 2 then 1 or not
+        (launches(1, 2), 8),
     ],
 )
 def test_every_schedule_is_tried_once(body: Callable[[SimDevice], None], schedules: int) -> None:
@@ -302,7 +308,8 @@ def test_every_order_of_streams_is_tried_and_none_that_events_forbid() -> None:
 
 
 def test_the_single_bad_interleaving_is_found_and_can_be_run_again() -> None:
-    """A function that must not run between two others of another stream, which only one of all schedules with pieces shows."""
+    """A function that must not run between two others of another stream, which only one of all schedules with pieces
+    shows."""
 
     def body(device: SimDevice) -> None:
         ran: list[str] = []

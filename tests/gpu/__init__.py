@@ -1,1 +1,1 @@
-"""What is confirmed on a GPU; where there is none, on the stand-in for CuPy, as far as that can tell."""
+"""What is confirmed on a GPU, or on real CuPy over the emulated driver (``--emulated``)."""

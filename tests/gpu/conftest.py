@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvpool.device.calibration import PATHS
 from kvpool.device.cuda import COPY_PATH, unusable
-from tests.device.conftest import fake_cuda as fake_cuda
-from tests.device.fake_cupy import FakeCupy
-from tests.gpu.machines import FakeMachine, Machine
+from kvpool.device.cuda.calibration import PATHS
+from tests.gpu.machines import Machine
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=["without a GPU", GPU])
-def machine(request: pytest.FixtureRequest, fake_cuda: Callable[..., FakeCupy]) -> Machine:
-    return Machine(real_cupy()) if request.param == "gpu" else FakeMachine(fake_cuda())
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(real_cupy())
 
 
 @pytest.fixture(params=PATHS)

@@ -1,34 +1,24 @@
-"""Another process loads KV into a pool that it has attached, while this one reads the prefix that both use."""
+"""Another process loads KV into a pool that it has attached, while this one serves: admits, evicts, commits, reads the
+shared prefix."""
 
 from __future__ import annotations
-
-import multiprocessing
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, PagedKV, gather_kv, scatter_kv
-from kvpool.device.cpu import CpuDevice
-from tests.gpu import loader
+from kvpool import BlockLayout, DeviceError, KVCacheManager, PagedKV, PoolClosed, attach, gather_kv, scatter_kv
+from kvpool.device.cuda import open_gpu_memory
+from kvpool.device.shared import GpuMemory
 from tests.gpu.conftest import GPU, real_cupy
+from tests.share.processes import fill_and_close, load, on_device
+from tests.share.spawned import Spawn
+from tests.share.spawned import spawn as spawn
 
 T, BLOCKS = 4, 32
 LAYOUT = BlockLayout(3, 2, 16, T, dtype="float16")
-PREFIX, PROMPT = 10, 50
-"""Tokens that the pool has, two full blocks and a part of one, and tokens of the prompt to be loaded."""
-
-
-class SharedDevice(CpuDevice):
-    """Main memory, of which the device tier is a file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def allocate(self, nbytes: int, tier: str) -> Any:
-        return np.asarray(np.memmap(self.path, np.uint8, "w+", shape=(nbytes,))) if tier == "device" else super().allocate(nbytes, tier)
+PREFIX, PROMPT, ROUNDS = 10, 50, 12
+"""Tokens that the pool has, two full blocks and a part of one; tokens of the prompt to be loaded; requests during each
+half of it."""
 
 
 def content(seed: int, tokens: int) -> np.ndarray:
@@ -42,50 +32,113 @@ def slots_of(blocks: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def put(cache: KVCacheManager, slots: np.ndarray, kv: np.ndarray) -> None:
-    scatter_kv(PagedKV.of_pool(LAYOUT, cache.device_pool), slots, loader.on_device(kv, cache.device_pool))
-    cache._device.synchronize()
+    scatter_kv(PagedKV.of_pool(LAYOUT, cache.device_pool), slots, on_device(kv, cache.device_pool))
+    cache.core.device.synchronize()
 
 
 def seen(cache: KVCacheManager, slots: np.ndarray) -> np.ndarray:
-    out = loader.on_device(np.zeros_like(content(0, len(slots))), cache.device_pool)
+    out = on_device(np.zeros_like(content(0, len(slots))), cache.device_pool)
     gather_kv(PagedKV.of_pool(LAYOUT, cache.device_pool), slots, out)
-    cache._device.synchronize()
+    cache.core.device.synchronize()
     return out if isinstance(out, np.ndarray) else out.get()
 
 
-@pytest.mark.parametrize("where", ["main memory", GPU])
-def test_a_loader_in_another_process_fills_a_reservation_beside_a_reader(where: str, tmp_path: Path) -> None:
-    device = "cuda" if where == "gpu" else SharedDevice(tmp_path / "tier")
-    cupy = real_cupy() if where == "gpu" else None
+def serve(cache: KVCacheManager, seed: int) -> None:
+    """A request of another prompt: what it reuses, and what it has written once all is offloaded and back, is its
+    own."""
+    tokens, kv = list(range(1000 * seed, 1000 * seed + 41)), content(seed, 41)
+    for _ in range(2):
+        sequence = cache.add_sequence(tokens)
+        cached = int(cache.cached_tokens(sequence))
+        slots = slots_of(cache.block_table(sequence).dense()[0], len(tokens))
+        np.testing.assert_array_equal(seen(cache, slots[:cached].copy()), kv[:, :, :cached])
+        put(cache, slots[cached:].copy(), kv[:, :, cached:].copy())
+        cache.commit(sequence)
+        cache.release(sequence)
+
+
+@pytest.mark.parametrize("where", ["cpu", GPU])
+def test_a_loader_in_another_process_fills_a_reservation_while_this_one_serves(where: str, spawn: Spawn) -> None:
+    if where == "gpu":
+        real_cupy()
     tokens, wanted = list(range(PROMPT)), content(1, PROMPT)
-    context = multiprocessing.get_context("spawn")
-    with KVCacheManager(LAYOUT, device_blocks=BLOCKS, device=device) as cache:
+    device = {"gpu": "cuda"}.get(where, where)
+    with KVCacheManager(
+        LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, device=device, shared=device == "cpu"
+    ) as cache:
         first = cache.add_sequence([*tokens[:PREFIX], 99])
         put(cache, slots_of(cache.block_table(first).dense()[0], PREFIX), wanted[:, :, :PREFIX].copy())
         cache.commit(first, [PREFIX])
         cache.release(first)
         reader = cache.add_sequence(tokens[: PREFIX - 1])
         shared = slots_of(cache.block_table(reader).dense()[0], PREFIX - PREFIX % T)
+        brought = wanted.copy()
+        brought[:, :, :PREFIX] = 0xFFFF  # what must not arrive
+        loader = spawn(load)
         with cache.reserve(tokens, owner="another process") as reservation:
             assert reservation.skip_prefix_n_tokens == PREFIX
-            attach: loader.Attach = loader.MappedFile(str(tmp_path / "tier"))
-            if cupy is not None:
-                attach = loader.CudaHandle(cupy, cache.device_pool)
-            brought = wanted.copy()
-            brought[:, :, :PREFIX] = 0xFFFF  # what must not arrive
-            slots = slots_of(reservation.blocks, PROMPT)
-            process = context.Process(target=loader.load, args=(attach, LAYOUT, BLOCKS, slots, brought, PREFIX), daemon=True)
-            process.start()
-            reads = 0
-            while process.is_alive() or reads == 0:
-                np.testing.assert_array_equal(seen(cache, shared), wanted[:, :, : len(shared)])
-                assert cache.match_prefix([*tokens, 7]).tokens == PREFIX, "nobody finds what is not committed"
-                reads += 1
-                process.join(0.01)
-            assert process.exitcode == 0
+            loader.send((cache.share(), slots_of(reservation.blocks, PROMPT), brought, PREFIX))
+            assert loader.recv() == "attached"
+            for _ in range(2):
+                loader.send("go on")
+                for number in range(ROUNDS):
+                    serve(cache, seed=2 + number % 3)
+                    np.testing.assert_array_equal(seen(cache, shared), wanted[:, :, : len(shared)])
+                    assert cache.match_prefix([*tokens, 7]).tokens in (len(shared), PREFIX), (
+                        "nobody finds what is not committed"
+                    )
+                assert loader.recv() == "written"
             reservation.commit()
+        assert cache.stats().evicted_offloaded_blocks > 0 and cache.stats().onboarded_blocks > 0
         second = cache.add_sequence([*tokens, 7])
         assert cache.cached_tokens(second) == PROMPT
         np.testing.assert_array_equal(seen(cache, slots_of(cache.block_table(second).dense()[0], PROMPT)), wanted)
         cache.verify()
         cache.release([reader, second])
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_another_process_has_is_opened_there_only_and_until_it_is_closed() -> None:
+    cupy = real_cupy()
+    with KVCacheManager(LAYOUT, device_blocks=2, device="cuda") as cache:
+        description = cache.share()
+        with pytest.raises(ValueError, match="in this process"):
+            attach(description)
+        given = cupy.empty(2 * LAYOUT.block_bytes, cupy.uint8)
+        with KVCacheManager(LAYOUT, device_blocks=2, device="cuda", device_memory=given) as other:
+            with pytest.raises(ValueError, match="caller's"):
+                other.share()
+    with pytest.raises(PoolClosed):
+        attach(description)
+
+
+@pytest.mark.gpu
+def test_the_pinned_tier_of_a_gpu_is_shared_main_memory() -> None:
+    real_cupy()
+    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda", shared=True) as cache:
+        with attach(cache.share("host")) as attached:
+            attached.pool[2] = 5
+            assert (cache.host_pool[2] == 5).all() and (cache.host_pool[:2] == 0).all()
+    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda") as cache:
+        with pytest.raises(ValueError, match="shared=True"):
+            cache.share("host")
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_this_process_does_not_see_and_a_handle_that_cuda_refuses_are_named() -> None:
+    runtime = real_cupy().cuda.runtime
+    with pytest.raises(ValueError, match=f"UUID {(b'x' * 16).hex()}, and this process sees"):
+        open_gpu_memory(GpuMemory(b"x" * 16, bytes(64), 512), 1024)
+    uuid = bytes(runtime.getDeviceProperties(0)["uuid"][:16])
+    with pytest.raises(DeviceError, match="cudaIpcOpenMemHandle"):
+        open_gpu_memory(GpuMemory(uuid, bytes(64), 512), 1024)
+
+
+@pytest.mark.gpu
+def test_what_a_process_has_enqueued_is_done_before_it_lets_go_of_the_memory(spawn: Spawn) -> None:
+    real_cupy()
+    with KVCacheManager(LAYOUT, device_blocks=BLOCKS, device="cuda") as cache:
+        writer = spawn(fill_and_close)
+        writer.send(cache.share())
+        assert writer.recv() == "closed"
+        assert (cache.device_pool.get() == 5).all()

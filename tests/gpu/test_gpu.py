@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, PoolBusy, gather_kv, scatter_kv
+from kvpool import KVCacheManager, PagedKV, PoolBusy, PoolClosed, gather_kv, operations, scatter_kv
 from kvpool.__main__ import main
-from kvpool.device import calibration, cuda
-from kvpool.device.calibration import DIRECTIONS, PATHS
-from kvpool.device.cuda import CudaDevice
-from kvpool.device.measure import measure
-from kvpool.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout
+from kvpool.device import get_device
+from kvpool.device.cuda import CudaDevice, calibration
+from kvpool.device.cuda import device as cuda
+from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
+from kvpool.device.cuda.fragments import Cutter
+from kvpool.device.cuda.measure import measure
+from kvpool.device.tables import StagedRows, staged_bytes, write_rows
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
@@ -49,15 +52,53 @@ def test_exports_and_memory_of_the_caller_are_in_place(cupy: Any) -> None:
         assert np.from_dlpack(cache.export("host")).ctypes.data == cache.host_pool.ctypes.data
 
 
+def test_the_host_tier_is_pinned_memory_of_cupy_on_loan(cupy: Any) -> None:
+    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda") as cache:
+        cache.host_pool.view(np.uint16)[...] = np.arange(cache.host_pool.size, dtype=np.uint16).reshape(
+            cache.host_pool.shape
+        )
+        pointer = cache.export("host")[1].pinned_memory()
+        assert isinstance(pointer, cupy.cuda.PinnedMemoryPointer)
+        assert pointer.ptr == cache.host_pool[1].ctypes.data and pointer.size() == LAYOUT.block_bytes
+        seen = np.frombuffer(pointer, np.uint8, pointer.size())
+        np.testing.assert_array_equal(seen, cache.host_pool[1].view(np.uint8).reshape(-1))
+        with pytest.raises(PoolBusy, match="views of exported memory live: 1"):
+            cache.close()
+        del pointer
+        with pytest.raises(PoolBusy):
+            cache.close()
+        del seen
+        gc.collect()
+        with pytest.raises(BufferError, match="gaps"):
+            cache.export("host")[:, 0].pinned_memory()
+        with pytest.raises(TypeError, match="no pinned memory"):
+            cache.export("device").pinned_memory()
+        assert not cache.close().sequences
+    with pytest.raises(PoolClosed):
+        cache.export("host").pinned_memory()
+
+
+def test_a_buffer_of_a_closed_pool_that_is_still_on_loan_can_be_read(cupy: Any) -> None:
+    cache = KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda")
+    cache.host_pool.view(np.uint8)[...] = 7
+    pointer = cache.export("host").pinned_memory()
+    cache.close(force=True)
+    del cache
+    gc.collect()
+    assert (np.frombuffer(pointer, np.uint8, pointer.size()) == 7).all()
+
+
 def test_pinned_memory_is_known_to_the_driver_until_it_is_freed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.device.pinned.CHUNK_BYTES", 64 << 20)
+    monkeypatch.setattr("kvpool.device.cuda.pinned.CHUNK_BYTES", 64 << 20)
     runtime, device = cupy.cuda.runtime, CudaDevice()
     array = device.allocate(200 << 20, "host")
     first, last = array.ctypes.data, array.ctypes.data + array.nbytes - 1
     assert not array.any()
     assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [runtime.memoryTypeHost] * 2
     device.free(array)
-    assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [runtime.memoryTypeUnregistered] * 2
+    assert [runtime.pointerGetAttributes(address).type for address in (first, last)] == [
+        runtime.memoryTypeUnregistered
+    ] * 2
     device.close()
 
 
@@ -71,11 +112,55 @@ def test_closing_gives_the_memory_of_the_gpu_back(cupy: Any) -> None:
     assert cupy.cuda.runtime.memGetInfo()[0] >= before - (64 << 20)
 
 
+def test_a_sequence_comes_back_from_the_host_with_what_its_stream_wrote(cupy: Any) -> None:
+    with KVCacheManager(LAYOUT, device_blocks=3, host_blocks=3, device="cuda") as cache:
+        stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        sequence = cache.add_sequence(list(range(10)), stream=stream)  # its last block is not full, nor committed
+        with stream:
+            for i, block in enumerate(cache.block_table(sequence).dense()[0].tolist()):
+                cupy.asarray(cache.device_pool)[:, :, block] = i + 1
+        assert cache.swap_out(sequence, stream=stream) == 3
+        (added,) = cache.apply([operations.add([list(range(100, 112))])], stream=other)
+        with other:
+            cupy.asarray(cache.device_pool)[...] = 0
+        cache.release(added.ids, stream=other, store=False)
+        assert cache.resume(sequence, stream=other) == 3
+        with other:
+            found = [
+                cupy.asarray(cache.device_pool)[:, :, block].copy()
+                for block in cache.block_table(sequence).dense()[0].tolist()
+            ]
+        other.synchronize()
+        tokens = [4, 4, 2]
+        for i, (one, count) in enumerate(zip(found, tokens, strict=True)):
+            assert (one[:, :, :count].get() == i + 1).all()
+        cache.verify()
+        cache.release(sequence)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_replay_finds_every_byte(cupy: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv(cuda.COPY_PATH, path)
     sizes = ["--device-blocks", "300", "--host-blocks", "300", "--cut", "600", "--active", "8", "--limit", "60"]
     assert main(["replay", "--device", "cuda", "--verify", *sizes]) == 0
+
+
+def test_a_replay_finds_a_fragment_that_was_left_out(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Cutter.cut
+    monkeypatch.setattr(Cutter, "cut", lambda cutter, moves, count: whole(cutter, moves, count)[:-1])
+    monkeypatch.setenv(cuda.COPY_PATH, "plain")
+    sizes = ["--device-blocks", "300", "--host-blocks", "300", "--cut", "600", "--active", "8", "--limit", "40"]
+    assert main(["replay", "--device", "cuda", "--verify", *sizes]) == 1
+
+
+def test_a_thousand_requests_of_a_trace_are_served_with_every_byte_right(
+    cupy: Any, request: pytest.FixtureRequest
+) -> None:
+    """Of the trace that ``--request-trace`` names, else of generated chats; by the path that the pool chooses for each
+    copy."""
+    trace = request.config.getoption("--request-trace")
+    sizes = ["--device-blocks", "2000", "--host-blocks", "4000", "--cut", "2000", "--active", "16", "--limit", "1000"]
+    assert main(["replay", "--device", "cuda", "--verify", *sizes, *([trace] if trace else [])]) == 0
 
 
 def test_every_path_can_be_measured_and_is_kept(cupy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,7 +169,62 @@ def test_every_path_can_be_measured_and_is_kept(cupy: Any, monkeypatch: pytest.M
     device = CudaDevice()
     found = device.calibrate()
     assert {(m.direction, m.path) for m in found.measurements} >= {(direction, "plain") for direction in DIRECTIONS}
-    assert calibration.load(calibration.place(device.device_name, device.driver)) == found
+    path = calibration.place(device.device_name, device.driver)
+    assert calibration.load(path) == found
+    device.close()
+    device = CudaDevice()
+    assert device.calibration == found, "the next device has it"
+    device.close()
+    path.write_text("{}")
+    with pytest.warns(UserWarning, match="by rule"):
+        device = CudaDevice()
+    assert device.calibration.measurements == ()
+    device.close()
+
+
+def test_auto_is_the_gpu_unless_the_environment_says_otherwise(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, name in ((None, "cuda"), ("cpu", "cpu"), ("cuda", "cuda")):
+        monkeypatch.delenv("KVPOOL_DEVICE", raising=False)
+        if said is not None:
+            monkeypatch.setenv("KVPOOL_DEVICE", said)
+        device = get_device("auto")
+        assert device.name == name
+        device.close()
+
+
+def test_tables_are_int32_arrays_of_the_gpu(cupy: Any) -> None:
+    device = CudaDevice()
+    for bad in (np.zeros((2, 2), np.int32), cupy.zeros((2, 2), np.int64), None):
+        with pytest.raises(TypeError, match="target"):
+            device.as_table(bad)
+    for bad in (cupy.zeros(2, np.int32), cupy.zeros((2, 4), np.int32)[:, ::2]):
+        with pytest.raises(ValueError, match="target"):
+            device.as_table(bad)
+    device.close()
+
+
+ROWS = [(1, 0, 3, 1), (3, 5, 5, 2), (2, 7, 130, 2), (4, 600, 601, 1), (1100, 2, 3, 1), (3, 2, 4, 250)]
+
+
+@pytest.mark.parametrize(("rows", "width", "columns", "planes"), ROWS)
+def test_staged_rows_of_every_size_are_those_of_numpy(
+    cupy: Any, rows: int, width: int, columns: int, planes: int
+) -> None:
+    device, random = CudaDevice(), np.random.default_rng(rows)
+    target = cupy.full((planes, rows + 3, columns + 2), 77, np.int32)
+    expected, table = target.get(), device.as_table(target[:, :, :columns])
+    buffer = device.allocate(staged_bytes(planes, rows, width), "host")
+    staged = StagedRows(buffer, buffer.ctypes.data, planes, rows, width, columns)
+    behind_ids = -(-4 * rows * width // 8) * 8
+    buffer[: 4 * rows * width].view(np.int32)[:] = random.integers(-1, 50, rows * width)
+    numbers = buffer[behind_ids:].view(np.int64)
+    numbers[:rows] = random.permutation(rows + 3)[:rows]
+    numbers[rows:].reshape(planes, 3)[:] = [(start, 2 + plane, plane) for plane, start in enumerate(table.starts())]
+    write_rows(*staged[1:], expected.ctypes.data, expected.strides[-2])
+    device.stage_rows(table, staged, device.create_stream("engine"))
+    device.synchronize()
+    np.testing.assert_array_equal(target.get(), expected)
+    device.free(buffer)
     device.close()
 
 

@@ -1,4 +1,5 @@
-"""An engine whose stream is far behind: what the pool does meanwhile is right when the stream gets there, and wrong without each guard."""
+"""An engine whose stream is far behind: what the pool does meanwhile is right when the stream gets there, and wrong
+without each guard."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager
-from kvpool.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout
 from tests.device.pools import seen
 from tests.gpu.machines import Machine
 
+pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(2, 2, 16, 4, dtype="int32")
 
 
@@ -33,7 +35,7 @@ def host_bytes(cache: KVCacheManager, prompt: list[int]) -> np.ndarray:
 def test_an_offload_takes_what_the_engine_has_not_written_yet(machine: Machine, path: str, guarded: bool) -> None:
     with KVCacheManager(LAYOUT, device_blocks=1, host_blocks=2, device="cuda") as cache:
         if not guarded:
-            cache._disable_guard("copy_reads_after_engine")
+            cache.core.disable_guard("copy_reads_after_engine")
         engine = machine.stream()
         prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
         go = machine.stall(engine)
@@ -52,17 +54,19 @@ def test_an_offload_takes_what_the_engine_has_not_written_yet(machine: Machine, 
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_block_is_not_onboarded_into_before_the_engine_is_done_with_it(machine: Machine, path: str, guarded: bool) -> None:
+def test_a_block_is_not_onboarded_into_before_the_engine_is_done_with_it(
+    machine: Machine, path: str, guarded: bool
+) -> None:
     with KVCacheManager(LAYOUT, device_blocks=1, host_blocks=2, device="cuda") as cache:
         if not guarded:
-            cache._disable_guard("copy_writes_after_engine")
+            cache.core.disable_guard("copy_writes_after_engine")
         engine, loader = machine.stream(), machine.stream()
         for value, prompt in enumerate(([1, 2, 3, 4], [5, 6, 7, 8]), start=1):
             sequence = cache.add_sequence(prompt, stream=loader)
             write(machine, cache, sequence, value, loader)
             cache.commit(sequence, stream=loader)
             cache.release(sequence, stream=loader)
-        cache._device.synchronize()
+        cache.core.device.synchronize()
         # The engine gets to its block after that has been given back and onboarded into.
         go = machine.stall(engine)
         held = cache.add_sequence([9, 10, 11], stream=engine)
@@ -70,9 +74,9 @@ def test_a_block_is_not_onboarded_into_before_the_engine_is_done_with_it(machine
         cache.release(held, store=False, stream=engine)
         assert cache.prefetch([1, 2, 3, 4, 99]) == 1
         if not guarded:
-            cache._device.synchronize(cache._device.record(cache._transfer.order._streams[1]))  # type: ignore[union-attr]
+            cache.core.device.synchronize(cache.core.device.record(cache.core.transfer.order._streams[1]))  # type: ignore[union-attr]
         go()
-        cache._device.synchronize()
+        cache.core.device.synchronize()
         assert (seen(cache.device_pool) == (1 if guarded else 3)).all()
 
 
@@ -83,21 +87,44 @@ def test_a_staged_table_is_the_one_of_its_call(machine: Machine, guarded: bool) 
         warm = cache.add_sequence([0], stream=engine)
         cache.copy_batch_block_offsets(table, [warm], stream=engine)
         cache.release(warm, store=False, stream=engine)
-        cache._device.synchronize()
+        cache.core.device.synchronize()
         if not guarded:
-            cache._disable_guard("staged_buffers_retire_by_event")
+            cache.core.disable_guard("staged_buffers_retire_by_event")
         go = machine.stall(engine)
         first = cache.add_sequence([1, 2, 3, 4, 5], stream=engine)
         wanted = cache.block_table(first).dense(5)[0].copy()
         cache.copy_batch_block_offsets(table, [first], rows=[0], stream=engine)
         cache.release(first, store=False, stream=engine)
-        # As long as the first: without the guard, its rows are taken for those of the first, which stay inside the table.
+        # As long as the first: without the guard, its rows are taken for those of the first, which stay inside the
+        # table.
         second = cache.add_sequence(list(range(20, 25)), stream=engine)
         other = cache.block_table(second).dense(5)[0].copy()
         cache.copy_batch_block_offsets(table, [second], rows=[1], stream=engine)
         assert machine.busy(engine)
         go()
-        cache._device.synchronize()
+        cache.core.device.synchronize()
         assert (seen(table)[0].tolist() == wanted.tolist()) == guarded
         assert seen(table)[1].tolist() == other.tolist()
         cache.release(second)
+
+
+def test_a_table_handed_over_as_csr_is_the_one_of_its_call(machine: Machine) -> None:
+    with KVCacheManager(LAYOUT, device_blocks=8, device="cuda", max_sequences=4) as cache:
+        engine, wanted = machine.stream(), []
+        given = [[machine.empty((size,)) for size in (2, 6, 1)] for _ in range(2)]
+        cache.core.device.synchronize()
+        go = machine.stall(engine)
+        for parts, prompt in zip(given, (range(9), range(50, 63)), strict=True):
+            sequence = cache.add_sequence(list(prompt), stream=engine)
+            wanted.append(cache.block_table(sequence).csr())
+            cache.copy_batch_block_csr(*parts, sequence, stream=engine)
+            cache.release(sequence, store=False, stream=engine)
+        assert machine.busy(engine) and cache.stats().hand_overs == cache.stats().most_hand_overs == 2
+        go()
+        cache.core.device.synchronize()
+        for parts, expected in zip(given, wanted, strict=True):
+            for part, one in zip(parts, expected, strict=True):
+                np.testing.assert_array_equal(part.get()[: len(one)], one)
+        assert cache.stats().hand_overs == 0
+        with pytest.raises(TypeError, match="indices.*host memory"):
+            cache.copy_batch_block_csr(given[0][0], np.zeros(6, np.int32), given[0][2], [])

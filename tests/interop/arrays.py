@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import BlockLayout, KVCacheManager, dlpack
+from kvpool import BlockLayout, KVCacheManager
+from kvpool.arrays import dlpack
 
 LAYOUT = BlockLayout(2, 2, 8, 4, dtype="float16")
 

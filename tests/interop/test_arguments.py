@@ -1,4 +1,5 @@
-"""Arrays of other packages are taken wherever a call takes an array, in place, and memory that cannot be read is refused by name."""
+"""Arrays of other packages are taken wherever a call takes an array, in place, and memory that cannot be read is
+refused by name."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool import PagedKV, StridedArray, gather_kv
+from kvpool.arrays.strided import as_strided
 from kvpool.device.sim import SimDevice
-from kvpool.strided import as_strided
 from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, open_pool
 
 Wrap = Callable[[np.ndarray], Any]

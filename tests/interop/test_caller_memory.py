@@ -1,4 +1,5 @@
-"""A tier may lie in memory that the caller brings: it is checked, used in place, kept while the pool lives, and never given back."""
+"""A tier may lie in memory that the caller brings: it is checked, used in place, kept while the pool lives, and never
+given back."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ def run_requests(cache: Any) -> None:
     """Evicts, offloads and onboards: the second prompt takes the blocks of the first, and then the first comes back."""
     for first in (0, 100, 0):
         seq = cache.add_sequence([first + token for token in TOKENS])
-        cache._device.synchronize()
+        cache.core.device.synchronize()
         computed = cache.cached_tokens(seq)
         blocks = cache.block_table(seq).dense()[0]
         if computed:
             assert (np.asarray(cache.device_pool)[:, :, blocks[:4]] == first + 1).all()
-        with cache._device.host_access(writes=[(block, 0, 4) for block in blocks]):
+        with cache.core.device.host_access(writes=[(block, 0, 4) for block in blocks]):
             cache.device_pool[:, :, blocks] = first + 1
         cache.commit(seq)
         cache.release(seq)
@@ -37,7 +38,9 @@ def run_requests(cache: Any) -> None:
     assert cache.stats().host.used or cache.match_prefix(TOKENS).tokens == 16
 
 
-@pytest.mark.parametrize("wrap", [lambda array: array, DLPackOnly, InterfaceOnly, lambda array: array.view(np.float16).reshape(-1, 2, 4)])
+@pytest.mark.parametrize(
+    "wrap", [lambda array: array, DLPackOnly, InterfaceOnly, lambda array: array.view(np.float16).reshape(-1, 2, 4)]
+)
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_tier_lies_where_the_caller_says_and_works(tier: str, wrap: Any, as_function: bool) -> None:
@@ -125,14 +128,22 @@ def read_only() -> np.ndarray:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (aligned(BYTES["device"] - 1), ValueError, rf"has {BYTES['device'] - 1} bytes: accepted are exactly the {BYTES['device']}"),
+        (
+            aligned(BYTES["device"] - 1),
+            ValueError,
+            rf"has {BYTES['device'] - 1} bytes: accepted are exactly the {BYTES['device']}",
+        ),
         (aligned(2 * BYTES["device"]), ValueError, "bytes: accepted are exactly"),
         (aligned(2 * BYTES["device"])[::2], ValueError, "C order without gaps"),
         (aligned(BYTES["device"]).reshape(2, -1).T, ValueError, "strides .* C order"),
         (aligned(BYTES["device"])[::-1], ValueError, "C order"),
         (aligned(BYTES["device"], offset=32), ValueError, "accepted is a multiple of 64"),
         (read_only(), ValueError, "is read-only"),
-        (GpuOnly(aligned(BYTES["device"])), ValueError, "is device memory: the cpu device has this tier in host memory"),
+        (
+            GpuOnly(aligned(BYTES["device"])),
+            ValueError,
+            "is device memory: the cpu device has this tier in host memory",
+        ),
         (7, TypeError, "an array with"),
         ("x", TypeError, "an array with"),
         (lambda nbytes, alignment: None, TypeError, "an array with"),

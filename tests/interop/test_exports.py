@@ -1,4 +1,5 @@
-"""Exports give a pool's memory to other packages in place: type, shape, strides, what may be written, and what cannot be given."""
+"""Exports give a pool's memory to other packages in place: type, shape, strides, what may be written, and what cannot
+be given."""
 
 from __future__ import annotations
 
@@ -8,12 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, PoolClosed, StridedArray, dlpack
-from kvpool.strided import as_strided
+from kvpool import BlockLayout, KVCacheManager, PoolClosed, StridedArray
+from kvpool.arrays import dlpack
+from kvpool.arrays.strided import as_strided
 from tests.interop.arrays import LAYOUT, described, open_pool
 
-TYPES = {"bfloat16": (4, 16), "float8_e4m3fn": (10, 8), "float8_e4m3fnuz": (11, 8), "float8_e5m2": (12, 8), "float8_e5m2fnuz": (13, 8)}
-TYPES |= {"float8_e8m0fnu": (14, 8), "float16": (2, 16), "float32": (2, 32), "int8": (0, 8), "uint16": (1, 16), "bool": (6, 8)}
+TYPES = {
+    "bfloat16": (4, 16),
+    "float8_e4m3fn": (10, 8),
+    "float8_e4m3fnuz": (11, 8),
+    "float8_e5m2": (12, 8),
+    "float8_e5m2fnuz": (13, 8),
+}
+TYPES |= {
+    "float8_e8m0fnu": (14, 8),
+    "float16": (2, 16),
+    "float32": (2, 32),
+    "int8": (0, 8),
+    "uint16": (1, 16),
+    "bool": (6, 8),
+}
 VERSIONS = [None, (0, 8), (1, 0), (1, 1), (2, 0)]
 
 
@@ -38,7 +53,17 @@ def test_what_either_side_writes_the_other_one_reads(through: Any, tier: str, or
         del view
 
 
-INDICES = [0, -1, np.int64(1), slice(1, None), (1, 0), (0, 1, slice(None, None, 2)), (..., 3), (1, ..., slice(None, None, -2)), ()]
+INDICES = [
+    0,
+    -1,
+    np.int64(1),
+    slice(1, None),
+    (1, 0),
+    (0, 1, slice(None, None, 2)),
+    (..., 3),
+    (1, ..., slice(None, None, -2)),
+    (),
+]
 
 
 @pytest.mark.parametrize("index", [*INDICES, (0, 0, 1, 2, 1, 5)])
@@ -49,7 +74,9 @@ def test_a_part_is_what_numpy_calls_it(tier: str, index: Any) -> None:
         pool[...] = np.arange(pool.size).reshape(pool.shape) % 2000
         whole = cache.export(tier)
         for part in (np.asarray(whole[index]), np.from_dlpack(whole[index])):
-            expected = pool[index][...] if not isinstance(index, tuple) or len(index) < 6 else pool[0, 0, 1, 2, 1, 5, ...]
+            expected = (
+                pool[index][...] if not isinstance(index, tuple) or len(index) < 6 else pool[0, 0, 1, 2, 1, 5, ...]
+            )
             assert (part.ctypes.data, part.shape) == (expected.ctypes.data, expected.shape)
             np.testing.assert_array_equal(part, expected)
         np.testing.assert_array_equal(np.asarray(whole[1:][0]), pool[1])
@@ -140,7 +167,9 @@ def test_a_copy_is_made_where_it_is_asked_for_and_nowhere_else() -> None:
         ({"stream": 0}, ValueError, "stream=0"),
     ],
 )
-def test_capsules_that_cannot_be_given_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_capsules_that_cannot_be_given_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with open_pool() as cache:
         seq = cache.add_sequence([1, 2, 3])
         for producer in (cache.export(), cache.block_table(seq)):

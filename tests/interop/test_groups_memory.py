@@ -1,4 +1,5 @@
-"""The memory of every group and part: exported and lent one by one, brought by the caller, and copied by the layout of its own."""
+"""The memory of every group and part: exported and lent one by one, brought by the caller, and copied by the layout of
+its own."""
 
 from __future__ import annotations
 
@@ -28,12 +29,27 @@ def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, pa
     with open_groups() as cache:
         pool = (cache.device_pools if tier == "device" else cache.host_pools)[group][part]
         export = cache.export(tier, group=group, part=part)
-        assert (export.tier, export.group, export.part, export.dtype) == (tier, group, part, LAYOUTS[group, part].dtype_name)
+        assert (export.tier, export.group, export.part, export.dtype) == (
+            tier,
+            group,
+            part,
+            LAYOUTS[group, part].dtype_name,
+        )
         for view in (np.from_dlpack(export), np.asarray(export)):
-            assert (view.ctypes.data, view.shape, view.strides, view.dtype) == (pool.ctypes.data, pool.shape, pool.strides, pool.dtype)
+            assert (view.ctypes.data, view.shape, view.strides, view.dtype) == (
+                pool.ctypes.data,
+                pool.shape,
+                pool.strides,
+                pool.dtype,
+            )
             view[...] = 7
             assert (pool == 7).all()
-        assert sum((one == 7).sum() for pools in (cache.device_pools, cache.host_pools) for parts in pools for one in parts) == pool.size
+        assert (
+            sum(
+                (one == 7).sum() for pools in (cache.device_pools, cache.host_pools) for parts in pools for one in parts
+            )
+            == pool.size
+        )
         assert np.asarray(export[1:]).ctypes.data == pool[1:].ctypes.data and export[1:].group == group
         with pytest.raises(PoolBusy, match="views of exported memory live: 1"):
             cache.close()
@@ -117,7 +133,8 @@ def test_each_part_lies_in_memory_of_the_caller_and_works(device: str, as_functi
     mine = {tier: [aligned(count * LAYOUTS[place].block_bytes) for place in PLACES] for tier, count in blocks.items()}
     left = {tier: iter(arrays) for tier, arrays in mine.items()}
     given: dict[str, Any] = {
-        f"{tier}_memory": (lambda nbytes, alignment, tier=tier: next(left[tier])) if as_function else mine[tier] for tier in mine
+        f"{tier}_memory": (lambda nbytes, alignment, tier=tier: next(left[tier])) if as_function else mine[tier]
+        for tier in mine
     }
     engine = GroupEngine([6, 6], [5, 5], device=device, **given)
     for (group, part), at_device, at_host in zip(PLACES, mine["device"], mine["host"], strict=True):

@@ -1,4 +1,5 @@
-"""What was made of exports keeps the memory below it: a pool does not close before, unless it is forced to, and nothing crashes."""
+"""What was made of exports keeps the memory below it: a pool does not close before, unless it is forced to, and nothing
+crashes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import Export, KVPoolError, PoolBusy, PoolClosed, dlpack
+from kvpool import Export, KVPoolError, PoolBusy, PoolClosed
+from kvpool.arrays import dlpack
 from kvpool.device.sim import SimDevice
 from tests.interop.arrays import DLPackOnly, open_pool
 
@@ -96,7 +98,8 @@ def test_a_view_of_the_sim_device_counts_as_any_other() -> None:
 
 @pytest.mark.parametrize("version", [None, (1, 0)])
 def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: Any) -> None:
-    """As a package in C++ does: it renames the capsule, keeps the pointer, and calls the deleter from wherever it ends."""
+    """As a package in C++ does: it renames the capsule, keeps the pointer, and calls the deleter from wherever it
+    ends."""
     cache = open_pool()
     name = b"dltensor_versioned" if version else b"dltensor"
     capsule = cache.export().__dlpack__(max_version=version)
@@ -104,7 +107,9 @@ def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: An
     pointer = dlpack._pointer(capsule, name)
     # Behind the tensor come the manager and the deleter; a versioned one has them in its head.
     head = dlpack.Head.from_address(pointer)
-    deleter = head.deleter if version else ctypes.c_void_p.from_address(pointer + ctypes.sizeof(dlpack.Tensor) + 8).value
+    deleter = (
+        head.deleter if version else ctypes.c_void_p.from_address(pointer + ctypes.sizeof(dlpack.Tensor) + 8).value
+    )
     used = ctypes.create_string_buffer(b"used_" + name)
     assert rename(capsule, ctypes.cast(used, ctypes.c_char_p)) == 0
     del capsule

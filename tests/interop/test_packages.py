@@ -24,7 +24,9 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed; no extra brings it")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8"]
+)
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_jax_reads_the_pool_in_place_under_its_own_name_of_the_type(jax: Any, tier: str, dtype: str) -> None:
     cache = open_pool(BlockLayout(2, 2, 16, 8, dtype=dtype))
@@ -87,7 +89,9 @@ def test_torch_reads_and_writes_the_pool_in_place(torch: Any, tier: str, dtype: 
     cache = open_pool(BlockLayout(2, 2, 16, 8, dtype=dtype))
     pool = cache.device_pool if tier == "device" else cache.host_pool
     view = torch.from_dlpack(cache.export(tier))
-    assert str(view.dtype) == f"torch.{dtype}" and tuple(view.shape) == pool.shape and view.data_ptr() == pool.ctypes.data
+    assert (
+        str(view.dtype) == f"torch.{dtype}" and tuple(view.shape) == pool.shape and view.data_ptr() == pool.ctypes.data
+    )
     part = torch.from_dlpack(cache.export(tier)[1:, 0])
     assert part.data_ptr() == pool[1:, 0].ctypes.data
     assert tuple(step * part.element_size() for step in part.stride()) == pool[1:, 0].strides

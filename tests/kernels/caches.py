@@ -1,4 +1,5 @@
-"""Paged caches in the layouts of the engines, laid out here by hand, with bytes around and between them that nobody may touch."""
+"""Paged caches in the layouts of the engines, laid out here by hand, with bytes around and between them that nobody may
+touch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool import PagedKV
-from kvpool.strided import StridedArray
+from kvpool.arrays.strided import StridedArray
 
 # The axes of the nested lists and of each array, as the engines document their shapes.
 AXES = {
@@ -51,7 +52,8 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Cache:
-    """Arrays in one buffer. ``places`` are (offset, shape, strides) of each array by (plane, layer) of its first element."""
+    """Arrays in one buffer. ``places`` are (offset, shape, strides) of each array by (plane, layer) of its first
+    element."""
 
     name: str
     sizes: Sizes
@@ -126,6 +128,8 @@ def make_cache(name: str, sizes: Sizes, itemsize: int, padding: int = 0, seed: i
         step *= extent
     nbytes = -(-(step + GUARD) // 16) * 16
     planes, layers = (getattr(sizes, axis) if axis in lists else 1 for axis in "PL")
-    places = {(p, i): (GUARD + (p * layers + i) * nbytes, shape, tuple(strides)) for p in range(planes) for i in range(layers)}
+    places = {
+        (p, i): (GUARD + (p * layers + i) * nbytes, shape, tuple(strides)) for p in range(planes) for i in range(layers)
+    }
     content = np.random.default_rng(seed).integers(0, 256, GUARD + prod((planes, layers)) * nbytes, dtype=np.uint8)
     return Cache(name, sizes, np.dtype(f"u{itemsize}"), aligned(content), places)

@@ -24,7 +24,9 @@ def cubin(source: str, architecture: str) -> bytes:
     try:
         from cuda.core import Program, ProgramOptions
 
-        program = Program(cuda_source(source), "c++", ProgramOptions(arch=architecture, std=OPTIONS[0].partition("=")[2]))
+        program = Program(
+            cuda_source(source), "c++", ProgramOptions(arch=architecture, std=OPTIONS[0].partition("=")[2])
+        )
     except (ImportError, RuntimeError) as error:  # no package, or none of the library
         if isinstance(error, RuntimeError) and "nvrtc" not in str(error):
             raise
@@ -46,7 +48,11 @@ def cubin(source: str, architecture: str) -> bytes:
 def _tool(name: str) -> str:
     """The path of one of NVIDIA's tools, from a package of pip or the system."""
     spec = importlib.util.find_spec("nvidia")
-    places = [str(path) for folder in (spec.submodule_search_locations or [] if spec else []) for path in Path(folder).glob("*/bin")]
+    places = [
+        str(path)
+        for folder in (spec.submodule_search_locations or [] if spec else [])
+        for path in Path(folder).glob("*/bin")
+    ]
     found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
     if found is None:
         pytest.skip(f"{name} is not installed; it comes with the package nvidia-cuda-{name}")

@@ -19,7 +19,12 @@ struct alignas(8) uint2 {
 };
 
 template <class T> T __ldcs(const T* address) { return *address; }
-template <class T> T __ldg(const T* address) { return *address; }
+// How often a thread has read a table: each is a load of a lane's, of which a warp makes one where all lanes want the same.
+static unsigned long table_loads;
+template <class T> T __ldg(const T* address) {
+    ++table_loads;
+    return *address;
+}
 template <class T> void __stcs(T* address, T value) { *address = value; }
 
 template <class Record> void run(void (*kernel)(Record), const void* record, unsigned thread_blocks, unsigned threads) {
@@ -30,6 +35,12 @@ template <class Record> void run(void (*kernel)(Record), const void* record, uns
             kernel(*static_cast<const Record*>(record));
         }
     }
+}
+
+extern "C" unsigned long take_table_loads() {
+    const unsigned long found = table_loads;
+    table_loads = 0;
+    return found;
 }
 
 #define SHIM(kernel, Record)                                                                               \

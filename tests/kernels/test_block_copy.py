@@ -7,12 +7,13 @@ from itertools import product
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import TOKENS
 from kvpool.device.block_copy import make_plan
 from kvpool.kernels import copies
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
+from kvpool.kernels.launch import Grid
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 from tests.kernels.shim import ShimLauncher
 
@@ -25,11 +26,11 @@ def copy_by_kernel(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher
     layout = pools.layout
     plan = make_plan(layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS).vector()
     whole = bool((moves[:, TOKENS] == layout.tokens_per_block).all())
-    address = launcher.upload(moves, 0)
-    for launch in copies.block_copies(
-        plan, address, len(moves), whole=whole, host=True, multiprocessors=launcher.multiprocessors, chosen=chosen
-    ):
-        launcher.launch(launch, 0)
+    with launcher.uploaded(copies.move_table(moves), 0, host=True) as address:
+        for launch in copies.block_copies(
+            plan, address, len(moves), whole=whole, host=True, grid=launcher.grid, chosen=chosen
+        ):
+            launcher.launch(launch, 0)
 
 
 def check(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen: int | None = None) -> None:
@@ -42,7 +43,9 @@ def check(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen:
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+@pytest.mark.parametrize(
+    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+)
 def test_shim_copies_blocks_as_the_reference_does(
     shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
 ) -> None:
@@ -72,6 +75,17 @@ def test_shim_moves_whole_blocks_in_wider_words_than_single_tokens_allow() -> No
     pools.close()
 
 
+def test_shim_reads_one_row_of_the_table_for_a_piece() -> None:
+    layout = BlockLayout(3, 2, 64, 8, dtype="float32")
+    pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
+    check(pools, as_moves((0, 7, 8), (1, 8, 8), (2, 9, 8)), launcher)
+    (launch,) = launcher.launches
+    pieces = 3 * int(launch.record["pieces"][0])
+    # Of each lane; a warp makes one load of 16 bytes.
+    assert pieces == 3 * layout.layers * layout.planes and launcher.table_loads == 32 * pieces
+    pools.close()
+
+
 def test_shim_splits_batches_of_more_pieces_than_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = BlockLayout(2, 2, 16, 8)
     pools, launcher = make_pools(CpuDevice(), layout), ShimLauncher()
@@ -84,4 +98,4 @@ def test_shim_splits_batches_of_more_pieces_than_the_kernel_counts(monkeypatch: 
 
 def test_kernels_name_a_plan_of_another_version() -> None:
     with pytest.raises(ValueError, match="plan"):
-        next(copies.block_copies(np.zeros(18, np.int64), 0, 1, whole=True, host=True, multiprocessors=1))
+        next(copies.block_copies(np.zeros(18, np.int64), 0, 1, whole=True, host=True, grid=Grid(1)))

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from kvpool.kernels import cuda_sources
-from kvpool.kernels.launch import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source
+from kvpool.kernels.launch import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, kernels
 from tests.kernels.cubins import ARCHITECTURES, dump
-from tests.kernels.shim import kernels
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
 IN_FLIGHT = {"kv_copy": ("kv_copy.cu", 4), "block_copy": ("block_copy.cu", 8), "move_tokens": ("token_moves.cu", 4)}
@@ -19,7 +18,9 @@ SUFFIXES = {16: ".128", 8: ".64", 4: "", 2: ".U16", 1: ".U8"}
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("source", SOURCES)
-def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expect(source: str, architecture: str) -> None:
+def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expect(
+    source: str, architecture: str
+) -> None:
     found = dump(source, architecture, "res-usage")
     assert sorted(found) == sorted(kernels(cuda_source(source)))
     for kernel, usage in found.items():
@@ -39,3 +40,20 @@ def test_cubin_moves_the_words_that_kernels_are_named_after_several_at_once(sour
         letters = "".join(operation[0] for operation, _ in moves)
         assert f"{'L' * IN_FLIGHT[name][1]}{'S' * IN_FLIGHT[name][1]}" in letters, (kernel, letters)
         assert not re.search(r"\b(LDL|STL|LD|ST)\b", sass), kernel
+
+
+TABLE_LOADS = r"\bLDG\.E(?:\.64|\.128)?\.CONSTANT\b"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cubin_of_block_copies_reads_rows_of_16_bytes_and_the_next_one_before_data_moves(architecture: str) -> None:
+    for kernel, sass in dump("block_copy.cu", architecture, "sass").items():
+        tables = list(re.finditer(TABLE_LOADS, sass))
+        assert [found.group() for found in tables] == ["LDG.E.128.CONSTANT"] * 2, kernel
+        assert tables[-1].start() < re.search(r"\bLDG\.E\.EF", sass).start(), kernel  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cubin_of_staged_rows_reads_ids_and_nothing_else_of_memory(architecture: str) -> None:
+    sass = dump("stage_rows.cu", architecture, "sass")["stage_rows"]
+    assert re.findall(r"\b(?:LDG?|LDL)\.\S*", sass) == ["LDG.E.CONSTANT"]

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool import PagedKV, gather_kv, kv_copy, scatter_kv
+from kvpool import PagedKV, gather_kv, scatter_kv
+from kvpool.arrays import kv_copy
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device import reference
 from kvpool.kernels import copies
-from kvpool.layout import BlockLayout
-from kvpool.strided import StridedArray, as_strided
+from kvpool.kernels.launch import Grid
 from tests.kernels.caches import AXES, Cache, Sizes, aligned, make_cache
 from tests.kernels.shim import ShimLauncher
 
@@ -43,7 +45,9 @@ def staging_for(cache: Cache, tokens: int, random: np.random.Generator, order: s
     shape = {"plain": plain, "tokens first": token_first, "heads apart": apart}
     content = random.integers(0, 256, int(np.prod(shape[order])) * cache.dtype.itemsize, dtype=np.uint8)
     found = aligned(content).view(cache.dtype).reshape(shape[order])
-    return found.transpose({"plain": (0, 1, 2, 3, 4), "tokens first": (2, 1, 0, 3, 4), "heads apart": (1, 2, 3, 0, 4)}[order])
+    return found.transpose(
+        {"plain": (0, 1, 2, 3, 4), "tokens first": (2, 1, 0, 3, 4), "heads apart": (1, 2, 3, 0, 4)}[order]
+    )
 
 
 def as_memory(array: np.ndarray, memory: str) -> StridedArray:
@@ -53,7 +57,15 @@ def as_memory(array: np.ndarray, memory: str) -> StridedArray:
 
 
 def check(
-    cache: Cache, slots: np.ndarray, staging: np.ndarray, skip: int, *, gather: bool, memory: str, flat: bool = False, **options: Any
+    cache: Cache,
+    slots: np.ndarray,
+    staging: np.ndarray,
+    skip: int,
+    *,
+    gather: bool,
+    memory: str,
+    flat: bool = False,
+    **options: Any,
 ) -> None:
     """One copy; every byte of both buffers is compared, so that nothing else is touched."""
     expected_cache, expected = cache.copy(), staging.copy()
@@ -75,7 +87,7 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return {"memory": "host"}
     if request.param == "shim, few threads":
         monkeypatch.setattr(copies, "THREADS", 32)
-    return {"memory": "device", "launcher": ShimLauncher(1), "thread_blocks": 3}
+    return {"memory": "device", "launcher": ShimLauncher(Grid(1)), "thread_blocks": 3}
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
@@ -94,8 +106,11 @@ def test_every_layout_is_copied_as_the_reference_does(name: str, itemsize: int, 
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("padding", [0, 1])
-def test_tokens_that_follow_each_other_are_copied_like_any_others(padding: int, gather: bool, options: dict[str, Any]) -> None:
-    """Runs inside and across blocks, broken off by ends, tokens that are left out, repeated and out of order; short and long ones."""
+def test_tokens_that_follow_each_other_are_copied_like_any_others(
+    padding: int, gather: bool, options: dict[str, Any]
+) -> None:
+    """Runs inside and across blocks, broken off by ends, tokens that are left out, repeated and out of order; short and
+    long ones."""
     for seed, sizes in enumerate((Sizes(), Sizes(B=12, T=16, H=4, D=48))):
         print("seed", seed)
         random = np.random.default_rng(seed)
@@ -104,7 +119,10 @@ def test_tokens_that_follow_each_other_are_copied_like_any_others(padding: int, 
         runs: list[np.ndarray] = []
         for _ in range(6):
             first = int(random.integers(0, end))
-            runs += [np.arange(first, min(end, first + int(random.integers(1, end)))), np.arange(-int(random.integers(1, 4)), 3)]
+            runs += [
+                np.arange(first, min(end, first + int(random.integers(1, end)))),
+                np.arange(-int(random.integers(1, 4)), 3),
+            ]
         slots = np.concatenate(runs)
         check(cache, slots, staging_for(cache, len(slots), random, "plain"), 2, gather=True, **options)
         # Of tokens with one slot, only the host says which stays.
@@ -133,7 +151,9 @@ def test_shim_threads_that_go_around_many_times_reach_every_word_once(monkeypatc
     random = np.random.default_rng(seed)
     for _ in range(60):
         sizes = Sizes(2, *(int(random.integers(1, high)) for high in (5, 9, 7, 6, 9)))
-        cache = make_cache(str(random.choice(["flashinfer", "flashinfer_hnd", "vllm_fused_hnd"])), sizes, int(random.choice([1, 2])))
+        cache = make_cache(
+            str(random.choice(["flashinfer", "flashinfer_hnd", "vllm_fused_hnd"])), sizes, int(random.choice([1, 2]))
+        )
         tokens = int(random.integers(1, sizes.B * sizes.T + 1))
         slots, staging = slots_for(cache, tokens, random), staging_for(cache, tokens, random, "plain")
         gather, blocks = bool(random.integers(2)), int(random.integers(1, 4))
@@ -177,7 +197,13 @@ def test_shim_slots_of_the_host_are_checked_and_uploaded() -> None:
     launcher = ShimLauncher()
     expected = staging.copy()
     reference_copy(True, cache, np.array([3, 1, -1, 4]), expected, 1)
-    gather_kv(cache.paged("device"), np.array([99, 1, -1, 4]), as_memory(staging, "device"), skip_prefix_n_tokens=1, launcher=launcher)
+    gather_kv(
+        cache.paged("device"),
+        np.array([99, 1, -1, 4]),
+        as_memory(staging, "device"),
+        skip_prefix_n_tokens=1,
+        launcher=launcher,
+    )
     np.testing.assert_array_equal(staging, expected)
     with pytest.raises(ValueError, match=r"slot_mapping\[3\]=20"):
         gather_kv(cache.paged("device"), np.array([3, 1, -1, 20]), as_memory(staging, "device"), launcher=launcher)
@@ -185,7 +211,7 @@ def test_shim_slots_of_the_host_are_checked_and_uploaded() -> None:
 
 
 def test_shim_copies_between_a_gpu_and_pinned_host_memory_with_few_thread_blocks() -> None:
-    launcher = ShimLauncher(multiprocessors=132)
+    launcher = ShimLauncher(Grid(132))
     cache = make_cache("sglang_paged", Sizes(B=40, T=16, H=8, D=64), 2)
     staging, slots = staging_for(cache, 600, np.random.default_rng(0), "plain"), np.arange(600)
     for paged, other in (("device", "host"), ("host", "device")):
@@ -195,15 +221,40 @@ def test_shim_copies_between_a_gpu_and_pinned_host_memory_with_few_thread_blocks
         gather_kv(cache.paged(paged), as_memory(slots, "device"), as_memory(staging, other), launcher=launcher)
         np.testing.assert_array_equal(staging, expected)
     gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=launcher)
-    gather_kv(cache.paged("device"), as_memory(slots, "device"), as_memory(staging, "device"), launcher=launcher, thread_blocks=5)
+    gather_kv(
+        cache.paged("device"),
+        as_memory(slots, "device"),
+        as_memory(staging, "device"),
+        launcher=launcher,
+        thread_blocks=5,
+    )
     assert [launch.thread_blocks for launch in launcher.launches] == [8, 8, 57, 5]
+
+
+def test_shim_threads_load_a_slot_once_and_walk_the_layers_with_it() -> None:
+    cache = make_cache("sglang_paged", Sizes(P=2, L=32, B=8, T=16, H=8, D=64), 2)
+    slots = np.random.default_rng(0).permutation(128)[:100]
+    for thread_blocks, chunks in ((1, 1), (4, 2), (400, 8)):
+        launcher = ShimLauncher(Grid(132))
+        staging = staging_for(cache, 100, np.random.default_rng(1), "plain")
+        check(cache, slots, staging, 0, gather=True, memory="device", launcher=launcher, thread_blocks=thread_blocks)
+        words = 8 * 64 * 2 // 16
+        assert launcher.table_loads == 2 * 100 * words * chunks, (
+            "planes, tokens, words, and chunks of layers where threads are many"
+        )
 
 
 def test_nothing_is_launched_when_all_tokens_are_skipped_or_there_are_none() -> None:
     cache, launcher = make_cache("sglang_paged", Sizes(), 2), ShimLauncher()
     for tokens in (0, 3):
         staging = np.zeros((2, 3, tokens, 16), np.uint16)
-        gather_kv(cache.paged("device"), np.arange(3), as_memory(staging, "device"), skip_prefix_n_tokens=tokens, launcher=launcher)
+        gather_kv(
+            cache.paged("device"),
+            np.arange(3),
+            as_memory(staging, "device"),
+            skip_prefix_n_tokens=tokens,
+            launcher=launcher,
+        )
         gather_kv(cache.paged(), np.arange(3), staging, skip_prefix_n_tokens=tokens)
     assert not launcher.launches
 
@@ -219,7 +270,9 @@ def test_planes_of_different_widths_are_one_launch(options: dict[str, Any]) -> N
     cache = PagedKV.of([[as_memory(view, memory) for view in views] for views in (values, scales)], "P L | B T D")
     out = [np.zeros((L, 5, 128), np.uint8), np.zeros((L, 5, 4), np.uint8)]
     slots = np.array([31, 0, -1, 9, 8])
-    gather_kv(cache, as_memory(slots, memory), [as_memory(plane, memory) for plane in out], skip_prefix_n_tokens=1, **options)
+    gather_kv(
+        cache, as_memory(slots, memory), [as_memory(plane, memory) for plane in out], skip_prefix_n_tokens=1, **options
+    )
     for plane, views in zip(out, (values, scales), strict=True):
         for i in range(L):
             expected = np.where(((slots >= 0) & (np.arange(5) >= 1))[:, None], views[i].reshape(B * T, -1)[slots], 0)
@@ -241,7 +294,9 @@ def test_tiers_of_a_pool_are_gathered_and_scattered_on_the_cpu(order: str, token
         for t, slot in ((0, 17), (2, 5)):
             block = slot // 4 + (6 if tier == "host" else 0)
             view = reference.block_view(layout, pool.device_pool, pool.host_pool, block)[:, :, slot % 4]
-            np.testing.assert_array_equal(out[:, :, t].view(np.uint16), view.swapaxes(0, 1).reshape(2, 2, 24).view(np.uint16))
+            np.testing.assert_array_equal(
+                out[:, :, t].view(np.uint16), view.swapaxes(0, 1).reshape(2, 2, 24).view(np.uint16)
+            )
         assert not out[:, :, 1].any()
         before = memory.copy()
         scatter_kv(cache, np.array([18, 3, 4]), out, skip_prefix_n_tokens=2)

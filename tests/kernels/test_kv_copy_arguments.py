@@ -12,6 +12,7 @@ import pytest
 from kvpool import PagedKV, StridedArray, gather_kv, scatter_kv
 from kvpool.kernels import copies
 from kvpool.kernels.copies import KvPlane, KvTokens
+from kvpool.kernels.launch import Grid
 from tests.kernels.caches import Sizes, make_cache
 from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory
@@ -112,8 +113,8 @@ def test_memory_of_a_gpu_is_never_touched_by_the_host() -> None:
 
 def test_host_memory_that_kernels_cannot_reach_is_refused_before_the_launch() -> None:
     class Refusing(ShimLauncher):
-        def device_address(self, address: int) -> int:
-            raise ValueError(f"address {address} is not pinned")
+        def device_addresses(self, addresses: np.ndarray) -> np.ndarray:
+            raise ValueError(f"{addresses}: not pinned")
 
     launcher = Refusing()
     with pytest.raises(ValueError, match="not pinned"):
@@ -127,7 +128,7 @@ def test_a_gpu_without_its_packages_is_said_to_need_them(monkeypatch: pytest.Mon
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("kvpool.kv_copy.importlib", SimpleNamespace(import_module=missing))
+    monkeypatch.setattr("kvpool.arrays.kv_copy.importlib", SimpleNamespace(import_module=missing))
     with pytest.raises(ImportError, match="'cuda12' or 'cuda13'"):
         gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), as_memory(staging(), "device"))
 
@@ -137,7 +138,7 @@ def test_what_one_launch_cannot_count_is_refused() -> None:
     for layers, slots, tokens in ((385, 8, 4), (1, 2**32, 4), (1, 8, 2**31)):
         with pytest.raises(ValueError, match="cache: "):
             which = KvTokens(64, 8, slots, tokens, 4)
-            copies.kv_copy(np.full((1, layers), 64), [plane], which, gather=True, host=False, multiprocessors=1)
+            copies.kv_copy(np.full((1, layers), 64), [plane], which, gather=True, host=False, grid=Grid(1))
 
 
 def test_shim_copies_as_many_layers_and_planes_as_one_launch_takes() -> None:
@@ -163,7 +164,9 @@ def test_shim_offsets_are_64_bits_wide() -> None:
     slots = np.array([6, 1])
 
     def cache(memory_of: str) -> PagedKV:
-        return PagedKV.of(StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), memory_of, owner=memory), "| L B T D")
+        return PagedKV.of(
+            StridedArray(base, (2, 2, 4, 16), 1, (layer, stride, 16, 1), memory_of, owner=memory), "| L B T D"
+        )
 
     scatter_kv(cache("device"), as_memory(slots, "device"), as_memory(content, "device"), launcher=ShimLauncher())
     for i, (block, token) in enumerate(((1, 2), (0, 1))):
@@ -173,7 +176,9 @@ def test_shim_offsets_are_64_bits_wide() -> None:
     # Staging as far apart, behind the tokens of the cache.
     far = StridedArray(base + 1024, (1, 2, 2, 16), 1, (64, layer, stride, 1), "device", owner=memory)
     gather_kv(cache("device"), as_memory(slots, "device"), far, launcher=ShimLauncher())
-    np.testing.assert_array_equal(np.lib.stride_tricks.as_strided(memory[start + 1024 :], far.shape, far.steps), content)
+    np.testing.assert_array_equal(
+        np.lib.stride_tricks.as_strided(memory[start + 1024 :], far.shape, far.steps), content
+    )
     back = np.zeros_like(content)
     gather_kv(cache("host"), slots, back)
     np.testing.assert_array_equal(back, content)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, PagedKV, StridedArray
-from kvpool.kv_layout import LAYOUTS
+from kvpool.arrays.paged import LAYOUTS
 from tests.kernels.caches import AXES, Sizes, make_cache
 
 
@@ -27,16 +27,23 @@ def test_bases_and_strides_lead_to_every_element(name: str) -> None:
         view, plane = cache.views()[p][i], paged.planes[p]
         assert (plane.heads, plane.run_bytes) == (s.H, 2 * s.D)
         for block, token, head in product(range(s.B), range(s.T), range(s.H)):
-            address = paged.bases[p, i] + block * plane.block_stride + token * plane.token_stride + head * plane.head_stride
+            address = (
+                paged.bases[p, i] + block * plane.block_stride + token * plane.token_stride + head * plane.head_stride
+            )
             assert address == view[block, token, head].ctypes.data
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+@pytest.mark.parametrize(
+    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+)
 def test_a_pool_of_kvpool_has_the_strides_of_its_layout(order: str, tokens: str, planes: int, tier: str) -> None:
     layout = BlockLayout(2, 3, 8, 4, order=order, tokens=tokens, planes=planes)
     pool = np.zeros(layout.device_shape(5) if tier == "device" else layout.host_shape(5), layout.storage_dtype)
-    paged, expected = PagedKV.of_pool(layout, pool, tier), (layout.device_strides if tier == "device" else layout.host_strides)(5)
+    paged, expected = (
+        PagedKV.of_pool(layout, pool, tier),
+        (layout.device_strides if tier == "device" else layout.host_strides)(5),
+    )
     assert {plane[:3] for plane in paged.planes} == {(expected.block, expected.token, expected.head)}
     bases = [[pool.ctypes.data + p * expected.plane + i * expected.layer for i in range(2)] for p in range(planes)]
     assert paged.bases.tolist() == bases
@@ -62,11 +69,15 @@ def test_layers_that_share_bytes_are_found_exactly_and_other_planes_never_missed
         components, arrays = [], []
         same = random.random() < 0.5
         shapes = [(int(random.integers(1, 4)), int(random.integers(1, 3)), int(random.integers(1, 3)))] * 2
-        strides: list[tuple[int, ...]] = [_nested(shapes[0], random)] * 2 if same else [_nested(shape, random) for shape in shapes]
+        strides: list[tuple[int, ...]] = (
+            [_nested(shapes[0], random)] * 2 if same else [_nested(shape, random) for shape in shapes]
+        )
         for shape, stride in zip(shapes, strides, strict=True):
             base = 64 + int(random.integers(0, 40))
             arrays.append([StridedArray(base, (*shape, 1), 1, (*stride, 1))])
-            components.append({base + sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)})
+            components.append(
+                {base + sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)}
+            )
         apart = not components[0] & components[1]
         try:
             PagedKV.of(arrays, "P L | B T H D")
@@ -107,7 +118,9 @@ def test_a_layout_that_is_none_is_named(layout: str) -> None:
 RAW = np.zeros(4096, np.uint8)
 
 
-def raw(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, shift: int = 0, itemsize: int = 2, **options: Any) -> StridedArray:
+def raw(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None = None, shift: int = 0, itemsize: int = 2, **options: Any
+) -> StridedArray:
     base = -(-RAW.ctypes.data // 16) * 16
     return StridedArray(base + shift, shape, itemsize, strides, **options)
 
@@ -134,7 +147,11 @@ def raw(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, shift: i
         ([raw((4, 2, 8)), raw((4, 2, 16), shift=512, itemsize=1)], "mla", "itemsize"),
         ([raw((4, 2, 8)), raw((4, 2, 8), shift=512, memory="device")], "mla", "memory"),
         ([[raw((4, 2, 8))], [raw((4, 2, 8), shift=16)]], "P L | B T D", "planes 0 and 1 share bytes"),
-        ([[raw((4, 2, 8))], [raw((4, 2, 8), shift=512), raw((4, 2, 8), shift=1024)]], "P L | B T D", "lists of one length"),
+        (
+            [[raw((4, 2, 8))], [raw((4, 2, 8), shift=512), raw((4, 2, 8), shift=1024)]],
+            "P L | B T D",
+            "lists of one length",
+        ),
         ([[raw((4, 2, 8), shift=512 * p)] for p in range(5)], "P L | B T D", "5 planes; at most 4"),
     ],
 )
@@ -144,7 +161,8 @@ def test_arrays_that_fit_no_cache_are_refused_with_the_reason(arrays: Any, layou
 
 
 @pytest.mark.parametrize(
-    ("arrays", "match"), [(np.zeros((2, 4, 2, 8)), "a list along L"), ([], "a list along L"), ([None], r"arrays\[0\]"), ("ab", "a list")]
+    ("arrays", "match"),
+    [(np.zeros((2, 4, 2, 8)), "a list along L"), ([], "a list along L"), ([None], r"arrays\[0\]"), ("ab", "a list")],
 )
 def test_arrays_of_another_type_are_named(arrays: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):
@@ -153,7 +171,11 @@ def test_arrays_of_another_type_are_named(arrays: Any, match: str) -> None:
 
 def test_a_pool_of_another_shape_is_named() -> None:
     layout = BlockLayout(2, 3, 8, 4)
-    for pool in (np.zeros((2, 2, 5, 4, 3, 7), np.float16), np.zeros((2, 2, 5, 4, 3, 8), np.float32), np.zeros(960, np.float16)):
+    for pool in (
+        np.zeros((2, 2, 5, 4, 3, 7), np.float16),
+        np.zeros((2, 2, 5, 4, 3, 8), np.float32),
+        np.zeros(960, np.float16),
+    ):
         with pytest.raises(ValueError, match="pool: shape"):
             PagedKV.of_pool(layout, pool)
     with pytest.raises(ValueError, match="tier='gpu'"):

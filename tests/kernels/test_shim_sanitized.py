@@ -21,14 +21,21 @@ def runtime(name: str) -> str:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed; the kernels are built with it for the CPU")
-    path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    path = subprocess.run(
+        [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     if not os.path.isabs(path):
         pytest.skip(f"g++ has no {name}")
     return path
 
 
 def run_under(sanitizers: str, preloaded: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, SANITIZE: sanitizers, "LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
+    environment = {
+        **os.environ,
+        SANITIZE: sanitizers,
+        "LD_PRELOAD": " ".join(preloaded),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -46,12 +53,13 @@ import ctypes, sys
 import numpy as np
 from kvpool.kernels import copies
 from kvpool.kernels.copies import KvPlane, KvTokens
+from kvpool.kernels.launch import Grid
 from tests.kernels.shim import ShimLauncher
 paged, staging, slots = np.zeros(64, np.uint8), np.zeros(64, np.uint8), np.arange(4)
 shift, stride = int(sys.argv[1]), int(sys.argv[2])
 launch = copies.kv_copy(
     np.array([[paged.ctypes.data]]), [KvPlane(0, stride, 0, staging.ctypes.data, 0, 16, 0, 1, 16)],
-    KvTokens(slots.ctypes.data, 8, 4, 4, 4), gather=True, host=False, multiprocessors=1)
+    KvTokens(slots.ctypes.data, 8, 4, 4, 4), gather=True, host=False, grid=Grid(1))
 launch.record["bases"][0, 0] += shift
 ShimLauncher().launch(launch, 0)
 """

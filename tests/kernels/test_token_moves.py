@@ -7,11 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.block_copy import make_plan
 from kvpool.kernels.token_moves import MOVES, TOKEN_MOVES, token_moves
-from kvpool.layout import BlockLayout
-from kvpool.memory import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
 from tests.device.test_contract_tokens import SHAPES, random_token_moves
 from tests.kernels.shim import ShimLauncher
@@ -21,7 +21,7 @@ def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: S
     expected, host = pools.device_pool.copy(), pools.host_pool.copy()
     reference.move_tokens(pools.layout, expected, moves)
     plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS).vector()
-    for launch in token_moves(plan, moves, starts, launcher.multiprocessors):
+    for launch in token_moves(plan, moves, starts, launcher.grid):
         launcher.launch(launch, 0)
     np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected.view(np.uint8))
     np.testing.assert_array_equal(pools.host_pool.view(np.uint8), host.view(np.uint8))
@@ -29,7 +29,9 @@ def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: S
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2])))
+@pytest.mark.parametrize(
+    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+)
 def test_shim_moves_tokens_as_the_reference_does(
     shape: tuple[int, int, int, int], dtype: str, order: str, tokens: str, planes: int
 ) -> None:

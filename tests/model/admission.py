@@ -26,6 +26,13 @@ class Seq:
     """Of a reservation."""
     kept: int = -1
     """The last column that its prompt can reuse."""
+    private: bool = False
+    """It publishes nothing."""
+    prompt: int = 0
+    """Tokens that it was added with; the next ones are figures of it, too."""
+    from_host: int = 0
+    dropped: int = 0
+    recomputed: int = 0
 
 
 class Admission(Batches, Store):
@@ -58,6 +65,7 @@ class Admission(Batches, Store):
         )
         self.max_sequences = max_sequences
         self.sequences: dict[int, Seq] = {}
+        self.swapped: dict[int, Seq] = {}
         self.reservations: dict[int, Seq] = {}
         self.leases: dict[int, Lease] = {}
         self.next_id = 0
@@ -69,9 +77,7 @@ class Admission(Batches, Store):
 
     # -- looking -------------------------------------------------------------------------------
 
-    def blocks_needed(
-        self, prompt: Prompt | None = None, *, sequences: Sequence[int] = (), new_tokens: int = 0
-    ) -> int:
+    def blocks_needed(self, prompt: Prompt | None = None, *, sequences: Sequence[int] = (), new_tokens: int = 0) -> int:
         if prompt is not None:
             return self.needs_of_prompt(prompt, new_tokens)[0]
         live = self._live(sequences)
@@ -95,20 +101,31 @@ class Admission(Batches, Store):
         named = [block for seq in self._live(ids) for block in seq.blocks if block is not None]
         unique = {block.id: block for block in named}
         return sum(
-            block.pins == 0 and block.refs == sum(other is block for other in named)
-            for block in unique.values()
+            block.pins == 0 and block.refs == sum(other is block for other in named) for block in unique.values()
         )
+
+    def row(self, number: int) -> Seq:
+        """A sequence, which may be swapped out, or a reservation."""
+        return next(held[number] for held in (self.sequences, self.swapped, self.reservations) if number in held)
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self.T)
 
-    def _live(self, ids: Sequence[int]) -> list[Seq]:
+    def _live(self, ids: Sequence[int], *, away: bool = False) -> list[Seq]:
+        """Sequences that run, or that are swapped out."""
+        known, others = (self.swapped, self.sequences) if away else (self.sequences, self.swapped)
         for i in ids:
-            if i not in self.sequences:
+            if i in others:
+                raise ValueError(f"swapped out, or not: {i}")
+            if i not in known:
                 raise UnknownSequence(i)
         if len(set(ids)) < len(ids):
             raise ValueError(f"duplicate ids: {ids}")
-        return [self.sequences[i] for i in ids]
+        return [known[i] for i in ids]
+
+    def will_find(self, sequence: int, column: int) -> bool:
+        """Whether others can go on from a column of a sequence once that is committed."""
+        return True
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -131,17 +148,20 @@ class Admission(Batches, Store):
             self._hold(plan.source)
 
     def build_all(self, plans: Sequence[Plan], decode: tuple[int, int | None]) -> list[Admitted]:
-        onboarded: list[Block] = []
-        admitted = [self._build(plan, decode, onboarded) for plan in plans]
-        hits = [h for p in plans for h, was in zip(p.rows, p.from_host, strict=True) if was]
-        for source in onboarded:
-            for row in hits:
-                if row is not None and row.host is source:
-                    self._let_go(source)
+        self.overflow = self._overflow(plans)
+        admitted = [self._build(plan, decode, plans) for plan in plans]
+        self.overflow = 0
         for plan in plans:
             if plan.source is not None:
                 self._let_go(plan.source)
         return admitted
+
+    def _overflow(self, plans: Sequence[Plan]) -> int:
+        """Content that the host forgets for a batch that onboards: what goes down and finds no block."""
+        onboards = _onboards(plans)
+        takes = sum(len(self.new_columns(p)) for p in plans) + onboards - sum(p.taken is not None for p in plans)
+        room = len(self.host.empty) + len(self.host.redundant) + onboards
+        return max(0, sum(map(self.goes_down, self.device.victims()[:takes])) - room) if onboards else 0
 
     def _hold(self, block: Block | None) -> None:
         if block is not None:
@@ -154,9 +174,7 @@ class Admission(Batches, Store):
 
     def fit(self, plans: Sequence[Plan]) -> None:
         """Drop or take over partial sources until the batch fits."""
-        onboards = {row.host.id for p in plans for row in p.rows if row is not None and row.device is None and row.host}
-        fresh = sum(len(self.new_columns(p)) for p in plans)
-        need = fresh + len(onboards)
+        need = sum(len(self.new_columns(p)) for p in plans) + _onboards(plans)
         free = self.free("device")
         spare = {p.source.id for p in plans if p.source is not None and _ours_alone(p.source)}
         self.need_device(need, free + len(spare))
@@ -171,11 +189,11 @@ class Admission(Batches, Store):
                     plan.taken = source
                     need -= 1
 
-    def _build(self, plan: Plan, decode: tuple[int, int | None], onboarded: list[Block]) -> Admitted:
+    def _build(self, plan: Plan, decode: tuple[int, int | None], plans: Sequence[Plan]) -> Admitted:
         """Give one request its blocks, front to back."""
         prompt, blocks = plan.prompt, list[Block | None]()
         for row in plan.rows:
-            hit = None if row is None else self._hit(row, onboarded)
+            hit = None if row is None else self._hit(row, plans)
             blocks.append(hit)
             if hit is not None:
                 hit.uses += not plan.loads
@@ -197,7 +215,17 @@ class Admission(Batches, Store):
         self.next_id += 1
         items = list(prompt.items)
         self.sequences[new_id] = Seq(
-            prompt.namespace, items, blocks, match.tokens, plan.full, match.tokens, decode, kept=plan.usable // self.T - 1
+            prompt.namespace,
+            items,
+            blocks,
+            match.tokens,
+            plan.full,
+            match.tokens,
+            decode,
+            kept=plan.usable // self.T - 1,
+            private=not prompt.publish,
+            prompt=len(items),
+            from_host=match.host_tokens,
         )
         return Admitted(new_id, match, missed)
 
@@ -206,15 +234,18 @@ class Admission(Batches, Store):
         if block is not None and (i + 1) * self.T <= len(plan.prompt.tokens):
             block.content = (plan.prompt.namespace, plan.prompt.items[: (i + 1) * self.T])
 
-    def _hit(self, row: Row, onboarded: list[Block]) -> Block:
-        """The device block of a full hit; content that only the host has comes back first."""
+    def _hit(self, row: Row, plans: Sequence[Plan]) -> Block:
+        """The device block of a full hit. What only the host has comes back first, for all that hold it."""
         if row.device is None:
             self._onboard(row)
-            assert row.host is not None
-            onboarded.append(row.host)
-        elif any(row.host is source for source in onboarded):
-            row.device.refs += 1
-        assert row.device is not None
+            host = row.host
+            assert row.device is not None and host is not None
+            row.device.refs = sum(other is row for plan in plans for other in plan.rows)
+            host.hold -= row.device.refs
+            for plan in plans:
+                if plan.source is host:
+                    host.hold, row.device.hold, plan.source = host.hold - 1, row.device.hold + 1, row.device
+            self.shelve(host)
         return row.device
 
     def _onboard(self, row: Row) -> None:
@@ -240,6 +271,9 @@ class Admission(Batches, Store):
         counts["copied_blocks"] += plan.source is not None and plan.partial > 0
         if plan.loads:
             return
+        if not plan.prompt.reuse:
+            counts["bypassed_tokens"] += len(plan.prompt.tokens)
+            return
         counts["prompt_tokens"] += len(plan.prompt.tokens)
         counts["reused_device_tokens"] += match.device_tokens
         counts["reused_host_tokens"] += match.host_tokens
@@ -248,6 +282,12 @@ class Admission(Batches, Store):
         counts["reused_host_blocks"] += match.host_tokens // self.T
         counts["partial_blocks"] += plan.partial > 0
         counts["missed_blocks"] += missed
+
+
+def _onboards(plans: Sequence[Plan]) -> int:
+    """Host blocks that a batch needs device blocks for."""
+    hits = [row for plan in plans for row in plan.rows if row is not None and row.device is None]
+    return len({row.host.id for row in hits if row.host is not None})
 
 
 def _ours_alone(source: Block) -> bool:

@@ -1,14 +1,15 @@
-"""The model's decisions over all groups of a pool: how much of a prompt every group can reuse, and whether a batch fits in each."""
+"""The model's decisions over all groups of a pool: how much of a prompt every group can reuse, and whether a batch fits
+in each."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .store import Row, Walk
+from .store import Row, Walk, common_items
 from .tiers import DEFAULT_PRIORITY, Block, BlockNotFound, Content, OutOfBlocks, OutOfSequences, Prompt
 
 if TYPE_CHECKING:
@@ -41,6 +42,21 @@ class Admitted:
     missed_blocks: int
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What an admission would do with the head of a batch."""
+
+    admitted: list[Admitted | None]
+    blocks: list[int]
+    """Free device blocks that it takes, per group."""
+    computing: list[tuple[set[int], int]]
+    """Of each prompt: the sequences of which one computes most of what it lacks, and the tokens it could reuse then."""
+
+
+class _Undone(Exception):
+    """A plan is made, and taken back."""
+
+
 @dataclass
 class Plan:
     """One request in one group, between matching and admission."""
@@ -63,7 +79,9 @@ class Plan:
 @contextmanager
 def all_or_nothing(groups: Sequence[Admission]) -> Iterator[None]:
     """Whatever raises leaves all groups as they were."""
-    saved = pickle.dumps([{name: value for name, value in group.__dict__.items() if name != "clock"} for group in groups])
+    saved = pickle.dumps(
+        [{name: value for name, value in group.__dict__.items() if name != "clock"} for group in groups]
+    )
     try:
         yield
     except Exception:
@@ -80,11 +98,13 @@ class Batches:
     # -- looking -------------------------------------------------------------------------------
 
     def look(self, prompt: Prompt, usable: int | None = None) -> tuple[int, list[Walk]]:
-        """The full blocks that every group can reuse, and what each has of them; by default the last token is not matched.
+        """The full blocks that every group can reuse, and what each has of them; by default the last token is not
+        matched.
 
         Each answer of a group is a bound for the next one, until a whole round changes nothing.
         """
         usable = max(len(prompt.tokens) - 1, 0) if usable is None else usable
+        usable = usable if prompt.reuse else 0
         limit, before = usable // self.groups[0].T, -1
         while limit != before:
             before = limit
@@ -110,8 +130,36 @@ class Batches:
         for group, walk in zip(self.groups, walks, strict=True):
             plan = Plan(prompt, [], walk.rows, None, 0, full, max(tokens - 1, 0), encoder_tokens)
             held = sum(row is not None and row.device is not None and row.device.held for row in walk.rows)
-            needs.append(len(group.new_columns(plan, tokens + new_tokens)) + sum(row is not None for row in walk.rows) - held)
+            needs.append(
+                len(group.new_columns(plan, tokens + new_tokens)) + sum(row is not None for row in walk.rows) - held
+            )
         return needs
+
+    def lacking(self, prompt: Prompt, there: Sequence[Sequence[bool]]) -> tuple[int, list[list[int]]]:
+        """The longest prefix that all groups could reuse with what is ``there`` besides what is cached, tried one after
+        the other, and what each group lacks for it; nothing if it is no longer than with what is cached."""
+        width = self.groups[0].T
+        here = [[content in group.rows for content in group.contents(prompt)] for group in self.groups]
+
+        def reach(have: Sequence[Sequence[bool]]) -> int:
+            limit = max(len(prompt.tokens) - 1, 0) // width if prompt.reuse else 0
+            for count in range(limit, -1, -1):
+                needed = [[g for g in range(count) if group.needs(g, count * width)] for group in self.groups]
+                if all(
+                    all(own[i] for i in places) or not group.matches
+                    for group, own, places in zip(self.groups, have, needed, strict=True)
+                ):
+                    return count
+            raise AssertionError("an empty prefix lacks nothing")
+
+        both = [[a or b for a, b in zip(own, other, strict=True)] for own, other in zip(here, there, strict=True)]
+        most = reach(both)
+        if most == reach(here):
+            return most * width, [[] for _ in self.groups]
+        return most * width, [
+            [i for i in range(most) if group.matches and group.needs(i, most * width) and not own[i]]
+            for group, own in zip(self.groups, here, strict=True)
+        ]
 
     # -- tiers and pins ------------------------------------------------------------------------
 
@@ -121,7 +169,8 @@ class Batches:
         return sum(group.bring(walk.rows) for group, walk in zip(self.groups, walks, strict=True))
 
     def pin(self, contents: Sequence[Content], *, owner: str = "", tier: str | None = None) -> int:
-        """Pin the host copy of each content, or its device block (`tier` asks for one), in every group that has it; lease id.
+        """Pin the host copy of each content, or its device block (`tier` asks for one), in every group that has it;
+        lease id.
 
         Groups that need all of a prefix must have it.
         """
@@ -140,7 +189,9 @@ class Batches:
 
     def pin_blocks(self, ids: Sequence[int], *, owner: str = "") -> int:
         """Pin blocks by id among those of all groups, where somebody holds them or they are cached."""
-        known = {self.global_id(g, block): (g, block) for g, group in enumerate(self.groups) for block in group.every_block()}
+        known = {
+            self.global_id(g, block): (g, block) for g, group in enumerate(self.groups) for block in group.every_block()
+        }
         found: list[list[Block | None]] = [[] for _ in self.groups]
         for i in ids:
             g, block = known.get(i, (0, None))
@@ -159,7 +210,12 @@ class Batches:
         before = [getattr(group, block.tier).capacity for group in self.groups[:g]]
         if block.tier == "device":
             return sum(before) + block.id
-        return sum(group.device.capacity for group in self.groups) + sum(before) + block.id - self.groups[g].device.capacity
+        return (
+            sum(group.device.capacity for group in self.groups)
+            + sum(before)
+            + block.id
+            - self.groups[g].device.capacity
+        )
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -167,9 +223,14 @@ class Batches:
         ranges = options.pop("retention", None)
         retention = None if ranges is None else [ranges]
         encoder = options.pop("encoder_tokens", None)
-        return self.add_sequence_batch(
-            [prompt], retention=retention, encoder_tokens=None if encoder is None else [encoder], **options  # type: ignore[arg-type]
-        )[0]
+        (admitted,) = self.add_sequence_batch(
+            [prompt],
+            retention=retention,
+            encoder_tokens=None if encoder is None else [encoder],
+            **options,  # type: ignore[arg-type]
+        )
+        assert admitted is not None
+        return admitted
 
     def add_sequence_batch(
         self,
@@ -180,7 +241,8 @@ class Batches:
         decode_ttl_ms: int | None = None,
         allow_partial_batch: bool = False,
         encoder_tokens: Sequence[int] | None = None,
-    ) -> list[Admitted]:
+    ) -> list[Admitted | None]:
+        """What each prompt of the head of the batch was told, None for one that can never fit."""
         if any(not prompt.tokens for prompt in prompts):
             raise ValueError("empty prompt")
         if (encoder_tokens is None) == any(not group.matches for group in self.groups):
@@ -188,18 +250,74 @@ class Batches:
         given = retention or [None] * len(prompts)
         ranges = [check_ranges(r or ()) for r in given]
         decode = (decode_priority, decode_ttl_ms)
-        heads = range(len(prompts), -1, -1) if allow_partial_batch else [len(prompts)]
+        encoder = encoder_tokens or [0] * len(prompts)
+        never = {
+            i
+            for i, (prompt, tokens) in enumerate(zip(prompts, encoder, strict=True))
+            if self.never_fits(prompt, tokens)
+        }
+        if never and not allow_partial_batch:
+            raise ValueError(f"can never fit: {never}")
+        kept = [i for i in range(len(prompts)) if i not in never]
+        heads = range(len(kept), -1, -1) if allow_partial_batch else [len(kept)]
         for count in heads:
+            own = kept[:count]
             try:
                 with all_or_nothing(self.groups):
-                    return self._admit(prompts[:count], ranges[:count], decode, encoder=encoder_tokens)
+                    told = self._admit(
+                        [prompts[i] for i in own], [ranges[i] for i in own], decode, encoder=[encoder[i] for i in own]
+                    )
+                found = dict(zip(own, told, strict=True))
+                return [found.get(i) for i in range(kept[count] if count < len(kept) else len(prompts))]
             except (OutOfBlocks, OutOfSequences):
                 if count == heads[-1]:
                     raise
         raise AssertionError("an empty head always fits")
 
+    def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Sequence[int] | None = None) -> Planned:
+        """An admission, all of which is taken back."""
+        full = [self.look(prompt)[0] for prompt in prompts]
+        computing = [self.computing(prompt, blocks) for prompt, blocks in zip(prompts, full, strict=True)]
+        before = [group.free("device") for group in self.groups]
+        with suppress(_Undone), all_or_nothing(self.groups):
+            admitted = self.add_sequence_batch(prompts, allow_partial_batch=True, encoder_tokens=encoder_tokens)
+            blocks = [free - group.free("device") for free, group in zip(before, self.groups, strict=True)]
+            raise _Undone
+        told = [(set[int](), 0) if one is None else ahead for one, ahead in zip(admitted, computing, strict=False)]
+        return Planned(admitted, blocks, told)
+
+    def computing(self, prompt: Prompt, full: int) -> tuple[set[int], int]:
+        """The live sequences of which one will have committed most of what a prompt begins with, beyond ``full``
+        blocks."""
+        width, best, found = self.groups[0].T, 0, set[int]()
+        for i, seq in self.groups[0].sequences.items():
+            if seq.namespace != prompt.namespace or seq.private or not prompt.reuse:
+                continue
+            columns = common_items(seq.items, prompt.items[: len(prompt.tokens) - 1]) // width
+            while columns and not all(group.will_find(i, columns - 1) for group in self.groups):
+                columns -= 1
+            if columns > full and columns * width > seq.committed and columns >= best:
+                found = {i} | (found if columns == best else set())
+                best = columns
+        return found, best * width
+
+    def never_fits(self, prompt: Prompt, encoder_tokens: int = 0, *, loads: bool = False) -> bool:
+        """Whether some group would not have room for a prompt if nothing else lived, with what is cached now and
+        without."""
+        usable = len(prompt.tokens) - (not loads)
+        full, walks = self.look(prompt, usable)
+        for group, walk in zip(self.groups, walks, strict=True):
+            anew = Plan(prompt, [], [], None, 0, 0, usable, encoder_tokens)
+            reused = Plan(prompt, [], walk.rows, None, 0, full, usable, encoder_tokens)
+            held = sum(row is not None for row in walk.rows)
+            if min(len(group.new_columns(anew)), len(group.new_columns(reused)) + held) > group.device.capacity:
+                return True
+        return False
+
     def reserve(self, prompt: Prompt, *, owner: str = "", retention: Sequence[Range] | None = None) -> Admitted:
         ranges = [check_ranges(retention or ())]
+        if self.never_fits(prompt, loads=True):
+            raise ValueError("can never fit")
         with all_or_nothing(self.groups):
             (admitted,) = self._admit([prompt], ranges, (DEFAULT_PRIORITY, None), loads=True)
         for group in self.groups:
@@ -208,12 +326,17 @@ class Batches:
         return admitted
 
     def _admit(
-        self, prompts: Sequence[Prompt], ranges: Sequence[list[Range]], decode: tuple[int, int | None], *, loads: bool = False,
+        self,
+        prompts: Sequence[Prompt],
+        ranges: Sequence[list[Range]],
+        decode: tuple[int, int | None],
+        *,
+        loads: bool = False,
         encoder: Sequence[int] | None = None,
-    ) -> list[Admitted]:  # fmt: skip
+    ) -> list[Admitted]:
         """Look, claim and fit in every group; only then does any take blocks."""
         first = self.groups[0]
-        if len(first.sequences) + len(first.reservations) + len(prompts) > first.max_sequences:
+        if len(first.sequences) + len(first.swapped) + len(first.reservations) + len(prompts) > first.max_sequences:
             raise OutOfSequences(len(prompts))
         batches: list[list[Plan]] = [[] for _ in self.groups]
         for i, (prompt, own) in enumerate(zip(prompts, ranges, strict=True)):

@@ -1,4 +1,5 @@
-"""The model of a group of cross attention: blocks for what the encoder gives, filled once, that are neither cached nor grown."""
+"""The model of a group of cross attention: blocks for what the encoder gives, filled once, that are neither cached nor
+grown."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Cross(Model):
     def _name(self, seq: Seq, i: int) -> None:
         pass
 
-    def _publish_waiting(self, seq: Seq) -> None:
-        pass
+    def _waits(self, seq: Seq, i: int) -> bool:
+        return False
 
     def _give_passed(self, seq: Seq) -> None:
         pass

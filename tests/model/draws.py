@@ -60,7 +60,8 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
 def some_ranges(random: Random, length: int, width: int) -> Ranges | None:
     """Retention ranges of one prompt, in any order; now and then overlapping ones, which must be refused.
 
-    Those with a ttl cover one block, and no two ttls are equal: the order of blocks that expire at the same moment is not defined.
+    Those with a ttl cover one block, and no two ttls are equal: the order of blocks that expire at the same moment is
+    not defined.
     """
     if random.random() < 0.6:
         return None

@@ -1,7 +1,8 @@
-"""The model of a pool of several groups of layers: a model of each, whose sequences, leases and reservations have the same numbers.
+"""The model of a pool of several groups of layers: a model of each, whose sequences, leases and reservations have the
+same numbers.
 
-Every verb is done to all groups, and a call that raises in one leaves all as they were. What a prompt reuses is decided together; what
-is taken, evicted and expires is each group's own affair, since groups share no blocks.
+Every verb is done to all groups, and a call that raises in one leaves all as they were. What a prompt reuses is decided
+together; what is taken, evicted and expires is each group's own affair, since groups share no blocks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .admission import Seq
-from .batches import Batches, all_or_nothing
+from .batches import Admitted, Batches, all_or_nothing
 from .cross import Cross
 from .model import Model
 from .recurrent import Recurrent
-from .tiers import Lease, Prompt
+from .tiers import Content, Lease, Namespace, Prompt
 
 KINDS: dict[str, type[Model]] = {"attention": Model, "recurrent": Recurrent, "cross": Cross}
 
@@ -34,6 +35,10 @@ class GroupsModel(Batches):
         return self.groups[0].sequences
 
     @property
+    def swapped(self) -> dict[int, Seq]:
+        return self.groups[0].swapped
+
+    @property
     def reservations(self) -> dict[int, Seq]:
         return self.groups[0].reservations
 
@@ -47,7 +52,9 @@ class GroupsModel(Batches):
 
     # -- sequences -----------------------------------------------------------------------------
 
-    def blocks_needed(self, prompt: Prompt | None = None, *, sequences: Sequence[int] = (), new_tokens: int = 0) -> list[int]:
+    def blocks_needed(
+        self, prompt: Prompt | None = None, *, sequences: Sequence[int] = (), new_tokens: int = 0
+    ) -> list[int]:
         if prompt is not None:
             return self.needs_of_prompt(prompt, new_tokens)
         return self._each("blocks_needed", sequences=sequences, new_tokens=new_tokens)
@@ -69,6 +76,21 @@ class GroupsModel(Batches):
 
     def release(self, ids: Sequence[int], *, store: bool = True) -> None:
         self._each("release", ids, store=store)
+
+    def together(
+        self, ids: Sequence[int], tokens: Sequence[Sequence[int]], gone: Sequence[int], prompt: Prompt
+    ) -> Admitted:
+        with all_or_nothing(self.groups):
+            self.commit(ids)
+            self.release(gone)
+            self.append_tokens(ids, tokens)
+            return self.add_sequence(prompt)
+
+    def swap_out(self, ids: Sequence[int]) -> int:
+        return sum(self._each("swap_out", ids))
+
+    def resume(self, ids: Sequence[int]) -> int:
+        return sum(self._each("resume", ids))
 
     def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
         return self._each("fork", ids, n)[0]
@@ -94,6 +116,38 @@ class GroupsModel(Batches):
     def offload(self, prompt: Prompt) -> int:
         return sum(self._each("offload", prompt))
 
+    def forget(self, prompt: Prompt) -> int:
+        """A sequence that has a block of the prompt, whether it is cached or not, publishes nothing any more."""
+        contents = [group.contents(prompt) for group in self.groups]
+        done = sum(group.erase_contents(own) for group, own in zip(self.groups, contents, strict=True) if group.matches)
+        self._withdraw(set(contents[0]))
+        return done + sum(group.erase_tails(prompt) for group in self.groups if group.partial_reuse and group.matches)
+
+    def forget_keys(self, contents: Sequence[Content]) -> int:
+        done = sum(group.erase_contents(contents) for group in self.groups)
+        self._withdraw(set(contents))
+        return done
+
+    def _withdraw(self, contents: set[Content]) -> None:
+        for i in [*self.sequences, *self.swapped, *self.reservations]:
+            blocks = [block for group in self.groups for block in group.row(i).blocks if block is not None]
+            if any(block.content in contents for block in blocks):
+                self._make_private(i)
+
+    def forget_namespace(self, namespace: Namespace) -> int:
+        done = sum(group.erase_namespace(namespace) for group in self.groups)
+        for i in [*self.sequences, *self.swapped, *self.reservations]:
+            if self.groups[0].row(i).namespace == namespace:
+                self._make_private(i)
+        return done
+
+    def _make_private(self, i: int) -> None:
+        for group in self.groups:
+            group.row(i).private = True
+
+    def set_priority(self, contents: Sequence[Content], priority: int, ttl: int | None) -> int:
+        return sum(group.set_priority(contents, priority, ttl) for group in self.groups)
+
     def refresh(self, now_ms: int | None = None) -> int:
         return sum(self._each("refresh", now_ms))
 
@@ -104,9 +158,10 @@ class GroupsModel(Batches):
         """The invariants of each group, and that all know the same sequences."""
         for group in self.groups:
             group.check()
-            for name in ("sequences", "reservations"):
+            for name in ("sequences", "swapped", "reservations"):
                 mine, other = (
-                    {i: (seq.items, seq.committed, seq.cached) for i, seq in getattr(one, name).items()} for one in (group, self)
+                    {i: (seq.items, seq.committed, seq.cached) for i, seq in getattr(one, name).items()}
+                    for one in (group, self)
                 )
                 assert mine == other, f"{name} differ"
             assert [*group.leases] == [*self.leases]

@@ -21,29 +21,29 @@ class Holds(Admission):
         for block in held:
             self._hold(block)
         self.expire(self.clock(), EXPIRIES_PER_CALL)
-        onboarded: list[Block] = []
+        onboarded = 0
         for place, row in enumerate(rows):
             if row is not None and row.device is None and self.free("device"):
                 self._onboard(row)
                 assert row.device is not None and row.host is not None
                 row.device.refs, row.device.hold = 0, 1
-                onboarded.append(row.host)
                 held[place] = row.device
-        for source in onboarded:
-            self._let_go(source)
+                self._let_go(row.host)
+                onboarded += 1
         for block in reversed(held):
             if block is not None:
                 self._let_go(block)
-        return len(onboarded)
+        return onboarded
 
     def offload(self, prompt: Prompt) -> int:
         copies = []
         for content in self.contents(prompt):
             row = self.rows.get(content)
             if row is not None and row.device is not None and row.host is None:
-                if not self.host_has_room(row.device.priority):
+                target = self.host_victim(row.device.priority)
+                if target is None:
                     break
-                copies.append(self.copy_to_host(row.device))
+                copies.append(self.copy_to_host(row.device, target))
                 copies[-1].hold += 1
         for block in copies:
             self._let_go(block)

@@ -25,13 +25,15 @@ Readings of the rules where they leave room:
 - `release(store=True)` publishes what waits for it front to back, then lets go tail first.
 - A fork is no request and no use of its content. Of those that append to a block in one call, all but its last holder
   copy it, in the order of the call; pins alone do not make a copy.
-- `reorder` lets go of what nobody goes on from with the last blocks first, and within a column in the order of the call.
+- `reorder` lets go of what nobody goes on from with the last blocks first, and within a column in the order of the
+  call.
 - A reservation matches the last token too, and takes a row like a sequence. Its matches are no uses and
   count in no statistics of requests; a retention range applies to them.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
   to the front, tail first; what had matched goes to the back, tail first.
 - With a window, the blocks that a prefix needs include its last one.
-- `prefetch` looks at all that is cached of a prompt, or, where a window or recurrent states leave holes, at what an admission would hold.
+- `prefetch` looks at all that is cached of a prompt, or, where a window or recurrent states leave holes, at what an
+  admission would hold.
 - A commit publishes before it gives back what the window has passed, sequence by sequence, last block first.
 - `offload` looks at each key by itself,
   and, as an explicit wish, heeds neither `offload_min_priority` nor `offload_min_reuse`.
@@ -44,7 +46,7 @@ from dataclasses import replace
 
 from .admission import Seq
 from .batches import EXPIRIES_PER_CALL
-from .holds import Holds
+from .swaps import Swaps
 from .tiers import (
     Block,
     Content,
@@ -55,7 +57,7 @@ from .tiers import (
 )
 
 
-class Model(Holds):
+class Model(Swaps):
     """All public verbs, one block and one list operation at a time."""
 
     # -- growth --------------------------------------------------------------------------------
@@ -67,6 +69,7 @@ class Model(Holds):
         self.need_device(need, self.free("device"))
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
+        self._count("appended_tokens", sum(map(len, tokens)))
         for seq, new in zip(live, tokens, strict=True):
             if new and self._copies(seq, seq.blocks[-1].refs if seq.blocks else 0):
                 seq.blocks[-1] = self._private_copy(seq.blocks[-1])
@@ -74,6 +77,10 @@ class Model(Holds):
                 if len(seq.items) % self.T == 0:
                     self._open_column(seq)
                 seq.items.append((token, 0))
+
+    def _count(self, what: str, tokens: int) -> None:
+        """Tokens of sequences, which all groups count but those for cross attention."""
+        self.counts[what] += tokens if self.matches else 0
 
     def _open_column(self, seq: Seq) -> None:
         seq.blocks.append(self.take_device(*seq.decode))
@@ -85,10 +92,14 @@ class Model(Holds):
             if not seq.committed <= end <= len(seq.items):
                 raise ValueError(f"counts: {end}")
         for seq, end in zip(live, ends, strict=True):
-            for i in range(seq.committed // self.T, end // self.T):
+            new = range(seq.committed // self.T, end // self.T)
+            for i in new:
                 self._name(seq, i)
             seq.committed = end
             self._publish_waiting(seq)
+            twice = self.T * sum(self._waits(seq, i) for i in new)
+            seq.recomputed += twice
+            self.counts["recomputed_tokens"] += twice
             self._give_passed(seq)
 
     def _name(self, seq: Seq, i: int) -> None:
@@ -110,9 +121,20 @@ class Model(Holds):
     def _content(self, seq: Seq, i: int) -> Content:
         return (seq.namespace, tuple(seq.items[: (i + 1) * self.T]))
 
+    def _waits(self, seq: Seq, i: int) -> bool:
+        """Whether a block could be published."""
+        block = seq.blocks[i]
+        return (
+            not seq.private
+            and block is not None
+            and not block.indexed
+            and block.content is not None
+            and self.keeps(seq, i)
+        )
+
     def _publish_waiting(self, seq: Seq) -> None:
         for i, block in enumerate(seq.blocks[: seq.committed // self.T]):
-            if block is not None and not block.indexed and block.content is not None and self.keeps(seq, i):
+            if block is not None and self._waits(seq, i):
                 self.publish(block)
 
     def keeps(self, seq: Seq, i: int) -> bool:
@@ -147,7 +169,8 @@ class Model(Holds):
         return any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks))
 
     def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        """Drafts that stay move in front, into blocks of the sequence's own; the others are rewound, first where nothing moves."""
+        """Drafts that stay move in front, into blocks of the sequence's own; the others are rewound, first where
+        nothing moves."""
         live, lengths, written = self._move_items(ids, drafts, accepted)
         if not any(written):
             self.rewind(ids, [len(seq.items) - length for seq, length in zip(live, lengths, strict=True)])
@@ -156,7 +179,9 @@ class Model(Holds):
         need = 0
         for seq, columns, length in zip(live, written, lengths, strict=True):
             last = self._cut(seq, length)[2]
-            need += sum(is_shared(block) for block in ([seq.blocks[i] for i in columns] if columns else filter(None, [last])))
+            need += sum(
+                is_shared(block) for block in ([seq.blocks[i] for i in columns] if columns else filter(None, [last]))
+            )
         self.need_device(need, self.free("device"))
         if need:
             self.expire(self.clock(), EXPIRIES_PER_CALL)
@@ -167,7 +192,8 @@ class Model(Holds):
     def _move_items(
         self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]
     ) -> tuple[list[Seq], list[int], list[range]]:
-        """Bring the tokens of drafts that stay in front; the sequences, the tokens they keep, and the columns that are written for that."""
+        """Bring the tokens of drafts that stay in front; the sequences, the tokens they keep, and the columns that are
+        written for that."""
         live = self._live(ids)
         for seq, count, path in zip(live, drafts, accepted, strict=True):
             if count > len(seq.items) - seq.committed or list(path) != sorted({i for i in path if 0 <= i < count}):
@@ -194,7 +220,8 @@ class Model(Holds):
         return range((base + gap) // self.T, self._ceil(base + len(path)) if gap < len(path) else 0)
 
     def _cut(self, seq: Seq, length: int) -> tuple[list[Block | None], list[Block], Block | None]:
-        """What a rewind to this length leaves in the row, what it gives back, and the last block of the row if it will be written again."""
+        """What a rewind to this length leaves in the row, what it gives back, and the last block of the row if it will
+        be written again."""
         stay, go = seq.blocks[: self._ceil(length)], seq.blocks[self._ceil(length) :]
         written = stay[-1] if length % self.T and length < len(seq.items) else None
         return stay, [block for block in go if block is not None], written
@@ -205,6 +232,9 @@ class Model(Holds):
             self.drop_ref(block, front=True)
         if written is not None:
             seq.blocks[-1] = self._own(written)
+        self._count("dropped_tokens", len(seq.items) - length)
+        seq.dropped += len(seq.items) - length
+        seq.prompt = min(seq.prompt, length)
         del seq.items[length:]
         seq.committed = min(seq.committed, length)
         seq.reused = min(seq.reused, length // self.T)
@@ -228,7 +258,7 @@ class Model(Holds):
 
     def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
         live = self._live(ids)
-        if len(self.sequences) + len(self.reservations) + n * len(live) > self.max_sequences:
+        if len(self.sequences) + len(self.swapped) + len(self.reservations) + n * len(live) > self.max_sequences:
             raise OutOfSequences(n * len(live))
         new = []
         for seq in live:
@@ -257,7 +287,14 @@ class Model(Holds):
         self.sequences.update(zip(ids, new, strict=True))
 
     def release(self, ids: Sequence[int], *, store: bool = True) -> None:
-        for i, seq in zip(ids, self._live(ids), strict=True):
+        away = [i for i in ids if i in self.swapped]
+        self._live([i for i in ids if i not in away])
+        for i in away:
+            self._give_up(self.swapped.pop(i), store)
+        for i in ids:
+            if i in away:
+                continue
+            seq = self.sequences[i]
             if store:
                 self._publish_waiting(seq)
             for index in range(len(seq.blocks) - 1, -1, -1):
@@ -274,7 +311,7 @@ class Model(Holds):
             self.forget_everywhere(block)
         if block.held:
             return
-        if store and self.partial_reuse and 0 < len(tail) < self.T and not block.indexed:
+        if store and not seq.private and self.partial_reuse and 0 < len(tail) < self.T and not block.indexed:
             self.store_tail(block, (seq.namespace, tuple(seq.items[:start])), tail)
         self.shelve(block)
 
@@ -318,9 +355,10 @@ class Model(Holds):
 
     def reset(self, force: bool = False) -> None:
         """Drop all content; pinned blocks are empty once the last pin is gone."""
-        if (self.sequences or self.reservations) and not force:
+        if (self.sequences or self.swapped or self.reservations) and not force:
             raise PoolBusy(len(self.sequences))
         self.sequences.clear()
+        self.swapped.clear()
         self.reservations.clear()
         self.rows.clear()
         self.children.clear()
@@ -343,7 +381,13 @@ class Model(Holds):
             assert all(child.content in self.rows for child in bucket if child.block is None)
 
     def _check_holds(self, tier: Tier) -> None:
-        named = [b.id for held in (self.sequences, self.reservations) for seq in held.values() for b in seq.blocks if b is not None]
+        named = [
+            b.id
+            for held in (self.sequences, self.swapped, self.reservations)
+            for seq in held.values()
+            for b in seq.blocks
+            if b is not None
+        ]
         pinned = [b.id for lease in self.leases.values() for b in lease.blocks]
         for block in tier.blocks.values():
             assert block.refs == named.count(block.id), block

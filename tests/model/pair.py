@@ -10,20 +10,40 @@ from hypothesis import note
 
 from engine import Clock, EventReplay, Request
 from group_engine import Side, open_groups
-from kvpool.state import blocks, debug
+from kvpool import operations as op
+from kvpool.state import debug, records
 
 from .groups import GroupsModel
 from .model import Model
 from .tiers import Content, Prompt
 
 COUNTERS = (
-    "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks", "reused_host_blocks",
-    "partial_blocks", "missed_blocks", "offloaded_blocks", "onboarded_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
-    "offloads_saved", "copied_blocks", "redundant_dropped", "expired_blocks", "passed_blocks",
-)  # fmt: skip
+    "prompt_tokens",
+    "reused_device_tokens",
+    "reused_host_tokens",
+    "partial_tokens",
+    "reused_device_blocks",
+    "reused_host_blocks",
+    "partial_blocks",
+    "missed_blocks",
+    "offloaded_blocks",
+    "onboarded_blocks",
+    "forgotten_device_blocks",
+    "forgotten_host_blocks",
+    "offloads_saved",
+    "copied_blocks",
+    "redundant_dropped",
+    "expired_blocks",
+    "passed_blocks",
+    "forgotten_by_call_blocks",
+    "appended_tokens",
+    "dropped_tokens",
+    "recomputed_tokens",
+    "bypassed_tokens",
+)
 
 
-KINDS_OF_LIST = (blocks.EMPTY, blocks.REDUNDANT)
+KINDS_OF_LIST = (records.EMPTY, records.REDUNDANT)
 
 
 class Failed:
@@ -59,10 +79,16 @@ class Pair:
         rules = [{name: value for name, value in group.items() if name != "parts"} for group in groups]
         self.model = GroupsModel(rules, tokens_per_block=tokens_per_block, clock=self.clock, **options)
         self.engine = open_groups(
-            groups, tokens_per_block=tokens_per_block, max_sequence_tokens=64, event_capacity=4096, clock=self.clock, **options
+            groups,
+            tokens_per_block=tokens_per_block,
+            max_sequence_tokens=64,
+            event_capacity=4096,
+            clock=self.clock,
+            **options,
         )
         self.cache, self.sides = self.engine.cache, self.engine.sides
         self.requests: dict[int, Request] = {}
+        self.away: dict[int, Request] = {}
         self.leases: dict[int, Any] = {}
         self.reservations: dict[int, Any] = {}
         self.released: list[tuple[int, int]] = []
@@ -89,11 +115,12 @@ class Pair:
             raise got.error
 
     def real_ids(self, ids: Sequence[int]) -> list[int]:
-        return [self.requests[i].id for i in ids]
+        return [(self.requests | self.away)[i].id for i in ids]
 
     def keyed(self, prompt: Prompt) -> Any:
         extra = None if prompt.extra_ids is None else np.asarray(prompt.extra_ids, np.int64)
-        return self.cache.block_keys(list(prompt.tokens), salt=prompt.salt, adapter_id=prompt.adapter_id, extra_ids=extra)
+        names = {"salt": prompt.salt, "adapter_id": prompt.adapter_id, "extra_ids": extra}
+        return self.cache.block_keys(list(prompt.tokens), **names, reuse=prompt.reuse, publish=prompt.publish)
 
     def key_of(self, content: Content) -> bytes:
         """The pool's key of a content, 16 bytes."""
@@ -115,28 +142,69 @@ class Pair:
         note(f"add({prompts}, {options})")
         admissions: list[Any] = []
         keyed = [self.keyed(prompt) for prompt in prompts]
+        planned, free = self.plan(prompts, keyed, options.get("encoder_tokens")), self.engine.free_blocks()
         promised = [self.model.match_prefix(prompt) for prompt in prompts]
+        never = {
+            i
+            for i, tokens in enumerate(options.get("encoder_tokens") or [0] * len(prompts))
+            if self._never(prompts[i], tokens)
+        }
         admitted = self.both(
             lambda: admissions.append(self.cache.add_sequence_batch(keyed, **options)),
             lambda: self.model.add_sequence_batch(prompts, **options),
             compare=False,
         )
         if admitted is None:
+            assert options.get("retention") or planned.admitted < len(prompts), "a plan that was not kept"
             return
         (got,) = admissions
-        assert got.admitted == len(admitted) == len(got.ids)
+        self._check_kept(planned, got, [was - is_ for was, is_ in zip(free, self.engine.free_blocks(), strict=True)])
+        assert len(admitted) == len(got.ids) and got.admitted == sum(one is not None for one in admitted)
+        assert set(got.refused) == never
         encoded = options.get("encoder_tokens") or [0] * len(prompts)
         for i, (ours, prompt, match, encoder) in enumerate(zip(admitted, prompts, promised, encoded, strict=False)):
+            if ours is None:
+                assert i in never and got.ids[i] == -1 and got.cached_tokens[i] == 0
+                continue
             told = (got.device_tokens[i], got.host_tokens[i], got.partial_tokens[i], got.missed_blocks[i])
             expected = (ours.match.device_tokens, ours.match.host_tokens, ours.match.partial_tokens, ours.missed_blocks)
             assert told == expected, f"request {i} was told {told}, the model says {expected}"
             assert got.cached_tokens[i] == ours.match.tokens
             assert expected[:2] == (match.device_tokens, match.host_tokens), "full blocks that were promised"
             request = self.engine.admitted(
-                int(got.ids[i]), prompt.tokens, salt=prompt.salt, adapter_id=prompt.adapter_id, extra_ids=prompt.extra_ids,
+                int(got.ids[i]),
+                prompt.tokens,
+                salt=prompt.salt,
+                adapter_id=prompt.adapter_id,
+                extra_ids=prompt.extra_ids,
                 encoder_tokens=encoder,
-            )  # fmt: skip
+            )
             self.requests[ours.id] = request
+
+    def plan(self, prompts: Sequence[Prompt], keyed: Sequence[Any], encoder_tokens: Sequence[int] | None) -> Any:
+        """What the pool plans, which changes no byte of it, as the model does."""
+        named = {} if encoder_tokens is None else {"encoder_tokens": encoder_tokens}
+        before = debug.dump_all(self.cache.core.states)
+        got, expected = self.cache.plan_batch(keyed, **named), self.model.plan_batch(prompts, **named)
+        assert debug.dump_all(self.cache.core.states) == before, "a plan has changed the pool"
+        assert np.atleast_1d(got.blocks).tolist() == expected.blocks
+        told = [(one.match.tokens, one.missed_blocks) if one else (0, 0) for one in expected.admitted]
+        assert list(zip(got.cached_tokens, got.missed_blocks, strict=True)) == told
+        names = {request.id: i for i, request in self.requests.items()}
+        for i, tokens, (ids, ahead) in zip(got.computing, got.computing_tokens, expected.computing, strict=True):
+            assert tokens == ahead and (names.get(int(i)) in ids if ids else i == -1)
+        return got
+
+    def _check_kept(self, planned: Any, got: Any, taken: list[int]) -> None:
+        """An admission is what was planned right before."""
+        for name in ("cached_tokens", "device_tokens", "host_tokens", "partial_tokens", "missed_blocks"):
+            np.testing.assert_array_equal(getattr(planned, name), getattr(got, name), name)
+        assert planned.refused == got.refused and planned.admitted == got.admitted
+        assert np.atleast_1d(planned.blocks).tolist() == taken
+        np.testing.assert_array_equal(planned.full_tokens + planned.partial_tokens, planned.cached_tokens)
+
+    def _never(self, prompt: Prompt, encoder_tokens: int) -> bool:
+        return bool(prompt.tokens) and self.model.never_fits(prompt, encoder_tokens)
 
     def append(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         note(f"append({ids}, {tokens})")
@@ -169,7 +237,9 @@ class Pair:
     def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
         note(f"fork({ids}, {n})")
         found: list[Any] = []
-        ours = self.both(lambda: found.append(self.cache.fork(self.real_ids(ids), n)), lambda: self.model.fork(ids, n), compare=False)
+        ours = self.both(
+            lambda: found.append(self.cache.fork(self.real_ids(ids), n)), lambda: self.model.fork(ids, n), compare=False
+        )
         for parent, new, real in zip(ids, ours or [], found[0] if ours else [], strict=False):
             for i, number in zip(new, real.tolist(), strict=True):
                 self.requests[i] = self.engine.forked(self.requests[parent], number)
@@ -178,7 +248,10 @@ class Pair:
     def reorder(self, ids: Sequence[int], parents: Sequence[int], store: bool) -> None:
         note(f"reorder({ids}, {parents}, store={store})")
         real = self.real_ids(ids)
-        self.both(lambda: self.cache.reorder(real, parents, store=store), lambda: self.model.reorder(ids, parents, store=store))
+        self.both(
+            lambda: self.cache.reorder(real, parents, store=store),
+            lambda: self.model.reorder(ids, parents, store=store),
+        )
         self.engine.reordered([self.requests[i] for i in ids], parents)
 
     def draft(self, ids: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> bool:
@@ -207,6 +280,48 @@ class Pair:
             self.engine.kept(self.requests[i], count, path)
         return bool(done)
 
+    def swap_out(self, ids: Sequence[int]) -> None:
+        note(f"swap_out({ids})")
+        real = self.real_ids(ids)
+        if self.both(lambda: self.cache.swap_out(real), lambda: self.model.swap_out(ids)) is not None:
+            for i in ids:
+                self.away[i] = self.requests.pop(i)
+                del self.engine.live[self.away[i].id]
+
+    def resume(self, ids: Sequence[int]) -> None:
+        note(f"resume({ids})")
+        real = self.real_ids(ids)
+        if self.both(lambda: self.cache.resume(real), lambda: self.model.resume(ids)) is not None:
+            for i in ids:
+                self.requests[i] = self.away.pop(i)
+                self.engine.live[self.requests[i].id] = self.requests[i]
+
+    def together(
+        self, ids: Sequence[int], tokens: Sequence[Sequence[int]], gone: Sequence[int], prompt: Prompt
+    ) -> None:
+        """Commit and grow some, release others, and add a prompt, in one call."""
+        note(f"together({ids}, {tokens}, {gone}, {prompt})")
+        flat, counts, found = [token for new in tokens for token in new], [len(new) for new in tokens], list[Any]()
+        steps = [
+            op.commit(self.real_ids(ids)),
+            op.release(self.real_ids(gone)),
+            op.append(self.real_ids(ids), flat, counts),
+            op.add([self.keyed(prompt)]),
+        ]
+        done = self.both(
+            lambda: found.append(self.cache.apply(steps)),
+            lambda: self.model.together(ids, tokens, gone, prompt),
+            compare=False,
+        )
+        if done is None:
+            return
+        for i in gone:
+            self.drop(i)
+        for i, new in zip(ids, tokens, strict=True):
+            self.engine.appended(self.requests[i], new)
+        names = {"salt": prompt.salt, "adapter_id": prompt.adapter_id, "extra_ids": prompt.extra_ids}
+        self.requests[done.id] = self.engine.admitted(int(found[0][3].ids[0]), prompt.tokens, **names)
+
     def release(self, ids: Sequence[int], store: bool) -> None:
         note(f"release({ids}, store={store})")
         real = self.real_ids(ids)
@@ -216,12 +331,16 @@ class Pair:
 
     def reset(self, force: bool) -> None:
         self.both(lambda: self.cache.reset(force), lambda: self.model.reset(force))
-        for i in [i for i in self.requests if i not in self.model.sequences]:
+        for i in [
+            i for i in [*self.requests, *self.away] if i not in self.model.sequences and i not in self.model.swapped
+        ]:
             self.drop(i)
 
     def drop(self, sequence: int) -> None:
-        request = self.requests.pop(sequence)
-        del self.engine.live[request.id]
+        away = sequence in self.away
+        request = (self.away if away else self.requests).pop(sequence)
+        if not away:
+            del self.engine.live[request.id]
         self.released.append((sequence, request.id))
 
     def lease(self, real: Callable[[], Any], model: Callable[[], int | None]) -> None:
@@ -281,27 +400,36 @@ class Pair:
         self._check_stats()
         self.engine.check_all()
         self._check_reserved_bytes()
+        self._check_swapped_bytes()
         self._check_events()
 
     def _check_tiers(self, side: Side, group: Model, state: Any) -> None:
         lists, cached, where = debug.lists(state), debug.cached(state), f"group {side.index}, "
         for name in ("device", "host"):
-            assert lists[name] == group.order(name), f"{where}{name}: eviction order {lists[name]}, the model's {group.order(name)}"
+            assert lists[name] == group.order(name), (
+                f"{where}{name}: eviction order {lists[name]}, the model's {group.order(name)}"
+            )
             expected = {self.key_of(content): block for content, block in group.cached(name).items()}
             assert cached[name] == expected, f"{where}{name}: cached keys"
             tier = getattr(group, name)
-            empty, redundant = state.lists[[getattr(blocks, name.upper()) * blocks.LISTS_PER_TIER + which for which in KINDS_OF_LIST], 2]
+            empty, redundant = state.lists[
+                [getattr(records, name.upper()) * records.LISTS_PER_TIER + which for which in KINDS_OF_LIST], 2
+            ]
             assert (empty, redundant) == (len(tier.empty), len(tier.redundant)), f"{where}{name}: empty, redundant"
             for block in tier.victims()[empty + redundant :]:
                 assert state.blocks["priority"][block.id] == block.priority, f"{where}priority of {block}"
-        counted = dict(zip(blocks.COUNTERS, state.counters.tolist(), strict=True))
-        assert {name: counted[name] for name in COUNTERS} == {name: group.counts[name] for name in COUNTERS}, f"{where}counters"
+        counted = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
+        assert {name: counted[name] for name in COUNTERS} == {name: group.counts[name] for name in COUNTERS}, (
+            f"{where}counters"
+        )
 
     def _check_stats(self) -> None:
         """What is told of each group, and of all together."""
         stats = self.cache.stats()
-        open_now = (len(self.model.sequences), len(self.model.reservations), len(self.model.leases))
-        assert (stats.sequences, stats.reservations, stats.leases) == open_now
+        open_now = [
+            len(each) for each in (self.model.sequences, self.model.swapped, self.model.reservations, self.model.leases)
+        ]
+        assert [stats.sequences, stats.swapped, stats.reservations, stats.leases] == open_now
         told = [*zip(stats.groups, ([group] for group in self.model.groups), strict=True), (stats, self.model.groups)]
         for name in ("device", "host"):
             for one, groups in told:
@@ -310,7 +438,15 @@ class Pair:
                 empty, redundant = sum(len(tier.empty) for tier in tiers), sum(len(tier.redundant) for tier in tiers)
                 pinned = sum(block.pins > 0 for tier in tiers for block in tier.blocks.values())
                 counts = (capacity, free, capacity - free, free - empty, pinned, empty, redundant)
-                assert (got.capacity, got.free, got.used, got.evictable, got.pinned, got.empty, got.redundant) == counts, name
+                assert (
+                    got.capacity,
+                    got.free,
+                    got.used,
+                    got.evictable,
+                    got.pinned,
+                    got.empty,
+                    got.redundant,
+                ) == counts, name
         lead = next(group for group in self.model.groups if group.matches)
         for counter in COUNTERS:
             each = [group.counts[counter] for group in self.model.groups]
@@ -322,20 +458,51 @@ class Pair:
 
     def _check_sequences(self) -> None:
         ids = sorted(self.model.sequences)
-        assert ids == sorted(self.requests)
+        assert (ids, sorted(self.model.swapped)) == (sorted(self.requests), sorted(self.away))
         for i in ids:
             seq, request = self.model.sequences[i], self.requests[i]
             for g, group in enumerate(self.model.groups):
                 got, ours = self.engine.table(request, g), ids_of(group.sequences[i].blocks)
                 assert got == ours, f"group {g}: blocks of sequence {i}: {got}, the model's {ours}"
-            told = [int(getattr(self.cache, name)(request.id)) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
+            told = [
+                int(getattr(self.cache, name)(request.id))
+                for name in ("sequence_length", "committed_tokens", "cached_tokens")
+            ]
             assert told == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items
+            assert self.cache.request_stats(request.id) == self._figures(i)
         assert {one.id for one in self.cache.reservations} == {self.reservations[i].id for i in self.model.reservations}
         for g, group in enumerate(self.model.groups):
             for i, seq in group.reservations.items():
                 assert self.reserved(i, g) == ids_of(seq.blocks), f"group {g}: blocks of reservation {i}"
         assert sorted(lease.id for lease in self.cache.leases) == sorted(self.leases[i].id for i in self.model.leases)
+
+    def _figures(self, i: int) -> tuple[int, ...]:
+        """What ``request_stats`` says of a sequence."""
+        own = next(group for group in self.model.groups if group.matches).sequences[i]
+        host = max(group.sequences[i].from_host for group in self.model.groups if group.matches)
+        partial = own.cached % self.engine.T
+        reused = (own.cached - partial - host, host, partial)
+        return (own.prompt, *reused, len(own.items) - own.prompt, own.committed, own.dropped, own.recomputed)
+
+    def check_keys(self, ids: Sequence[int]) -> None:
+        """What live sequences are a prompt of, where the pool can tell: that of all their tokens, hashed anew."""
+        found = outcome(lambda: self.cache.keys_of(self.real_ids(ids)))
+        full = any(group.matches and not group.leaves_holes for group in self.model.groups)
+        if isinstance(found, Failed):
+            assert isinstance(found.error, ValueError)
+            assert not full or any(not self.model.sequences[i].items for i in ids), found
+            return
+        for i, keys in zip(ids, found, strict=True):
+            seq = self.model.sequences[i]
+            tokens, extra = zip(*seq.items, strict=True)
+            (salt, adapter), private = seq.namespace, seq.private
+            anew = self.keyed(Prompt(tokens, salt, adapter, extra if any(extra) else None))
+            assert (keys.tokens.tolist(), keys.keys.tolist()) == (list(tokens), anew.keys.tolist())
+            assert (keys.salt, keys.adapter_id, keys.namespace, keys.root) == (salt, adapter, anew.namespace, anew.root)
+            assert (keys.reuse, keys.publish) == (True, not private)
+            assert (keys.extra_ids is None) == (anew.extra_ids is None)
+            assert keys.extra_ids is None or keys.extra_ids.tolist() == list(extra)
 
     def _check_reserved_bytes(self) -> None:
         for i, seq in self.model.reservations.items():
@@ -344,6 +511,20 @@ class Pair:
                 for token, block, slot in side.places(self.reserved(i, side.index), len(expected)):
                     if block >= 0:
                         self.engine.compare(side, block, slot, expected[token], f"token {token} of reservation {i}")
+
+    def _check_swapped_bytes(self) -> None:
+        """What sequences that are swapped out have on the host is all that they had on the device."""
+        for i, request in self.away.items():
+            slot = request.id & 0xFFFFFFFF
+            for side, group, state in zip(self.sides, self.model.groups, self.engine.states(), strict=True):
+                ours = ids_of(group.swapped[i].blocks)
+                assert state.swapped[slot, : len(ours)].tolist() == ours, f"group {side.index}: blocks of sequence {i}"
+                digests = self.engine.digests(side, request)
+                for token, block, place in side.places(ours, len(digests)):
+                    if block >= 0:
+                        self.engine.compare(
+                            side, block, place, digests[token], f"token {token} of swapped sequence {i}"
+                        )
 
     def _check_cached_bytes(self, side: Side, group: Model) -> None:
         for name in ("device", "host"):

@@ -1,11 +1,15 @@
-"""The model of a group of recurrent layers: a block is the state behind all tokens of its prefix, kept at snapshots and at the end.
+"""The model of a group of recurrent layers: a block is the state behind all tokens of its prefix, kept at snapshots and
+at the end.
 
 Readings of the rules where they leave room:
 
-- The last full block that a prompt can reuse has a block of its own from admission on; it is not taken again after a rewind before it.
-- A running block keeps its priority and ttl when it moves to the next column, and forgets a content that waits to be published.
+- The last full block that a prompt can reuse has a block of its own from admission on; it is not taken again after a
+  rewind before it.
+- A running block keeps its priority and ttl when it moves to the next column, and forgets a content that waits to be
+  published.
 - The next token overwrites a state as a whole: one that a reader pins is copied, as one that others hold.
-- A rewind that finds no block in its last column moves the first one behind it there, and copies it where others hold it too.
+- A rewind that finds no block in its last column moves the first one behind it there, and copies it where others hold
+  it too.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ class Recurrent(Model):
 
     def needs(self, block: int, count: int) -> bool:
         return block == count // self.T - 1
+
+    def will_find(self, sequence: int, column: int) -> bool:
+        seq = self.sequences[sequence]
+        return self.keeps(seq, column) and seq.blocks[column] is not None
 
     def keeps(self, seq: Seq, i: int) -> bool:
         return i == seq.kept or self._is_snapshot(i)
@@ -84,7 +92,9 @@ class Recurrent(Model):
         need, again = self._rewind_need(live, lengths), 0
         for seq, columns, length in zip(live, written, lengths, strict=True):
             stay, _, last = self._cut(seq, length)
-            again += sum(block is not None and block is not last and is_shared(block) for block in [stay[i] for i in columns])
+            again += sum(
+                block is not None and block is not last and is_shared(block) for block in [stay[i] for i in columns]
+            )
         if again:
             self.need_device(need + again, self.free("device"))
         if need + again:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .tiers import DEFAULT_PRIORITY, Block, Content, Item, OutOfBlocks, Prompt, Tier
@@ -73,6 +73,7 @@ class Store:
         self.rows: dict[Content, Row] = {}
         self.children: dict[tuple[Content, int], list[Child]] = {}
         self.counts: Counter[str] = Counter()
+        self.overflow = 0
 
     def tier(self, block: Block) -> Tier:
         return self.device if block.tier == "device" else self.host
@@ -148,26 +149,33 @@ class Store:
         if row.host is not None:
             self.counts["offloads_saved"] += 1
             self.forget_device(block, deadline)
-        elif (
-            block.priority >= self.offload_min_priority
-            and block.uses >= self.offload_min_reuse
-            and self.host_has_room(block.priority)
-        ):
-            self.copy_to_host(block)
-            self.forget_device(block, deadline)
-        else:
+            return
+        goes = self.goes_down(block)
+        target = self.host_victim(block.priority) if goes else None
+        if goes and self.overflow and (target is None or target.indexed):
+            self.overflow -= 1
+        if target is None:
             self.forget_device(block)
+        else:
+            self.copy_to_host(block, target)
+            self.forget_device(block, deadline)
 
-    def host_has_room(self, priority: int) -> bool:
-        """Whether the host tier has an empty, a redundant or a no more important block to give."""
-        if self.host.empty or self.host.redundant:
-            return True
-        victims = self.host.victims()
-        return bool(victims) and victims[0].priority <= priority
+    def host_victim(self, priority: int) -> Block | None:
+        """The empty, redundant or no more important host block that is taken next.
 
-    def copy_to_host(self, block: Block) -> Block:
-        """Copy an indexed device block to the next host victim; the copy is not listed yet."""
-        target = self.host.victims()[0]
+        What the call under way has to forget in any case goes before redundant copies.
+        """
+        spare = [*self.host.empty, *(self.host.redundant if not self.overflow else ())]
+        others = [block for blocks in self.host.by_priority[: priority + 1] for block in blocks]
+        return next(iter([*spare, *others]), None)
+
+    def goes_down(self, block: Block) -> bool:
+        """Whether the content of a device block is worth a copy on the host, which it has not."""
+        worth = block.priority >= self.offload_min_priority and block.uses >= self.offload_min_reuse
+        return block.content is not None and block.indexed and worth and self.rows[block.content].host is None
+
+    def take_host(self, target: Block) -> Block:
+        """Take a host victim, whose content is forgotten; nobody holds it, and it is not listed."""
         self.host.unlist(target)
         if target.indexed:
             assert target.content is not None
@@ -176,6 +184,11 @@ class Store:
             row.host = None
             self._drop_row_if_empty(target.content)
         target.blank()
+        return target
+
+    def copy_to_host(self, block: Block, victim: Block) -> Block:
+        """Copy an indexed device block to a host victim; the copy is not listed yet."""
+        target = self.take_host(victim)
         assert block.content is not None
         self.rows[block.content].host = target
         target.content, target.indexed = block.content, True
@@ -215,16 +228,78 @@ class Store:
         self._drop_row_if_empty(block.content)
 
     def forget_everywhere(self, block: Block) -> None:
-        """Erase the row of a published device block, its host copy included."""
+        """Erase the row of a published block, its other copy included, unless a sequence holds that."""
         assert block.content is not None
         row = self.rows[block.content]
-        host = row.host
-        self.forget_device(block)
-        if host is not None:
-            row.host, host.indexed = None, False
-            self.counts["forgotten_host_blocks"] += 1
-            self._drop_row_if_empty(block.content)
-            self.shelve(host)
+        other = row.host if block.tier == "device" else row.device
+        if other is None or not other.refs:
+            self.forget_both(block, other)
+
+    def forget_both(self, block: Block, other: Block | None) -> None:
+        """Erase the row of a published block and of its other copy."""
+        assert block.content is not None
+        row, last = self.rows[block.content], other or block
+        row.device = row.host = None
+        for one in filter(None, (block, other)):
+            one.indexed = False
+        self.counts[f"forgotten_{last.tier}_blocks"] += 1
+        self._drop_row_if_empty(block.content)
+        if other is not None:
+            self.shelve(other)
+
+    def erase(self, content: Content) -> None:
+        """Forget a cached content on both tiers because somebody wants it so."""
+        row = self.rows[content]
+        block = row.device or row.host
+        assert block is not None
+        self.forget_both(block, row.host if row.device is not None else None)
+        self.shelve(block)
+        self.counts["forgotten_by_call_blocks"] += 1
+
+    def erase_tail(self, block: Block) -> None:
+        self.forget_tail(block)
+        self.shelve(block)
+        self.counts["forgotten_by_call_blocks"] += 1
+
+    def erase_namespace(self, namespace: object) -> int:
+        """Device blocks first, each tier by its ids."""
+        before = self.counts["forgotten_by_call_blocks"]
+        for block in self.every_block():
+            if block.indexed and block.content is not None and block.content[0] == namespace:
+                self.erase(block.content)
+            elif block.parent is not None and block.parent[0] == namespace:
+                self.erase_tail(block)
+        return self.counts["forgotten_by_call_blocks"] - before
+
+    def erase_contents(self, contents: Sequence[Content]) -> int:
+        known = [content for content in dict.fromkeys(contents) if content in self.rows]
+        for content in known:
+            self.erase(content)
+        return len(known)
+
+    def erase_tails(self, prompt: Prompt) -> int:
+        """Tails that the tokens of a prompt behind some full block begin with, the most recent first."""
+        before = self.counts["forgotten_by_call_blocks"]
+        for start in range(0, len(prompt.tokens), self.T):
+            rest = prompt.items[start:]
+            for child in self._bucket((prompt.namespace, prompt.items[:start]), rest)[::-1]:
+                if child.block is not None and rest[: len(child.items)] == child.items:
+                    self.erase_tail(child.block)
+        return self.counts["forgotten_by_call_blocks"] - before
+
+    def set_priority(self, contents: Sequence[Content], priority: int, ttl: int | None) -> int:
+        """Of the device copy where there is one. A block whose priority is another now is the last of its list."""
+        rows = [self.rows[content] for content in contents if content in self.rows]
+        for row in rows:
+            block = row.device or row.host
+            assert block is not None
+            moves, block.priority, block.ttl = block.priority != priority, priority, ttl
+            block.deadline = None
+            if not block.held and moves:
+                self.shelve(block)
+            elif not block.held and ttl is not None and priority != DEFAULT_PRIORITY:
+                block.deadline = self.clock() + ttl
+        return len(rows)
 
     def store_tail(self, block: Block, parent: Content, items: tuple[Item, ...]) -> None:
         """Index an unfull tail for partial matches, unless an indexed child starts with it."""
@@ -267,7 +342,8 @@ class Store:
         return len(self.reusable_rows(prompt, limit))
 
     def walk(self, prompt: Prompt, usable: int, limit: int) -> Walk:
-        """What an admission of this prompt would reuse now of its first ``usable`` tokens, in at most ``limit`` full blocks."""
+        """What an admission of this prompt would reuse now of its first ``usable`` tokens, in at most ``limit`` full
+        blocks."""
         rows = self.reusable_rows(prompt, limit)
         done = len(rows) * self.T
         source, partial = None, 0
@@ -275,13 +351,14 @@ class Store:
         if self.partial_reuse and wanted:
             parent = (prompt.namespace, prompt.items[:done])
             for child in self._bucket(parent, wanted)[-CANDIDATES:][::-1]:
-                common = _common(child.items, wanted)
+                common = common_items(child.items, wanted)
                 if common > partial:
                     partial, source = common, self._where(child)
         return Walk(rows, source, partial)
 
     def needs(self, block: int, count: int) -> bool:
-        """Whether ``count`` computed tokens need a block: it has a sink, a token that the next one sees, or is the last full one."""
+        """Whether ``count`` computed tokens need a block: it has a sink, a token that the next one sees, or is the last
+        full one."""
         if self.window is None or block * self.T < self.sinks or block == count // self.T - 1:
             return True
         return (block + 1) * self.T > count - self.window + 1
@@ -323,7 +400,7 @@ class Store:
             raise OutOfBlocks(f"{needed} device blocks needed, {free} free")
 
 
-def _common(one: tuple[Item, ...], other: tuple[Item, ...]) -> int:
+def common_items(one: Sequence[Item], other: Sequence[Item]) -> int:
     """Length of the longest common prefix."""
     length = 0
     for a, b in zip(one, other, strict=False):

@@ -15,7 +15,9 @@ A = list(range(100, 140))
 
 
 def pool(*groups: dict[str, Any], T: int = 4, **options: Any) -> GroupsModel:
-    return GroupsModel([{"device_blocks": 12, "host_blocks": 0} | group for group in groups], tokens_per_block=T, **options)
+    return GroupsModel(
+        [{"device_blocks": 12, "host_blocks": 0} | group for group in groups], tokens_per_block=T, **options
+    )
 
 
 def add(model: GroupsModel, tokens: Sequence[int], **options: Any) -> tuple[int, int]:

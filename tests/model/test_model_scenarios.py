@@ -145,7 +145,7 @@ def test_errors_change_nothing() -> None:
     seed(pool, range(9))
     before = (pool.order("device"), pool.cached("device"), dict(pool.counts))
     for call, error in (
-        (lambda: pool.add_sequence(Prompt(tuple(range(17)))), OutOfBlocks),
+        (lambda: pool.add_sequence(Prompt(tuple(range(17)))), ValueError),
         (lambda: pool.add_sequence_batch([prompt(1), prompt(*range(16))]), OutOfBlocks),
         (lambda: pool.release([7]), UnknownSequence),
         (lambda: pool.add_sequence(prompt()), ValueError),

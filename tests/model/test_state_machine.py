@@ -1,9 +1,11 @@
-"""Random sequences of every public verb, done to the pool and to its model; both agree on everything visible after each step.
+"""Random sequences of every public verb, done to the pool and to its model; both agree on everything visible after each
+step.
 
-Pools have one group of layers or several, windowed, recurrent and cross ones among them. Hypothesis chooses and shrinks the sequence of
-verbs and the pool; the arguments come from a seeded generator per step, whose seed is printed, since uniform draws meet far more of the
-pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried, ``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls
-and a ``reproduce_failure`` line; with ``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take minutes.
+Pools have one group of layers or several, windowed, recurrent and cross ones among them. Hypothesis chooses and shrinks
+the sequence of verbs and the pool; the arguments come from a seeded generator per step, whose seed is printed, since
+uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried,
+``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls and a ``reproduce_failure`` line; with
+``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take minutes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ VOCABULARY = 2
 OWNERS = ("reader", "other")
 NAMESPACES = (*[(None, None)] * 9, ("A", None), (b"B", None), (None, 1), ("A", "lora"))
 RANDOM = st.randoms(use_true_random=True)
+
 
 class PoolMachine(RuleBasedStateMachine):
     """Sequences are named by the model's ids, leases too."""
@@ -73,7 +76,8 @@ class PoolMachine(RuleBasedStateMachine):
         if random.random() < 0.1:
             head = random.randint(0, len(tokens))
             extra = tuple(random.randint(0, 2) if i < head else 0 for i in range(len(tokens)))
-        return Prompt(tuple(tokens), salt, adapter, extra)
+        reuse, publish = random.random() < 0.95, random.random() < 0.95
+        return Prompt(tuple(tokens), salt, adapter, extra, reuse, publish)
 
     def live(self) -> bool:
         return bool(self.model.sequences)
@@ -106,7 +110,10 @@ class PoolMachine(RuleBasedStateMachine):
         prompts = [self.prompt(random) for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4, 0)))]
         if prompts and random.random() < 0.2:
             # Requests that go on from the same place, where they reuse part of a block.
-            prompts = [replace(prompts[0], tokens=prompts[0].tokens + (i,), extra_ids=None) for i in range(random.randint(2, 3))]
+            prompts = [
+                replace(prompts[0], tokens=prompts[0].tokens + (i,), extra_ids=None)
+                for i in range(random.randint(2, 3))
+            ]
         retention = [some_ranges(random, len(prompt.tokens), self.T) for prompt in prompts]
         self.pair.add(
             prompts,
@@ -198,6 +205,33 @@ class PoolMachine(RuleBasedStateMachine):
             for i, new in zip(ids, tokens, strict=True):
                 self.pair.engine.chained(self.pair.requests[i], len(new))
 
+    @precondition(live)
+    @rule(random=RANDOM)
+    def swap_out(self, random: Random) -> None:
+        """Any of those that run, or all: families of forks leave together or one by one."""
+        ids = self.some(random) if random.random() < 0.7 else sorted(self.model.sequences)
+        self.pair.swap_out(ids)
+
+    @precondition(lambda self: self.live() and all(group.matches for group in self.model.groups))
+    @rule(random=RANDOM)
+    def together(self, random: Random) -> None:
+        """A step of an engine in one call; often one that does not fit as a whole."""
+        some = [i for i in self.some(random) if len(self.model.sequences[i].items) <= 8 * self.T]
+        ids, gone = some[: len(some) // 2 + 1], some[len(some) // 2 + 1 :]
+        self.pair.together(ids, [self.new_tokens(random, 2 * self.T) for _ in ids], gone, self.prompt(random))
+
+    @precondition(lambda self: bool(self.model.swapped))
+    @rule(random=RANDOM, release=st.booleans())
+    def resume(self, random: Random, release: bool) -> None:
+        """Mostly; or such sequences end where they are, beside others that run."""
+        away = sorted(self.model.swapped)
+        ids = random.sample(away, random.randint(1, len(away)))
+        if release and random.random() < 0.3:
+            some = self.some(random) if self.live() else []
+            self.pair.release(random.sample([*ids, *some], len(ids) + len(some)), random.random() < 0.5)
+        else:
+            self.pair.resume(ids)
+
     def finish(self, ids: list[int], *, store: bool) -> None:
         """Commit all but the last token and release."""
         live = [self.model.sequences[i] for i in ids]
@@ -217,14 +251,28 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(live)
     @rule(
         random=RANDOM,
-        verb=st.sampled_from(("append_tokens", "commit", "rewind", "keep", "release", "fork", "reorder", "evictable_if_released")),
+        verb=st.sampled_from(
+            (
+                "append_tokens",
+                "commit",
+                "rewind",
+                "keep",
+                "release",
+                "fork",
+                "reorder",
+                "evictable_if_released",
+                "swap_out",
+                "resume",
+            )
+        ),
     )
     def misuse(self, random: Random, verb: str) -> None:
-        """A stale, foreign or repeated id at the end of a batch: an error, and nothing has changed."""
+        """A stale, foreign, repeated or swapped id at the end of a batch: an error, and nothing has changed."""
         ids = self.some(random)
         real = self.pair.real_ids(ids)
         reserved = [(i, self.pair.reservations[i].id) for i in self.model.reservations]
-        ours, foreign = random.choice([*self.pair.released, *reserved, (-1, 77 << 32), (ids[0], real[0])])
+        away = [(i, one.id) for i, one in self.pair.away.items() if verb != "release"]
+        ours, foreign = random.choice([*self.pair.released, *reserved, *away, (-1, 77 << 32), (ids[0], real[0])])
         bad, wrong = [*ids, ours], [*real, foreign]
         each: dict[str, tuple[list[Any], list[Any]]] = {
             "append_tokens": ([[0] * len(bad), [1] * len(bad)], [[[0]] * len(bad)]),
@@ -236,7 +284,8 @@ class PoolMachine(RuleBasedStateMachine):
         args, model_args = each.get(verb, ([], []))
         names = self.pair.engine.named(0) if verb == "evictable_if_released" else {}
         failed = self.pair.both(
-            lambda: getattr(self.pair.cache, verb)(wrong, *args, **names), lambda: getattr(self.model, verb)(bad, *model_args)
+            lambda: getattr(self.pair.cache, verb)(wrong, *args, **names),
+            lambda: getattr(self.model, verb)(bad, *model_args),
         )
         assert failed is None
 
@@ -272,7 +321,7 @@ class PoolMachine(RuleBasedStateMachine):
         if all(group.matches for group in self.model.groups):
             self.pair.both(
                 lambda: self.pair.each(lambda **group: cache.blocks_needed(keyed, new_tokens=new, **group)),
-                lambda: self.model.blocks_needed(prompt, new_tokens=new)
+                lambda: self.model.blocks_needed(prompt, new_tokens=new),
             )
         if self.live():
             ids = self.some(random)
@@ -285,6 +334,61 @@ class PoolMachine(RuleBasedStateMachine):
                 lambda: self.pair.each(lambda **group: cache.evictable_if_released(real, **group)),
                 lambda: self.model.evictable_if_released(ids),
             )
+
+    @precondition(live)
+    @rule(random=RANDOM)
+    def look_at_keys(self, random: Random) -> None:
+        self.pair.check_keys(self.some(random))
+
+    @rule(random=RANDOM)
+    def look_elsewhere(self, random: Random) -> None:
+        """What another pool could bring of a prompt."""
+        prompt = self.prompt(random)
+        full = len(prompt.tokens) // self.T
+        there = [[random.random() < 0.7 for _ in range(full)] for _ in self.model.groups]
+        given = np.array(there, np.bool_).reshape(len(self.model.groups), full)
+
+        def told() -> tuple[int, list[list[int]]]:
+            tokens, blocks = self.pair.cache.lacking(self.pair.keyed(prompt), given)
+            return tokens, [own.tolist() for own in blocks]
+
+        self.pair.both(told, lambda: self.model.lacking(prompt, there))
+        cached = [[content in group.rows for content in group.contents(prompt)] for group in self.model.groups]
+        assert self.pair.cache.cached_blocks(self.pair.keyed(prompt)).tolist() == cached
+
+    @rule(random=RANDOM)
+    def forget(self, random: Random) -> None:
+        """A prompt, keys or a namespace; rarely, so that there is something to forget."""
+        cache, model = self.pair.cache, self.model
+        if random.random() < 0.5:
+            return
+        contents = [self.content(random) for _ in range(random.randint(1, 3))]
+        keys = np.stack([self.key(content) for content in contents])
+        prompt, namespace = self.prompt(random), random.choice(NAMESPACES[8:])
+        note(f"forget({prompt} | {contents} | {namespace})")
+        self.pair.both(
+            *random.choice(
+                (
+                    (lambda: cache.forget(self.pair.keyed(prompt)), lambda: model.forget(prompt)),
+                    (lambda: cache.forget(keys), lambda: model.forget_keys(contents)),
+                    (lambda: cache.forget(namespace=namespace), lambda: model.forget_namespace(namespace)),
+                )
+            )
+        )
+
+    @rule(random=RANDOM)
+    def set_priority(self, random: Random) -> None:
+        """With a ttl of one content in one group: the order of blocks that expire at the same moment is not defined."""
+        contents, priority = [self.content(random) for _ in range(random.randint(1, 3))], random.choice((0, 29, 35, 80))
+        contents = list(dict.fromkeys(contents))
+        alone = len(contents) == len(self.model.groups) == 1
+        ttl = random.randrange(1, 30 * STEP_MS) if alone and random.random() < 0.5 else None
+        keys = np.stack([self.key(content) for content in contents])
+        note(f"set_priority({contents}, {priority}, {ttl})")
+        self.pair.both(
+            lambda: self.pair.cache.set_priority(keys, priority, ttl_ms=ttl),
+            lambda: self.model.set_priority(contents, priority, ttl),
+        )
 
     @rule(random=RANDOM, verb=st.sampled_from(("prefetch", "offload")))
     def move(self, random: Random, verb: str) -> None:
@@ -309,10 +413,13 @@ class PoolMachine(RuleBasedStateMachine):
         note(f"pin({contents}, tier={tier})")
         if tier == "host" and random.random() < 0.5:
             self.pair.lease(
-                lambda: cache.find_and_pin_host(keys[0], owner=owner), lambda: model.find_and_pin_host(contents[0], owner=owner)
+                lambda: cache.find_and_pin_host(keys[0], owner=owner),
+                lambda: model.find_and_pin_host(contents[0], owner=owner),
             )
         else:
-            self.pair.lease(lambda: cache.pin(keys, owner=owner, tier=tier), lambda: model.pin(contents, owner=owner, tier=tier))
+            self.pair.lease(
+                lambda: cache.pin(keys, owner=owner, tier=tier), lambda: model.pin(contents, owner=owner, tier=tier)
+            )
 
     @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
     def pin_blocks(self, random: Random, owner: str) -> None:
@@ -320,10 +427,16 @@ class PoolMachine(RuleBasedStateMachine):
         ids = [random.randrange(total) for _ in range(random.randint(1, 2))]
         if self.live() and random.random() < 0.6:
             g, i = random.randrange(len(self.model.groups)), self.some(random)[0]
-            ids = [self.model.global_id(g, block) for block in self.model.groups[g].sequences[i].blocks if block is not None]
+            ids = [
+                self.model.global_id(g, block)
+                for block in self.model.groups[g].sequences[i].blocks
+                if block is not None
+            ]
         note(f"pin_blocks({ids})")
         if ids:
-            self.pair.lease(lambda: self.pair.cache.pin_blocks(ids, owner=owner), lambda: self.model.pin_blocks(ids, owner=owner))
+            self.pair.lease(
+                lambda: self.pair.cache.pin_blocks(ids, owner=owner), lambda: self.model.pin_blocks(ids, owner=owner)
+            )
 
     @precondition(lambda self: bool(self.pair.leases))
     @rule(random=RANDOM)

@@ -51,6 +51,8 @@ class Prompt:
     salt: object = None
     adapter_id: object = None
     extra_ids: tuple[int, ...] | None = None
+    reuse: bool = True
+    publish: bool = True
 
     @property
     def namespace(self) -> Namespace:

@@ -1,4 +1,5 @@
-"""A router's side of the events: a subscriber that rebuilds what is cached on each medium, and asks for what it has missed."""
+"""A router's side of the events: a subscriber that rebuilds what is cached on each medium, and asks for what it has
+missed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import zmq
 
 from kvpool import KVCacheManager
 from kvpool.publish import KVEventPublisher
-from kvpool.state.blocks import PUBLISHED
+from kvpool.state.records import PUBLISHED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
 END = 2**64 - 1
@@ -28,9 +29,12 @@ def plain(payload: bytes) -> list[dict[str, Any]]:
 
 
 class Router:
-    """Rebuilds the keys on each medium, and skips numbers that it has seen. ``misses(number)`` says which messages never arrive."""
+    """Rebuilds the keys on each medium, and skips numbers that it has seen. ``misses(number)`` says which messages
+    never arrive."""
 
-    def __init__(self, publisher: KVEventPublisher, misses: Callable[[int], bool] = lambda number: False, decode: Decode = plain) -> None:
+    def __init__(
+        self, publisher: KVEventPublisher, misses: Callable[[int], bool] = lambda number: False, decode: Decode = plain
+    ) -> None:
         self.publisher, self.misses, self.decode = publisher, misses, decode
         self.context: zmq.Context[Any] = zmq.Context()
         self.known: dict[str, set[Hash]] = {"GPU": set(), "CPU": set()}
@@ -38,6 +42,7 @@ class Router:
         self.events: list[dict[str, Any]] = []
         self.next = self.gaps = 0
         self.numbers: list[int] = []
+        self.topics: list[list[bytes]] = []
         self.sub = self.context.socket(zmq.SUB)
         self.sub.rcvhwm = 0
         self.sub.subscribe(b"")
@@ -53,8 +58,9 @@ class Router:
         found = []
         while True:
             assert self.ask.poll(WAIT_MS), "a replay that does not end"
-            delimiter, number, payload = self.ask.recv_multipart()
+            delimiter, *topic, number, payload = self.ask.recv_multipart()
             assert delimiter == b"" and len(number) == 8
+            self.topics.append(topic)
             if int.from_bytes(number, "big") == END:
                 assert payload == b""
                 return found
@@ -122,7 +128,7 @@ class Router:
 
 def cached(cache: KVCacheManager) -> dict[str, set[Hash]]:
     """The first half of each key that the pool has cached, by medium."""
-    blocks = cache._state.blocks
+    blocks = cache.core.tokens.blocks
     there = np.flatnonzero(blocks["flags"] & PUBLISHED)
     keys = blocks["key0"].view(np.uint64)
     split = {"GPU": there[there < cache.device_blocks], "CPU": there[there >= cache.device_blocks]}

@@ -41,8 +41,21 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        options = ["--block-size", str(tokens), "--port", str(port), "--threads", "1", "--workers", f"1={publisher.endpoint}"]
-        started.append(subprocess.Popen([sys.executable, "-c", SCRIPT, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        options = [
+            "--block-size",
+            str(tokens),
+            "--port",
+            str(port),
+            "--threads",
+            "1",
+            "--workers",
+            f"1={publisher.endpoint}",
+        ]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        )
         end = time.monotonic() + 60
         while time.monotonic() < end:
             try:

@@ -20,7 +20,8 @@ Places = dict[tuple[int | None, str], set[Hash]]
 
 
 class GroupRouter(Router):
-    """Keeps what is where by group; ``known`` and what a block is are not kept, since hashes are the same in all groups."""
+    """Keeps what is where by group; ``known`` and what a block is are not kept, since hashes are the same in all
+    groups."""
 
     def apply(self, number: int, payload: bytes) -> None:
         self.next = number + 1
@@ -29,7 +30,10 @@ class GroupRouter(Router):
             if event["type"] == "AllBlocksCleared":
                 self.places: Places = {}
                 continue
-            there, hashes = self.places.setdefault((event.get("group_idx"), event["medium"]), set()), set(event["block_hashes"])
+            there, hashes = (
+                self.places.setdefault((event.get("group_idx"), event["medium"]), set()),
+                set(event["block_hashes"]),
+            )
             if event["type"] == "BlockStored":
                 assert not there & hashes, "stored twice"
             else:
@@ -66,7 +70,10 @@ def there(router: GroupRouter) -> Places:
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_routers_rebuild_what_every_group_has_cached(mix: str, routers: Callable[..., GroupRouter]) -> None:
-    with pool_of(mix, event_capacity=512) as cache, KVEventPublisher(cache, interval_ms=1, replay_messages=4) as publisher:
+    with (
+        pool_of(mix, event_capacity=512) as cache,
+        KVEventPublisher(cache, interval_ms=1, replay_messages=4) as publisher,
+    ):
         router = routers(publisher)
         for i, _ in enumerate(churn(cache, Random(1), 40)):
             if i % 5 == 0:
@@ -78,7 +85,10 @@ def test_routers_rebuild_what_every_group_has_cached(mix: str, routers: Callable
 
 
 def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., GroupRouter]) -> None:
-    with pool_of("full window recurrent cross", event_capacity=64) as cache, KVEventPublisher(cache, interval_ms=1) as publisher:
+    with (
+        pool_of("full window recurrent cross", event_capacity=64) as cache,
+        KVEventPublisher(cache, interval_ms=1) as publisher,
+    ):
         router = routers(publisher)
         seed(cache, range(9))
         cache.offload(list(range(9)))
@@ -88,11 +98,16 @@ def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., Gr
         assert told == {(0, "full_attention", None, 4), (1, "sliding_window", 6, 4), (2, "mamba", None, 4)}
         keys = [int(key[0]) for key in cache.block_keys(list(range(9))).keys]
         for event in router.events[1:]:
-            assert event["token_ids"] == [t for key in event["block_hashes"] for t in range(4 * keys.index(key), 4 * keys.index(key) + 4)]
+            assert event["token_ids"] == [
+                t for key in event["block_hashes"] for t in range(4 * keys.index(key), 4 * keys.index(key) + 4)
+            ]
 
 
 def test_removed_blocks_name_the_group_that_gave_them_back(routers: Callable[..., GroupRouter]) -> None:
-    with pool_of("full window", device=6, host=0, event_capacity=512) as cache, KVEventPublisher(cache, interval_ms=1) as publisher:
+    with (
+        pool_of("full window", device=6, host=0, event_capacity=512) as cache,
+        KVEventPublisher(cache, interval_ms=1) as publisher,
+    ):
         router = routers(publisher)
         for start in range(0, 1000, 100):
             seed(cache, range(start, start + 9))
@@ -142,4 +157,13 @@ def test_a_pool_of_one_group_names_none(routers: Callable[..., GroupRouter]) -> 
         removed = next(event for event in router.events if event["type"] == "BlockRemoved")
         assert set(removed) == {"type", "block_hashes", "medium"}
         stored = {name for event in router.events if event["type"] == "BlockStored" for name in event}
-        assert stored == {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
+        assert stored == {
+            "type",
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+        }

@@ -1,4 +1,5 @@
-"""Subscribers rebuild exactly what is cached on each tier: through a trace, with messages lost on either side, and joining late."""
+"""Subscribers rebuild exactly what is cached on each tier: through a trace, with messages lost on either side, and
+joining late."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CONVERSATION = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conv
 def follow_trace(
     trace: Trace, route: Route, *, misses: float = 0.0, every: int = 10, events: int = 1 << 14, **sizes: int
 ) -> KVEventPublisher:
-    """Replay a trace with one router from the start and one that joins half-way; both are compared with the pool now and then."""
+    """Replay a trace with one router from the start and one that joins half-way; both are compared with the pool now
+    and then."""
     width = sizes.pop("tokens", 16)
     layout = BlockLayout.of_block_bytes(4 * width, width)
     random, routers, done, checks = Random(1), list[Router](), 0, 0
@@ -43,7 +45,9 @@ def follow_trace(
                 assert router.known == cached(replay.cache)
             checks += 1
 
-    with Replay(trace, ReplayConfig(layout, active=8, events=events, device="cpu", **sizes), progress=compare) as replay:
+    with Replay(
+        trace, ReplayConfig(layout, active=8, events=events, device="cpu", **sizes), progress=compare
+    ) as replay:
         with KVEventPublisher(replay.cache, interval_ms=1, replay_messages=3) as publisher:
             publishers.append(publisher)
             routers.append(route(publisher, lambda number: random.random() < misses))
@@ -88,7 +92,12 @@ def busy(engine: Engine, count: int, seed: int = 0) -> None:
 def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=512)
     router = route(publish(engine))
-    names: list[dict[str, Any]] = [{}, {"salt": "tenant"}, {"adapter_id": "lora"}, {"adapter_id": "lora", "salt": "tenant"}]
+    names: list[dict[str, Any]] = [
+        {},
+        {"salt": "tenant"},
+        {"adapter_id": "lora"},
+        {"adapter_id": "lora", "salt": "tenant"},
+    ]
     for i in range(12):
         engine.seed(range(8 * (i % 3), 8 * (i % 3) + 13), committed=12, **names[i % 4])
     router.follow()
@@ -96,7 +105,9 @@ def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publis
     for (medium, one), block in router.stored.items():
         tokens, above = list(block["tokens"]), block
         while above is not None and above["parent"] is not None:
-            above = next((router.stored[m, above["parent"]] for m in checked if (m, above["parent"]) in router.stored), None)
+            above = next(
+                (router.stored[m, above["parent"]] for m in checked if (m, above["parent"]) in router.stored), None
+            )
             tokens = [] if above is None else list(above["tokens"]) + tokens
         if above is not None:
             keys = engine.cache.block_keys(tokens, salt=block.get("cache_salt"), adapter_id=block["lora_name"]).keys
@@ -105,8 +116,12 @@ def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publis
     assert all(checked.values())
 
 
-@pytest.mark.parametrize("kept", [{"replay_messages": 1}, {"replay_messages": 3}, {"replay_bytes": 0}, {"replay_bytes": 500}, {}], ids=str)
-def test_a_late_joiner_sees_numbers_without_a_gap_from_a_clear_on(make: Make, publish: Publish, route: Route, kept: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "kept", [{"replay_messages": 1}, {"replay_messages": 3}, {"replay_bytes": 0}, {"replay_bytes": 500}, {}], ids=str
+)
+def test_a_late_joiner_sees_numbers_without_a_gap_from_a_clear_on(
+    make: Make, publish: Publish, route: Route, kept: dict[str, int]
+) -> None:
     engine = make(P=10, S=8, event_capacity=512)
     publisher = publish(engine, **kept)
     for round in range(3):
@@ -170,7 +185,9 @@ def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
     assert late.known == cached(engine.cache)
 
 
-def test_many_events_are_encoded_a_part_at_a_time(make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_events_are_encoded_a_part_at_a_time(
+    make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvpool.publish.messages.BLOCKS_PER_MESSAGE", 6)
     engine = make(P=10, S=8, event_capacity=4096)
     publisher = publish(engine)
@@ -195,7 +212,7 @@ def test_what_somebody_else_took_is_made_up_for_at_once(make: Make, publish: Pub
     engine.seed(range(9), committed=8)
     router.follow()
     assert router.known["GPU"]
-    with engine.cache._lock:
+    with engine.cache.core.lock:
         engine.cache.reset()
         assert engine.cache.events()
     router.follow()
@@ -233,7 +250,9 @@ def test_events_lost_while_a_snapshot_is_made_are_not_passed_over(make: Make, pu
 
 
 @pytest.mark.parametrize("capacity", [512, 3])
-def test_a_snapshot_leaves_nothing_untold_to_the_others(make: Make, publish: Publish, route: Route, capacity: int) -> None:
+def test_a_snapshot_leaves_nothing_untold_to_the_others(
+    make: Make, publish: Publish, route: Route, capacity: int
+) -> None:
     engine = make(P=10, S=8, event_capacity=capacity)
     publisher = publish(engine, replay_messages=1)
     early = route(publisher)
@@ -257,7 +276,9 @@ def test_a_snapshot_leaves_nothing_untold_to_the_others(make: Make, publish: Pub
     assert capacity == 3 or not publisher.stats().lost_blocks
 
 
-def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(make: Make, publish: Publish, route: Route) -> None:
+def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(
+    make: Make, publish: Publish, route: Route
+) -> None:
     engine = make(P=10, S=8, event_capacity=3)
     publisher = publish(engine)
     router = route(publisher)
@@ -266,7 +287,7 @@ def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(
     router.follow()
     assert router.known == cached(engine.cache)
     assert publisher.stats().lost_blocks == 2 and publisher.stats().resyncs == 2
-    with publisher._cache._lock:
+    with publisher._cache.core.lock:
         engine.seed(range(40, 45), committed=4)
         assert engine.cache.events()
     engine.seed(range(50, 55), committed=4)

@@ -1,11 +1,13 @@
-"""Explorer of interleavings: threads run one at a time and are switched between lines, by every schedule up to a number of preemptions.
+"""Explorer of interleavings: threads run one at a time and are switched between lines, by every schedule up to a number
+of preemptions.
 
-A *step* is a line of the code under watch; a thread may be preempted before each. A line that a function comes to again and again is
-a step the first ``VISITS`` times of each call: the places of a long loop do not differ. A *schedule* such as ``a57 b3 a`` says: thread a
-takes 57 steps, b takes 3, then a runs on. Who is not named by then goes on in the order of the alphabet, whenever the running one
-ends or waits for a lock.
+A *step* is a line of the code under watch; a thread may be preempted before each. A line that a function comes to again
+and again is a step the first ``VISITS`` times of each call: the places of a long loop do not differ. A *schedule* such
+as ``a57 b3 a`` says: thread a takes 57 steps, b takes 3, then a runs on. Who is not named by then goes on in the order
+of the alphabet, whenever the running one ends or waits for a lock.
 
-Each schedule runs in a fork of the process that made the scene: all begin alike, and what one breaks it breaks for itself.
+Each schedule runs in a fork of the process that made the scene: all begin alike, and what one breaks it breaks for
+itself.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ Turn = tuple[int, int | None]
 Schedule = tuple[Turn, ...]
 Verb = Callable[[], Any]
 Check = Callable[[list[Any]], None]
-"""Looks at what each verb returned, or the KVPoolError that it raised, and at the scene; raises if anything is wrong."""
+"""Looks at what each verb returned, or the KVPoolError that it raised, and at the scene; raises if anything is
+wrong."""
 
 
 class Taken(NamedTuple):
-    """A turn as it was: who could have had it instead, who could have gone on instead of each step, where it stopped."""
+    """A turn as it was: who could have had it instead, who could have gone on instead of each step, where it
+    stopped."""
 
     thread: int
     instead: tuple[int, ...]
@@ -224,13 +228,19 @@ class _Run:
         if self.failure is not None:
             return
         if not thread.runnable:
-            raise BrokenScene(f"{_name(thread.number)} has a turn and cannot run: a wrong schedule, or a scene that is not deterministic")
+            raise BrokenScene(
+                f"{_name(thread.number)} has a turn and cannot run: a wrong schedule, or a scene that is not "
+                "deterministic"
+            )
         thread.budget, thread.others, instead = steps, [], self.others_than(thread)
         self.others = None
         thread.go.release()
         self.back.acquire()
         if self.failure is None and steps is not None and len(thread.others) != steps:
-            raise BrokenScene(f"a turn of {steps} steps took {len(thread.others)}: a wrong schedule, or a scene that is not deterministic")
+            raise BrokenScene(
+                f"a turn of {steps} steps took {len(thread.others)}: a wrong schedule, or a scene that is not "
+                "deterministic"
+            )
         self.turns.append(Taken(thread.number, instead, thread.others, thread.at))
 
 
@@ -244,7 +254,9 @@ def show(schedule: Schedule) -> str:
 
 
 def read_schedule(text: str) -> Schedule:
-    return tuple((ord(name) - ord("a"), int(steps) if steps else None) for name, steps in re.findall(r"([a-z])(\d*)", text))
+    return tuple(
+        (ord(name) - ord("a"), int(steps) if steps else None) for name, steps in re.findall(r"([a-z])(\d*)", text)
+    )
 
 
 def run(scene: Scene, schedule: Schedule) -> tuple[list[Taken], str | None]:

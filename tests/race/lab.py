@@ -1,4 +1,5 @@
-"""A pool on the sim device, and an engine whose kernels read and write KV on streams of its own: what it finds wrong is collected."""
+"""A pool on the sim device, and an engine whose kernels read and write KV on streams of its own: what it finds wrong is
+collected."""
 
 from __future__ import annotations
 
@@ -20,21 +21,31 @@ class Lab(Engine):
     """An engine on two streams, ``a`` (the default) and ``b``; bytes are compared when the device comes to it."""
 
     def __init__(
-        self, P: int, S: int, *, T: int = 2, seed: int = 0, progress: float = 0.0, guard: str | None = None, wrap: Wrap | None = None,
+        self,
+        P: int,
+        S: int,
+        *,
+        T: int = 2,
+        seed: int = 0,
+        progress: float = 0.0,
+        guard: str | None = None,
+        wrap: Wrap | None = None,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sim = SimDevice(seed, progress=progress)
         device = wrap(self.sim) if wrap else self.sim
         clock = Clock()
         options = {"secret": bytes(32), **options}
-        super().__init__(KVCacheManager(small_layout(T), device_blocks=P, host_blocks=S, device=device, clock=clock, **options))
+        super().__init__(
+            KVCacheManager(small_layout(T), device_blocks=P, host_blocks=S, device=device, clock=clock, **options)
+        )
         self.clock = clock
         self.a, self.b = self.sim.create_stream("a"), self.sim.create_stream("b")
         self._stream = self.a
         self._streams: dict[int, Stream] = {}
         self.wrong: list[str] = []
         if guard is not None:
-            self.cache._disable_guard(guard)
+            self.cache.core.disable_guard(guard)
 
     # -- kernels ---------------------------------------------------------------------------------
 
@@ -67,7 +78,10 @@ class Lab(Engine):
     def rows(self, table: Sequence[int], start: int, end: int) -> np.ndarray:
         """Tokens [start, end) of a sequence as the device wants them."""
         first = range(start // self.T, -(-end // self.T))
-        return np.array([(table[i], max(start - i * self.T, 0), min(end - i * self.T, self.T)) for i in first if table[i] >= 0], np.int64)
+        return np.array(
+            [(table[i], max(start - i * self.T, 0), min(end - i * self.T, self.T)) for i in first if table[i] >= 0],
+            np.int64,
+        )
 
     def _on(self, sequence: Request) -> Stream:
         return self._streams.setdefault(sequence.id, self._stream)

@@ -1,7 +1,7 @@
 """Scenes: small pools in which two calls meet, and what must be true afterwards however their lines are interleaved.
 
-``NUMBA_DISABLE_JIT=1 python -m tests.race.scenes NAME`` (from the root, with it and ``tests`` on the path) explores one; ``--without``
-takes a guard out, ``--schedule`` runs a single schedule again, as a failure printed it.
+``NUMBA_DISABLE_JIT=1 python -m tests.race.scenes NAME`` (from the root, with it and ``tests`` on the path) explores
+one; ``--without`` takes a guard out, ``--schedule`` runs a single schedule again, as a failure printed it.
 """
 
 from __future__ import annotations
@@ -19,36 +19,55 @@ from numba.core import config
 
 import kvpool
 from engine import Engine, Request, small_layout
-from kvpool import KVCacheManager, guards
-from kvpool.leases import Lease
-from kvpool.state import atomics, debug
-from kvpool.state import blocks as fields
+from kvpool import KVCacheManager
+from kvpool.holders.leases import Lease
+from kvpool.state import atomics, debug, guards
+from kvpool.state import records as fields
 from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 
 _PACKAGE = Path(kvpool.__file__).parent
-# All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only judges (verify, debug).
-_STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")}
-_VERBS = ("pool", "staged_tables", "pins", "reservations", "forks", "manager", "transfer")
+# All that decides or hands over, except what reads no state (hashing), has no lines of its own (atomics), or only
+# judges (verify, debug).
+_STATE = {
+    path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("atomics", "hashing", "verify", "debug")
+}
+_HOLDERS = ("holders/imports", "holders/leases", "holders/reservations")
+_VERBS = (
+    "core",
+    "sequences/admissions",
+    "sequences/branches",
+    "sequences/contents",
+    *_HOLDERS,
+    "manager",
+    "tables/hand_over",
+    "copying/transfer",
+)
 FILES = {str(path) for path in (*_STATE, *(_PACKAGE / f"{name}.py" for name in _VERBS))}
 
 
 class Cast(Engine):
     """An engine on a pool whose locks the explorer sees; it judges when all is over, not after each verb.
 
-    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", one of ``kvpool.guards``, or None.
+    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", one of ``kvpool.state.guards``, or
+    None.
     """
 
     def __init__(self, P: int, S: int, without: str | None, T: int = 1) -> None:
         cache = KVCacheManager(
-            small_layout(T, layers=1, kv_heads=1, head_dim=4, dtype="uint8"), device_blocks=P, host_blocks=S, device="cpu",
-            max_sequences=4, secret=bytes(32), clock=lambda: 0,
-        )  # fmt: skip
+            small_layout(T, layers=1, kv_heads=1, head_dim=4, dtype="uint8"),
+            device_blocks=P,
+            host_blocks=S,
+            device="cpu",
+            max_sequences=4,
+            secret=bytes(32),
+            clock=lambda: 0,
+        )
         super().__init__(cache)
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
-        cache._lock = cache._transfer._state_lock = state  # type: ignore[assignment]
-        cache._transfer._lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
+        cache.core.use_lock(state)
+        cache.core.transfer._lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
         if without in guards.GUARDS:
-            cache._disable_guard(without)
+            cache.core.disable_guard(without)
         self.contents: dict[bytes, list[tuple[int, int]]] = {}
         self.leased: dict[int, bytes] = {}
 
@@ -94,9 +113,9 @@ class Cast(Engine):
     def judge(self) -> None:
         """Every invariant; the bytes of all that is live, cached or leased; and no block that holds two contents."""
         self.cache.verify()
-        assert not self.cache._transfer._queue and not self.cache._transfer.waiting
+        assert not self.cache.core.transfer._queue and not self.cache.core.transfer.waiting
         self.check_all()
-        for tier in debug.cached(self.cache._state).values():
+        for tier in debug.cached(self.cache.core.tokens).values():
             for key, block in tier.items():
                 self.check_content(block, (None, None), self.contents[key], len(self.contents[key]) - 1)
         for lease in self.cache.leases:
@@ -104,7 +123,9 @@ class Cast(Engine):
         named: dict[int, list[tuple[int, int]]] = {}
         for sequence in self.live.values():
             for i, block in enumerate(self.table(sequence)):
-                assert named.setdefault(block, sequence.items[: i + 1]) == sequence.items[: i + 1], f"block {block} was given out twice"
+                assert named.setdefault(block, sequence.items[: i + 1]) == sequence.items[: i + 1], (
+                    f"block {block} was given out twice"
+                )
 
 
 Build = Callable[[str | None], Scene]
@@ -122,7 +143,7 @@ def victim(without: str | None) -> Scene:
     def check(outcomes: list[Any]) -> None:
         cast.judge()
         assert _kinds(outcomes) == ("Request", "Request")
-        assert len(debug.cached(cast.cache._state)["host"]) == 2, "both victims were offloaded"
+        assert len(debug.cached(cast.cache.core.tokens)["host"]) == 2, "both victims were offloaded"
 
     return cast.scene([cast.admission([5]), cast.admission([6])], check)
 
@@ -137,7 +158,7 @@ def victim_of_growth(without: str | None) -> Scene:
     def check(outcomes: list[Any]) -> None:
         cast.judge()
         assert _kinds(outcomes) == ("Request", "Request")
-        assert len(debug.cached(cast.cache._state)["host"]) == 2, "both victims were offloaded"
+        assert len(debug.cached(cast.cache.core.tokens)["host"]) == 2, "both victims were offloaded"
 
     return cast.scene([cast.admission([5]), lambda: cast.append(grows, [7])], check)
 
@@ -211,7 +232,9 @@ def unpin_and_eviction(without: str | None) -> Scene:
     return cast.scene([lease.close, cast.admission([3])], check)
 
 
-def _two_ends(without: str | None, other: Callable[[Cast, Lease], Callable[[], Any]], right: Callable[[list[Any]], bool]) -> Scene:
+def _two_ends(
+    without: str | None, other: Callable[[Cast, Lease], Callable[[], Any]], right: Callable[[list[Any]], bool]
+) -> Scene:
     """A lease is ended twice, while another reader has pinned the same block."""
     cast = Cast(1, 0, without)
     (key,) = cast.cache_blocks([1])
@@ -229,7 +252,9 @@ def _two_ends(without: str | None, other: Callable[[Cast, Lease], Callable[[], A
 
 def two_unpins(without: str | None) -> Scene:
     """A lease is closed by two threads: one of them is told that it came late."""
-    return _two_ends(without, lambda cast, lease: lease.close, lambda ends: sorted(_kinds(ends)) == ["LeaseExpired", "NoneType"])
+    return _two_ends(
+        without, lambda cast, lease: lease.close, lambda ends: sorted(_kinds(ends)) == ["LeaseExpired", "NoneType"]
+    )
 
 
 def unpin_and_revoke(without: str | None) -> Scene:
@@ -250,9 +275,11 @@ def load_and_revoke(without: str | None) -> Scene:
 
     def check(outcomes: list[Any]) -> None:
         cast.judge()
-        came = len(debug.cached(cast.cache._state)["device"])
+        came = len(debug.cached(cast.cache.core.tokens)["device"])
         assert cast.free() == 2 and reservation.closed and cast.cache.reservations == []
-        assert (outcomes == [None, 0] and came == 1) or (_kinds(outcomes)[0] == "ReservationExpired" and outcomes[1] == 1 and came == 0)
+        assert (outcomes == [None, 0] and came == 1) or (
+            _kinds(outcomes)[0] == "ReservationExpired" and outcomes[1] == 1 and came == 0
+        )
 
     return cast.scene([reservation.commit, lambda: cast.cache.revoke("one")], check)
 
@@ -265,14 +292,48 @@ def two_commits(without: str | None) -> Scene:
     def check(outcomes: list[Any]) -> None:
         cast.judge()
         assert outcomes == [None, None]
-        assert len(debug.cached(cast.cache._state)["device"]) == 1
-        assert sum(bool(flags & fields.PUBLISHED) for flags in cast.cache._state.blocks["flags"]) == 1
+        assert len(debug.cached(cast.cache.core.tokens)["device"]) == 1
+        assert sum(bool(flags & fields.PUBLISHED) for flags in cast.cache.core.tokens.blocks["flags"]) == 1
         cast.live.clear()
         cast.cache.release([sequence.id for sequence in sequences])
         cast.judge()
         assert cast.free() == 2
 
     return cast.scene([lambda s=s: cast.cache.commit(s.id) for s in sequences], check)  # type: ignore[misc]
+
+
+def forget_and_commit(without: str | None) -> Scene:
+    """Content is forgotten while a second sequence that has computed it commits it."""
+    cast = Cast(4, 0, without)
+    one, two = cast.admission([1])(), cast.admission([1])()
+    cast.cache.commit(one.id)
+    keys = cast.prompt([1])
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert outcomes == [1, None]
+        cast.live.clear()
+        cast.cache.release([one.id, two.id])
+        cast.judge()
+        assert not debug.cached(cast.cache.core.tokens)["device"]
+        assert cast.free() == 4
+
+    return cast.scene([lambda: cast.cache.forget(keys), lambda: cast.cache.commit(two.id)], check)
+
+
+def forget_and_hit(without: str | None) -> Scene:
+    """Content is forgotten while an admission reuses it."""
+    cast = Cast(4, 4, without)
+    (key, *_) = cast.cache_blocks([1, 2])
+    keys = cast.prompt([1, 2])
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        assert outcomes[0] == 2 and outcomes[1].cached in (0, 1)
+        cached = debug.cached(cast.cache.core.tokens)["device"]
+        assert key not in cached or outcomes[1].cached == 0
+
+    return cast.scene([lambda: cast.cache.forget(keys), cast.admission([1, 5])], check)
 
 
 def release_and_hit(without: str | None) -> Scene:
@@ -290,6 +351,22 @@ def release_and_hit(without: str | None) -> Scene:
     return cast.scene([lambda: cast.cache.release(old.id), cast.admission([1, 5])], check)
 
 
+def swap_and_hit(without: str | None) -> Scene:
+    """A sequence leaves for the host while an admission reuses its block."""
+    cast = Cast(4, 2, without)
+    old = cast.admission([1, 2])()
+    cast.cache.commit(old.id)
+    del cast.live[old.id]
+
+    def check(outcomes: list[Any]) -> None:
+        assert _kinds(outcomes) == ("int", "Request") and outcomes[1].cached == 1
+        cast.cache.resume(old.id)
+        cast.live[old.id] = old
+        cast.judge()
+
+    return cast.scene([lambda: cast.cache.swap_out(old.id), cast.admission([1, 5])], check)
+
+
 def two_writers(without: str | None) -> Scene:
     """Two forks append to the end that they share; there is room for one copy."""
     cast = Cast(2, 0, without, T=2)
@@ -304,7 +381,8 @@ def two_writers(without: str | None) -> Scene:
 
 
 def _word(without: str | None, start: tuple[int, int], changes: Sequence[tuple[int, int]]) -> Scene:
-    """Threads change (refs, pins) of one word. Steps are its loads and exchanges. What would fall below zero changes nothing."""
+    """Threads change (refs, pins) of one word. Steps are its loads and exchanges. What would fall below zero changes
+    nothing."""
     blocks = np.zeros(1, fields.BLOCK)
     blocks["word"] = start[1] << 32 | start[0]
     fields.load, fields.compare_exchange = _load, _store if without == "compare_exchange" else _exchange  # type: ignore[assignment]
@@ -344,7 +422,9 @@ def two_locks(without: str | None) -> Scene:
                 pass
 
     backward = locks[::-1] if without == "lock_order" else locks
-    return Scene([functools.partial(take, *locks), functools.partial(take, *backward)], lambda outcomes: None, {__file__})
+    return Scene(
+        [functools.partial(take, *locks), functools.partial(take, *backward)], lambda outcomes: None, {__file__}
+    )
 
 
 def a_wait(without: str | None) -> Scene:
@@ -359,18 +439,29 @@ def a_wait(without: str | None) -> Scene:
 
 
 BUILDS: dict[str, tuple[Build, int | None]] = {
-    "victim": (victim, 1), "victim_of_growth": (victim_of_growth, 1),
-    "host_pin": (host_pin, 1), "device_pin": (device_pin, 1), "pin_of_a_copy": (pin_of_a_copy, 1),
-    "admission_of_a_copy": (admission_of_a_copy, 1), "unpin_and_eviction": (unpin_and_eviction, 1), "two_unpins": (two_unpins, 2),
+    "victim": (victim, 1),
+    "swap_and_hit": (swap_and_hit, 1),
+    "victim_of_growth": (victim_of_growth, 1),
+    "host_pin": (host_pin, 1),
+    "device_pin": (device_pin, 1),
+    "pin_of_a_copy": (pin_of_a_copy, 1),
+    "admission_of_a_copy": (admission_of_a_copy, 1),
+    "unpin_and_eviction": (unpin_and_eviction, 1),
+    "two_unpins": (two_unpins, 2),
     "load_and_revoke": (load_and_revoke, 1),
-    "unpin_and_revoke": (unpin_and_revoke, 2), "two_commits": (two_commits, 1), "release_and_hit": (release_and_hit, 1),
+    "unpin_and_revoke": (unpin_and_revoke, 2),
+    "two_commits": (two_commits, 1),
+    "forget_and_commit": (forget_and_commit, 1),
+    "forget_and_hit": (forget_and_hit, 1),
+    "release_and_hit": (release_and_hit, 1),
     "two_writers": (two_writers, 1),
-    "two_locks": (two_locks, 1), "a_wait": (a_wait, 1),
+    "two_locks": (two_locks, 1),
+    "a_wait": (a_wait, 1),
     "word_gains_both": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1)]), None),
     "word_loses_both": (lambda without: _word(without, (1, 1), [(-1, 0), (0, -1)]), None),
     "word_loses_last_twice": (lambda without: _word(without, (1, 0), [(-1, 0), (-1, 0)]), None),
     "word_of_three": (lambda without: _word(without, (1, 1), [(1, 0), (0, 1), (-1, 0)]), None),
-}  # fmt: skip
+}
 """Name of a scene -> how to build it without one guard, and how many preemptions to try; None is all interleavings."""
 
 

@@ -1,4 +1,5 @@
-"""Tokens that move on the engine's stream: no race with whoever writes the blocks next, nor with the copies of blocks that were shared."""
+"""Tokens that move on the engine's stream: no race with whoever writes the blocks next, nor with the copies of blocks
+that were shared."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from test_drafts import fork
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, cached, run
+from tests.sequences.test_drafts import fork
 
 
 def dropped_drafts_reused_on_another_stream(lab: Lab) -> None:
@@ -78,8 +79,12 @@ def test_nothing_races(scenario: Scenario) -> None:
         assert not found, f"seed {seed}, progress {progress}: {found}"
 
 
-@pytest.mark.parametrize("scenario", [one for one, (guard, _) in RACES.items() if guard], ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario", [one for one, (guard, _) in RACES.items() if guard], ids=lambda scenario: scenario.__name__
+)
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
     guard, options = RACES[scenario]
     for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        assert run(scenario, options, seed, progress, guard), (
+            f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        )

@@ -1,4 +1,5 @@
-"""Copies on write on streams that run late: what a fork orders, found in every run once the rule that orders it is taken out."""
+"""Copies on write on streams that run late: what a fork orders, found in every run once the rule that orders it is
+taken out."""
 
 from __future__ import annotations
 
@@ -146,4 +147,6 @@ def test_nothing_races(scenario: Scenario) -> None:
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
     guard, options = RACES[scenario]
     for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        assert run(scenario, options, seed, progress, guard), (
+            f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        )

@@ -1,4 +1,5 @@
-"""Every interleaving of two calls, up to a bound, ends right; and with a guard taken out the explorer finds one that does not."""
+"""Every interleaving of two calls, up to a bound, ends right; and with a guard taken out the explorer finds one that
+does not."""
 
 from __future__ import annotations
 
@@ -19,14 +20,25 @@ PROMISES = [
     ("an admission and a growing sequence never evict one victim", "victim_of_growth", ["state_lock", "transfer_lock"]),
     ("a host block is pinned or evicted, not both", "host_pin", ["state_lock"]),
     ("a device block is pinned or evicted, not both", "device_pin", ["state_lock"]),
-    ("a pinned copy has its bytes, though its copy was only decided", "pin_of_a_copy", ["state_lock", "others_batches_too"]),
-    ("an admission reads a copy that was only decided after it is made", "admission_of_a_copy", ["state_lock", "transfer_lock"]),
+    (
+        "a pinned copy has its bytes, though its copy was only decided",
+        "pin_of_a_copy",
+        ["state_lock", "others_batches_too"],
+    ),
+    (
+        "an admission reads a copy that was only decided after it is made",
+        "admission_of_a_copy",
+        ["state_lock", "transfer_lock"],
+    ),
     ("a closing lease and an eviction agree who holds the block", "unpin_and_eviction", ["state_lock"]),
     ("of two who close a lease, one is told that it came late", "two_unpins", ["state_lock"]),
     ("a lease is closed or revoked, not both", "unpin_and_revoke", ["state_lock"]),
     ("a reservation is committed or revoked, not both", "load_and_revoke", ["state_lock"]),
     ("content that two sequences commit is published once", "two_commits", ["state_lock"]),
     ("a block is reused while its last holder releases it", "release_and_hit", ["state_lock"]),
+    ("what is forgotten does not come back by a commit", "forget_and_commit", ["state_lock"]),
+    ("a block is forgotten and reused, or not reused", "forget_and_hit", ["state_lock"]),
+    ("a sequence leaves whole while others reuse its blocks", "swap_and_hit", ["state_lock"]),
     ("of two that write an end that they share, one copies it", "two_writers", ["state_lock"]),
     ("a word gains a reference and a pin", "word_gains_both", ["compare_exchange"]),
     ("a word loses a reference and a pin", "word_loses_both", ["compare_exchange"]),
@@ -39,7 +51,12 @@ PROMISES = [
 
 def explored(scene: str, *arguments: str) -> str:
     """What the explorer prints; it needs a process without machine code."""
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment = {
+        **os.environ,
+        "NUMBA_DISABLE_JIT": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
     command = [sys.executable, "-m", "tests.race.scenes", scene, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -59,7 +76,8 @@ def test_every_interleaving_keeps_the_promise(scene: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scene", "guard"), [pytest.param(scene, guard, id=f"{promise}: {guard}") for promise, scene, guards in PROMISES for guard in guards]
+    ("scene", "guard"),
+    [pytest.param(scene, guard, id=f"{promise}: {guard}") for promise, scene, guards in PROMISES for guard in guards],
 )
 def test_some_interleaving_breaks_the_promise_without_its_guard(scene: str, guard: str) -> None:
     assert report_of(scene, "--without", guard)["failed"] is not None
@@ -75,10 +93,14 @@ def test_explorer_switches_inside_calls_of_the_pool() -> None:
 
 def test_a_failing_schedule_fails_again_when_run_alone() -> None:
     report = report_of("host_pin", "--without", "state_lock")
-    assert report["failure"].splitlines()[-1] in explored("host_pin", "--without", "state_lock", "--schedule", report["failed"])
+    assert report["failure"].splitlines()[-1] in explored(
+        "host_pin", "--without", "state_lock", "--schedule", report["failed"]
+    )
     assert explored("host_pin", "--schedule", report["failed"].split()[0]).strip() == "right"
 
 
-@pytest.mark.parametrize(("scene", "guard", "symptom"), [("two_locks", "lock_order", "deadlock"), ("a_wait", "the_other", "no end")])
+@pytest.mark.parametrize(
+    ("scene", "guard", "symptom"), [("two_locks", "lock_order", "deadlock"), ("a_wait", "the_other", "no end")]
+)
 def test_what_cannot_go_on_is_a_failure(scene: str, guard: str, symptom: str) -> None:
     assert symptom in report_of(scene, "--without", guard)["failure"]

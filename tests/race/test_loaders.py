@@ -1,4 +1,5 @@
-"""Loaders on streams of their own: what a reservation orders, found in every run once the rule that orders it is taken out."""
+"""Loaders on streams of their own: what a reservation orders, found in every run once the rule that orders it is taken
+out."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def a_loader_without_a_stream_in_a_block_that_is_being_offloaded(lab: Lab) -> No
 
 
 def prefill_behind_a_store(lab: Lab) -> None:
-    """A store brings the first tokens of a sequence, the engine computes the others behind it, in the same block too."""
+    """A store brings the first tokens of a sequence, the engine computes the others behind it, in the same block
+    too."""
     tokens = lab.prompt([*Y, 16])
     sequence = lab.cache.add_sequence(tokens, stream=lab.a)
     (part,) = lab.cache.loadable(sequence, stream=lab.b)
@@ -124,7 +126,9 @@ def prefill_behind_a_store(lab: Lab) -> None:
             for i in range(first, last):
                 lab.block(table[i // lab.T])[:, :, i % lab.T] = expected[i]
 
-        lab.sim.launch(stream, kernel, reads=lab.rows(table, 0, first) if first else (), writes=lab.rows(table, first, last))
+        lab.sim.launch(
+            stream, kernel, reads=lab.rows(table, 0, first) if first else (), writes=lab.rows(table, first, last)
+        )
 
     write(0, 3, lab.b)
     lab.cache.commit(sequence, [3], stream=lab.b)
@@ -176,7 +180,9 @@ def test_a_loader_races_with_nobody(scenario: Scenario) -> None:
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
     guard, options = RACES[scenario]
     for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        assert run(scenario, options, seed, progress, guard), (
+            f"seed {seed}, progress {progress}: nothing was found without {guard}"
+        )
 
 
 def a_loader_that_forgets_its_stream(lab: Lab) -> None:

@@ -1,4 +1,5 @@
-"""An engine whose kernels compute states out of states, on two streams of the sim device: each finds the state that it goes on from."""
+"""An engine whose kernels compute states out of states, on two streams of the sim device: each finds the state that it
+goes on from."""
 
 from __future__ import annotations
 
@@ -29,22 +30,30 @@ def behind(tokens: list[int]) -> bytes:
 
 
 class Lab:
-    """A pool of a recurrent group, ``alone`` or behind a full one; ``wrong`` are states that a kernel did not find as they should be."""
+    """A pool of a recurrent group, ``alone`` or behind a full one; ``wrong`` are states that a kernel did not find as
+    they should be."""
 
     def __init__(self, seed: int, progress: float, guard: str | None = None, *, alone: bool = False) -> None:
         self.draw, self.sim = random.Random(seed), SimDevice(seed, progress=progress)
-        state = BlockLayout(layers=1, kv_heads=1, head_dim=SIZE, tokens_per_block=1, planes=1, dtype="uint8", order="block_first")
+        state = BlockLayout(
+            layers=1, kv_heads=1, head_dim=SIZE, tokens_per_block=1, planes=1, dtype="uint8", order="block_first"
+        )
         full = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=T, dtype="uint8")
         snapshot = self.draw.choice((None, T, 2 * T))
         groups = [LayerGroup(full), LayerGroup(state, kind="recurrent", snapshot_tokens=snapshot)]
         self.g = 0 if alone else 1
         first, options = 1 - self.g, {"tokens_per_block": T} if alone else {}
         self.cache = KVCacheManager(
-            groups=groups[first:], device_blocks=[40, 7][first:], host_blocks=[40, 6][first:], device=self.sim, secret=bytes(32),
-            max_sequence_tokens=40, **options,
-        )  # fmt: skip
+            groups=groups[first:],
+            device_blocks=[40, 7][first:],
+            host_blocks=[40, 6][first:],
+            device=self.sim,
+            secret=bytes(32),
+            max_sequence_tokens=40,
+            **options,
+        )
         if guard is not None:
-            self.cache._disable_guard(guard)
+            self.cache.core.disable_guard(guard)
         self.streams = [self.sim.create_stream("a"), self.sim.create_stream("b")]
         self.documents = [[self.draw.randrange(256) for _ in range(12)] for _ in range(3)]
         self.live: list[Sequence] = []
@@ -59,12 +68,15 @@ class Lab:
         return np.array([(first + block, 0, 1) for block in sorted(set(ids))], np.int64).reshape(-1, 3)
 
     def run(self, sequence: Sequence, stream: Any) -> None:
-        """The kernel of one step: from the state behind the committed tokens to that behind all, snapshots on the way."""
+        """The kernel of one step: from the state behind the committed tokens to that behind all, snapshots on the
+        way."""
         number, tokens = sequence[0], list(sequence[1])
         source, target = (int(block) for block in self.cache.state_blocks(number, stream, group=self.g)[0])
         row = self.cache.block_table(number, group=self.g).dense()[0].tolist()
         done = int(self.cache.committed_tokens(number))
-        ends = {min((i + 1) * T, len(tokens)): block for i, block in enumerate(row) if block >= 0 and (i + 1) * T > done}
+        ends = {
+            min((i + 1) * T, len(tokens)): block for i, block in enumerate(row) if block >= 0 and (i + 1) * T > done
+        }
         assert ends[len(tokens)] == target
 
         def kernel() -> None:
@@ -76,7 +88,9 @@ class Lab:
                 if n + 1 in ends:
                     self.bytes_of(ends[n + 1])[:] = np.frombuffer(state, np.uint8)
 
-        self.sim.launch(stream, kernel, reads=self.rows([source] if source >= 0 else []), writes=self.rows([*ends.values()]))
+        self.sim.launch(
+            stream, kernel, reads=self.rows([source] if source >= 0 else []), writes=self.rows([*ends.values()])
+        )
 
     def step(self, sequence: Sequence, new: list[int], stream: Any) -> None:
         self.cache.append_tokens(sequence[0], new, stream=stream)
@@ -86,7 +100,9 @@ class Lab:
 
     def verb(self) -> None:
         draw, stream = self.draw, self.draw.choice(self.streams)
-        name = draw.choice(("add", "add", "step", "step", "step", "fork", "speculate", "reorder", "release", "release", "move"))
+        name = draw.choice(
+            ("add", "add", "step", "step", "step", "fork", "speculate", "reorder", "release", "release", "move")
+        )
         if name == "add" or not self.live:
             sequence = self.add(draw.choice(self.documents)[: draw.randint(1, 12)], stream)
             self.cache.commit(sequence[0], stream=stream)
@@ -127,7 +143,9 @@ class Lab:
         self.cache.rewind(number, [len(new) - kept], stream=stream)
         sequence[1].extend(new[:kept])
         tokens, row = list(sequence[1]), self.cache.block_table(number, group=self.g).dense()[0].tolist()
-        ends = {min((i + 1) * T, len(tokens)): block for i, block in enumerate(row) if block >= 0 and (i + 1) * T > base}
+        ends = {
+            min((i + 1) * T, len(tokens)): block for i, block in enumerate(row) if block >= 0 and (i + 1) * T > base
+        }
         if not kept and (base % T or before[len(row) - 1] != row[-1]):
             ends[base] = row[-1]
 
@@ -139,7 +157,8 @@ class Lab:
         self.cache.commit(number, stream=stream)
 
     def findings(self, steps: int) -> list[str]:
-        """Do so many verbs, let everything run; what was found wrong by the device, by the kernels or by ``verify``. Closes the pool."""
+        """Do so many verbs, let everything run; what was found wrong by the device, by the kernels or by ``verify``.
+        Closes the pool."""
         found = []
         try:
             for _ in range(steps):
@@ -195,6 +214,8 @@ def test_a_state_that_a_rewind_drops_is_written_by_others_behind_its_write(progr
     assert not found, found
 
 
-@pytest.mark.parametrize("guard", ["engine_writes_after_engine", "engine_reads_after_engine", "copy_writes_after_engine"])
+@pytest.mark.parametrize(
+    "guard", ["engine_writes_after_engine", "engine_reads_after_engine", "copy_writes_after_engine"]
+)
 def test_without_its_guard_a_race_is_found(guard: str) -> None:
     assert any(Lab(seed, 0.0, guard, alone=True).findings(60) for seed in range(8))

@@ -1,4 +1,5 @@
-"""Calls from inside calls, and ends that come at the worst moment: destructors, signal handlers, Ctrl-C, revocation, passing errors."""
+"""Calls from inside calls, and ends that come at the worst moment: destructors, signal handlers, Ctrl-C, revocation,
+passing errors."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import pytest
 
 from engine import small_layout
 from kvpool import DeviceError, KVCacheManager, Lease, LeaseExpired, PoolClosed
+from kvpool.copying.waits import STREAMS_KEPT
 from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.order import STREAMS_KEPT
+from steps import arrays
 from tests.race.lab import Lab
 
 
@@ -29,7 +31,8 @@ class Owner:
 
 
 def collected_at(threshold: int) -> tuple[list[str], list[str]]:
-    """A lease whose owner is collected somewhere inside an admission that moves blocks both ways; the log, and what went wrong."""
+    """A lease whose owner is collected somewhere inside an admission that moves blocks both ways; the log, and what
+    went wrong."""
     lab, log = Lab(2, 4, seed=threshold), []  # type: ignore[var-annotated]
     lab.seed([1, 2, 3], committed=2)
     lab.cache.offload([1, 2, 3])
@@ -38,7 +41,6 @@ def collected_at(threshold: int) -> tuple[list[str], list[str]]:
     lab.sim.synchronize()
     prompt = lab.prompt([1, 2, 3])
     gc.collect()
-    gc.freeze()
     Owner(lab.cache.pin(lab.keys([1, 2, 3]), tier="host", stream=lab.b), log)
     gc.set_threshold(threshold, 10**6, 10**6)
     gc.enable()
@@ -46,7 +48,6 @@ def collected_at(threshold: int) -> tuple[list[str], list[str]]:
         sequence = lab.cache.add_sequence(prompt, stream=lab.a)
     finally:
         gc.disable()
-        gc.unfreeze()
     inside = list(log)
     gc.collect()
     lab.cache.release(sequence, store=False)
@@ -66,7 +67,9 @@ def test_a_lease_that_the_collector_closes_anywhere_inside_a_call_harms_nothing(
     assert not any(found for _, found in ends), ends
 
 
-def test_a_lease_that_a_destructor_closes_inside_a_call_of_the_device_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_a_destructor_closes_inside_a_call_of_the_device_is_unpinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lab = Lab(4, 2)
     lab.seed([1, 2, 3], committed=2)
     owners = [Owner(lab.cache.pin(lab.keys([1, 2, 3])), [])]
@@ -89,14 +92,14 @@ def test_a_release_inside_the_copies_of_another_call_returns(monkeypatch: pytest
         cache.commit(first)
         cache.release(first)
         held = [cache.add_sequence([7, 7])]
-        copy = cache._device.copy_blocks
+        copy = cache.core.device.copy_blocks
 
         def meanwhile(moves: Any, stream: Stream = NULL_STREAM) -> None:
             if held:
                 cache.release(held.pop())
             copy(moves, stream)
 
-        monkeypatch.setattr(cache._device, "copy_blocks", meanwhile)
+        monkeypatch.setattr(cache.core.device, "copy_blocks", meanwhile)
         cache.release(cache.add_sequence([8, 8, 8, 8, 8]))
         assert not held
         cache.verify()
@@ -105,22 +108,33 @@ def test_a_release_inside_the_copies_of_another_call_returns(monkeypatch: pytest
 def test_a_call_inside_a_decision_keeps_the_stream_of_that_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(6, 2)
     other = lab.cache.add_sequence([41, 42, 43])
-    reserve = lab.cache._state.reserve_accesses
-
-    def meanwhile(count: int) -> None:
-        monkeypatch.setattr(lab.cache._state, "reserve_accesses", reserve)
-        lab.cache.release(other)
-        reserve(count)
-
-    monkeypatch.setattr(lab.cache._state, "reserve_accesses", meanwhile)
     lab.seed([1, 2, 3], committed=2, stream=lab.b)
+    names = lab.cache.core.names
+    learn = names.learn
+
+    def meanwhile(keys: Any) -> None:
+        monkeypatch.setattr(names, "learn", learn)
+        lab.cache.release(other)
+        learn(keys)
+
+    monkeypatch.setattr(names, "learn", meanwhile)
     assert lab.add([1, 2, 3], stream=lab.a).cached == 2
     assert not lab.findings()
 
 
 @pytest.mark.parametrize("where", ["a decision", "copies"])
 @pytest.mark.parametrize(
-    "call", ["pin", "import_blocks", "reserve", "loadable", "copy_batch_block_offsets", "copy_batch_block_csr", "close"]
+    "call",
+    [
+        "pin",
+        "import_blocks",
+        "reserve",
+        "loadable",
+        "copy_batch_block_offsets",
+        "copy_batch_block_csr",
+        "copy_step_tables",
+        "close",
+    ],
 )
 def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPatch, call: str, where: str) -> None:
     """There it would wait for others with the lock that they wait for, or for the lock that this thread has."""
@@ -135,18 +149,19 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
             "loadable": lambda: cache.loadable(sequence),
             "copy_batch_block_offsets": lambda: cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence),
             "copy_batch_block_csr": lambda: cache.copy_batch_block_csr(*np.zeros((3, 4), np.int32), sequence),
+            "copy_step_tables": lambda: cache.copy_step_tables(arrays(1, 3, 2, 2), sequence),
             "close": cache.close,
         }
         refused = []
-        owner, name = (cache._states, "reserve_moves") if where == "a decision" else (cache._device, "copy_blocks")
+        owner, name = (cache.core.transfer, "collect") if where == "a decision" else (cache.core.device, "copy_blocks")
         inner = getattr(owner, name)
 
-        def meanwhile(*args: Any) -> None:
+        def meanwhile(*args: Any) -> Any:
             monkeypatch.setattr(owner, name, inner)
             with pytest.raises(RuntimeError, match=f"{call} inside another call"):
                 calls[call]()
             refused.append(call)
-            inner(*args)
+            return inner(*args)
 
         monkeypatch.setattr(owner, name, meanwhile)
         assert cache.offload(keys) == 1
@@ -160,7 +175,7 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
 
 def test_ctrl_c_behind_the_decision_of_an_admission_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with KVCacheManager(small_layout(2), device_blocks=6, host_blocks=4, device="cpu") as cache:
-        drain = cache._transfer.drain
+        drain = cache.core.transfer.drain
 
         def interrupted() -> None:
             drain()
@@ -169,7 +184,7 @@ def test_ctrl_c_behind_the_decision_of_an_admission_takes_it_back(monkeypatch: p
         first = cache.add_sequence([1, 2, 3])
         cache.commit(first)
         cache.release(first)
-        monkeypatch.setattr(cache._transfer, "drain", interrupted)
+        monkeypatch.setattr(cache.core.transfer, "drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.add_sequence_batch([[1, 5], [7, 7, 7, 7, 7]])
         assert cache.stats().sequences == 0 and cache.stats().device.used == 0
@@ -192,13 +207,13 @@ class Hooked(WrappedDevice):
 @pytest.mark.parametrize(("end", "error"), [("revoke", LeaseExpired), ("close", PoolClosed)])
 def test_a_lease_that_ends_while_its_reader_waits_is_not_given(end: str, error: type[Exception]) -> None:
     lab = Lab(4, 2, wrap=Hooked)
-    assert isinstance(lab.cache._device, Hooked)
+    assert isinstance(lab.cache.core.device, Hooked)
     lab.seed([1, 2, 3], committed=2)
     lab.cache.offload([1, 2, 3])
-    lab.cache._device.hook = {"revoke": lambda: lab.cache.revoke("reader"), "close": lab.cache.close}[end]
+    lab.cache.core.device.hook = {"revoke": lambda: lab.cache.revoke("reader"), "close": lab.cache.close}[end]
     with pytest.raises(error):
         lab.cache.pin(lab.keys([1, 2, 3]), owner="reader", tier="host")
-    assert lab.cache._leases == {} and not lab.sim.races
+    assert lab.cache.leases == [] and not lab.sim.races
     if end == "revoke":
         assert not lab.findings()
 
@@ -229,7 +244,7 @@ class Once(WrappedDevice):
 @pytest.mark.parametrize("call", ["record", "query"])
 def test_a_passing_error_behind_a_copy_leaves_no_copy_that_nobody_waits_for(call: str) -> None:
     lab = Lab(3, 2, wrap=Once)
-    device = lab.cache._device
+    device = lab.cache.core.device
     assert isinstance(device, Once)
     lab.seed([1, 2, 3], committed=2)
     lab.release(lab.add([11, 12, 13, 14, 15]), store=False)
@@ -245,7 +260,7 @@ def test_a_passing_error_behind_a_copy_leaves_no_copy_that_nobody_waits_for(call
 def test_a_device_that_raises_an_exit_gives_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(3, 2)
     lab.seed([1, 2, 3], committed=2)
-    monkeypatch.setattr(lab.cache._transfer, "drain", lambda: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(lab.cache.core.transfer, "drain", lambda: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):
         lab.cache.close()
     assert lab.cache._pools.closed
@@ -259,7 +274,7 @@ def test_a_clock_that_fails_leaves_no_import_half_way(call: int) -> None:
 
     def clock() -> int:
         calls[0] += 1
-        assert not caches or not caches[0]._inside()
+        assert not caches or not caches[0].core._owned()
         if calls[0] == call:
             raise RuntimeError("the clock broke")
         return 0
@@ -310,8 +325,8 @@ def test_streams_that_are_at_rest_give_their_numbers_to_new_ones() -> None:
         stream = lab.sim.create_stream(str(turn))
         lab.release(lab.add([turn % 3, 7, turn, 7], stream=stream))
         lab.sim.synchronize(lab.sim.record(stream))
-    assert lab.cache._transfer.order is not None
-    assert len(lab.cache._transfer.order._streams) <= 2 * STREAMS_KEPT
+    assert lab.cache.core.transfer.order is not None
+    assert len(lab.cache.core.transfer.order._streams) <= 2 * STREAMS_KEPT
     assert not lab.findings()
 
 

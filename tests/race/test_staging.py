@@ -1,4 +1,5 @@
-"""Hand-overs of block tables on streams that run late: what was staged is what arrives, and no buffer is taken before it was read."""
+"""Hand-overs of block tables on streams that run late: what was staged is what arrives, and no buffer is taken before
+it was read."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def rows_of(cache: KVCacheManager, ids: Any, columns: int) -> np.ndarray:
 
 
 def stalled(seed: int, progress: float, guard: str | None) -> tuple[list[str], list[str]]:
-    """Stage A, release it, give its row and blocks to B, stage B, all behind a closed gate: what is wrong in the table, and elsewhere."""
+    """Stage A, release it, give its row and blocks to B, stage B, all behind a closed gate: what is wrong in the table,
+    and elsewhere."""
     lab = Lab(3, 0, seed=seed, progress=progress, guard=guard)
     cache, out = lab.cache, target(2, 5)
     a = lab.add([1, 2, 3, 4, 5])
@@ -69,7 +71,9 @@ def test_a_buffer_that_is_taken_at_once_gives_a_sequence_the_rows_of_another() -
     for seed, progress in RUNS:
         wrong, found = stalled(seed, progress, GUARD)
         assert any("row of A" in one for one in wrong), f"seed {seed}, progress {progress}"
-        assert any("RaceError" in one and "stage_rows" in one for one in found), f"seed {seed}, progress {progress}: {found}"
+        assert any("RaceError" in one and "stage_rows" in one for one in found), (
+            f"seed {seed}, progress {progress}: {found}"
+        )
 
 
 def test_the_rule_that_is_broken_is_found_by_verify() -> None:
@@ -89,11 +93,13 @@ def small_case(guard: str | None) -> Callable[[SimDevice], None]:
     """Two hand-overs into two rows with a release between; a kernel behind them reads the table."""
 
     def body(device: SimDevice) -> None:
-        cache = KVCacheManager(small_layout(1), device_blocks=2, host_blocks=0, device=device, max_sequences=1, secret=bytes(32))
+        cache = KVCacheManager(
+            small_layout(1), device_blocks=2, host_blocks=0, device=device, max_sequences=1, secret=bytes(32)
+        )
         engine, out, seen = device.create_stream("engine"), target(2, 2), []
         try:
             if guard is not None:
-                cache._disable_guard(guard)
+                cache.core.disable_guard(guard)
             a = cache.add_sequence([1, 2], stream=engine)
             cache.copy_batch_block_offsets(out, a, rows=0)
             expected = [rows_of(cache, a, 2)[0].tolist()]
@@ -130,10 +136,12 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
         sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[Event](), 0
-        staging = lab.cache._staging
+        staging = lab.cache._tables.staging
         for turn in range(50):
             lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
-            events += [buffer.event for buffer in staging._buffers if buffer.event is not None and buffer.event not in events]
+            events += [
+                buffer.event for buffer in staging._buffers if buffer.event is not None and buffer.event not in events
+            ]
             pending = sum(not lab.sim.query(event) for event in events)
             stats = lab.cache.stats()
             assert len(staging._buffers) <= depth and stats.hand_overs <= min(depth, pending, stats.most_hand_overs)
@@ -145,6 +153,28 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
         assert (out == rows_of(lab.cache, sequence.id, 4)).all()
         assert not lab.findings(), f"seed {seed}, progress {progress}"
         assert not staging._buffers
+
+
+def test_a_stalled_stream_keeps_no_other_waiting() -> None:
+    """A hand-over behind a stalled stream, then more than may be under way on another, each read before the next: on
+    the sim device a wait for the stalled one is an error."""
+    for seed, progress in RUNS:
+        lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=8)
+        a, out, other = lab.add([1, 2, 3]), target(1, 4), target(1, 4)
+        with lab.on(lab.b):
+            b = lab.add([7, 8])
+        lab.sim.synchronize()
+        gate = lab.sim.stall(lab.a)
+        lab.cache.copy_batch_block_offsets(out, a.id)
+        for _ in range(20):
+            lab.cache.copy_batch_block_offsets(other, b.id)
+            lab.sim.synchronize(lab.sim.record(lab.b))
+            assert lab.cache.stats().hand_overs == 1 and other[0].tolist() == rows_of(lab.cache, b.id, 4)[0].tolist()
+        assert lab.cache.stats().most_hand_overs <= 2 and len(lab.cache._tables.staging._buffers) <= 3
+        gate.open()
+        lab.sim.synchronize()
+        assert lab.cache.stats().hand_overs == 0 and out[0].tolist() == rows_of(lab.cache, a.id, 4)[0].tolist()
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 
 class Slow(WrappedDevice):
@@ -182,7 +212,7 @@ def test_one_too_many_waits_with_no_lock_held() -> None:
     thread = threading.Thread(target=stage)
     thread.start()
     assert device.waiting.wait(30)
-    assert (out[2] == GARBAGE).all() and cache._staging.retained == 2
+    assert (out[2] == GARBAGE).all() and cache._tables.staging.retained == 2
     cache.release(cache.add_sequence([7, 8, 9]))
     cache.commit(ids[0])
     cache.verify()
@@ -202,9 +232,9 @@ def test_a_table_lives_until_it_was_written() -> None:
     table = weakref.ref(out)
     del out
     gc.collect()
-    assert table() is not None and cache._staging.retained == 1
+    assert table() is not None and cache._tables.staging.retained == 1
     device.done.set()
-    assert cache._staging.retained == 0
+    assert cache._tables.staging.retained == 0
     gc.collect()
     assert table() is None
     cache.release(sequence)
@@ -318,7 +348,7 @@ def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
         thread.join(120)
     assert not any(thread.is_alive() for thread in threads) and not errors, f"seed {seed}: {errors}"
     device.synchronize()
-    assert cache._staging.retained == 0
+    assert cache._tables.staging.retained == 0
     cache.verify()
     cache.close()
     device.close()

@@ -1,4 +1,5 @@
-"""Hand-overs as CSR on streams that run late: what was staged is what arrives, and no buffer is taken before it was read."""
+"""Hand-overs as CSR on streams that run late: what was staged is what arrives, and no buffer is taken before it was
+read."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def in_use(given: list[np.ndarray]) -> list[list[int]]:
 
 
 def stalled(seed: int, progress: float, guard: str | None) -> tuple[list[Any], list[str]]:
-    """Stage A, release it, give its blocks to B, stage B, all behind a closed gate: what is wrong in the vectors, and elsewhere."""
+    """Stage A, release it, give its blocks to B, stage B, all behind a closed gate: what is wrong in the vectors, and
+    elsewhere."""
     lab = Lab(3, 0, seed=seed, progress=progress, guard=guard)
     cache, first, second = lab.cache, vectors(), vectors()
     a = lab.add([1, 2, 3, 4, 5])
@@ -59,18 +61,22 @@ def test_a_buffer_that_is_taken_at_once_gives_a_sequence_the_pages_of_another() 
     for seed, progress in RUNS:
         wrong, found = stalled(seed, progress, GUARD)
         assert wrong, f"seed {seed}, progress {progress}"
-        assert any("RaceError" in one and "stage_vectors" in one for one in found), f"seed {seed}, progress {progress}: {found}"
+        assert any("RaceError" in one and "stage_vectors" in one for one in found), (
+            f"seed {seed}, progress {progress}: {found}"
+        )
 
 
 def small_case(guard: str | None) -> Callable[[SimDevice], None]:
     """Two hand-overs with a release between; a kernel behind them reads the vectors."""
 
     def body(device: SimDevice) -> None:
-        cache = KVCacheManager(small_layout(1), device_blocks=2, host_blocks=0, device=device, max_sequences=1, secret=bytes(32))
+        cache = KVCacheManager(
+            small_layout(1), device_blocks=2, host_blocks=0, device=device, max_sequences=1, secret=bytes(32)
+        )
         engine, first, second, seen = device.create_stream("engine"), vectors(), vectors(), list[Any]()
         try:
             if guard is not None:
-                cache._disable_guard(guard)
+                cache.core.disable_guard(guard)
             a = cache.add_sequence([1, 2], stream=engine)
             cache.copy_batch_block_csr(*first, a)
             expected = [of(cache, a)]
@@ -117,7 +123,9 @@ def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_o
         lab = Lab(8, 0, seed=seed, progress=progress)
         a, given = lab.add([1, 2, 3]), vectors()
         with pytest.raises(ValueError, match="stream=None"):
-            lab.cache.copy_batch_block_csr(*[np.zeros(9, np.int32) for _ in range(3)], [a.id, lab.add([4], stream=lab.b).id])
+            lab.cache.copy_batch_block_csr(
+                *[np.zeros(9, np.int32) for _ in range(3)], [a.id, lab.add([4], stream=lab.b).id]
+            )
         lab.cache.copy_batch_block_csr(*given, a.id, stream=lab.b)
         lab._streams[a.id] = lab.b
         lab.check(a)  # reads on b what was written on a

@@ -13,6 +13,7 @@ from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.tables import StagedRows, Table
 from kvpool.device.wrapper import WrappedDevice
+from kvpool.tables.staging import Buffer
 from tests.race.lab import Lab
 
 
@@ -28,7 +29,7 @@ def test_a_write_that_nobody_declared_is_found_in_tables_and_buffers() -> None:
         lab = Lab(8, 0)
         sequence, out = lab.add([1]), target(2, 4)
         lab.cache.copy_batch_block_offsets(out, sequence.id)
-        array = out if which == "table" else lab.cache._staging._buffers[0].array
+        array = out if which == "table" else lab.cache._tables.staging._buffers[0].array
         array[0] += 1
         with pytest.raises(UndeclaredWrite, match="array"):
             lab.sim.check()
@@ -43,9 +44,9 @@ def test_memory_that_is_freed_before_it_was_read_is_a_race() -> None:
     cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)
     sequence = cache.add_sequence([1])
     cache.copy_batch_block_offsets(target(1, 2), sequence)
-    buffer = cache._staging._buffers[0]
+    buffer = cache._tables.staging._buffers[0]
     device.free(buffer.array)
-    cache._staging._buffers.clear()
+    cache._tables.staging._buffers.clear()
     with pytest.raises(RaceError, match=r"(?s)array.*stage_rows.*free"):
         device.check()
     with pytest.raises(ValueError, match="staged: rows"):
@@ -59,7 +60,10 @@ def test_memory_that_is_freed_before_it_was_read_is_a_race() -> None:
 
 def test_memory_outside_the_pools_is_named_by_arrays() -> None:
     lab = Lab(4, 0)
-    for call in (lambda bad: lab.sim.launch(lab.a, lambda: None, loads=bad), lambda bad: lab.sim.host_access(stores=bad)):
+    for call in (
+        lambda bad: lab.sim.launch(lab.a, lambda: None, loads=bad),
+        lambda bad: lab.sim.host_access(stores=bad),
+    ):
         with pytest.raises(TypeError, match="loads|stores"):
             call([[1, 2]])
     lab.sim.launch(lab.a, lambda: None, stores=[np.zeros((0, 3))])
@@ -70,19 +74,21 @@ def test_memory_outside_the_pools_is_named_by_arrays() -> None:
 
 
 def without_event(cache: KVCacheManager) -> None:
-    cache._staging._retained[0].event = None
+    cache._tables.staging._retained.add(0, None, Buffer(np.zeros(1, np.uint8)))
 
 
 def free_too_early(cache: KVCacheManager) -> None:
-    cache._staging._free.append(cache._staging._retained.popleft())
+    cache._tables.staging._free.append(next(buffer for _, buffer in cache._tables.staging._retained))
+    cache._tables.staging._retained.clear()
 
 
 def listed_twice(cache: KVCacheManager) -> None:
-    cache._staging._retained.append(cache._staging._retained[0])
+    event, buffer = next(iter(cache._tables.staging._retained))
+    cache._tables.staging._retained.add(0, event, buffer)
 
 
 def stranger(cache: KVCacheManager) -> None:
-    cache._staging._buffers.pop()
+    cache._tables.staging._buffers.pop()
 
 
 @pytest.mark.parametrize(
@@ -141,11 +147,11 @@ def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
     lab = Lab(8, 0, wrap=Failing, staging_depth=1)
     sequence, out = lab.add([1]), target(1, 4)
     lab.cache.copy_batch_block_offsets(out, sequence.id)
-    assert isinstance(lab.cache._device, Failing)
-    lab.cache._device.refuses = call
+    assert isinstance(lab.cache.core.device, Failing)
+    lab.cache.core.device.refuses = call
     with pytest.raises(DeviceError, match=f"{call} refused"):
         lab.cache.copy_batch_block_offsets(out, sequence.id)
-    lab.cache._device.refuses = ""
+    lab.cache.core.device.refuses = ""
     if call == "stage_rows":
         lab.cache.copy_batch_block_offsets(out, sequence.id)
         assert not lab.findings()

@@ -28,7 +28,9 @@ class Crew:
         self.lab, self.seed, self.errors, self.done = lab, seed, [], threading.Event()
         self.turns: dict[str, int] = {}
 
-    def loop(self, name: str, turn: Callable[[np.random.Generator], None], turns: int | None = None) -> threading.Thread:
+    def loop(
+        self, name: str, turn: Callable[[np.random.Generator], None], turns: int | None = None
+    ) -> threading.Thread:
         def work() -> None:
             random = np.random.default_rng([self.seed, len(name)])
             count = 0
@@ -101,7 +103,11 @@ def test_threads_race_nowhere(seed: int, progress: float) -> None:
     lab = Lab(P, S, T=T, seed=seed, progress=progress, event_capacity=0)
     crew = Crew(lab, seed)
     crew.reader = lab.sim.create_stream("reader")
-    threads = [crew.loop("scheduler", crew.schedule, 100), crew.loop("reader", crew.read), crew.loop("importer!", crew.bring)]
+    threads = [
+        crew.loop("scheduler", crew.schedule, 100),
+        crew.loop("reader", crew.read),
+        crew.loop("importer!", crew.bring),
+    ]
     for thread in threads:
         thread.join(120)
     assert not any(thread.is_alive() for thread in threads), f"stuck: {crew.turns}"

@@ -13,7 +13,8 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
 def step(lab: Lab) -> None:
-    """A step of decoding: the kernel that reads a block written long ago is queued on stream a when the commit gives that block back.
+    """A step of decoding: the kernel that reads a block written long ago is queued on stream a when the commit gives
+    that block back.
 
     It is the next victim, and not worth a copy to the host, which would be in order behind the kernel.
     """
@@ -59,7 +60,16 @@ RACES: dict[Callable[[Lab], None], tuple[str, int, int]] = {
 
 def run(scene: Callable[[Lab], None], seed: int, progress: float, guard: str | None = None) -> list[str]:
     _, device, host = RACES.get(scene, ("", 4, 0))
-    lab = Lab(device, host, seed=seed, progress=progress, guard=guard, wrap=Unasked if guard else None, window=2, max_sequence_tokens=20)
+    lab = Lab(
+        device,
+        host,
+        seed=seed,
+        progress=progress,
+        guard=guard,
+        wrap=Unasked if guard else None,
+        window=2,
+        max_sequence_tokens=20,
+    )
     try:
         scene(lab)
     except AssertionError:
@@ -68,7 +78,9 @@ def run(scene: Callable[[Lab], None], seed: int, progress: float, guard: str | N
     return lab.findings()
 
 
-@pytest.mark.parametrize("scene", [*RACES, the_sequence_itself_writes_on_another_stream], ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize(
+    "scene", [*RACES, the_sequence_itself_writes_on_another_stream], ids=lambda scene: scene.__name__
+)
 def test_nothing_races(scene: Callable[[Lab], None]) -> None:
     for seed, progress in RUNS:
         found = run(scene, seed, progress)

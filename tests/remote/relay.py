@@ -7,7 +7,8 @@ import threading
 
 
 class Relay:
-    """Passes bytes between clients and the server, and what the server sends only while it is not held. A context manager."""
+    """Passes bytes between clients and the server, and what the server sends only while it is not held. A context
+    manager."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

@@ -15,18 +15,32 @@ from workers import HUGE, LARGE, Make, expected, stored, worker
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.endpoints import ServerPassword
-from kvpool.remote.messages import Blocks, Failed, Get, Hello, Message, Released, Welcome, decode, encode
+from kvpool.remote.messages import (
+    Blocks,
+    Failed,
+    Find,
+    Found,
+    Get,
+    Hello,
+    Message,
+    Released,
+    Welcome,
+    decode,
+    encode,
+)
+from kvpool.state.hashing import remote_password
 
-Script = Callable[[Get, list[bytes]], list[list[Any]]]
+Script = Callable[[Any, list[bytes]], list[list[Any]]]
 
 
 @contextmanager
 def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]:
-    """A server that answers every ``get`` with the messages that a script makes of it, and the blocks that it would have."""
+    """A server that answers every ``get`` with the messages that a script makes of it, and the blocks that it would
+    have."""
     context: zmq.Context[Any] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
-    door = ServerPassword(engine.cache.remote_password)
+    door = ServerPassword(remote_password(engine.cache.core.states.secret))
     door.apply(router)
     authenticator = door.authenticator(context)
     router.bind("tcp://127.0.0.1:*")
@@ -38,11 +52,11 @@ def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]
             if not router.poll(10):
                 continue
             client, header, *frames = router.recv_multipart()
-            request = decode(header, (Hello, Get))
-            if isinstance(request, Get):
+            request = decode(header, (Hello, Get, Find))
+            if isinstance(request, (Get, Find)):
                 replies = script(request, [bytes([i]) * size for i in range(len(frames[0]) // 16)])
             else:
-                limits = {"block_bytes": size, "blocks_per_request": 64, "requests": 8, "bytes": 1 << 26}
+                limits = {"block_bytes": (size,), "blocks_per_request": 64, "requests": 8, "bytes": 1 << 26}
                 replies = [[Welcome(request.id, **(limits | welcome))]]
             for reply in replies:
                 router.send_multipart([client, *(encode(one) if isinstance(one, Message) else one for one in reply)])
@@ -62,7 +76,7 @@ TOKENS = list(range(33))
 WRONG: dict[str, Script] = {
     "no JSON": lambda get, blocks: [[b"what?"]],
     "empty": lambda get, blocks: [[b""]],
-    "another version": lambda get, blocks: [[encode(Released(get.id)).replace(b'"v": 1', b'"v": 9')]],
+    "another version": lambda get, blocks: [[encode(Released(get.id)).replace(b'"v": 2', b'"v": 9')]],
     "a request": lambda get, blocks: [[get]],
     "an unknown id": lambda get, blocks: [[Blocks(get.id + 1, "1" * len(blocks), True), *blocks]],
     "id 0": lambda get, blocks: [[Blocks(0, "1" * len(blocks), True), *blocks]],
@@ -73,11 +87,20 @@ WRONG: dict[str, Script] = {
     "a frame too many": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks, blocks[0]]],
     "a short frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:], blocks[0][1:]]],
     "a long frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:], blocks[0] + b"x"]],
-    "one frame of another length": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), b"".join(blocks)[1:]]],
+    "one frame of another length": lambda get, blocks: [
+        [Blocks(get.id, "1" * len(blocks), True), b"".join(blocks)[1:]]
+    ],
     "frames without blocks": lambda get, blocks: [[Blocks(get.id, "0" * len(blocks), True), blocks[0]]],
     "release first": lambda get, blocks: [[Released(get.id)]],
-    "release twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks], [Released(get.id)], [Released(get.id)]],
-    "release with frames": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks], [Released(get.id), b""]],
+    "release twice": lambda get, blocks: [
+        [Blocks(get.id, "1" * len(blocks), False), *blocks],
+        [Released(get.id)],
+        [Released(get.id)],
+    ],
+    "release with frames": lambda get, blocks: [
+        [Blocks(get.id, "1" * len(blocks), False), *blocks],
+        [Released(get.id), b""],
+    ],
     "blocks twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks]] * 2,
 }
 
@@ -85,7 +108,10 @@ WRONG: dict[str, Script] = {
 @pytest.mark.parametrize("script", WRONG.values(), ids=WRONG)
 def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make, script: Script) -> None:
     here = worker(make)
-    with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache, timeout_ms=20_000, messages_in_flight=1) as client:
+    with (
+        fake_server(here, script) as endpoint,
+        BlockClient(endpoint, here.cache, timeout_ms=20_000, messages_in_flight=1) as client,
+    ):
         with pytest.raises(RemoteError, match="malformed: the server sent"):
             client.fetch(TOKENS)
             # What comes behind a complete answer is met by the next call, as an answer to nobody.
@@ -94,7 +120,49 @@ def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make
     assert here.reusable(TOKENS) == (32 if script is WRONG["release twice"] else 0)
 
 
-@pytest.mark.parametrize("welcome", [{"block_bytes": 1}, {"blocks_per_request": 0}, {"requests": 0}, {"bytes": 0}], ids=str)
+WRONG_FOUND: dict[str, Script] = {
+    "no frame": lambda find, blocks: [[Found(find.id)]],
+    "two frames": lambda find, blocks: [[Found(find.id), b"\xff", b""]],
+    "a short frame": lambda find, blocks: [[Found(find.id), b""]],
+    "a long frame": lambda find, blocks: [[Found(find.id), b"\xff\xff"]],
+    "another id": lambda find, blocks: [[Found(find.id + 1), b"\xff"]],
+    "blocks": lambda find, blocks: [[Blocks(find.id, "1" * len(blocks), True), *blocks]],
+    "no JSON": lambda find, blocks: [[b"what?"]],
+}
+
+
+@pytest.mark.parametrize("script", WRONG_FOUND.values(), ids=WRONG_FOUND)
+def test_what_no_server_answers_to_a_question_is_an_error(make: Make, script: Script) -> None:
+    here = worker(make, window=6)
+    with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache) as client:
+        with pytest.raises(RemoteError, match="malformed: the server sent") as caught:
+            client.fetch(TOKENS)
+        assert caught.value.blocks == 0 and here.reusable(TOKENS) == 0
+
+
+def test_a_server_that_does_not_answer_a_question_is_a_timeout(make: Make) -> None:
+    here = worker(make, window=6)
+    with fake_server(here, lambda find, blocks: []) as endpoint:
+        with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
+            with pytest.raises(RemoteTimeout, match="silent for 100 ms"):
+                client.fetch(TOKENS)
+
+
+def test_a_server_that_has_less_than_it_said_leaves_a_prefix_that_holds(make: Make) -> None:
+    def nothing(request: Any, blocks: list[bytes]) -> list[list[Any]]:
+        if isinstance(request, Find):
+            return [[Found(request.id), b"\xff"]]
+        return [[Blocks(request.id, "0" * len(blocks), True)]]
+
+    here = worker(make, window=6)
+    with fake_server(here, nothing) as endpoint, BlockClient(endpoint, here.cache) as client:
+        assert client.fetch(TOKENS) == 0
+    assert here.add(TOKENS).cached == 0
+
+
+@pytest.mark.parametrize(
+    "welcome", [{"block_bytes": (1,)}, {"blocks_per_request": 0}, {"requests": 0}, {"bytes": 0}], ids=str
+)
 def test_a_welcome_that_makes_no_sense_is_an_error(make: Make, welcome: dict[str, int]) -> None:
     here = worker(make)
     with fake_server(here, lambda get, blocks: [], **welcome) as endpoint, BlockClient(endpoint, here.cache) as client:
@@ -153,7 +221,9 @@ def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
         asked.append(get)
         if len(asked) < 4:
             return []
-        replies: list[list[Any]] = [[Blocks(one.id, "11", i == 2), *content[2 * i : 2 * i + 2]] for i, one in enumerate(asked)]
+        replies: list[list[Any]] = [
+            [Blocks(one.id, "11", i == 2), *content[2 * i : 2 * i + 2]] for i, one in enumerate(asked)
+        ]
         return replies[::-1] + [[Released(one.id)] for i, one in enumerate(asked) if i != 2]
 
     with fake_server(here, script) as endpoint:
@@ -184,7 +254,9 @@ def test_a_server_that_dies_in_mid_transfer_leaves_nothing_half_written(make: Ma
     tokens = stored(there, 16)
     server = BlockServer(there.cache)
     with server, Relay(server.endpoint) as relay:
-        with BlockClient(relay.endpoint, here.cache, timeout_ms=500, blocks_per_message=4, messages_in_flight=2) as client:
+        with BlockClient(
+            relay.endpoint, here.cache, timeout_ms=500, blocks_per_message=4, messages_in_flight=2
+        ) as client:
             assert client.fetch(tokens[:9]) == 2
             relay.hold()
             with pytest.raises(RemoteTimeout) as caught:
@@ -214,7 +286,10 @@ def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
 
 def test_a_second_thread_is_sent_away(make: Make) -> None:
     here = worker(make)
-    with fake_server(here, lambda get, blocks: []) as endpoint, BlockClient(endpoint, here.cache, timeout_ms=500) as client:
+    with (
+        fake_server(here, lambda get, blocks: []) as endpoint,
+        BlockClient(endpoint, here.cache, timeout_ms=500) as client,
+    ):
         inside = threading.Event()
         take = client._transport.connect
 
@@ -252,10 +327,18 @@ def test_a_closed_client_says_so(make: Make) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"name": "a" * 65}, {"name": "a\nb"}, {"name": 3}, {"timeout_ms": 0}, {"timeout_ms": 1.5}, {"blocks_per_message": 0},
-     {"blocks_per_message": 5000}, {"messages_in_flight": 0}],
+    [
+        {"name": "a" * 65},
+        {"name": "a\nb"},
+        {"name": 3},
+        {"timeout_ms": 0},
+        {"timeout_ms": 1.5},
+        {"blocks_per_message": 0},
+        {"blocks_per_message": 5000},
+        {"messages_in_flight": 0},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(make: Make, options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=next(iter(options))):
         BlockClient("tcp://127.0.0.1:1", worker(make).cache, **options)

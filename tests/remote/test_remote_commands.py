@@ -1,4 +1,5 @@
-"""Two processes: one replays under memory pressure and serves, the other fetches and checks every byte; and the measurement beside it."""
+"""Two processes: one replays under memory pressure and serves, the other fetches and checks every byte; and the
+measurement beside it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
+from kvpool.arrays.layout import BlockLayout
 from kvpool.commands import fetch as fetch_command
 from kvpool.commands.serve import SECRET
-from kvpool.layout import BlockLayout
 from kvpool.manager import KVCacheManager
 from kvpool.remote import BlockServer, nixl
 from kvpool.remote.throughput import Throughput, measure
@@ -37,12 +38,17 @@ def test_two_processes_fetch_under_pressure_and_every_figure_is_right(capfd: pyt
     assert report["passed"] and report["failure"] is None and report["throughput"] == []
     fetched, served = figures_of(report, "fetch"), figures_of(report, "server")
     assert fetched["blocks fetched"] >= 2000 and fetched["blocks with wrong bytes"] == 0
-    assert served["blocks served"] >= fetched["blocks fetched"] and served["leases left"] == served["blocks left pinned"] == 0
+    assert (
+        served["blocks served"] >= fetched["blocks fetched"]
+        and served["leases left"] == served["blocks left pinned"] == 0
+    )
     assert served["host blocks evicted meanwhile"] > 300, "there was no pressure"
     assert not re.search(r"[0-9a-f]{64}", out), "a secret was printed"
 
 
-def test_a_server_of_ones_own_is_fetched_from_and_ends_with_its_input(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_server_of_ones_own_is_fetched_from_and_ends_with_its_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setenv(SECRET, KEY.hex())
     command = [sys.executable, "-m", "kvpool", "serve", "--until-eof", *SMALL]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -67,7 +73,10 @@ def test_wrong_bytes_are_found() -> None:
             keys = cache.block_keys(request.prompt(), salt=request.salt, adapter_id=request.adapter_id)
             cache.import_blocks(keys, [bytes(512)] * len(keys.keys))
         for calls, where in ((0, "in the pool"), (1, "as it came")):
-            with BlockServer(cache) as server, Fetching(trace, FetchConfig(layout, 20, 1000, KEY), server.endpoint) as fetching:
+            with (
+                BlockServer(cache) as server,
+                Fetching(trace, FetchConfig(layout, 20, 1000, KEY), server.endpoint) as fetching,
+            ):
                 fetching.calls = calls
                 figures = {figure.name: figure for figure in fetching.run()}
             assert not figures["blocks with wrong bytes"].ok and where in fetching.first_wrong
@@ -76,11 +85,15 @@ def test_wrong_bytes_are_found() -> None:
 @pytest.mark.parametrize(
     ("arguments", "secret", "words"),
     [
-        (["serve"], "", SECRET), (["serve"], "zz" * 16, SECRET), (["serve"], "00" * 15, SECRET), (["serve"], "00" * 65, SECRET),
-        (["fetch", "--endpoint", "tcp://127.0.0.1:1"], "", SECRET), (["fetch", "-"], "00" * 16, "TRACE"),
+        (["serve"], "", SECRET),
+        (["serve"], "zz" * 16, SECRET),
+        (["serve"], "00" * 15, SECRET),
+        (["serve"], "00" * 65, SECRET),
+        (["fetch", "--endpoint", "tcp://127.0.0.1:1"], "", SECRET),
+        (["fetch", "-"], "00" * 16, "TRACE"),
         (["serve", "--block-bytes", "100"], "00" * 16, "--block-bytes"),
     ],
-)  # fmt: skip
+)
 def test_wrong_usage_is_named(arguments: list[str], secret: str, words: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv(SECRET, secret)
     with pytest.raises(SystemExit) as caught:
@@ -90,7 +103,9 @@ def test_wrong_usage_is_named(arguments: list[str], secret: str, words: str, mon
 
 
 @pytest.mark.parametrize("arguments", [["/nowhere"], ["--endpoint", "tcp://192.0.2.1:1"]], ids=str)
-def test_a_trace_or_an_endpoint_that_cannot_be_had_is_wrong_usage(arguments: list[str], monkeypatch: Any, capsys: Any) -> None:
+def test_a_trace_or_an_endpoint_that_cannot_be_had_is_wrong_usage(
+    arguments: list[str], monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setenv(SECRET, KEY.hex())
     for command in ("serve", "fetch"):
         assert main([command, *arguments]) == 2
@@ -113,14 +128,14 @@ def test_the_measurement_moves_every_block_each_way(transport: str, block_bytes:
     assert min(found.fetch, found.fetch_blocks, found.bare, found.bare_copied, found.ratio, found.ratio_in_buffers) > 0
 
 
-def test_a_slow_transfer_fails_the_run(monkeypatch: Any, capsys: Any) -> None:
+def test_a_slow_transfer_is_shown_and_fails_nothing(monkeypatch: Any, capsys: Any) -> None:
     def slow(size: int, **options: Any) -> Throughput:
         return Throughput("inline", size, 16, 1 << 20, 1, 1e9, 1e9, 2e9, 2e9, 0.5, 0.5)
 
     monkeypatch.setattr("kvpool.remote.throughput.measure", slow)
-    assert main(["fetch", "--blocks", "100", "--round-bytes", "1MiB", *SMALL]) == 1
+    assert main(["fetch", "--blocks", "100", "--round-bytes", "1MiB", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"FAILED +65,536 bytes x 16, inline.* 0\.50 +>= 0\.7", out) and "FAILED  4,096" not in out
+    assert re.search(r"65,536 bytes x 16, inline.* 0\.50", out) and "FAILED" not in out
 
 
 @pytest.mark.parametrize("options", [{"round_bytes": 1}, {"rounds": 0}, {"transport": "mail"}], ids=str)

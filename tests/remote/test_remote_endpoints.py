@@ -18,9 +18,22 @@ SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["tcp://0.0.0.0:*", "tcp://*:*", "tcp://192.0.2.1:5555", "tcp://example.com:5555", "tcp://[::]:5555", "tcp://eth0:*", "tcp://",
-     "inproc://blocks", "udp://127.0.0.1:1", "127.0.0.1:5555", "", "ipc://"],
-)  # fmt: skip
+    [
+        "tcp://0.0.0.0:*",
+        "tcp://*:*",
+        "tcp://192.0.2.1:5555",
+        "tcp://example.com:5555",
+        "tcp://[::]:5555",
+        "tcp://eth0:*",
+        "tcp://",
+        "inproc://blocks",
+        "udp://127.0.0.1:1",
+        "127.0.0.1:5555",
+        "",
+        "ipc://",
+        "ipc:///tmp/a\0b",
+    ],
+)
 def test_endpoints_beyond_this_machine_need_keys(make: Make, endpoint: str) -> None:
     cache = worker(make).cache
     for build in (lambda: BlockServer(cache, endpoint), lambda: BlockClient(endpoint, cache)):
@@ -61,11 +74,13 @@ def test_clients_with_a_known_key_are_served_everywhere(make: Make) -> None:
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        (None, RemoteTimeout), (ClientKeys(*STRANGER, SERVER[0]), RemoteError), (ClientKeys(*FRIEND, STRANGER[0]), RemoteTimeout),
+        (None, RemoteTimeout),
+        (ClientKeys(*STRANGER, SERVER[0]), RemoteError),
+        (ClientKeys(*FRIEND, STRANGER[0]), RemoteTimeout),
         (ClientKeys(STRANGER[0], FRIEND[1], SERVER[0]), RemoteTimeout),
     ],
     ids=["no keys", "unknown client", "wrong server", "wrong pair"],
-)  # fmt: skip
+)
 def test_others_get_no_answer(make: Make, keys: ClientKeys | None, error: type[Exception]) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
@@ -73,6 +88,20 @@ def test_others_get_no_answer(make: Make, keys: ClientKeys | None, error: type[E
         with BlockClient(server.endpoint, here.cache, keys=keys, timeout_ms=400) as client, pytest.raises(error):
             client.fetch(tokens)
         assert server.stats().requests == server.stats().refused == 0
+
+
+def test_a_client_with_a_known_key_and_another_secret_is_refused(make: Make) -> None:
+    """CURVE lets it in, and its keys are of a pool with another secret: without the refusal it would ask for what
+    nobody can have, and take the answer "not there" for true."""
+    there, here = worker(make), worker(make, secret=bytes(32))
+    tokens = stored(there, 4)
+    with BlockServer(there.cache, keys=ServerKeys(*SERVER, [FRIEND[0]])) as server:
+        with BlockClient(server.endpoint, here.cache, keys=ClientKeys(*FRIEND, SERVER[0])) as client:
+            for call in (lambda: client.fetch(tokens), lambda: client.fetch_blocks(there.keys(tokens))):
+                with pytest.raises(RemoteError, match="same secret=") as caught:
+                    call()
+                assert caught.value.code == "secret"
+        assert server.stats().requests == 0 and server.stats().refused == 2
 
 
 def test_secret_keys_are_not_shown() -> None:
@@ -83,10 +112,13 @@ def test_secret_keys_are_not_shown() -> None:
 @pytest.mark.parametrize("wrong", [b"short", "a" * 40, None])
 def test_wrong_keys_are_named_but_not_shown(wrong: Any) -> None:
     for build in (
-        lambda: ServerKeys(wrong, SERVER[1], []), lambda: ServerKeys(SERVER[0], wrong, []), lambda: ServerKeys(*SERVER, [wrong]),
-        lambda: ClientKeys(wrong, FRIEND[1], SERVER[0]), lambda: ClientKeys(FRIEND[0], wrong, SERVER[0]),
+        lambda: ServerKeys(wrong, SERVER[1], []),
+        lambda: ServerKeys(SERVER[0], wrong, []),
+        lambda: ServerKeys(*SERVER, [wrong]),
+        lambda: ClientKeys(wrong, FRIEND[1], SERVER[0]),
+        lambda: ClientKeys(FRIEND[0], wrong, SERVER[0]),
         lambda: ClientKeys(*FRIEND, wrong),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match="40 bytes of Z85") as caught:
             build()
         assert "short" not in str(caught.value) and "aaaa" not in str(caught.value)
@@ -98,7 +130,9 @@ def test_wrong_keys_are_named_but_not_shown(wrong: Any) -> None:
 def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, end: str) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
-    server_keys, client_keys = (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*STRANGER, SERVER[0])) if "keys" in end else (None, None)
+    server_keys, client_keys = (
+        (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*STRANGER, SERVER[0])) if "keys" in end else (None, None)
+    )
     with BlockServer(there.cache, keys=server_keys) as server:
         assert server._authenticator is not None
         server._authenticator.stop()
@@ -113,7 +147,10 @@ def test_a_peer_without_the_secret_gets_no_further_than_the_door(make: Make) -> 
     there, here = worker(make), worker(make, secret=b"another secret of 32 bytes .....")
     tokens = stored(there, 4)
     with BlockServer(there.cache) as server:
-        with BlockClient(server.endpoint, here.cache) as client, pytest.raises(RemoteError, match="different hash secrets"):
+        with (
+            BlockClient(server.endpoint, here.cache) as client,
+            pytest.raises(RemoteError, match="different hash secrets"),
+        ):
             client.fetch(tokens)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
@@ -136,13 +173,17 @@ def test_a_transport_serves_one_server(make: Make) -> None:
 
 
 def test_a_client_leaves_room_for_others_by_default() -> None:
-    limits = fitting(Limits(), 4096, 64)
-    assert (limits.bytes_per_client, limits.bytes_in_total) == (16 * 4096, 32 * 4096)
+    limits = fitting(Limits(), [(4096, 2048)])
+    assert (limits.bytes_per_client, limits.bytes_in_total) == (128 * 4096, 1024 * 4096)
+    limits = fitting(Limits(), [(4096, 4)])
+    assert (limits.bytes_per_client, limits.bytes_in_total) == (4096, 2 * 4096)
+    limits = fitting(Limits(), [(4096, 64)])
+    assert (limits.bytes_per_client, limits.bytes_in_total) == (8 * 4096, 32 * 4096)
 
 
 def test_what_waits_is_bounded_over_all_clients() -> None:
-    under_way = UnderWay(fitting(Limits(requests_waiting=2), 4096, 64))
+    under_way = UnderWay(fitting(Limits(requests_waiting=2), [(4096, 64)]))
     for number in range(2):
-        under_way.accept(Waiting(bytes([number]), 1, b"", "", 4096), 1)
+        under_way.accept(Waiting(bytes([number]), 1, 0, b"", "", 4096), 1)
     with pytest.raises(Refused, match="2 requests of all clients wait"):
-        under_way.accept(Waiting(b"9", 1, b"", "", 4096), 1)
+        under_way.accept(Waiting(b"9", 1, 0, b"", "", 4096), 1)

@@ -1,4 +1,5 @@
-"""Blocks of one worker's host tier enter another worker's pool, whole, under keys of its own, and its next request hits."""
+"""Blocks of one worker's host tier enter another worker's pool, whole, under keys of its own, and its next request
+hits."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def test_a_prefix_ends_at_its_first_missing_block(make: Make) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
     longer = tokens[:16] + list(range(500, 580))
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache, blocks_per_message=3, messages_in_flight=2) as client:
+    with (
+        BlockServer(there.cache) as server,
+        BlockClient(server.endpoint, here.cache, blocks_per_message=3, messages_in_flight=2) as client,
+    ):
         assert client.fetch(longer) == 4
         assert client.fetch(list(range(900, 950))) == 0
         assert client.fetch([1]) == 0
@@ -73,7 +77,13 @@ def test_unknown_keys_among_known_ones_are_missing_in_place(make: Make, layout: 
     content = expected(there, tokens)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache, blocks_per_message=2) as client:
         found = client.fetch_blocks(asked)
-        assert [None if one is None else bytes(one) for one in found] == [None, content[4], content[0], None, content[5]]
+        assert [None if one is None else bytes(one) for one in found] == [
+            None,
+            content[4],
+            content[0],
+            None,
+            content[5],
+        ]
         assert client.fetch_blocks([]) == []
 
 
@@ -83,7 +93,9 @@ def test_blocks_that_lie_apart_come_as_what_was_asked_for(make: Make, places: li
     tokens = stored(there, 8)
     keys, content = there.keys(tokens), expected(there, tokens)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
-        assert [bytes(one or b"") for one in client.fetch_blocks([keys[place] for place in places])] == [content[place] for place in places]
+        assert [bytes(one or b"") for one in client.fetch_blocks([keys[place] for place in places])] == [
+            content[place] for place in places
+        ]
 
 
 def test_blocks_of_the_device_tier_are_not_served(make: Make) -> None:
@@ -145,6 +157,9 @@ def test_several_clients_are_served_at_once(make: Make) -> None:
 def test_an_ipc_endpoint_works(make: Make, tmp_path: Path) -> None:
     there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
     tokens = stored(there, 4)
-    with BlockServer(there.cache, f"ipc://{tmp_path}/blocks") as server, BlockClient(server.endpoint, here.cache) as client:
+    with (
+        BlockServer(there.cache, f"ipc://{tmp_path}/blocks") as server,
+        BlockClient(server.endpoint, here.cache) as client,
+    ):
         assert client.fetch(tokens) == 4
     assert here.add(tokens).cached == 16

@@ -1,4 +1,5 @@
-"""Blocks stay pinned until the transport has let go of them, whatever the client does, and nobody but the server's thread waits."""
+"""Blocks stay pinned until the transport has let go of them, whatever the client does, and nobody but the server's
+thread waits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, wor
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
-from kvpool.remote.server import GUARDS
+from kvpool.state.hashing import remote_password
 
 BLOCKS = 16
 ALL = Limits(bytes_in_total=BLOCKS << 20, bytes_per_client=1 << 40)
@@ -44,13 +45,15 @@ class Fetch(threading.Thread):
 
 
 @contextmanager
-def stalled(make: Make, *, timeout_ms: int = 25_000, **options: Any) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
+def stalled(
+    make: Make, *, timeout_ms: int = 25_000, guarded: bool = True, **options: Any
+) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
     """A server whose whole host tier is on its way to a client that reads nothing."""
     there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
     tokens = stored(there, BLOCKS)
-    guards = options.pop("guards", GUARDS)
+    if not guarded:
+        there.cache.core.disable_guard("unpin_after_release")
     with BlockServer(there.cache, limits=ALL, **options) as server, Relay(server.endpoint) as relay:
-        server._guards = guards
         with BlockClient(relay.endpoint, there.cache, name="slow", timeout_ms=timeout_ms) as client:
             assert client.fetch_blocks([bytes(16)]) == [None]  # is connected
             relay.hold()
@@ -81,7 +84,7 @@ def test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on(make: Make)
 
 
 def test_without_the_guard_a_slow_client_gets_torn_blocks(make: Make) -> None:
-    with stalled(make, guards=frozenset()) as (there, tokens, server, relay, fetch):
+    with stalled(make, guarded=False) as (there, tokens, server, relay, fetch):
         assert not there.cache.leases
         assert overwrite(there) == BLOCKS
         relay.pass_on()
@@ -142,9 +145,14 @@ sys.stdin.readline()
 socket.send_multipart([get, keys])
 sys.stdin.read()
 """
-    with BlockServer(there.cache, limits=ALL) as server, Relay(server.endpoint) as relay, Raw(server.endpoint, there) as raw:
+    with (
+        BlockServer(there.cache, limits=ALL) as server,
+        Relay(server.endpoint) as relay,
+        Raw(server.endpoint, there) as raw,
+    ):
         frames = raw.hello(client="victim"), raw.get(client="victim"), b"".join(there.keys(tokens))
-        arguments = [sys.executable, "-c", script, relay.endpoint, there.cache.remote_password, *(frame.hex() for frame in frames)]
+        password = remote_password(there.cache.core.states.secret)
+        arguments = [sys.executable, "-c", script, relay.endpoint, password, *(frame.hex() for frame in frames)]
         with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None and process.stdout is not None
             assert process.stdout.readline() == "connected\n"
@@ -181,7 +189,10 @@ def test_clients_that_read_nothing_get_no_more_than_their_limits(make: Make) -> 
 def test_an_answer_to_a_client_that_has_gone_is_counted_and_its_blocks_unpinned(make: Make) -> None:
     there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
     keys = b"".join(there.keys(stored(there, BLOCKS)))
-    with BlockServer(there.cache, limits=replace(ALL, requests_per_client=1)) as server, Relay(server.endpoint) as relay:
+    with (
+        BlockServer(there.cache, limits=replace(ALL, requests_per_client=1)) as server,
+        Relay(server.endpoint) as relay,
+    ):
         with Raw(relay.endpoint, there) as raw:
             raw.send(raw.hello())
             raw.receive()

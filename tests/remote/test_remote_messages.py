@@ -7,15 +7,31 @@ from typing import Any
 
 import pytest
 
-from kvpool.remote.messages import HEADER_BYTES_MAX, Blocks, Failed, Get, Hello, Malformed, Message, Released, Welcome, decode, encode
+from kvpool.remote.messages import (
+    HEADER_BYTES_MAX,
+    Blocks,
+    Failed,
+    Find,
+    Found,
+    Get,
+    Hello,
+    Malformed,
+    Message,
+    Released,
+    Welcome,
+    decode,
+    encode,
+)
 
 MESSAGES = [
     Hello(1, "client", "a" * 32, "b" * 32, "inline"),
-    Get(2, "", "a" * 32, "b" * 32, "inline"),
-    Welcome(3, 4096, 64, 8, 1 << 26),
+    Get(2, "", "a" * 32, "b" * 32, "inline", 3),
+    Find(2, "", "a" * 32, "b" * 32, "inline"),
+    Welcome(3, (4096, 0, 192), 64, 8, 1 << 26),
+    Found(4),
     Blocks(4, "1101", False),
     Released(5),
-    Failed(0, "limit", "too \"many\" \u00fc \ud800"),
+    Failed(0, "limit", 'too "many" \u00fc \ud800'),
 ]
 KINDS = tuple(type(message) for message in MESSAGES)
 
@@ -28,7 +44,7 @@ def test_every_kind_comes_back_as_it_was(message: Message) -> None:
 
 
 def header(**changes: Any) -> bytes:
-    values: dict[str, Any] = {"v": 1, "kind": "blocks", "id": 7, "found": "11", "done": True} | changes
+    values: dict[str, Any] = {"v": 2, "kind": "blocks", "id": 7, "found": "11", "done": True} | changes
     return json.dumps({name: value for name, value in values.items() if value is not ...}).encode()
 
 
@@ -41,7 +57,7 @@ def header(**changes: Any) -> bytes:
         (b"9" * 5000, "not JSON", 0),
         (b"[1]", "not a JSON object", 0),
         (b" " * (HEADER_BYTES_MAX + 1), "accepted are up to", 0),
-        (header(v=2), "version 2", 7),
+        (header(v=1), "version 1", 7),
         (header(v=True), "version True", 7),
         (header(v=...), "version None", 7),
         (header(kind="hello"), "kind 'hello'", 7),

@@ -1,4 +1,5 @@
-"""Blocks through NIXL: the reader takes them, its notification unpins them, and two workers of one host do not collide."""
+"""Blocks through NIXL: the reader takes them, its notification unpins them, and two workers of one host do not
+collide."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_the_next_request_with_the_prefix_hits(make: Make, layout: dict[str, Any
     there, here = worker(make, layout=layout), worker(make, layout=layout)
     tokens = stored(there, 20)
     with BlockServer(there.cache, transport=NixlServer()) as server:
-        with BlockClient(server.endpoint, here.cache, transport=NixlClient(), blocks_per_message=3, messages_in_flight=2) as client:
+        with BlockClient(
+            server.endpoint, here.cache, transport=NixlClient(), blocks_per_message=3, messages_in_flight=2
+        ) as client:
             assert client.fetch(tokens) == 20
             found = client.fetch_blocks([bytes(16), *there.keys(tokens)])
             content = expected(there, tokens)
@@ -151,6 +154,10 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 def test_without_pyzmq_the_error_says_what_to_install() -> None:
     assert zmq.zmq_version()
-    script = "import sys; sys.modules['zmq'] = None\ntry: import kvpool.remote\nexcept ImportError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    script = (
+        "import sys; sys.modules['zmq'] = None\ntry: import kvpool.remote\nexcept ImportError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     assert "pip install 'kvpool[remote]'" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, wor
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.messages import Blocks, Failed, Message, Released, Welcome, decode
+from kvpool.remote.underway import Transfer, UnderWay, Waiting
 
 ANSWERS = (Welcome, Blocks, Released, Failed)
 
@@ -68,9 +70,20 @@ def test_garbage_is_answered_and_the_server_goes_on(make: Make) -> None:
     with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw:
         get, hello = raw.get(), raw.hello()
         cases = [
-            [b""], [b"", b""], [b"garbage"], [hello, key], [get], [get, b""], [get, key[:15]], [get, key, key], [get, key + b"x"],
-            [raw.hello(id=0)], [raw.hello(client="a" * 65)], [raw.hello(client="a\nb")], [hello.replace(b'"id": 1', b'"id": "1"')],
-        ]  # fmt: skip
+            [b""],
+            [b"", b""],
+            [b"garbage"],
+            [hello, key],
+            [get],
+            [get, b""],
+            [get, key[:15]],
+            [get, key, key],
+            [get, key + b"x"],
+            [raw.hello(id=0)],
+            [raw.hello(client="a" * 65)],
+            [raw.hello(client="a\nb")],
+            [hello.replace(b'"id": 1', b'"id": "1"')],
+        ]
         for frames in cases:
             error = answer(raw, *frames)
             assert isinstance(error, Failed) and error.code == "malformed", (frames, error)
@@ -127,7 +140,9 @@ def test_more_blocks_than_the_limit_are_refused(make: Make) -> None:
     keys = there.keys(stored(there, 8))
     with BlockServer(there.cache, limits=Limits(blocks_per_request=7)) as server, Raw(server.endpoint, there) as raw:
         error = answer(raw, raw.get(), b"".join(keys))
-        assert isinstance(error, Failed) and error.code == "limit" and "8 blocks" in error.reason and "7" in error.reason
+        assert (
+            isinstance(error, Failed) and error.code == "limit" and "8 blocks" in error.reason and "7" in error.reason
+        )
         assert isinstance(answer(raw, raw.get(), b"".join(keys[:7])), Blocks)
 
 
@@ -153,7 +168,11 @@ def test_clients_share_the_bytes_in_total(make: Make) -> None:
     there = worker(make, 20, 16, layout=HUGE)
     tokens = stored(there, 16)
     limits = Limits(16, bytes_per_client=16 << 20, bytes_in_total=16 << 20)
-    with BlockServer(there.cache, limits=limits) as server, Relay(server.endpoint) as relay, Raw(relay.endpoint, there) as slow:
+    with (
+        BlockServer(there.cache, limits=limits) as server,
+        Relay(server.endpoint) as relay,
+        Raw(relay.endpoint, there) as slow,
+    ):
         assert isinstance(answer(slow, slow.hello()), Welcome)
         relay.hold()
         slow.send(slow.get(), b"".join(there.keys(tokens)))
@@ -164,6 +183,79 @@ def test_clients_share_the_bytes_in_total(make: Make) -> None:
             relay.pass_on()
             header, frame = other.receive()
             assert frame == expected(there, tokens)[0]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, scheme: str, tmp_path: Any) -> None:
+    """They have the password, ask for all they may have, and are not disconnected while this lasts."""
+    there = worker(make, 65, 64, layout=HUGE)
+    tokens = stored(there, 4)
+    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
+    limits = Limits(blocks_per_request=4)
+    with ExitStack() as stack:
+        server = stack.enter_context(BlockServer(there.cache, endpoint, limits=limits, stall_ms=0))
+        stuck = [stack.enter_context(Raw(server.endpoint, there, rcvhwm=1, rcvbuf=4096)) for _ in range(3)]
+        for one in stuck:
+            for number in range(2, 8):
+                one.send(one.get(id=number), b"".join(there.keys(tokens)[:4]))
+        until(lambda: server.stats().transfers >= 6 or server.stats().transfer_bytes == 32 << 20, "transfers")
+        with BlockClient(server.endpoint, there.cache, timeout_ms=5000) as client:
+            for _ in range(3):
+                found = client.fetch_blocks(there.keys(tokens)[:4])
+                assert [bytes(one or b"") for one in found] == expected(there, tokens)[:4]
+        assert server.stats().transfers >= 6 and server.stats().transfer_bytes <= 32 << 20
+
+
+def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
+    """In units of a block: 8 in total, up to 3 for each; what is under way is never released here."""
+    under_way = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8))
+
+    def ask(client: str, nbytes: int) -> None:
+        under_way.accept(Waiting(client.encode(), 1, 0, b"", "", nbytes), nbytes)
+
+    def taken() -> list[tuple[str, int]]:
+        found = []
+        while (request := under_way.take()) is not None:
+            under_way.transfers.append(Transfer(request.client, 1, request.nbytes, [], lambda: False))
+            found.append((request.client.decode(), request.nbytes))
+        return found
+
+    for client in "aab":
+        ask(client, 1)
+    assert taken() == [("a", 1), ("a", 1), ("b", 1)]
+    ask("a", 1), ask("b", 2), ask("c", 3)
+    assert taken() == [("a", 1), ("c", 3)], "b has something, and the last 3 are for who has nothing"
+    ask("d", 2), ask("e", 1)
+    assert taken() == [], "d has nothing, and is not overtaken by e, for which there would be room"
+    under_way.transfers.clear()
+    assert taken() == [("b", 2), ("d", 2), ("e", 1)]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
+    make: Make, scheme: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 1500)
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 4)
+    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
+    with BlockServer(there.cache, endpoint, limits=Limits(connections=5)) as server:
+        silent = []
+        for _ in range(40):
+            silent.append(socket.socket(socket.AF_INET if scheme == "tcp" else socket.AF_UNIX))
+            silent[-1].settimeout(20)
+            host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+            silent[-1].connect((host, int(port)) if scheme == "tcp" else server.endpoint.removeprefix("ipc://"))
+        until(lambda: server.stats().connections_refused >= 35, "refusals")
+        for one in silent:
+            with one:
+                try:
+                    while one.recv(64):
+                        pass
+                except ConnectionError:
+                    pass
+        with BlockClient(server.endpoint, here.cache) as client:
+            assert client.fetch(tokens) == 4
 
 
 def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:

@@ -1,4 +1,5 @@
-"""Two workers of one test: pools with one secret, the content that one has on its host, and raw requests to its server."""
+"""Two workers of one test: pools with one secret, the content that one has on its host, and raw requests to its
+server."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import zmq
 
 from engine import Engine
 from kvpool.remote.endpoints import ClientPassword
-from kvpool.remote.messages import Get, Hello, Message, encode
+from kvpool.remote.messages import Find, Get, Hello, Message, encode
+from kvpool.remote.served import served
+from kvpool.state.hashing import remote_password
 
 SECRET = bytes(range(32))
 SMALL = {"head_dim": 3}
@@ -60,21 +63,24 @@ class Raw:
         self._engine, self._context = engine, zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
-        ClientPassword(engine.cache.remote_password).apply(self.socket)
+        ClientPassword(remote_password(engine.cache.core.states.secret)).apply(self.socket)
         for name, value in options.items():
             setattr(self.socket, name, value)
         self.socket.connect(endpoint)
 
     def fields(self, **other: Any) -> dict[str, Any]:
         cache = self._engine.cache
-        right = {"layout": cache.layout.fingerprint, "origin": cache.block_keys([0]).origin[0], "transport": "inline"}
+        right = {"layout": served(cache).fingerprint, "origin": cache.block_keys([0]).origin[0], "transport": "inline"}
         return {"id": 1, "client": "raw"} | right | other
 
     def hello(self, **other: Any) -> bytes:
         return encode(Hello(**self.fields(**other)))
 
     def get(self, **other: Any) -> bytes:
-        return encode(Get(**self.fields(**other)))
+        return encode(Get(**self.fields(**({"group": 0} | other))))
+
+    def find(self, **other: Any) -> bytes:
+        return encode(Find(**self.fields(**other)))
 
     def send(self, *frames: bytes | Message) -> None:
         self.socket.send_multipart([encode(one) if isinstance(one, Message) else one for one in frames])

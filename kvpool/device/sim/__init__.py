@@ -1,4 +1,4 @@
-"""The sim device: streams that run late and in any order, for tests of the pool and of engines that use it."""
+"""The sim device: its streams run late and in any order. It tests the pool, and engines that use it."""
 
 from kvpool.device.sim.choices import Choices, ListedChoices, SeededChoices
 from kvpool.device.sim.device import SimDevice

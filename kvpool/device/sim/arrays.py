@@ -1,4 +1,5 @@
-"""Arrays outside the pools: staging buffers, tables and whatever else kernels and the host share. Each counts as a whole."""
+"""Arrays outside the pools: staging buffers, tables and whatever else kernels and the host share. Each counts as a
+whole."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvpool.device.sim.order import Rows
 
 
 class _Watched(NamedTuple):
-    """An array, what it should hold, and the bytes between its first and its last one."""
+    """An array, the content that it should have, and the range of its addresses."""
 
     array: NDArray[Any]
     shadow: NDArray[Any]
@@ -21,9 +22,11 @@ class _Watched(NamedTuple):
 
 
 class Arrays:
-    """The arrays that some access has named, each with a place of its own behind the blocks: rows name it like a block of ``tokens``.
+    """The arrays that some access has named. Each has a place with a number above all block ids. Rows name it like a
+    block of ``tokens`` tokens.
 
-    Arrays that share bytes are places that are accessed together. So two halves of one array are apart if each is named by itself.
+    If arrays share bytes, an access to one is an access to all of them. Two halves of one array are separate if each is
+    named by itself.
     """
 
     def __init__(self, blocks: int, tokens: int) -> None:
@@ -42,8 +45,10 @@ class Arrays:
         return self._rows(sorted(found))
 
     def _sharing(self, begin: int, end: int) -> list[int]:
-        """Numbers of the arrays that have some of these bytes."""
-        return [i for i, other in enumerate(self._watched) if other is not None and other.begin < end and begin < other.end]
+        """The numbers of the arrays that have some of these bytes."""
+        return [
+            i for i, other in enumerate(self._watched) if other is not None and other.begin < end and begin < other.end
+        ]
 
     def everything(self) -> Rows:
         return self._rows(range(len(self._watched)))
@@ -56,21 +61,22 @@ class Arrays:
             self._watched.append(_Watched(array, array.copy(), begin, end))
 
     def forget(self, array: NDArray[Any]) -> None:
-        """Watch memory no more. Its place stays, for what was done there before."""
+        """Stop watching memory. Its place stays, for accesses that were made before."""
         begin, end = _extent(array)
         for i, other in enumerate(self._watched):
             if other is not None and begin <= other.begin and other.end <= end:
                 self._watched[i] = None
 
     def adopt(self, places: NDArray[np.int64]) -> None:
-        """Take what is in these arrays for right, and in those that share bytes with them, which may have been named later."""
+        """Accept the present content of these arrays, and of the arrays that share bytes with them, which may have been
+        named later."""
         named = [self._watched[i] for i in (places - self._blocks).tolist()]
         for i in {i for one in named if one is not None for i in self._sharing(one.begin, one.end)}:
             if (watched := self._watched[i]) is not None:
                 watched.shadow[...] = watched.array
 
     def differences(self) -> list[int]:
-        """Places of arrays that are not what they should be."""
+        """The places of arrays whose content is not what it should be."""
         wrong = []
         for i, watched in enumerate(self._watched):
             if watched is not None and watched.array.tobytes() != watched.shadow.tobytes():
@@ -79,12 +85,14 @@ class Arrays:
 
 
 def _extent(array: NDArray[Any]) -> tuple[int, int]:
-    """Address of the first byte, and of the first one behind the array."""
+    """The address of the first byte, and of the first byte after the array."""
     address = array.ctypes.data
     if array.size == 0:
         return address, address
     steps = [(count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True)]
-    return address + sum(step for step in steps if step < 0), address + sum(step for step in steps if step > 0) + array.itemsize
+    return address + sum(step for step in steps if step < 0), address + sum(
+        step for step in steps if step > 0
+    ) + array.itemsize
 
 
 def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Where the sim device takes its decisions from: a seed, or a list that can be replayed and counted up."""
+"""The source of the sim device's decisions: a seed, or a list that can be replayed and enumerated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Choices(ABC):
 
     @abstractmethod
     def choose(self, n: int) -> int:
-        """One of ``n`` (1 or more) ways to go on: an int of ``[0, n)``."""
+        """Choose one of ``n`` (1 or more) ways to go on: an int in ``[0, n)``."""
 
     def early(self, n: int) -> int:
-        """At a call that forces nothing: which of ``n`` streams takes a step now, or -1 for none of them."""
+        """At a call that forces no step, choose which of ``n`` streams takes a step now, or -1 for none."""
         return self.choose(n + 1) - 1
 
     def permutation(self, n: int) -> NDArray[np.int64]:
@@ -28,7 +28,8 @@ class Choices(ABC):
 
 
 class SeededChoices(Choices):
-    """Random ones. ``progress`` (0 to 1) is the probability that one more step is taken early; ValueError for others."""
+    """Random choices. ``progress`` (0 to 1) is the probability that one more step is taken early. Raises ValueError for
+    another number."""
 
     def __init__(self, seed: int, progress: float) -> None:
         if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
@@ -51,7 +52,7 @@ class SeededChoices(Choices):
 
 
 class ListedChoices(Choices):
-    """The listed ones, then the first way each time. ``made`` holds every choice so far and the number of its ways."""
+    """The listed choices, then always the first way. ``made`` has every choice so far, with its number of ways."""
 
     def __init__(self, listed: Sequence[int] = ()) -> None:
         self._listed = tuple(listed)
@@ -63,7 +64,9 @@ class ListedChoices(Choices):
         at = len(self.made)
         choice = self._listed[at] if at < len(self._listed) else 0
         if not 0 <= choice < n:
-            raise ValueError(f"listed[{at}]={choice}: there are {n} ways here; the calls are not those that the list was made for")
+            raise ValueError(
+                f"listed[{at}]={choice}: there are {n} ways here; the calls are not those that the list was made for"
+            )
         self.made.append((choice, n))
         return choice
 

@@ -1,4 +1,5 @@
-"""SimDevice: a device whose streams run late, in any order that streams and events allow, and that reports what they do not order."""
+"""SimDevice: a device whose streams run late, in any order that streams and events allow. It reports accesses that
+nothing orders."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
+    BYTES,
+    FROM,
     NULL_EVENT,
     NULL_STREAM,
+    TO,
     Device,
     Event,
     Region,
@@ -23,45 +29,63 @@ from kvpool.device.base import (
     stream_argument,
     tier_argument,
 )
+from kvpool.device.block_copy import copy_fragments
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.regions import Regions
+from kvpool.device.shared import MainMemory, SharedMemories
 from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
 from kvpool.device.sim.order import LANE_BITS, NO_ROWS, HostAccess, Rows, Waits, joined, rows_of_moves
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
-from kvpool.device.sim.scheduler import Copy, Launch, Queue, Record, Scheduler, SimEvent, Stall, Streams, Wait, Work, describe
+from kvpool.device.sim.scheduler import (
+    Copy,
+    Launch,
+    Queue,
+    Record,
+    Scheduler,
+    SimEvent,
+    Stall,
+    Streams,
+    Wait,
+    Work,
+    describe,
+)
+from kvpool.device.steps import StagedStep, StepTargets, write_checked_step
 from kvpool.device.tables import StagedRows, StagedVectors, Table, write_checked, write_vectors
 from kvpool.device.token_moves import TokenMoves
 from kvpool.errors import PoolClosed
-from kvpool.layout import integer_argument
-from kvpool.strided import StridedArray
 
 Memory = Sequence[NDArray[Any]]
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
-# So many queries in a row, while nothing can run and nothing else is called, are a loop that cannot end.
+# If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
+# end.
 _VAIN_QUERIES = 100_000
 
 
 class SimDevice(Device):
-    """Both tiers in main memory; what is enqueued runs later, in steps, inside later calls, in an order that is chosen anew each time.
+    """Both tiers in main memory. Enqueued work runs in steps inside later calls, in an order that is chosen anew each
+    time.
 
     Parameters
     ----------
-    seed : of the schedule and of what is compared. Equal seeds and equal calls give equal schedules.
-    progress : 0 to 1, the probability that a call which forces nothing takes one more step; 0 runs nothing early, 1 everything at once.
-    chunk_bytes : about the largest part of a move that is copied in one step; a move has at most a few steps.
-    choices : in place of ``seed`` and ``progress``: where all decisions of the schedule come from.
-    compare : "all" compares the pools with their shadow after every operation, "sample" a few blocks of them; "auto" (default) all
-        of small pools. ``check``, ``synchronize()``, ``free`` and ``close`` always compare everything.
+    seed : decides the schedule and which blocks are compared. Equal seeds and equal calls give equal schedules.
+    progress : 0 to 1, the probability that a call which forces no step takes one more step. With 0 nothing runs early,
+        with 1 everything runs at once.
+    chunk_bytes : about the largest part of a move that is copied in one step. A move has at most a few steps.
+    choices : makes all decisions of the schedule, in place of ``seed`` and ``progress``.
+    compare : "all" compares the pools with their shadow after every operation, "sample" compares a few blocks. "auto"
+        (default) compares all of small pools. ``check``, ``synchronize()``, ``free`` and ``close`` always compare
+        everything.
 
-    Accesses that no event orders, undeclared writes, and errors of launched functions are *failures*. They are kept, and ``check``,
-    ``synchronize()`` and ``close`` raise each of them once. A shadow copy of both tiers is kept.
+    Accesses that no event orders, undeclared writes, and errors of launched functions are *failures*. They are kept,
+    and ``check``, ``synchronize()`` and ``close`` raise each of them once. The device keeps a shadow copy of both
+    tiers.
 
-    Thread-safety: any thread may call anything at any time, but a launched function, which runs while the device is locked, may not
-    call it. What one thread has waited for counts for whatever is enqueued later by any thread, and for its own ``host_access``; what a
-    true ``query`` has told one thread counts for all.
+    Thread-safety: any thread may call anything at any time. A launched function may not call the device, which is
+    locked while it runs. The waits of one thread count for all work that is enqueued later by any thread, and for its
+    own ``host_access``. A ``query`` that was true for one thread counts for all threads.
     """
 
     name = "sim"
@@ -69,7 +93,13 @@ class SimDevice(Device):
     one_memory = True
 
     def __init__(
-        self, seed: int = 0, *, progress: float = 0.5, chunk_bytes: int = 256, choices: Choices | None = None, compare: str = "auto"
+        self,
+        seed: int = 0,
+        *,
+        progress: float = 0.5,
+        chunk_bytes: int = 256,
+        choices: Choices | None = None,
+        compare: str = "auto",
     ) -> None:
         seed = integer_argument("seed", seed, 0, 2**63 - 1)
         if compare not in COMPARE:
@@ -85,6 +115,7 @@ class SimDevice(Device):
         self._streams = Streams()
         self._bound: Bound | None = None
         self._allocated: dict[int, NDArray[np.uint8]] = {}
+        self._shared = SharedMemories()
         self._accesses = self._vain = 0
         self._ended: deque[HostAccess] = deque()
         self._closed = False
@@ -100,7 +131,7 @@ class SimDevice(Device):
 
     @contextmanager
     def _entered(self, query: bool = False) -> Iterator[None]:
-        """The lock of an open device, whose memory is compared first, so that no write of the host is hidden by what runs now."""
+        """The lock of an open device. Memory is compared first, so that what runs now hides no write of the host."""
         with self._lock:
             if self._closed:
                 raise PoolClosed("the sim device is closed")
@@ -110,20 +141,30 @@ class SimDevice(Device):
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+    def allocate(
+        self, nbytes: int, tier: str, take: Callable[[int], NDArray[np.uint8]] = allocate_ram
+    ) -> NDArray[np.uint8]:
         with self._entered():
             tier_argument(tier)
-            array = allocate_ram(nbytes)
+            array = take(nbytes)
             self._allocated[id(array)] = array
             return array
 
-    def free(self, array: NDArray[np.uint8]) -> None:
-        """As every device; the memory is then poison, and kept until the device closes, so that later writes to it are found.
+    def allocate_shared(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
+        return self.allocate(nbytes, tier, self._shared.allocate)
 
-        Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for what
-        ``allocate`` did not give, or what was freed before.
+    def ipc_handle(self, array: NDArray[np.uint8], tier: str) -> MainMemory:
+        return self._shared.handle(array)
+
+    def free(self, array: NDArray[np.uint8]) -> None:
+        """See ``Device.free``. The memory is filled with poison, and kept until the device closes, so that later writes
+        to it are found.
+
+        Any access to a bound pool that this thread has not waited for is a race with this call. Raises ValueError for
+        memory that ``allocate`` did not return, or that was freed before.
         """
         with self._lock:
+            self._shared.free(array)
             if self._closed:
                 self._findings.poison(array)
                 return
@@ -145,7 +186,7 @@ class SimDevice(Device):
             return array
 
     def available_bytes(self, tier: str) -> int | None:
-        """Half of what is there: the other half is for the shadow."""
+        """Half of what is available: the other half is for the shadow."""
         tier_argument(tier)
         available = available_ram()
         return None if available is None else available // 2
@@ -162,7 +203,8 @@ class SimDevice(Device):
         return self._bound
 
     def _unbind(self, bound: Bound, access: Access) -> None:
-        """Let go of the pools, which nobody may use any more; what is still enqueued on them is dropped, and a race."""
+        """Let go of the pools. Nobody may use them any more: what is still enqueued on them is dropped, and reported as
+        a race."""
         self._findings.compare(bound, access)
         self._overwrite(bound, access, bound.everything())
         self._bound = None
@@ -184,7 +226,7 @@ class SimDevice(Device):
             return self._streams.create(name)
 
     def _queue(self, stream: Any) -> Queue:
-        """The queue of a stream, which now comes after all that any thread has waited for."""
+        """The queue of a stream, whose next work comes after all that any thread has waited for."""
         queue = self._streams.queue(self.as_stream(stream))
         queue.clock = joined(queue.clock, self._waits.of_any)
         return queue
@@ -202,6 +244,12 @@ class SimDevice(Device):
                 self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes), reads)
             self._scheduler.poll()
 
+    def copy_fragments(self, fragments: Rows, stream: Stream = NULL_STREAM) -> None:
+        with self._entered():
+            bound, own = self._pool(), fragments.copy()  # The caller may use its array again at once.
+            read, written = (bound.rows_of_memory(own[:, [end, BYTES]]) for end in (FROM, TO))
+            self._launch("copy_fragments", stream, partial(copy_fragments, own, False), read, written)
+
     def move_tokens(self, moves: Rows, starts: Rows, stream: Stream = NULL_STREAM) -> None:
         with self._entered():
             regions, mirrors, _, _ = self._pool()
@@ -209,14 +257,23 @@ class SimDevice(Device):
             self._launch("move_tokens", stream, partial(mirrors.move_tokens, found), *found.rows(regions.width))
 
     def launch(
-        self, stream: Any, function: Callable[[], object], *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = ()
+        self,
+        stream: Any,
+        function: Callable[[], object],
+        *,
+        reads: Any = None,
+        writes: Any = None,
+        loads: Memory = (),
+        stores: Memory = (),
     ) -> None:
-        """Enqueue an engine's kernel: ``function()`` is called when its turn comes, and reads and writes pool memory directly.
+        """Enqueue an engine's kernel: ``function()`` is called when its turn comes, and reads and writes pool memory
+        directly.
 
-        ``stream`` is anything that ``as_stream`` takes. ``reads`` and ``writes`` are int64[n, 3] rows (block id, first token, last token
-        exclusive) that it may touch, ``loads`` and ``stores`` arrays outside the pools, such as block tables; a write anywhere else there
-        is a failure, and so is an exception. Changes no pool before it runs. Raises TypeError or ValueError for bad arguments, and
-        ValueError for rows without a bound pool.
+        ``stream`` is anything that ``as_stream`` accepts. ``reads`` and ``writes`` are int64[n, 3] rows (block id,
+        first token, last token exclusive) that it may touch. ``loads`` and ``stores`` are arrays outside the pools,
+        such as block tables. If the function writes anywhere else in the pools or these arrays, or raises, that is a
+        failure. Changes no pool before it runs. Raises TypeError or ValueError for bad arguments, and ValueError for
+        rows without a bound pool.
         """
         if not callable(function):
             raise TypeError(f"function={function!r}: a callable without arguments is needed")
@@ -225,21 +282,39 @@ class SimDevice(Device):
 
     def _launch(self, kind: str, stream: Any, function: Callable[[], object], read: Rows, written: Rows) -> None:
         queue = self._queue(stream)
-        self._submit(queue, Launch(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))), read)
+        self._submit(
+            queue,
+            Launch(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))),
+            read,
+        )
         self._scheduler.poll()
 
     def _rows(self, reads: Any, writes: Any, loads: Memory, stores: Memory) -> tuple[Rows, Rows]:
         if reads is None and writes is None and not len(loads) and not len(stores):
             return NO_ROWS, NO_ROWS
-        return self._pool().rows(("reads", "loads"), reads, loads), self._pool().rows(("writes", "stores"), writes, stores)
+        return self._pool().rows(("reads", "loads"), reads, loads), self._pool().rows(
+            ("writes", "stores"), writes, stores
+        )
 
     def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
         self._stage("stage_rows", stream, partial(write_checked, table, staged), staged.buffer, [table])
 
     def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
-        self._stage("stage_vectors", stream, partial(write_vectors, staged), staged.buffer, [vector for vector, _, _ in staged.pieces])
+        self._stage(
+            "stage_vectors",
+            stream,
+            partial(write_vectors, staged),
+            staged.buffer,
+            [vector for vector, _, _ in staged.pieces],
+        )
 
-    def _stage(self, kind: str, stream: Stream, function: Callable[[], object], buffer: NDArray[np.uint8], tables: list[Table]) -> None:
+    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
+        written = list(targets.tables.values())
+        self._stage("stage_step", stream, partial(write_checked_step, targets, staged), staged.buffer, written)
+
+    def _stage(
+        self, kind: str, stream: Stream, function: Callable[[], object], buffer: NDArray[np.uint8], tables: list[Table]
+    ) -> None:
         with self._entered():
             if id(buffer) not in self._allocated:
                 raise ValueError("staged: a buffer that allocate gave, and that was not freed, is needed")
@@ -257,7 +332,8 @@ class SimDevice(Device):
         if work.error is not None:
             self._findings.note([work.error])
         if self._bound is not None:
-            # While a thread of the host writes, a copy may have read more of it than its shadow did; that race has been noted.
+            # While a thread of the host writes, a copy may have read more of its bytes than the shadow's copy did. That
+            # race has been noted.
             if isinstance(work, Launch) or self._bound.order.open:
                 self._bound.adopt(work.writes)
             self._findings.finished(self._bound, work.access)
@@ -281,7 +357,8 @@ class SimDevice(Device):
             self._scheduler.poll()
 
     def stall(self, stream: Any) -> Gate:
-        """Hold back what is enqueued on ``stream`` after this until the gate is opened, as if the stream were busy. Returns at once."""
+        """Hold back everything that is enqueued on ``stream`` after this call until the gate is opened, as if the
+        stream were busy. Returns at once."""
         with self._entered():
             queue = self._queue(stream)
             entry = Stall(Access("stall", queue.name, call_site()))
@@ -299,7 +376,8 @@ class SimDevice(Device):
     # -- waiting ---------------------------------------------------------------------------------
 
     def query(self, event: Event) -> bool:
-        """As every device. Some queries take a step toward the event, so that a loop ends; Deadlock is raised in one that cannot."""
+        """See ``Device.query``. Some queries take a step toward the event, so that a loop over ``query`` ends. Raises
+        Deadlock in a loop that cannot end."""
         with self._entered(query=True):
             found = self._event(event)
             if found is None:
@@ -316,7 +394,8 @@ class SimDevice(Device):
             return found.done
 
     def synchronize(self, event: Event | None = None) -> None:
-        """As every device. Takes steps until it may return; for everything (None), then does what ``check`` does. Raises Deadlock."""
+        """See ``Device.synchronize``. Takes steps until the event is complete. Without an event, takes all steps, then
+        does what ``check`` does. Raises Deadlock."""
         with self._entered():
             found = None if event is None else self._event(event)
             if (event is None or found is not None) and not self._scheduler.finish(found):
@@ -332,13 +411,14 @@ class SimDevice(Device):
         return Deadlock(f"{what} can never end:\n{self._scheduler.stuck()}\n[{self!r}]")
 
     def run(self, steps: int | None = None) -> None:
-        """Take up to ``steps`` steps of whatever may run now, or (None) all that closed gates let."""
+        """Take up to ``steps`` steps of anything that can run now. Without a number, take all that closed gates
+        allow."""
         count = None if steps is None else integer_argument("steps", steps, 0, 2**62)
         with self._entered():
             self._scheduler.run(count)
 
     def _event(self, event: Any) -> SimEvent | None:
-        """An event of this device, or None for one that is complete from the start."""
+        """An event of this device, or None for the event that is complete from the start."""
         if event is NULL_EVENT:
             return None
         if not isinstance(event, SimEvent) or event.queue not in self._streams:
@@ -347,15 +427,21 @@ class SimDevice(Device):
 
     # -- the host --------------------------------------------------------------------------------
 
-    def host_access(self, *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = ()) -> HostSpan:
-        """A context manager: from entry to exit the calling thread reads and writes these rows of the bound pool, and arrays, directly.
+    def host_access(
+        self, *, reads: Any = None, writes: Any = None, loads: Memory = (), stores: Memory = (), outside: bool = False
+    ) -> HostSpan:
+        """A context manager: from entry to exit the calling thread reads and writes these rows of the bound pool, and
+        arrays, directly.
 
-        Arguments as in ``launch``. It is a race with whatever touches them that this thread has not waited for (``synchronize``, a true
-        ``query``), with whatever is enqueued before its exit, and with another open access. Raises TypeError or ValueError.
+        Arguments as in ``launch``. The access is a race with every conflicting operation that this thread has not
+        waited for (by ``synchronize``, or a ``query`` that was true), with every one that is enqueued before its exit,
+        and with another open access. ``outside``: another process accesses them, after all that this thread has waited
+        for. It races with this thread too. Raises TypeError or ValueError.
         """
         with self._entered():
-            access = host_call("host_access")
-            opened = HostAccess(access, *self._rows(reads, writes, loads, stores), threading.get_ident())
+            access = host_call("another process" if outside else "host_access")
+            thread = 0 if outside else threading.get_ident()
+            opened = HostAccess(access, *self._rows(reads, writes, loads, stores), thread)
             return HostSpan(lambda: self._begin(opened), lambda: self._end(opened))
 
     def _begin(self, opened: HostAccess) -> None:
@@ -364,23 +450,27 @@ class SimDevice(Device):
             self._findings.note(self._pool().order.begin(opened, self._waits.of_thread()))
 
     def _end(self, opened: HostAccess) -> None:
-        """Never waits: a destructor may end an access inside any call. What cannot be done now is the first thing of the next call."""
+        """Never waits, since a destructor may end an access inside any call. What cannot be done now is done first in
+        the next call."""
         self._ended.append(opened)
         self._lock.pass_through()
 
     # -- failures --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Run nothing; compare all memory with what declared operations should have left, and raise the oldest failure, if any.
+        """Compare all memory with what declared operations should have left, and raise the oldest failure, if any. Runs
+        nothing.
 
-        Raises RaceError (with all races at once), UndeclaredWrite, or what a launched function raised. Each is raised once.
+        Raises RaceError (with all races at once), UndeclaredWrite, or what a launched function raised. Each is raised
+        once.
         """
         with self._entered():
             self._findings.compare(self._bound, None)
             self._findings.raise_first()
 
     def close(self) -> None:
-        """As every device. What is still enqueued on the pools, or not waited for by this thread, is a race. Raises what ``check`` does."""
+        """See ``Device.close``. An operation on the pools that is still enqueued, or for which this thread has not
+        waited, is a race. Raises what ``check`` raises."""
         with self._lock:
             if self._closed:
                 return

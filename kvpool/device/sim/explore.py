@@ -1,32 +1,36 @@
-"""explore: a small piece of code under every schedule that the sim device can run it with."""
+"""explore: runs a small piece of code under every schedule that is possible on the sim device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvpool.arrays.layout import integer_argument
 from kvpool.device.sim.choices import ListedChoices
 from kvpool.device.sim.device import SimDevice
 from kvpool.errors import KVPoolError
-from kvpool.layout import integer_argument
 
 _WHOLE_MOVE = 2**62
 
 
 class ScheduleFailed(KVPoolError, AssertionError):
-    """``body`` failed under one schedule. ``choices`` runs it again: ``SimDevice(choices=ListedChoices(choices), ...)``."""
+    """``body`` failed under one schedule. ``SimDevice(choices=ListedChoices(choices), ...)`` runs that schedule
+    again."""
 
     def __init__(self, number: int, choices: list[int], error: Exception, device: SimDevice) -> None:
-        super().__init__(f"schedule {number} failed with {type(error).__name__}: {error}\n[run it again with {device!r}]")
+        super().__init__(
+            f"schedule {number} failed with {type(error).__name__}: {error}\n[run it again with {device!r}]"
+        )
         self.choices = choices
 
 
 def explore(body: Callable[[SimDevice], object], *, limit: int = 10_000, chunk_bytes: int = _WHOLE_MOVE) -> int:
-    """Call ``body(device)`` with a new device for every schedule there is, depth first; returns how many there are.
+    """Call ``body(device)`` with a new device for every possible schedule, depth first. Returns how many there are.
 
-    At every call that forces nothing each schedule stops or takes one more step, of each stream in turn. After ``body`` the rest runs,
-    and the device is checked and closed. ``body`` must do the same in every call but for what the device answers. A move is copied in
-    one step, or with ``chunk_bytes`` in several. Raises ScheduleFailed from the error of the first schedule that fails, and ValueError
-    when ``limit`` schedules were not all.
+    At every call that forces no step, a schedule either goes on or takes one more step, of any of the streams. After
+    ``body`` the rest runs, and the device is checked and closed. ``body`` must do the same in every call, except where
+    it follows answers of the device. A move is copied in one step, or with ``chunk_bytes`` in several. Raises
+    ScheduleFailed from the error of the first schedule that fails. Raises ValueError if there are more than ``limit``
+    schedules.
     """
     limit = integer_argument("limit", limit, 1, 2**62)
     listed: list[int] | None = []

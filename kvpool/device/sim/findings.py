@@ -1,4 +1,4 @@
-"""Findings: what went wrong so far, and the comparison of the pools with what declared operations should have left."""
+"""Findings: the failures so far, and the comparison of the pools with what declared operations should have left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.arrays.strided import StridedArray
 from kvpool.device.regions import Regions
 from kvpool.device.sim.arrays import Arrays
 from kvpool.device.sim.mirror import Mirrors
@@ -16,16 +17,16 @@ from kvpool.device.sim.order import HostAccess, Order, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
 
 POISON = 0xA5
-"""What freed memory is filled with."""
+"""The byte that fills freed memory."""
 
 COMPARE = ("auto", "all", "sample")
-# Pools up to this size are compared whole after each operation, of larger ones so many blocks.
+# Pools up to this size are compared whole after each operation; of larger ones, so many blocks.
 _WHOLE_BYTES = 256 << 10
 _SAMPLE = 4
 
 
 class Bound(NamedTuple):
-    """A pool that the device serves, and the arrays beside it."""
+    """The pool that the device serves, and the arrays outside it."""
 
     regions: Regions
     mirrors: Mirrors
@@ -37,25 +38,39 @@ class Bound(NamedTuple):
         return cls(regions, Mirrors(regions), Order(regions.lengths), Arrays(regions.blocks, regions.width))
 
     def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[NDArray[Any]]) -> Rows:
-        """Rows of blocks and the places of arrays, named by two arguments. Raises TypeError, ValueError."""
+        """Rows of blocks and the places of arrays, from two arguments with these names. Raises TypeError,
+        ValueError."""
         found = rows_argument(names[0], rows, self.regions.lengths)
         return np.concatenate([found, self.arrays.rows(names[1], arrays)]) if len(arrays) else found
 
+    def rows_of_memory(self, spans: Rows) -> Rows:
+        """The places of bytes, int64[n, 2] of (address, bytes): whole blocks of the host tier, and arrays for all that
+        is elsewhere, each as a whole."""
+        found, elsewhere = [], []
+        for address, nbytes in spans.tolist():
+            blocks = self.regions.host_blocks_at(address, nbytes)
+            if blocks is None:
+                elsewhere.append(StridedArray(address, (nbytes,), 1, kind="u").host_view())
+            else:
+                found += [(block, 0, int(self.regions.lengths[block])) for block in blocks]
+        rows = np.array(found, np.int64).reshape(-1, 3)
+        return np.concatenate([rows, self.arrays.rows("fragments", elsewhere)]) if elsewhere else rows
+
     def everything(self) -> Rows:
-        """All tokens of all blocks, and all arrays."""
+        """Rows of all tokens of all blocks, and of all arrays."""
         blocks = np.arange(self.regions.blocks)
         whole = np.stack([blocks, np.zeros_like(blocks), self.regions.lengths], axis=1)
         return np.concatenate([whole, self.arrays.everything()])
 
     def adopt(self, rows: Rows) -> None:
-        """Take what is in memory for right in these rows."""
+        """Accept the present content of these rows."""
         is_array = rows[:, 0] >= self.regions.blocks
         self.mirrors.adopt(rows[~is_array])
         self.arrays.adopt(rows[is_array, 0])
 
 
 class Findings:
-    """Races, undeclared writes and errors of launched functions. Each is raised once. Nothing here locks."""
+    """Races, undeclared writes and errors of launched functions. Each is raised once. Takes no lock."""
 
     def __init__(self, mode: str, seed: int, schedule: Callable[[], str]) -> None:
         self.races: list[Race] = []
@@ -71,17 +86,17 @@ class Findings:
         self.races += [race for race in found if isinstance(race, Race)]
 
     def freed(self, array: NDArray[np.uint8], access: Access) -> None:
-        """Poison memory that nobody may write any more."""
+        """Fill memory that nobody may write any more with poison."""
         if self.poison(array):
             self._freed.append((array, access))
 
     def lent(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The array, which is the caller's memory, and stays as it is when it is freed."""
+        """Note that the array is the caller's memory, which keeps its content when it is freed. Returns it."""
         self._lent.append(array)
         return array
 
     def poison(self, array: NDArray[np.uint8]) -> bool:
-        """Overwrite memory that is given back; False for what was lent."""
+        """Overwrite memory that is freed. Returns False for memory of the caller."""
         kept = [other for other in self._lent if other is not array]
         if len(kept) == len(self._lent):
             array.fill(POISON)
@@ -90,18 +105,18 @@ class Findings:
         return False
 
     def forget_freed(self) -> None:
-        """Let go of the memory that was given back."""
+        """Let go of the memory that was freed."""
         self._freed.clear()
 
     def entered(self, bound: Bound | None) -> None:
-        """At a call of the device, before it changes anything."""
+        """Called at the start of each call of the device, before it changes anything."""
         if bound is not None:
             self._adopt_open(bound)
             if self._whole(bound):
                 self.compare(bound, None)
 
     def settle(self, bound: Bound | None, ended: deque[HostAccess]) -> None:
-        """Accesses of the host that have ended since the last call are over."""
+        """End the accesses of the host whose end came after the last call."""
         while ended:
             opened = ended.popleft()
             if bound is not None and opened in bound.order.open:
@@ -109,7 +124,7 @@ class Findings:
                 bound.order.end(opened)
 
     def finished(self, bound: Bound, access: Access) -> None:
-        """After an operation has been done."""
+        """Called after an operation has been done."""
         if self._whole(bound):
             self.compare(bound, access)
         else:
@@ -118,24 +133,33 @@ class Findings:
         self._last = access
 
     def compare(self, bound: Bound | None, access: Access | None) -> None:
-        """Compare everything, right after ``access`` or (None) at the call that is under way."""
+        """Compare everything, right after ``access``, or (None) at the start of the current call."""
         if bound is not None:
             self._compare(bound, access, bound.mirrors.differences)
             for place in bound.arrays.differences():
                 seen = f"seen {_moment(access)}\n    after {self._last or 'nothing was done'}"
-                self.note([UndeclaredWrite(f"array {place - bound.regions.blocks + 1}", -1, (), seen, self._schedule())])
+                self.note(
+                    [UndeclaredWrite(f"array {place - bound.regions.blocks + 1}", -1, (), seen, self._schedule())]
+                )
                 bound.arrays.adopt(np.array([place]))
         for array, freed in list(self._freed):
             if (array != POISON).any():
                 self._freed = [kept for kept in self._freed if kept[0] is not array]
-                self.note([UndeclaredWrite(f"memory given back by {freed}", -1, (), f"seen {_moment(access)}", self._schedule())])
+                self.note(
+                    [
+                        UndeclaredWrite(
+                            f"memory given back by {freed}", -1, (), f"seen {_moment(access)}", self._schedule()
+                        )
+                    ]
+                )
 
     def _whole(self, bound: Bound) -> bool:
         return self._mode == "all" or (self._mode == "auto" and bound.mirrors.nbytes <= _WHOLE_BYTES)
 
     def _compare(self, bound: Bound, access: Access | None, differences: Callable[[], NDArray[np.int64]]) -> None:
         self._adopt_open(bound)
-        cells = differences()
+        # Declared writes may have followed.
+        cells = bound.order.not_open(differences())
         if not len(cells):
             return
         block = int(cells[0, 0])
@@ -144,17 +168,20 @@ class Findings:
         what = f"block {block} tokens {tokens}" + (f" and {others} more blocks" if others else "")
         seen = f"seen {_moment(access)}\n    after {self._last or 'nothing was done'}"
         if not self._whole(bound):
-            seen += "\n    (of a pool of this size few blocks are compared after each operation: compare='all' finds the culprit)"
+            seen += (
+                "\n    (of a pool of this size few blocks are compared after each operation: "
+                "compare='all' finds the culprit)"
+            )
         self.note([UndeclaredWrite(what, block, tokens, seen, self._schedule())])
         bound.adopt(np.stack([cells[:, 0], cells[:, 1], cells[:, 1] + 1], axis=1))
 
     def _adopt_open(self, bound: Bound) -> None:
-        """What a thread of the host may be writing now is right, whatever it is."""
+        """Accept whatever a thread of the host may be writing now."""
         for opened in bound.order.open:
             bound.adopt(opened.writes)
 
     def raise_first(self) -> None:
-        """Raise the oldest failure, if there is one: all races together, anything else by itself."""
+        """Raise the oldest failure, if there is one. All races are raised together, every other failure by itself."""
         if not self._failures:
             return
         first = self._failures[0]

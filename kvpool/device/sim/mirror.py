@@ -1,4 +1,4 @@
-"""Mirrors: the bytes of all parts of a pool, and a second copy of them on which only declared effects happen."""
+"""Mirrors: the bytes of all parts of a pool, and a shadow copy of them on which only declared operations are made."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _COMPARED_BYTES = 1 << 20
 
 
 class Mirror:
-    """The pools of one part and their shadow, seen as ``[blocks, segments, runs, bytes of a run]``, with the block ids of its region.
+    """The pools of one part and their shadow, as views ``[blocks, segments, runs, bytes of a run]``, with the block ids
+    of its region.
 
-    A segment is one layer and plane of a block; a run is what is contiguous in it for the first n tokens, whatever n.
-    Copies are made on both sides; other declared writes are adopted, which makes the shadow what the pools are. So the
-    two sides differ where somebody wrote what was not declared, also in the middle of a copy.
+    A segment is one layer and plane of a block. A run is what is contiguous in it for the first n tokens, for any n.
+    Copies are made on both sides. After other declared writes, the shadow takes the content of the pools. So the two
+    sides differ where an undeclared write was made, also in the middle of a copy.
     """
 
     def __init__(self, part: Part, device_blocks: int, host_blocks: int) -> None:
@@ -56,18 +57,19 @@ class Mirror:
         return sum(pool.nbytes for pool in self.pools)
 
     def _locate(self, block: int) -> tuple[int, int]:
-        """Tier and number in it."""
+        """The tier of a block, and its number in the tier."""
         return (0, block) if block < self._counts[0] else (1, block - self._counts[0])
 
     def pieces(self, tokens: int, chunk_bytes: int, pieces_max: int) -> list[Piece]:
-        """What the first ``tokens`` tokens of a block are cut into: about ``chunk_bytes`` each, or more where there would be too many."""
+        """Cut the first ``tokens`` tokens of a block into pieces of about ``chunk_bytes`` each, or larger ones where
+        there would be too many."""
         run = tokens * self._unit
         segment = self._runs * run
         chunk = max(chunk_bytes, -(-self._segments * segment // pieces_max))
         if chunk >= segment:
             step = chunk // segment
             return [(slice(s, s + step), slice(None), slice(0, run)) for s in range(0, self._segments, step)]
-        # A run that does not fit in a chunk is cut; otherwise a chunk takes as many as fit.
+        # A run that does not fit in a chunk is cut. Otherwise a chunk takes as many runs as fit.
         runs, length = max(1, chunk // run), min(chunk, run)
         return [
             (slice(s, s + 1), slice(r, r + runs), slice(at, min(at + length, run)))
@@ -88,7 +90,7 @@ class Mirror:
             side[target_tier][t][piece] = side[source_tier][s][piece]
 
     def adopt(self, rows: NDArray[np.int64]) -> None:
-        """Take what is in the pools for right in these rows (block, first token, last token exclusive)."""
+        """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
         ranges = rows[:, 1] * (self.tokens + 1) + rows[:, 2]
         for part in np.unique(ranges):
             first, last = divmod(int(part), self.tokens + 1)
@@ -109,7 +111,7 @@ class Mirror:
         return np.concatenate(found) if found else np.empty((0, 2), np.int64)
 
     def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same for some blocks."""
+        """Rows (block, token) of what differs in some blocks."""
         host = blocks >= self._counts[0]
         parts = (blocks[~host], blocks[host] - self._counts[0])
         return np.concatenate([self._different(tier, ids) for tier, ids in enumerate(parts)])
@@ -131,7 +133,9 @@ class Mirrors:
     def __init__(self, regions: Regions) -> None:
         self.regions, self.pools = regions, regions.pools
         self.nbytes = sum(pool.nbytes for pool in self.pools)
-        self._mirrors = [[Mirror(part, region.device_blocks, region.host_blocks) for part in region.parts] for region in regions.all]
+        self._mirrors = [
+            [Mirror(part, region.device_blocks, region.host_blocks) for part in region.parts] for region in regions.all
+        ]
 
     def copy(self, moves: NDArray[np.int64]) -> None:
         """Make whole moves, which have been checked, on both sides."""
@@ -140,7 +144,8 @@ class Mirrors:
                 mirror.copy(rows)
 
     def torn(self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int) -> list[Callable[[], None]]:
-        """What makes a move in pieces of about ``chunk_bytes``, or more where there would be too many: all of them, in any order."""
+        """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
+        any order."""
         ((region, rows),) = self.regions.split(move[None])
         source, target, tokens, _ = rows[0].tolist()
         mirrors = self._mirrors[region]
@@ -152,37 +157,45 @@ class Mirrors:
         ]
 
     def move_tokens(self, moves: TokenMoves) -> None:
-        """Move tokens, which have been checked, in the pools alone."""
+        """Move tokens in the pools alone. The moves have been checked."""
         for region, found in moves.by_region(self.regions):
             for mirror in self._mirrors[region]:
                 move_tokens(found.moves, mirror.plan)
 
     def adopt(self, rows: NDArray[np.int64]) -> None:
-        """Take what is in the pools for right in these rows (block, first token, last token exclusive)."""
+        """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
         for region, local in self._by_region(rows):
             for mirror in self._mirrors[region]:
                 mirror.adopt(local)
 
     def differences(self) -> NDArray[np.int64]:
         """Rows (block, token) of everything that differs."""
-        return self._joined((region, mirror.differences()) for region, mirrors in enumerate(self._mirrors) for mirror in mirrors)
+        return self._joined(
+            (region, mirror.differences()) for region, mirrors in enumerate(self._mirrors) for mirror in mirrors
+        )
 
     def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same for some blocks."""
+        """Rows (block, token) of what differs in some blocks."""
         parts = self._by_region(blocks[:, None])
-        return self._joined((region, mirror.differences_in(rows[:, 0])) for region, rows in parts for mirror in self._mirrors[region])
+        return self._joined(
+            (region, mirror.differences_in(rows[:, 0])) for region, rows in parts for mirror in self._mirrors[region]
+        )
 
     def _by_region(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """The rows of each region that has any, with the ids of the region in the first column."""
         if len(self._mirrors) == 1:
             yield 0, rows
             return
-        regions, blocks = self.regions.place(rows[:, 0])
+        regions, blocks = self.regions.pool_ids.place(rows[:, 0])
         for region in np.unique(regions).tolist():
             mine = regions == region
             yield region, np.column_stack([blocks[mine], rows[mine, 1:]])
 
     def _joined(self, found: Iterable[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-        """What the mirrors of regions have found, with the block ids of the pool."""
-        rows = [np.column_stack([self.regions.ids(region, cells[:, 0]), cells[:, 1]]) for region, cells in found if len(cells)]
+        """The differences that the mirrors of all regions found, with the block ids of the pool."""
+        rows = [
+            np.column_stack([self.regions.pool_ids.of(region, cells[:, 0]), cells[:, 1]])
+            for region, cells in found
+            if len(cells)
+        ]
         return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)

@@ -1,8 +1,8 @@
 """What happens before what: clocks, the last accesses of every token, and the races among them.
 
-An access has a *key* that grows with every enqueued one and carries the number of its stream, its *lane*. A *clock* has, for each
-lane, the last key that happens before some point. Order is decided when work is enqueued, from streams, events and what
-the host has waited for, and does not depend on when the work is done.
+Each access has a *key*. Keys grow with every enqueued access. A key includes the number of its stream, its *lane*. A
+*clock* belongs to a point. For each lane, it has the last key that happens before that point. Order is decided when
+work is enqueued, from streams, events and the waits of the host. It does not depend on when the work is done.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NO_ROWS: Rows = np.empty((0, 3), np.int64)
 
 
 def new_clock(lanes: int = 1) -> Clock:
-    """A clock that nothing happens before. Lane 0 is nobody's: the key 0 stands for no access."""
+    """A clock before which nothing happens. Lane 0 belongs to nobody: the key 0 stands for no access."""
     return np.zeros(lanes, np.int64)
 
 
 def joined(a: Clock, b: Clock) -> Clock:
-    """The clock of a point that comes after the points of both."""
+    """The clock of a point that comes after the points of both clocks."""
     if len(a) < len(b):
         a, b = b, a
     both = a.copy()
@@ -48,7 +48,7 @@ def rows_of_moves(moves: Rows) -> tuple[Rows, Rows]:
 
 
 class Waits:
-    """What the host has waited for: any thread, and each."""
+    """What the host has waited for: what any thread has, and what each thread has."""
 
     def __init__(self) -> None:
         self.of_any = self._of_all = new_clock()
@@ -63,18 +63,21 @@ class Waits:
         self.of_any, self._local.clock = joined(self.of_any, clock), joined(self.of_thread(), clock)
 
     def tell_all(self, clock: Clock) -> None:
-        """Any thread has seen ``clock`` to be complete. A pool asks under its lock, which tells every thread that takes the lock later."""
+        """Any thread has seen that ``clock`` is complete. A pool queries under its lock, and the lock tells every later
+        thread."""
         self.of_any, self._of_all = joined(self.of_any, clock), joined(self._of_all, clock)
 
     def add_for_all(self, clocks: Iterable[Clock]) -> None:
-        """Everything has been waited for, which every thread may count on: a thread that starts later has no other way to know."""
+        """Everything has been waited for, and every thread may rely on it. A thread that starts later has no other way
+        to know."""
         for clock in clocks:
             self.of_any = joined(self.of_any, clock)
         self._of_all = self.of_any
 
 
 def rows_argument(name: str, rows: Any, lengths: NDArray[np.int64]) -> Rows:
-    """``rows`` as int64[n, 3] of (block id, first token, last token exclusive) of blocks with so many tokens; None is no row.
+    """``rows`` as int64[n, 3] of (block id, first token, last token exclusive). ``lengths`` are the tokens of each
+    block. None means no rows.
 
     Raises TypeError, ValueError.
     """
@@ -82,7 +85,9 @@ def rows_argument(name: str, rows: Any, lengths: NDArray[np.int64]) -> Rows:
         return NO_ROWS
     found = np.asarray(rows)
     if found.dtype.kind not in "iu" and found.size:
-        raise TypeError(f"{name}: integer rows (block, first token, last token exclusive) are needed, not {found.dtype}")
+        raise TypeError(
+            f"{name}: integer rows (block, first token, last token exclusive) are needed, not {found.dtype}"
+        )
     if found.size == 0:
         return NO_ROWS
     if found.ndim != 2 or found.shape[1] != 3:
@@ -94,13 +99,16 @@ def rows_argument(name: str, rows: Any, lengths: NDArray[np.int64]) -> Rows:
     bad = np.flatnonzero(outside | (first < 0) | (first >= last) | (last > tokens))
     if len(bad):
         row, most = found[bad[0]].tolist(), tokens[bad[0]] or lengths.max(initial=0)
-        raise ValueError(f"{name}[{bad[0]}]={row}: a block of [0, {len(lengths)}) and 0 <= first < last <= {most} are needed")
+        raise ValueError(
+            f"{name}[{bad[0]}]={row}: a block of [0, {len(lengths)}) and 0 <= first < last <= {most} are needed"
+        )
     return found
 
 
 @dataclass(eq=False)
 class HostAccess:
-    """Rows that a thread of the host reads and writes between two calls. ``thread`` is its identifier, 0 for any."""
+    """Rows that a thread of the host reads and writes between two calls. ``thread`` is its identifier, or 0 for any
+    thread."""
 
     access: Access
     reads: Rows
@@ -111,8 +119,8 @@ class HostAccess:
 
 
 class Order:
-    """The last write, and the last read of each lane, of every token of blocks with ``lengths`` tokens, and of arrays, which have ids
-    behind them and count as blocks of the most tokens."""
+    """The last write, and the last read of each lane, of every token. Blocks have ``lengths`` tokens. Arrays have ids
+    after those of the blocks, and count as blocks of the most tokens."""
 
     def __init__(self, lengths: NDArray[np.int64]) -> None:
         blocks, tokens = len(lengths), int(lengths.max(initial=1))
@@ -125,7 +133,7 @@ class Order:
         self.open: list[HostAccess] = []
 
     def enqueue(self, access: Access, key: int, clock: Clock, reads: Rows, writes: Rows) -> list[Race]:
-        """Note an access of a stream that comes after ``clock``; returns its races with all before it."""
+        """Note an access of a stream that comes after ``clock``. Returns its races with all earlier accesses."""
         read, written = self._cells(reads), self._cells(writes)
         races = self._unordered(access, clock, read, written) + self._with_open(access, read, written)
         self._writer[written] = key
@@ -140,7 +148,8 @@ class Order:
         return races
 
     def begin(self, opened: HostAccess, clock: Clock) -> list[Race]:
-        """A thread that has waited for ``clock`` begins to access memory; returns the races. What is enqueued before ``end`` races too."""
+        """A thread whose waits are ``clock`` begins to access memory. Returns the races. What is enqueued before
+        ``end`` is a race too."""
         read, written = self._cells(opened.reads), self._cells(opened.writes)
         races = self._unordered(opened.access, clock, read, written)
         races += self._with_open(opened.access, read, written, opened.thread)
@@ -151,11 +160,17 @@ class Order:
         return races
 
     def end(self, opened: HostAccess) -> None:
-        """Whatever is enqueued from now on comes after the access."""
+        """End an access: whatever is enqueued from now on comes after it."""
         self.open.remove(opened)
 
+    def not_open(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows (block, token) of ``cells`` that no open access of the host writes."""
+        for opened in self.open:
+            cells = cells[~opened.written[cells[:, 0] * self._tokens + cells[:, 1]]]
+        return cells
+
     def dependent_rows(self, access: Access, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> list[Race]:
-        """The race of an access with itself, where one of its moves writes a block that another one reads or writes."""
+        """The race of an access with itself, if one of its moves writes a block that another one reads or writes."""
         places = np.arange(1, len(targets) + 1)
         self._owner[targets] = places
         bad = np.concatenate([sources[self._owner[sources] != 0], targets[self._owner[targets] != places]])
@@ -166,7 +181,7 @@ class Order:
         return [Race(access, access, ("a write of one row", "an access of another row of the same call"), rows)]
 
     def _fit(self, places: int) -> None:
-        """Make room for arrays that were first named after this was made."""
+        """Make room for arrays that were named after this object was made."""
         more = places - len(self._owner)
         if more > 0:
             cells = (0, more * self._tokens)
@@ -184,8 +199,10 @@ class Order:
         cells: NDArray[np.int64] = (rows[:, :1] * self._tokens + tokens)[inside]
         return cells
 
-    def _unordered(self, access: Access, clock: Clock, read: NDArray[np.int64], written: NDArray[np.int64]) -> list[Race]:
-        """Races with enqueued accesses that ``clock`` does not include: one for each of them."""
+    def _unordered(
+        self, access: Access, clock: Clock, read: NDArray[np.int64], written: NDArray[np.int64]
+    ) -> list[Race]:
+        """The races with enqueued accesses that ``clock`` does not include: one for each access."""
         suspects = [(self._writer, written, ("a write", "a write")), (self._writer, read, ("a write", "a read"))]
         suspects += [(reader, written, ("a read", "a write")) for reader in self._readers.values()]
         found: dict[int, tuple[tuple[str, str], list[NDArray[np.int64]]]] = {}
@@ -202,8 +219,11 @@ class Order:
             for key, (does, cells) in sorted(found.items())
         ]
 
-    def _with_open(self, access: Access, read: NDArray[np.int64], written: NDArray[np.int64], thread: int = 0) -> list[Race]:
-        """Races with accesses of the host that have not ended, but for those of ``thread``, which does one thing after another."""
+    def _with_open(
+        self, access: Access, read: NDArray[np.int64], written: NDArray[np.int64], thread: int = 0
+    ) -> list[Race]:
+        """The races with accesses of the host that have not ended. Those of ``thread`` itself are left out, since a
+        thread does one thing after another."""
         races = []
         for other in self.open if not thread else [other for other in self.open if other.thread != thread]:
             both = written[other.touched[written]]
@@ -215,7 +235,7 @@ class Order:
         return races
 
     def _rows(self, cells: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
-        """Sorted cells as rows of neighbours in one block; arrays have the ids -1, -2, ..."""
+        """Sorted cells as rows of neighbours in one block. Arrays have the ids -1, -2, ..."""
         breaks = np.flatnonzero((np.diff(cells) > 1) | (cells[1:] % self._tokens == 0)) + 1
         found = []
         for part in np.split(cells, breaks):
@@ -224,7 +244,7 @@ class Order:
         return tuple(found)
 
     def _forget(self) -> None:
-        """Drop what no token remembers."""
+        """Drop accesses that are no token's last."""
         live = np.unique(np.concatenate([self._writer, *self._readers.values()]))
         self._accesses = {int(key): self._accesses[int(key)] for key in live[live > 0]}
         self._kept = 2 * len(self._accesses) + _KEPT

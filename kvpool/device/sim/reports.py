@@ -1,4 +1,5 @@
-"""What the sim device finds: unordered accesses, undeclared writes, waits without end; and where the calls came from."""
+"""What the sim device finds: accesses without order, undeclared writes, waits without end. Each report says where the
+calls came from."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ Site = tuple[tuple[CodeType, int], ...]
 def call_site() -> Site:
     """The frames from the first one outside this folder up to the first one outside the package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(_SIM) or frame.f_code.co_filename == contextlib.__file__):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_SIM) or frame.f_code.co_filename == contextlib.__file__
+    ):
         frame = frame.f_back
     lines = []
     while frame is not None:
@@ -33,7 +36,7 @@ def call_site() -> Site:
 
 
 def lines_of(site: Site) -> str:
-    """The lines of a call for people, each on a line of its own."""
+    """The lines of a call, for people."""
     return "".join(f"\n        {code.co_filename}:{line} {code.co_name}" for code, line in site)
 
 
@@ -56,10 +59,10 @@ def host_call(kind: str) -> Access:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same tokens, one of them a write, that nothing orders, in the order of their calls.
+    """Two accesses to the same tokens, in the order of their calls. One of them is a write, and nothing orders them.
 
-    ``does`` says what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive). Arrays outside the pools
-    have the ids -1, -2, ... in the order in which they were first named.
+    ``does`` says what each does there. ``rows`` are the tokens: (block id, first token, last token exclusive). Arrays
+    outside the pools have the ids -1, -2, ... in the order in which they were first named.
     """
 
     first: Access
@@ -69,7 +72,10 @@ class Race:
 
     def __str__(self) -> str:
         rows = self.rows[:_SHOWN]
-        shown = [f"block {block} tokens {begin}..{end - 1}" if block >= 0 else f"array {-block}" for block, begin, end in rows]
+        shown = [
+            f"block {block} tokens {begin}..{end - 1}" if block >= 0 else f"array {-block}"
+            for block, begin, end in rows
+        ]
         more = f", and {len(self.rows) - _SHOWN} more" if len(self.rows) > _SHOWN else ""
         return (
             f"nothing orders two accesses to {', '.join(shown)}{more}:\n"
@@ -79,7 +85,8 @@ class Race:
 
 
 class RaceError(KVPoolError, AssertionError):
-    """Accesses that no event orders. ``races`` has them all; ``schedule`` says how to run the same again."""
+    """Accesses that no event orders. ``races`` has all of them. ``schedule`` says how to run the same schedule
+    again."""
 
     def __init__(self, races: Sequence[Race], schedule: str) -> None:
         shown = "\n".join(str(race) for race in races[:_SHOWN])
@@ -89,7 +96,8 @@ class RaceError(KVPoolError, AssertionError):
 
 
 class UndeclaredWrite(KVPoolError, AssertionError):
-    """Bytes changed that nobody had declared to write. ``block`` is the first one, -1 outside the pools; ``tokens`` the changed ones."""
+    """Bytes changed that nobody had declared to write. ``block`` is the first such block, -1 outside the pools.
+    ``tokens`` are the tokens that changed."""
 
     def __init__(self, what: str, block: int, tokens: Sequence[int], seen: str, schedule: str) -> None:
         super().__init__(f"{what} changed, and nobody had declared to write there; {seen}\n[{schedule}]")
@@ -97,4 +105,4 @@ class UndeclaredWrite(KVPoolError, AssertionError):
 
 
 class Deadlock(KVPoolError, AssertionError):
-    """A wait that can never end: nothing can run, and what is waited for is not done."""
+    """A wait that can never end: nothing can run, and its event is not complete."""

@@ -1,4 +1,5 @@
-"""The queues of all streams, and the execution of what is in them: one step of one stream at a time, in an order that Choices make."""
+"""The queues of all streams, and the execution of their work: one step of one stream at a time, in an order that
+Choices decide."""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ class Entry:
     """Something in the queue of a stream."""
 
     def passes(self) -> bool:
-        """Whether it needs no work and is over, now that all before it is done."""
+        """Whether it needs no work, and is over once all before it is done."""
         return False
 
 
 class Work(Entry):
-    """What takes steps. ``bound`` says that it touches blocks, ``writes`` where (rows), ``error`` how it failed."""
+    """An entry that takes steps. ``bound`` says whether it touches blocks, ``writes`` (rows) which of them, ``error``
+    how it failed."""
 
     bound = True
     error: Exception | None = None
@@ -45,9 +47,12 @@ class Work(Entry):
 
 
 class Copy(Work):
-    """Moves, in random order: the first ones in pieces, which other streams' steps come between, the others in groups."""
+    """Moves, in random order. The first ones are made in pieces, between which other streams can take steps. The others
+    are made in groups."""
 
-    def __init__(self, access: Access, writes: Rows, moves: NDArray[np.int64], mirrors: Mirrors, chunk_bytes: int) -> None:
+    def __init__(
+        self, access: Access, writes: Rows, moves: NDArray[np.int64], mirrors: Mirrors, chunk_bytes: int
+    ) -> None:
         super().__init__(access, writes)
         self._moves, self._mirrors, self._chunk_bytes = moves, mirrors, chunk_bytes
         self._units: list[Callable[[], None]] | None = None
@@ -66,7 +71,9 @@ class Copy(Work):
         if len(moves) > torn:
             moves = moves[choices.permutation(len(moves))]
         units = [unit for move in moves[:torn] for unit in self._mirrors.torn(move, self._chunk_bytes, _PIECES // torn)]
-        return units + [partial(self._mirrors.copy, group) for group in np.array_split(moves[torn:], _GROUPS) if len(group)]
+        return units + [
+            partial(self._mirrors.copy, group) for group in np.array_split(moves[torn:], _GROUPS) if len(group)
+        ]
 
 
 class Launch(Work):
@@ -85,7 +92,7 @@ class Launch(Work):
 
 
 class SimEvent(Event):
-    """A point on the stream ``queue``, after which everything of ``clock`` is done."""
+    """A point on the stream ``queue``. At that point, everything of ``clock`` is done."""
 
     __slots__ = ("clock", "done", "queries", "queue", "site")
 
@@ -116,7 +123,7 @@ class Wait(Entry):
 
 
 class Stall(Entry):
-    """Holds its stream until it is opened."""
+    """Holds its stream until the gate is opened."""
 
     def __init__(self, access: Access) -> None:
         self.access, self.opened = access, False
@@ -126,7 +133,7 @@ class Stall(Entry):
 
 
 class Queue:
-    """A stream: what is enqueued and not done, and the clock of the next thing on it."""
+    """A stream: what is enqueued and not done, and the clock of the next work on it."""
 
     def __init__(self, name: str, handle: int, lane: int) -> None:
         self.name, self.handle, self.lane = name, handle, lane
@@ -142,18 +149,18 @@ class Streams:
         self._created = _FIRST_CREATED
 
     def create(self, name: str) -> Stream:
-        """A new stream, whose handle is no address that an engine's could have."""
+        """Create a stream. Its handle is no address that an engine's stream could have."""
         stream, self._created = Stream(self._created), self._created + 1
         self.queue(stream, f"stream {name!r}")
         return stream
 
     def queue(self, stream: Stream, name: str = "") -> Queue:
-        """The queue of ``stream``, which may be new. Raises ValueError where there are too many."""
+        """The queue of ``stream``, which may be new. Raises ValueError if there are too many streams."""
         if stream.handle not in self._queues:
             if len(self._queues) >= LANES:
                 raise ValueError(f"stream={stream!r}: there are {LANES} streams already")
             name = name or ("the null stream" if stream == NULL_STREAM else f"stream {stream.handle:#x}")
-            # Lane 0 is nobody's.
+            # Lane 0 belongs to nobody.
             self._queues[stream.handle] = Queue(name, stream.handle, len(self._queues) + 1)
         return self._queues[stream.handle]
 
@@ -165,7 +172,7 @@ class Streams:
 
 
 class Scheduler:
-    """Takes steps. Nothing here locks; whoever owns it does. ``finished`` is called after the last step of each work."""
+    """Takes steps. It takes no lock; its owner does. ``finished`` is called after the last step of each work."""
 
     def __init__(self, choices: Choices, finished: Callable[[Work], None]) -> None:
         self._choices, self._finished = choices, finished
@@ -176,11 +183,12 @@ class Scheduler:
         self._busy[queue.lane] = queue
 
     def runnable(self) -> list[Queue]:
-        """Streams that can take a step. A record on an idle stream takes one too: an event is never complete at once."""
+        """The streams that can take a step. A record on an idle stream takes one too, so an event is never complete at
+        once."""
         return [queue for queue in self._busy.values() if isinstance(queue.entries[0], Work | Record)]
 
     def poll(self) -> None:
-        """Take as many steps as the choices of early progress say."""
+        """Take as many early steps as the choices say."""
         while ready := self.runnable():
             at = self._choices.early(len(ready))
             if at < 0:
@@ -188,7 +196,7 @@ class Scheduler:
             self._step(ready[at])
 
     def run(self, steps: int | None) -> int:
-        """Take up to ``steps`` steps, or all that can be taken; returns how many."""
+        """Take up to ``steps`` steps, or all that can be taken. Returns how many were taken."""
         taken = 0
         while (steps is None or taken < steps) and (ready := self.runnable()):
             self._step(ready[self._choices.choose(len(ready))])
@@ -196,21 +204,22 @@ class Scheduler:
         return taken
 
     def finish(self, event: SimEvent | None) -> bool:
-        """Take steps, of any stream, until ``event`` or (None) everything is done; returns False where nothing can run before."""
+        """Take steps of any stream until ``event``, or (None) everything, is done. Returns False if nothing can run
+        before that."""
         while self._busy if event is None else not event.done:
             if not self.run(1):
                 return False
         return True
 
     def toward(self, event: SimEvent) -> None:
-        """Take one step without which ``event`` cannot be complete, unless a closed gate forbids it."""
+        """Take one step that is needed for ``event`` to be complete, unless a closed gate forbids it."""
         queue = event.queue
         while isinstance(head := queue.entries[0], Wait):
             queue = head.event.queue
         self._step(queue)
 
     def settle(self) -> None:
-        """Let everything pass that needs no work."""
+        """Remove the entries that need no work and have nothing before them."""
         moved = True
         while moved:
             moved = False
@@ -230,7 +239,7 @@ class Scheduler:
         self.settle()
 
     def stuck(self) -> str:
-        """What every stream that has not finished is at."""
+        """The entry that every unfinished stream is at."""
         return "\n".join(f"    {queue.name} is at {describe(queue.entries[0])}" for queue in self._busy.values())
 
     def _step(self, queue: Queue) -> None:

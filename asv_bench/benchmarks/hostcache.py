@@ -1,0 +1,141 @@
+"""The host tier of an engine that keeps its own blocks: each verb for 60 keys, single keys, and copies of pages beside
+memcpy of the same fragments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
+from kvpool.device.base import BYTES, FROM, TO
+from kvpool.jit import jit
+from kvpool.state.atomics import memcpy
+
+KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384
+IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
+
+
+def keys(count: int) -> list[bytes]:
+    return [os.urandom(KEY_BYTES) for _ in range(count)]
+
+
+def best(calls: list[Callable[[], Any]]) -> float:
+    """Seconds of the fastest call."""
+    times = []
+    for call in calls:
+        start = perf_counter()
+        call()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+class Verbs:
+    """Microseconds of one call for 60 keys of 36 bytes, on a full cache of 16,384 blocks; the best of 100."""
+
+    params = ["lookup", "reserve", "reserve_here", "publish", "abort", "pin", "unpin", "touch", "forget"]
+    param_names = ["verb"]
+    unit = "us"
+
+    def setup(self, verb: str) -> None:
+        self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
+        self.prompts = [keys(KEYS) for _ in range(2 * BLOCKS // KEYS)]
+        for prompt in self.prompts:
+            self.cache.reserve(prompt)
+            self.cache.publish(prompt)
+
+    def teardown(self, verb: str) -> None:
+        self.cache.close()
+
+    def _calls(self, verb: str) -> list[Callable[[], Any]]:
+        cache, here, new = self.cache, self.prompts[-100:], [keys(KEYS) for _ in range(100)]
+        if verb in ("publish", "abort"):
+            for prompt in new:
+                cache.reserve(prompt)
+            return [lambda prompt=prompt: getattr(cache, verb)(prompt) for prompt in new]  # type: ignore[misc]
+        if verb == "unpin":
+            return [lease.close for lease in [cache.pin(prompt) for prompt in here]]
+        name, prompts = ("reserve", new if verb == "reserve" else here) if "reserve" in verb else (verb, here)
+        return [lambda prompt=prompt: getattr(cache, name)(prompt) for prompt in prompts]  # type: ignore[misc]
+
+    def track_verb(self, verb: str) -> float:
+        best(self._calls(verb)[:1])
+        return 1e6 * best(self._calls(verb))
+
+    track_verb.unit = "us"  # type: ignore[attr-defined]
+
+
+class SingleKeys(Verbs):
+    """As an engine asks that looks for one key after the other."""
+
+    params = ["find"]
+
+    def track_verb(self, verb: str) -> float:
+        some = [key for prompt in self.prompts[-100:] for key in prompt]
+        return 1e6 * best([lambda key=key: self.cache.find(key) for key in some])  # type: ignore[misc]
+
+    track_verb.unit = "us"  # type: ignore[attr-defined]
+
+
+@jit
+def plain(fragments: Any) -> None:
+    """A memcpy for each fragment."""
+    for i in range(fragments.shape[0]):
+        memcpy(fragments[i, TO], fragments[i, FROM], fragments[i, BYTES])
+
+
+class Copies:
+    """60 chunks of 32 layers of pages at random places, in both directions, beside memcpy of the same fragments.
+
+    The two alternate, each on memory that the other has not just brought into a cache; the best of each counts.
+    """
+
+    params = ([4 << 10, 32 << 10, 64 << 10], ["copy_in", "copy_out"])
+    param_names = ["page_bytes", "direction"]
+    chunks, layers = 60, 32
+
+    def setup(self, page_bytes: int, direction: str) -> None:
+        self.pages = [np.ones((self.chunks * 8, page_bytes), np.uint8) for _ in range(self.layers)]
+        block_bytes = self.layers * page_bytes
+        self.tier = HostTier(max(2 * self.chunks, (64 << 20) // block_bytes), block_bytes, identity=IDENTITY)
+        self.tier.blocks[...] = 0
+        self.copies = HostCopies(self.tier, PagedKV.of(self.pages, "L | B D"), device="cpu")
+        self.time_copy(page_bytes, direction)
+
+    def teardown(self, page_bytes: int, direction: str) -> None:
+        self.copies.close()
+        self.tier.close()
+
+    def _places(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.default_rng(seed)
+        blocks, hosts = random.permutation(len(self.pages[0])), random.permutation(self.tier.host_blocks)
+        return blocks[: self.chunks], hosts[: self.chunks]
+
+    def _fragments(self, seed: int, direction: str) -> np.ndarray:
+        blocks, hosts = self._places(seed)
+        size = self.pages[0].shape[1]
+        rows = [
+            (page.ctypes.data + int(block) * size, self.tier.blocks[host].ctypes.data + layer * size, size)
+            for block, host in zip(blocks, hosts, strict=True)
+            for layer, page in enumerate(self.pages)
+        ]
+        found = np.array(rows, np.int64)
+        return found if direction == "copy_in" else found[:, [TO, FROM, BYTES]]
+
+    def time_copy(self, page_bytes: int, direction: str) -> None:
+        getattr(self.copies, direction)(*self._places(0))
+
+    def track_share_of_memcpy(self, page_bytes: int, direction: str) -> float:
+        """Speed of the copy, memcpy of the same fragments = 1."""
+        ours, theirs = [], []
+        for i in range(20):
+            fragments = np.ascontiguousarray(self._fragments(2 * i, direction))
+            places, copy = self._places(2 * i + 1), getattr(self.copies, direction)
+            ours.append(best([lambda places=places, copy=copy: copy(*places)]))  # type: ignore[misc]
+            theirs.append(best([lambda fragments=fragments: plain(fragments)]))  # type: ignore[misc]
+        return min(theirs) / min(ours)
+
+    track_share_of_memcpy.unit = "x memcpy"  # type: ignore[attr-defined]

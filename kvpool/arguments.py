@@ -1,0 +1,214 @@
+"""Checks of callers' arguments: token buffers, arrays of sequence ids and counts, flags, texts.
+
+Jitted code runs without the interpreter's lock and checks no bounds. So it may read only memory that the caller cannot
+reach: every function here that returns an array returns private memory. Each function copies first, and then checks
+the copy. The caller's memory may change later, and an object of the caller's may give another answer when it is asked
+again. Neither changes the result.
+"""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.strided import in_numpy
+from kvpool.jit import jit
+
+INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
+TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def address(values: npt.NDArray[Any]) -> int:
+    return int(values.__array_interface__["data"][0])
+
+
+def _integers(name: str, values: Any) -> npt.NDArray[Any]:
+    """A private copy of any one-dimensional integer buffer or sequence, contiguous, aligned and writable."""
+    values = in_numpy(name, values)
+    if isinstance(values, (list, tuple)):
+        return _numbers(name, values)
+    if isinstance(values, (str, bytes)) or values is None:
+        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int")
+    try:
+        # The view shows type and shape, so a large buffer that is refused is never copied.
+        found = np.asarray(values)[...]
+    except TypeError:
+        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int") from None
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name}={values!r:.80} has dtype {found.dtype}: accepted are integers")
+    if found.ndim != 1:
+        raise ValueError(f"{name} has shape {found.shape}: accepted is one dimension")
+    return found.copy()
+
+
+def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.int64]:
+    # An ``__index__`` of an item may change the list, so it is copied first.
+    items = tuple(values)
+    try:
+        return np.frombuffer(array.array("q", items), np.int64) if items else np.empty(0, np.int64)
+    except OverflowError:
+        raise ValueError(f"{name}: {max(items, key=abs)} is not in the int64 range") from None
+    except TypeError:
+        raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
+
+
+def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[np.int32]:
+    """Token ids as private int32[n].
+
+    Raises TypeError for items that are not integers. Raises ValueError for other shapes, for ids outside int32 and,
+    unless ``empty``, for no token.
+    """
+    if type(tokens) is np.ndarray and tokens.dtype is TOKENS:
+        found = tokens.copy()
+        if found.dtype is TOKENS and found.ndim == 1 and len(found):
+            return found
+    if type(tokens) is list and tokens:
+        try:
+            # An ``__index__`` of an item may change the list, so it is copied first.
+            return np.frombuffer(array.array("i", tuple(tokens)), np.int32)
+        except (TypeError, OverflowError):
+            pass  # The code below raises the error.
+    found = _integers(name, tokens)
+    if len(found) == 0 and not empty:
+        raise ValueError(f"{name} is empty: at least one token is accepted")
+    if found.dtype != np.int32 and len(found):
+        low, high = int(found.min()), int(found.max())
+        if low < INT32_MIN or high > INT32_MAX:
+            raise ValueError(f"{name}: {low if low < INT32_MIN else high} is not in the int32 range of token ids")
+    return found.astype(np.int32, copy=False)
+
+
+def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
+    """Integers as private int64[n]. Raises TypeError for items that are not integers. Raises ValueError for other
+    shapes and for numbers outside int64."""
+    if type(values) is np.ndarray and values.dtype is INTEGERS:
+        found = values.copy()
+        if found.dtype is INTEGERS and found.ndim == 1:
+            return found
+    if isinstance(values, (list, tuple)):
+        values = tuple(values)
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError(f"{name}={values!r:.80}: accepted are integers, no bools")
+    found = _integers(name, values)
+    if found.dtype == np.uint64 and len(found) and int(found.max()) > INT64_MAX:
+        raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
+    return found.astype(np.int64, copy=False)
+
+
+def window_argument(window: Any, sinks: Any) -> tuple[int, int]:
+    """Tokens of a sliding window, 0 for none, and of its sinks. Raises TypeError or ValueError."""
+    seen, first = (
+        0 if window is None else integer_argument("window", window, 1, INT32_MAX),
+        integer_argument("sinks", sinks, 0, INT32_MAX),
+    )
+    if first and not seen:
+        raise ValueError(f"sinks={first}: accepted is 0 without a window")
+    return seen, first
+
+
+def encoder_argument(name: str, tokens: Any, count: int, needed: bool) -> npt.NDArray[np.int64]:
+    """Lengths of the encoder's inputs as private int64[count], one for each prompt. They are needed only where a group
+    is for cross attention (``needed``), and are zeros elsewhere.
+
+    Raises TypeError or ValueError.
+    """
+    if (tokens is not None) != needed:
+        raise ValueError(
+            f"{name}={tokens!r:.80}: accepted is {'a number' if needed else 'None without a group'} for cross attention"
+        )
+    found = np.zeros(count, np.int64) if tokens is None else id_array(name, tokens)
+    if len(found) != count:
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} prompts")
+    wrong = first_outside(found, INT32_MAX)
+    if wrong >= 0:
+        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32_MAX}")
+    return found
+
+
+def bool_argument(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r:.80}: accepted are True and False")
+    return bool(value)
+
+
+def list_argument(name: str, value: Any) -> list[Any]:
+    """The items of a list or tuple, in a new list. Raises TypeError for anything else."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r:.80}: accepted is a list")
+    return list(value)
+
+
+def text_argument(name: str, value: Any) -> str:
+    """The text as an exact ``str``: a subclass could compare as another value. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r:.80}: accepted is a string")
+    return str.__str__(value)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def id_array(name: str, ids: Any) -> npt.NDArray[np.int64]:
+    """One id or several ids as private int64[n]."""
+    if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
+        return np.array([ids], np.int64)
+    if type(ids) is not np.ndarray and is_integer(ids):
+        return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
+    return int64_array(name, ids)
+
+
+def count_array(name: str, counts: Any, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """One count for each id as private int64[n]. No count is negative. A single number is the count of a single id."""
+    found = id_array(name, counts)
+    if len(found) != len(ids):
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(ids)} ids")
+    wrong = first_outside(found, INT32_MAX)
+    if wrong >= 0:
+        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32_MAX}")
+    return found
+
+
+@jit
+def first_outside(values: npt.NDArray[np.int64], highest: int) -> int:
+    """The index of the first value below 0 or above ``highest``, or -1 if there is none."""
+    for i in range(values.shape[0]):
+        if values[i] < 0 or values[i] > highest:
+            return i
+    return -1
+
+
+def salt_argument(salt: Any) -> bytes | str | None:
+    """The salt as an exact builtin: a subclass could compare or print as another value."""
+    if salt is None:
+        return None
+    if isinstance(salt, bytes):
+        return bytes(memoryview(salt))
+    if isinstance(salt, str):
+        return str.__str__(salt)
+    raise TypeError(f"salt={salt!r:.80}: accepted are None, bytes and str")
+
+
+def adapter_argument(adapter_id: Any) -> int | str | None:
+    """The adapter id as an exact builtin, for the reason given in ``salt_argument``."""
+    if adapter_id is None:
+        return None
+    if isinstance(adapter_id, str):
+        return str.__str__(adapter_id)
+    if is_integer(adapter_id):
+        return int.__index__(int(adapter_id) if isinstance(adapter_id, np.integer) else adapter_id)
+    raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
+
+
+def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
+    """Extra ids as a private int64[count], or None if there are none or all are zero."""
+    if extra_ids is None:
+        return None
+    found = int64_array("extra_ids", extra_ids)
+    if len(found) != count:
+        raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
+    return found if found.any() else None

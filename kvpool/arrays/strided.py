@@ -1,0 +1,226 @@
+"""StridedArray: where the elements of an array of any package lie. The package is not imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays import dlpack
+from kvpool.arrays.layout import integer_argument
+
+MEMORIES = ("host", "device")
+_HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
+_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
+_KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
+
+
+@dataclass(frozen=True)
+class StridedArray:
+    """An array as an address, a shape and strides. Made by ``as_strided``, or directly from a raw pointer.
+
+    Parameters
+    ----------
+    address
+        Of the element with all indices 0.
+    shape
+        Extents, each at least 0.
+    itemsize
+        Bytes of one element, at least 1.
+    strides
+        Bytes from an element to the next along each axis, of any sign; None is C order without gaps.
+    memory
+        ``"host"`` or ``"device"``: who can read it without asking. Pinned memory is host memory.
+    kind
+        As in NumPy: ``"i"``, ``"u"``, ``"f"``, ``"b"``; ``"V"`` where nobody said.
+    writable
+        Whether the owner allows writing.
+    owner
+        Whatever keeps the memory alive.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value; the message names it.
+
+    Examples
+    --------
+    >>> import kvpool, numpy as np
+    >>> memory = np.arange(12, dtype=np.int16)
+    >>> kvpool.StridedArray(memory.ctypes.data, (3, 2), 2, strides=(8, 2), kind="i", owner=memory).host_view().tolist()
+    [[0, 1], [4, 5], [8, 9]]
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    itemsize: int
+    strides: tuple[int, ...] | None = None
+    memory: str = "host"
+    kind: str = "V"
+    writable: bool = True
+    owner: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in self.shape)
+        itemsize = integer_argument("itemsize", self.itemsize, 1, 2**31)
+        if self.strides is None:
+            strides = [itemsize]
+            for extent in shape[:0:-1]:
+                strides.insert(0, strides[0] * extent)
+            strides = strides[: len(shape)]
+        else:
+            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in self.strides]
+        if len(strides) != len(shape):
+            raise ValueError(f"strides={self.strides}: {len(shape)} are needed, one for each axis of shape {shape}")
+        if self.memory not in MEMORIES:
+            raise ValueError(f"memory={self.memory!r}: must be 'host' or 'device'")
+        given = {
+            "address": integer_argument("address", self.address, 0, 2**63 - 1),
+            "shape": shape,
+            "itemsize": itemsize,
+        }
+        for name, value in {**given, "strides": tuple(strides)}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides. They are never None once the array is made."""
+        assert self.strides is not None
+        return self.strides
+
+    def host_view(self) -> npt.NDArray[Any]:
+        """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""
+        if self.memory != "host":
+            raise ValueError("memory of a GPU has no view in NumPy")
+        return np.asarray(_Interface(self))
+
+
+class _Interface:
+    """What ``np.asarray`` needs for memory that NumPy does not own."""
+
+    def __init__(self, array: StridedArray) -> None:
+        self.array = array
+        typestr = (
+            f"|{array.kind}{array.itemsize}"
+            if array.itemsize == 1 or array.kind == "V"
+            else f"={array.kind}{array.itemsize}"
+        )
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": np.dtype(typestr).str,
+            "data": (array.address, not array.writable),
+        }
+
+
+def as_strided(name: str, array: Any) -> StridedArray:
+    """Where the elements of the argument ``name`` lie.
+
+    Accepted are a StridedArray and objects with ``__cuda_array_interface__``, ``__array_interface__`` or
+    ``__dlpack__``. Nothing is copied, and no stream is waited for: the caller names the stream on which the elements
+    may be used. Raises TypeError for anything else. Raises ValueError for elements that are not whole bytes, and for
+    memory that belongs to neither the host nor a CUDA device.
+    """
+    if isinstance(array, StridedArray):
+        # A subclass may answer differently the second time.
+        return (
+            array
+            if type(array) is StridedArray
+            else StridedArray(*(getattr(array, one.name) for one in fields(StridedArray)))
+        )
+    for attribute, memory in (("__cuda_array_interface__", "device"), ("__array_interface__", "host")):
+        # Some packages raise for types that the protocol has no name for. They offer DLPack for those.
+        try:
+            interface = getattr(array, attribute, None)
+        except (TypeError, RuntimeError):
+            continue
+        if interface is not None:
+            return _from_interface(name, array, interface, memory)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _from_dlpack(name, array)
+    raise TypeError(
+        f"{name}: an array with __cuda_array_interface__, __array_interface__ or __dlpack__, or a StridedArray, is "
+        "needed, "
+        f"not {type(array).__name__}"
+    )
+
+
+def _from_interface(name: str, array: Any, interface: Any, memory: str) -> StridedArray:
+    if interface.get("mask") is not None:
+        raise ValueError(f"{name}: masked arrays are not accepted")
+    dtype = np.dtype(interface["typestr"])
+    if dtype.kind == "O":
+        raise ValueError(f"{name}: elements of bytes are needed, not Python objects")
+    if not dtype.isnative:
+        raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
+    address, read_only = interface["data"]
+    strides = interface.get("strides")
+    return StridedArray(
+        int(address or 0),
+        tuple(interface["shape"]),
+        dtype.itemsize,
+        strides,
+        memory,
+        dtype.kind,
+        not read_only,
+        owner=array,
+    )
+
+
+def _from_dlpack(name: str, array: Any) -> StridedArray:
+    device_type = int(array.__dlpack_device__()[0])
+    if device_type not in _HOST_DEVICE_TYPES + _GPU_DEVICE_TYPES:
+        raise ValueError(
+            f"{name}: memory of the host or of a CUDA device is needed, not of DLPack's device type {device_type}"
+        )
+    gpu = device_type in _GPU_DEVICE_TYPES
+    try:
+        # -1 tells the producer not to wait for anything. The capsule is never consumed, so dropping it releases the
+        # tensor.
+        capsule = _capsule(array, {"stream": -1} if gpu else {})
+        tensor, head = dlpack.opened(capsule)
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{name}: {type(array).__name__} does not give its memory: {error}") from error
+    itemsize, rest = divmod(tensor.bits * tensor.lanes, 8)
+    if rest or not itemsize:
+        raise ValueError(f"{name}: elements of whole bytes are needed, not of {tensor.bits * tensor.lanes} bits")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(step * itemsize for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
+    kind = _KINDS.get(tensor.code, "V") if tensor.lanes == 1 and itemsize in (1, 2, 4, 8) else "V"
+    address, writable = (tensor.data or 0) + tensor.byte_offset, head is None or not head.flags & dlpack.READ_ONLY
+    return StridedArray(
+        address, shape, itemsize, strides, "device" if gpu else "host", kind, writable, owner=(array, capsule)
+    )
+
+
+def _capsule(array: Any, options: dict[str, Any]) -> Any:
+    """A capsule, of version 1 if the package knows that version, which can say that memory is read-only."""
+    try:
+        return array.__dlpack__(**options, max_version=(1, 1))
+    except TypeError:
+        return array.__dlpack__(**options)
+
+
+def read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view of contiguous memory that cannot be written. Nobody can make it writable: NumPy asks the buffer, which
+    refuses."""
+    return np.asarray(values.data.toreadonly())
+
+
+def in_numpy(name: str, value: Any) -> Any:
+    """The argument ``name`` as a NumPy array of the same memory, if it is an array of another package. Anything else is
+    returned as it is.
+
+    Raises TypeError for GPU memory, and what ``as_strided`` raises.
+    """
+    if isinstance(value, (np.ndarray, np.generic, list)):
+        return value
+    if not isinstance(value, StridedArray) and not any(hasattr(value, protocol) for protocol in _PROTOCOLS):
+        return value
+    found = as_strided(name, value)
+    if found.memory != "host":
+        raise TypeError(f"{name}: {type(value).__name__} lies in memory of a GPU; accepted are arrays of main memory")
+    return found.host_view()

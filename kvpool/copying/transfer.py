@@ -1,0 +1,397 @@
+"""From decisions to copies: batches of moves in the order of their tickets, and what happens to a batch that a device
+refuses.
+
+The state decides under the state lock. There each batch takes the next ticket and joins the queue. A thread that holds
+the transfer lock then enqueues the queue, strictly in the order of tickets. The transfer lock is taken before the state
+lock, never while holding it.
+
+When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other moves. ``_acknowledge``
+has the state forget the lost blocks and mark their sequences. The call that decided the batch raises nothing. The next
+call that names such a sequence raises DeviceError.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.copying.levels import Levels
+from kvpool.copying.traffic import Moved
+from kvpool.copying.waits import Order
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, Device, Event, Stream
+from kvpool.errors import DeviceError
+from kvpool.state import guards, records, verbs
+from kvpool.state.accesses import ACCESSED, collect
+from kvpool.state.arrays import States
+from kvpool.state.records import DIRECTION, H
+
+NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
+NO_TOKEN_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
+NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+Moves = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """One decision: moves int64[n, 5] (source, target, tokens, ticket of the source's content, direction), token moves
+    int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the moves.
+
+    ``behind`` is called when all of these are enqueued, with the transfer lock held.
+    """
+
+    ticket: int
+    moves: Moves
+    token_moves: Moves
+    accesses: npt.NDArray[np.int64]
+    behind: Callable[[], object] | None
+
+
+class Transfer:
+    """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
+
+    ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
+    counts what the device has accepted.
+    """
+
+    def __init__(
+        self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]
+    ) -> None:
+        self._states, self._state_lock, self._device = states, state_lock, device
+        # The headers as a flat buffer: every call asks twice what a decision has left there.
+        self._numbers = states.heads.reshape(-1).data
+        bases = range(0, states.heads.size, records.HEADER)
+        self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
+        self._lock = threading.Lock()
+        self._queue: dict[int, Batch] = {}
+        self._held_back: dict[int, Batch] | None = None
+        self._notes: deque[npt.NDArray[np.int64]] = deque()
+        self._draining = 0
+        self._lost: dict[int, int] = {}
+        self._decided = self._enqueued = -1
+        self._width = int(states.heads[0, records.H.width])
+        self._levels = Levels(states.blocks, self._width, _states_of(states))
+        self.order = None if device.synchronous else Order(device, states.blocks)
+        if self.order is not None:
+            states.note_accesses()
+        self.moved = Moved(states.heads, token_bytes)
+        self.broken: DeviceError | None = None
+        self._exit: BaseException | None = None
+        self._behind: Callable[[], object] | None = None
+
+    @property
+    def guards(self) -> int:
+        """The rules that are on, as ``kvpool.state.guards`` names them. All are on, except in a test."""
+        return self._numbers[H.guards]
+
+    def use_lock(self, state_lock: AbstractContextManager[Any]) -> None:
+        """Use another state lock, for a test that takes the rule out."""
+        self._state_lock = state_lock
+
+    def put_behind(self, call: Callable[[], object]) -> None:
+        """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
+        counts as broken. The caller holds the state lock."""
+        self._behind = call
+
+    def note(self, accesses: npt.NDArray[np.int64]) -> None:
+        """Add accesses, int64[n, 3], to the next decision. Safe in a destructor that runs inside any call."""
+        self._notes.append(accesses)
+
+    def collect(self) -> bool:
+        """Give the moves and accesses of the decision just made their ticket, and queue them. Returns False if it made
+        none. The caller holds the state lock.
+
+        A destructor or signal handler may decide in the middle of this. It collects what it finds in the buffers before
+        its own decision.
+        """
+        numbers = self._numbers
+        while True:
+            moved = noted = shifts = 0
+            for moves_at, accesses_at, token_moves_at in self._left:
+                moved += numbers[moves_at]
+                noted += numbers[accesses_at]
+                shifts += numbers[token_moves_at]
+            if not (moved or noted or shifts or self._notes or self._behind is not None):
+                return False
+            moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
+            shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
+            ticket = int(collect(self._states.heads, moves, shifted, own))
+            if ticket >= 0:
+                behind, self._behind = self._behind, None
+                batch = Batch(ticket, moves, shifted, self._with_notes(own), behind)
+                if self._held_back is not None:
+                    self._held_back[ticket] = batch
+                else:
+                    self._queue[ticket] = batch
+                    self._decided = max(self._decided, ticket)
+                return True
+
+    @contextmanager
+    def together(self) -> Iterator[Callable[[], None]]:
+        """Queue all that is decided inside the context at once, at its end. Yields a function that forgets these
+        decisions, for a caller that undoes them, tickets included. Inside, no device is asked about a stream. The
+        caller holds the state lock."""
+        self.collect()
+        held: dict[int, Batch] = {}
+        self._held_back = held
+
+        def forget() -> None:
+            held.clear()
+            self._notes.clear()
+
+        try:
+            yield forget
+        finally:
+            self.collect()
+            self._held_back = None
+            self._queue.update(held)
+            self._decided = max(self._decided, max(held, default=-1))
+
+    @property
+    def is_together(self) -> bool:
+        """Whether decisions are being made together. The caller holds the state lock."""
+        return self._held_back is not None
+
+    def check_streams(self, ids: npt.NDArray[np.int64]) -> None:
+        """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
+        to name another stream."""
+        if self.order is not None:
+            self._check_streams(ids)
+
+    def _with_notes(self, accesses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        while self._notes:
+            with suppress(IndexError):
+                accesses = np.concatenate([self._notes.popleft(), accesses])
+        return accesses
+
+    @property
+    def enqueuing(self) -> bool:
+        """Whether this thread has the transfer lock. Then it runs a destructor or signal handler, inside the call that
+        took the lock."""
+        return self._draining == threading.get_ident()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a batch of any thread is decided and perhaps not enqueued yet."""
+        return self._enqueued < self._decided and bool(self.guards & guards.OTHERS_BATCHES_TOO)
+
+    def drain(self) -> None:
+        """Enqueue every batch decided before this call, oldest first. Takes the transfer lock. The caller holds no
+        lock.
+
+        Does nothing in a destructor or signal handler that runs inside it: the interrupted call enqueues everything
+        that is queued.
+        """
+        if self.enqueuing:
+            return
+        while self._enqueued < self._decided:
+            with self._lock:
+                self._draining = threading.get_ident()
+                try:
+                    more = self._enqueue_next()
+                finally:
+                    self._draining = 0
+            if not more:
+                return
+
+    def _enqueue_next(self) -> bool:
+        """Enqueue one batch. Returns False if the next one is not queued yet: the thread that decided it will enqueue
+        it."""
+        batch = self._queue.get(
+            self._enqueued + 1 if self.guards & guards.TICKET_ORDER else max(self._queue, default=-1)
+        )
+        if batch is None:
+            return False
+        self._acknowledge(batch, self._enqueue(batch))
+        leaving, self._exit = self._exit, None
+        if leaving is not None:
+            raise leaving
+        return True
+
+    def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
+        """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
+        writes them. Takes the transfer lock."""
+        if self.order is None or not self.guards & guards.READER_WAITS:
+            return []
+        with self._lock:
+            return self.order.pending(ids, writes)
+
+    def follow(self, stream: Stream) -> None:
+        """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
+        transfer lock. Raises DeviceError."""
+        if self.order is not None:
+            with self._lock:
+                self.order.follow_copies(stream)
+
+    def decide(self, stream: Stream | None, ids: Ids | None, verb: Callable[..., Any], *args: Any) -> Any:
+        """Run a verb on a device that is not synchronous. ``stream`` is the one that the call names, if any.
+
+        ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
+        ValueError if work cannot be enqueued on the stream of one of them now; nothing has been decided then.
+        """
+        heads = self._states.heads
+        before = heads[0, records.H.stream]
+        if stream is None and ids is not None and not self.is_together:
+            self._check_streams(ids)
+        try:
+            heads[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
+            return verb(heads, *args)
+        finally:
+            heads[:, records.H.stream] = before
+
+    def _check_streams(self, ids: npt.NDArray[np.int64]) -> None:
+        """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
+        to name another stream."""
+        assert self.order is not None
+        used = self._states[0].sequences["stream"]
+        for slot in set(used[(ids & 0xFFFFFFFF) % len(used)].tolist()):
+            self.as_stream(self.order.stream(slot))
+
+    def as_stream(self, stream: Any) -> Stream:
+        """``Device.as_stream``. A permanent failure of the device may be noticed here first."""
+        try:
+            return self._device.as_stream(stream)
+        except DeviceError as error:
+            if error.sticky:
+                self.broken = self.broken or error
+            raise
+
+    def slot(self, stream: Stream) -> int:
+        """The small number of a stream. The caller holds the state lock."""
+        assert self.order is not None
+        return self.order.slot(stream, self._idle)
+
+    def _idle(self) -> npt.NDArray[np.bool_]:
+        """Which streams no sequence uses and no batch names. While there are batches, none is idle."""
+        sequences = self._states[0].sequences
+        idle = np.full(1 << 16, not self._queue and not self._notes)
+        idle[sequences["stream"][sequences["live"] != 0]] = False
+        return idle
+
+    def _acknowledge(self, batch: Batch, lost: npt.NDArray[np.int64]) -> None:
+        """Count a batch as enqueued. The moves to ``lost`` targets (block, ticket) were not enqueued: these blocks lose
+        their content."""
+        with self._state_lock:
+            if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:
+                verbs.lose(self._states.heads, lost)
+            del self._queue[batch.ticket]
+            self._enqueued += 1
+            if not self._queue:
+                self._lost.clear()
+
+    def _enqueue(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Hand a batch to the device. Returns (block, ticket) of each target whose move was not enqueued."""
+        order = self.order
+        if order is not None and len(batch.accesses):
+            self._attempt_order(order.accessed, batch.accesses)
+        if len(batch.moves):
+            for level in self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]:
+                if order is None:
+                    self._copy(level, batch.ticket, records.ONBOARD)
+                else:
+                    self._copy_by_direction(level, batch.ticket)
+        if order is not None and len(batch.accesses):
+            self._attempt_order(order.hold_back, batch.accesses, self.guards)
+        if len(batch.token_moves):
+            self._move_tokens(batch.token_moves, batch.ticket)
+        if batch.behind is not None:
+            self._attempt_order(batch.behind)
+        lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
+        return np.array(lost, np.int64) if lost else NO_LOST
+
+    def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
+        for direction in range(records.DIRECTIONS):
+            which = moves[:, DIRECTION] == direction
+            if which.any():
+                self._copy(moves if which.all() else moves[which], ticket, direction)
+
+    def _copy(self, moves: Moves, ticket: int, stream: int) -> None:
+        """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others
+        are enqueued one by one, except those that read a lost block."""
+        first = 0
+        if not self._lost:
+            first = self._attempt_copies(moves, stream)
+            if first < len(moves):
+                self._lost[int(moves[first, TARGET])] = ticket
+                first += 1
+        for i in range(first, len(moves)):
+            source, target = int(moves[i, SOURCE]), int(moves[i, TARGET])
+            stale = self._lost.get(source) == moves[i, TICKET]
+            if stale or self._attempt_copies(moves[i : i + 1], stream) == 0:
+                self._lost[target] = ticket
+
+    def _attempt_copies(self, moves: Moves, stream: int) -> int:
+        """Enqueue moves. Returns how many of them the device accepted."""
+        order = self.order
+        if order is not None:
+            self._attempt_order(order.before_copies, moves, stream, self.guards)
+        on = NULL_STREAM if order is None else order.stream(stream)
+        completed, begun = len(moves), perf_counter_ns()
+        try:
+            self._attempt(self._device.copy_blocks, moves[:, :DIRECTION], on)
+        except DeviceError as error:
+            completed = error.completed
+            if error.sticky:
+                self.broken = error
+                return completed
+        if self.broken is None:
+            self.moved.add(moves[:completed], perf_counter_ns() - begun)
+        if order is not None:
+            self._attempt_order(order.after_copies, moves, stream)
+        return completed if self.broken is None else 0
+
+    def _move_tokens(self, moves: Moves, ticket: int) -> None:
+        """Enqueue token moves, each on the stream of its sequence. If some fail, the blocks that they should have
+        written are lost."""
+        order, width = self.order, self._width
+        for slot in np.unique(moves[:, 0]).tolist():
+            mine = moves[moves[:, 0] == slot]
+            starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))
+            try:
+                self._attempt(
+                    self._device.move_tokens, mine[:, 2:], starts, NULL_STREAM if order is None else order.stream(slot)
+                )
+            except DeviceError as error:
+                if error.sticky:
+                    self.broken = error
+                self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
+            if order is not None and self.guards & guards.TOKENS_MOVE_BEFORE_REUSE:
+                # The slots that were dropped may already belong to other sequences. Their work must come after this as
+                # well.
+                read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]
+                self._attempt_order(order.accessed, np.array(read, np.int64))
+
+    def _attempt_order(self, call: Any, *args: Any) -> None:
+        """If streams cannot be ordered, the device counts as broken, since somebody would read too early or be
+        overwritten."""
+        try:
+            self._attempt(call, *args)
+        except DeviceError as error:
+            self.broken = error
+
+    def _attempt(self, call: Any, *args: Any) -> None:
+        """Call the device, if it still works. After any error but DeviceError nobody knows what was done, so the device
+        counts as broken."""
+        if self.broken is not None:
+            return
+        try:
+            call(*args)
+        except DeviceError:
+            raise
+        except BaseException as error:
+            self.broken = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
+            if not isinstance(error, Exception):
+                self._exit = error
+
+
+def _states_of(states: States) -> npt.NDArray[np.int64]:
+    """The ranges of pool ids whose blocks hold states, int64[n, 2]."""
+    held = np.tile(states.heads[:, H.kind] == records.RECURRENT, 2)
+    edges = states.pool_ids.edges
+    return np.stack([edges[:-1][held], edges[1:][held]], axis=1)

@@ -1,0 +1,254 @@
+"""Which access of a block waits for which: the last accesses of every block, as points on streams, and the waits that
+follow from them.
+
+A *point* of a stream is a number. Its event is complete once everything that was enqueued there before it is done. A
+reader of a block waits for the block's last write. A writer waits for the last write and for all reads since. The pool
+learns from calls what the engine does between them: a commit says that tokens are written, a release that the blocks of
+a sequence are no longer used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream
+from kvpool.errors import DeviceError
+from kvpool.jit import jit
+from kvpool.state import guards as g
+from kvpool.state.accesses import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
+from kvpool.state.records import DIRECTIONS
+
+_OWN = DIRECTIONS
+"""The pool's own streams, one for each direction of moves."""
+_SLOT_BITS = 16
+STREAMS_KEPT = 16
+"""This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
+
+Rows = npt.NDArray[np.int64]
+
+
+@jit
+def _need(
+    write: Any, read: Any, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Any
+) -> None:
+    """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``."""
+    slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
+    if slot != stream and point > need[slot] and (after_copies if slot < _OWN else after_engine):
+        need[slot] = point
+    if writes:
+        for slot in range(read.shape[1]):
+            if slot != stream and read[b, slot] > need[slot] and (after_copies if slot < _OWN else after_engine):
+                need[slot] = read[b, slot]
+
+
+@jit
+def _need_of_copies(write: Any, read: Any, moves: Any, stream: int, guards: int, need: Any) -> None:
+    for i in range(moves.shape[0]):
+        copies, engine = guards & g.COPY_READS_AFTER_COPIES != 0, guards & g.COPY_READS_AFTER_ENGINE != 0
+        _need(write, read, moves[i, SOURCE], stream, False, copies, engine, need)
+        copies, engine = guards & g.COPY_WRITES_AFTER_COPIES != 0, guards & g.COPY_WRITES_AFTER_ENGINE != 0
+        _need(write, read, moves[i, TARGET], stream, True, copies, engine, need)
+
+
+@jit
+def _need_of_accesses(write: Any, read: Any, rows: Any, guards: int, need: Any, waits: Any) -> None:
+    """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
+    wait."""
+    for i in range(rows.shape[0]):
+        if rows[i, 0] == WILL_READ or rows[i, 0] == WILL_WRITE:
+            waits[rows[i, 1]] = True
+        if rows[i, 0] == WILL_READ:
+            copies, engine = guards & g.ENGINE_READS_AFTER_COPIES != 0, guards & g.ENGINE_READS_AFTER_ENGINE != 0
+            _need(write, read, rows[i, 2], rows[i, 1], False, copies, engine, need[rows[i, 1]])
+        elif rows[i, 0] == WILL_WRITE:
+            copies, engine = guards & g.ENGINE_WRITES_AFTER_COPIES != 0, guards & g.ENGINE_WRITES_AFTER_ENGINE != 0
+            _need(write, read, rows[i, 2], rows[i, 1], True, copies, engine, need[rows[i, 1]])
+
+
+@jit
+def _need_of_host(write: Any, read: Any, ids: Any, writes: bool, need: Any) -> None:
+    for i in range(ids.shape[0]):
+        _need(write, read, ids[i], -1, writes, True, True, need)
+
+
+@jit
+def _mark_copies(write: Any, read: Any, moves: Any, stream: int, point: int) -> None:
+    for i in range(moves.shape[0]):
+        read[moves[i, SOURCE], stream] = point
+        write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
+
+
+@jit
+def _survey(rows: Any, done: Any) -> bool:
+    """Mark the streams that have used blocks in ``done`` bool[streams]. Returns whether a stream follows another
+    one."""
+    follows = False
+    for i in range(rows.shape[0]):
+        if rows[i, 0] == ACCESSED or rows[i, 0] == WROTE:
+            done[rows[i, 1]] = True
+        elif rows[i, 0] == FOLLOWS:
+            follows = True
+    return follows
+
+
+@jit
+def _mark_accesses(write: Any, read: Any, rows: Any, points: Any) -> None:
+    for i in range(rows.shape[0]):
+        stream = rows[i, 1]
+        if rows[i, 0] == WROTE:
+            write[rows[i, 2]] = (points[stream] << _SLOT_BITS) | stream
+        elif rows[i, 0] == ACCESSED:
+            read[rows[i, 2], stream] = points[stream]
+
+
+class Order:
+    """The last accesses of the blocks of one pool on a device that is not synchronous.
+
+    The transfer lock guards everything but ``slot``, which the state lock guards. Raises whatever the device raises.
+    """
+
+    def __init__(self, device: Device, blocks: int) -> None:
+        self._device = device
+        self._streams = [device.create_stream(name) for name in ("offload", "onboard", "within")]
+        self._slots = {stream.handle: slot for slot, stream in enumerate(self._streams)}
+        self._write = np.zeros(blocks, np.int64)
+        self._read = np.zeros((blocks, _OWN), np.int64)
+        # For each stream: its number of points, the last point known to be complete, and the events of the points after
+        # it.
+        self._points: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
+        self._complete: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
+        self._events: list[deque[Event]] = [deque() for _ in range(_OWN)]
+        # [a, b]: the last point of stream b that stream a has waited for.
+        self._waited: npt.NDArray[np.int64] = np.zeros((_OWN, _OWN), np.int64)
+
+    def stream(self, slot: int) -> Stream:
+        """The stream that has this number."""
+        return self._streams[slot]
+
+    def slot(self, stream: Stream, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:
+        """The small number of a stream. If there are many streams, a new one takes the number of an old one whose work
+        is done.
+
+        ``idle`` returns bool[n], for all numbers at least: which of them no sequence and no queued batch names.
+        """
+        found = self._slots.get(stream.handle)
+        if found is None:
+            found = self._reusable(idle) if len(self._streams) >= STREAMS_KEPT else len(self._streams)
+            # The stream is kept alive: its handle must not become another stream's while its work is remembered.
+            if found == len(self._streams):
+                self._streams.append(stream)
+            else:
+                del self._slots[self._streams[found].handle]
+                self._streams[found] = stream
+                self._waited[found] = 0
+            self._slots[stream.handle] = found
+        return found
+
+    def _reusable(self, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:
+        """A number to reuse, or a new one. Points keep counting when a number changes hands, so old points stay
+        complete."""
+        known = len(self._points)
+        free = np.flatnonzero((self._complete == self._points) & idle()[:known])
+        free = free[free >= _OWN]
+        return int(free[0]) if len(free) else len(self._streams)
+
+    def accessed(self, rows: Rows) -> None:
+        """Before a batch: record points after the work that streams are said to have enqueued, and let streams follow
+        each other."""
+        self._grow()
+        done = np.zeros(len(self._points), np.bool_)
+        if _survey(rows, done):
+            for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
+                self._wait(stream, other, self._record(other))
+        if len(self._points) >= STREAMS_KEPT:
+            for stream in range(len(self._points)):
+                self._forget_complete(stream)
+        streams = np.flatnonzero(done).tolist()
+        for stream in streams:
+            self._record(stream)
+        if streams:
+            _mark_accesses(self._write, self._read, rows, self._points)
+
+    def before_copies(self, moves: Rows, stream: int, guards: int) -> None:
+        """Have one of the pool's own streams wait for every access that must come before independent copies on it."""
+        need = np.zeros(len(self._points), np.int64)
+        _need_of_copies(self._write, self._read, moves, stream, guards, need)
+        self._wait_all(stream, need)
+
+    def after_copies(self, moves: Rows, stream: int) -> None:
+        """Note copies that were enqueued. If some of them were not, that costs a needless wait at most."""
+        _mark_copies(self._write, self._read, moves, stream, self._record(stream))
+
+    def hold_back(self, rows: Rows, guards: int) -> None:
+        """After a batch: have streams wait for the blocks that they will use."""
+        waits, need = np.zeros(len(self._points), np.bool_), np.zeros((len(self._points), len(self._points)), np.int64)
+        _need_of_accesses(self._write, self._read, rows, guards, need, waits)
+        for stream in np.flatnonzero(waits).tolist():
+            self._wait_all(stream, need[stream])
+
+    def follow_copies(self, stream: Stream) -> None:
+        """Have any stream, also one without a number, wait for all copies enqueued so far."""
+        for own in self._streams[:_OWN]:
+            self._device.wait(stream, self._device.record(own))
+
+    def pending(self, ids: npt.NDArray[np.int64], writes: bool) -> list[Event]:
+        """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it
+        writes them."""
+        need = np.zeros(len(self._points), np.int64)
+        _need_of_host(self._write, self._read, ids, writes, need)
+        return [self._event(slot, int(need[slot])) for slot in np.flatnonzero(need > self._complete).tolist()]
+
+    def _grow(self) -> None:
+        more = len(self._streams) - len(self._points)
+        if more:
+            self._read = np.concatenate([self._read, np.zeros((len(self._write), more), np.int64)], axis=1)
+            self._points, self._complete = np.pad(self._points, (0, more)), np.pad(self._complete, (0, more))
+            self._events += [deque() for _ in range(more)]
+            self._waited = np.pad(self._waited, ((0, more), (0, more)))
+
+    def _record(self, stream: int) -> int:
+        """Record a new point of a stream. Forgets the events that have completed meanwhile."""
+        events = self._events[stream]
+        events.append(self._event_behind(self._streams[stream]))
+        self._points[stream] += 1
+        self._forget_complete(stream)
+        return int(self._points[stream])
+
+    def _event_behind(self, stream: Stream) -> Event:
+        try:
+            return self._device.record(stream)
+        except DeviceError as error:
+            if error.sticky or self._device.exists(stream):
+                raise
+        # The stream was destroyed, but its work goes on. Only a wait for the whole device shows its end. This is the
+        # one wait that holds the transfer lock.
+        self._device.synchronize()
+        return NULL_EVENT
+
+    def _forget_complete(self, stream: int) -> None:
+        events = self._events[stream]
+        while events and self._device.query(events[0]):
+            events.popleft()
+            self._complete[stream] += 1
+
+    def _event(self, stream: int, point: int) -> Event:
+        return self._events[stream][point - int(self._complete[stream]) - 1]
+
+    def _wait_all(self, stream: int, need: npt.NDArray[np.int64]) -> None:
+        for other in np.flatnonzero(need > np.maximum(self._complete, self._waited[stream])).tolist():
+            self._wait(stream, other, int(need[other]))
+
+    def _wait(self, stream: int, other: int, point: int) -> None:
+        if stream != other and point > self._complete[other]:
+            try:
+                self._device.wait(self._streams[stream], self._event(other, point))
+            except DeviceError as error:
+                # No more work comes on a stream that has been destroyed.
+                if error.sticky or self._device.exists(self._streams[stream]):
+                    raise
+            self._waited[stream, other] = point

@@ -1,0 +1,16 @@
+"""The cuda device: GPUs through CuPy. ``device`` composes it of the other modules, none of which imports a GPU
+package."""
+
+from __future__ import annotations
+
+from kvpool.device.cuda.device import (
+    COPY_PATH,
+    CudaDevice,
+    describe_gpus,
+    device_at,
+    launcher,
+    open_gpu_memory,
+    unusable,
+)
+
+__all__ = ["COPY_PATH", "CudaDevice", "describe_gpus", "device_at", "launcher", "open_gpu_memory", "unusable"]

@@ -1,0 +1,146 @@
+"""Main memory that other processes can attach: unnamed files whose pages both processes map."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.errors import PoolClosed
+
+# A process that attaches the memory cannot shrink it. A page that is gone would end every process that reads it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class MainMemory(NamedTuple):
+    """Where a process has shared main memory: its file descriptor there, and the name of the file, which is unique."""
+
+    fd: int
+    name: str
+
+
+class GpuMemory(NamedTuple):
+    """Where a process has memory of a GPU: the UUID of the GPU, CUDA's handle of the allocation, and the offset in it,
+    bytes."""
+
+    uuid: bytes
+    handle: bytes
+    offset: int
+
+
+class SharedMemory:
+    """Zeroed memory for ``array`` uint8[nbytes], at the start of a page, which other processes can open by ``handle``.
+
+    It is a file without a path (memfd) of mode 0600. The kernel lets processes of the same user open it through /proc
+    while this process lives. Nothing remains when this process ends, in whatever way. The size is sealed. A forked
+    child does not inherit the mapping, because it would write into the memory of this process.
+
+    ``close`` keeps other processes from opening it from then on. The pages live until the last view in the last process
+    is gone. Not thread-safe. Raises MemoryError.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        nbytes = integer_argument("nbytes", nbytes, 1, sys.maxsize)
+        name = f"kvpool-{secrets.token_hex(16)}"
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise MemoryError(f"the system gives no shared memory: {error}") from error
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.array = _map(fd, nbytes, mmap.MADV_DONTFORK)
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(fd)
+            raise MemoryError(f"the system gives no {nbytes} bytes of shared memory: {error}") from error
+        self.handle, self.close = MainMemory(fd, name), weakref.finalize(self.array, os.close, fd)
+
+
+class SharedMemories:
+    """The shared memory that one device has allocated and not freed. Thread-safe as dictionaries are."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[MainMemory, Callable[[], object]]] = {}
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Allocate zeroed uint8[nbytes]. Its pages are not touched. Raises MemoryError."""
+        if nbytes == 0:
+            return np.zeros(0, np.uint8)
+        memory = SharedMemory(nbytes)
+        key = id(memory.array)
+        self._given[key] = memory.handle, memory.close
+        weakref.finalize(memory.array, self._given.pop, key, None)
+        return memory.array
+
+    def handle(self, array: NDArray[np.uint8]) -> MainMemory:
+        """Where other processes find an array. Raises ValueError for an array that ``allocate`` did not return."""
+        if id(array) not in self._given:
+            raise ValueError("this memory cannot be shared: accepted is what a pool with shared=True took itself")
+        return self._given[id(array)][0]
+
+    def free(self, array: NDArray[np.uint8]) -> None:
+        """Let no process open the array from now on, if it is one of these."""
+        if id(array) in self._given:
+            self._given.pop(id(array))[1]()
+
+
+def is_there(pid: int, handle: MainMemory) -> bool:
+    """Whether a process lives and still has this memory. Raises PermissionError for a process of another user."""
+    try:
+        return os.readlink(_path(pid, handle)) == _link(handle)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def open_shared(pid: int, handle: MainMemory, nbytes: int) -> NDArray[np.uint8]:
+    """Map shared memory of a process: uint8[nbytes], which exists until the last view is gone.
+
+    Raises PoolClosed where the memory is gone, PermissionError for a process of another user, ValueError for another
+    size.
+    """
+    try:
+        # The link is read first, since opening a file of another kind may have an effect.
+        if os.readlink(_path(pid, handle)) != _link(handle):
+            raise FileNotFoundError
+        fd = os.open(_path(pid, handle), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, ProcessLookupError):
+        raise PoolClosed(f"process {pid} has given this memory back, or has ended") from None
+    try:
+        if os.readlink(_path(os.getpid(), MainMemory(fd, handle.name))) != _link(handle):
+            raise PoolClosed(f"process {pid} has given this memory back, or has ended")
+        size = os.fstat(fd).st_size
+        if size != nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError(f"description: {handle.name} has {size} bytes; accepted are exactly {nbytes}, and sealed")
+        return _map(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _path(pid: int, handle: MainMemory) -> str:
+    return f"/proc/{pid}/fd/{handle.fd}"
+
+
+def _link(handle: MainMemory) -> str:
+    """The target of the link that stands for a descriptor."""
+    return f"/memfd:{handle.name} (deleted)"
+
+
+def _map(fd: int, nbytes: int, *advice: int) -> NDArray[np.uint8]:
+    mapping = mmap.mmap(fd, nbytes)
+    for one in advice:
+        mapping.madvise(one)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # A kernel without huge pages.
+    return np.frombuffer(mapping, np.uint8)

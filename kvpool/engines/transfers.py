@@ -1,0 +1,199 @@
+"""Copy jobs of an engine's worker. A job copies blocks of several groups from or to host blocks, and is tracked until
+it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.paged import PagedKV
+from kvpool.arrays.strided import as_strided
+from kvpool.errors import DeviceError
+from kvpool.hostcache.copies import HostCopies, HostCopy
+
+
+def paged(tensors: Sequence[Any]) -> PagedKV:
+    """The memory of a group as ``PagedKV``. Its layers lie in one or more tensors [blocks, bytes] of any package.
+
+    Raises
+    ------
+    ValueError
+        If their blocks differ in size or stride.
+    """
+    arrays = [as_strided(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
+    blocks = sorted({(array.shape, array.steps) for array in arrays})
+    if len(blocks) != 1 or len(blocks[0][0]) != 2:
+        raise ValueError(f"tensors: blocks of one size are needed, [blocks, bytes], not shapes and strides {blocks}")
+    return PagedKV.of(arrays, "L | B D")
+
+
+class Part(NamedTuple):
+    """The blocks of one group that a job copies."""
+
+    group: int
+    blocks: npt.NDArray[np.int64]
+    """int64[n]: ids of the engine's blocks, beginning with the first place of the first host block. A negative id says
+    that the job has no block for this place."""
+    host_blocks: npt.NDArray[np.int64]
+    """int64[ceil(n / blocks_per_host_block)]."""
+
+
+class Ended(NamedTuple):
+    """A job that has ended. Nothing reads or writes its blocks any more."""
+
+    job: int
+    error: str | None
+    """Why the copy failed, or None."""
+    nbytes: int
+    seconds: float
+
+
+class _Job(NamedTuple):
+    copies: list[HostCopy]
+    store: bool
+    parts: Sequence[Part]
+    error: str | None
+    began: float
+
+
+class Transfers:
+    """Jobs over one worker's copy engine.
+
+    A load copies bytes that a store of this worker has written, or it fails. It never reads a host block that no store
+    has filled, or whose store failed, whatever the engine's scheduler believes.
+
+    Parameters
+    ----------
+    copies
+        The worker's copy engine. ``close`` closes it.
+    host_blocks, blocks_per_host_block
+        The number of host blocks in the tier, and of the engine's blocks in a host block.
+
+    Notes
+    -----
+    Not thread-safe: an engine's worker calls it from one thread.
+    """
+
+    def __init__(self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int) -> None:
+        self._copies = copies
+        self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
+        self._jobs: dict[int, _Job] = {}
+
+    def parts(
+        self,
+        blocks: Sequence[int] | npt.NDArray[Any],
+        counts: Sequence[int],
+        firsts: Sequence[int],
+        host_blocks: Sequence[int],
+    ) -> list[Part]:
+        """Split a job into the parts of its groups.
+
+        Parameters
+        ----------
+        blocks
+            Ids of the engine's blocks, group after group.
+        counts
+            The number of blocks of each group.
+        firsts
+            The index of each group's first block in its request. It determines the block's place in a host block.
+        host_blocks
+            Host blocks, group after group.
+
+        Raises
+        ------
+        ValueError
+            If the numbers of blocks and host blocks do not match ``counts`` and ``firsts``.
+        """
+        per = self._written.shape[1]
+        ends = np.cumsum(
+            [-(-(first % per + count) // per) if count else 0 for count, first in zip(counts, firsts, strict=True)]
+        )
+        if sum(counts) != len(blocks) or ends[-1] != len(host_blocks):
+            raise ValueError(
+                f"host_blocks: groups of {list(counts)} blocks from {list(firsts)} on take {ends[-1]} host blocks, "
+                f"and there are {len(blocks)} blocks and {len(host_blocks)} host blocks"
+            )
+        found, at, hosts = [], 0, np.array(host_blocks, np.int64)
+        for group, (count, first, end) in enumerate(zip(counts, firsts, ends.tolist(), strict=True)):
+            if count:
+                placed = np.full(first % per + count, -1, np.int64)
+                placed[first % per :] = blocks[at : at + count]
+                found.append(Part(group, placed, hosts[end + (-len(placed) // per) : end]))
+                at += count
+        return found
+
+    def store(self, job: int, parts: Sequence[Part], stream: Any = None) -> None:
+        """Begin to copy the engine's blocks to host blocks, after all work that is enqueued on ``stream``."""
+        for part in parts:
+            self._written[part.host_blocks] = False
+        self._begin(job, parts, stream, store=True, error=None)
+
+    def load(self, job: int, parts: Sequence[Part], stream: Any = None) -> None:
+        """Begin to copy host blocks to the engine's blocks, after all work that is enqueued on ``stream``."""
+        missing = [part for part in parts if not self._written[self._places(part)].all()]
+        error = "a host block was never written, or its store failed" if missing else None
+        self._begin(job, () if error else parts, stream, store=False, error=error)
+
+    def finished(self) -> list[Ended]:
+        """The jobs that have ended since the last call, in the order in which they began."""
+        return [
+            self._end(number, self._jobs.pop(number))
+            for number in [n for n, job in self._jobs.items() if _is_over(job)]
+        ]
+
+    def wait(self, jobs: Sequence[int] | set[int]) -> None:
+        """Wait until these jobs have ended. The next ``finished`` still returns them. Unknown jobs are ignored."""
+        for job in filter(None, map(self._jobs.get, jobs)):
+            for copy in job.copies:
+                _outcome(copy)
+
+    def close(self) -> None:
+        """Wait for all jobs, and close the copy engine."""
+        self.wait(list(self._jobs))
+        self._jobs.clear()
+        self._copies.close()
+
+    def _places(self, part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Indices into ``_written`` of the places that a part has blocks for."""
+        index = np.flatnonzero(part.blocks >= 0)
+        return part.host_blocks[index // self._written.shape[1]], index % self._written.shape[1]
+
+    def _begin(self, job: int, parts: Sequence[Part], stream: Any, *, store: bool, error: str | None) -> None:
+        began, copies = time.perf_counter(), []
+        copy = self._copies.copy_in if store else self._copies.copy_out
+        try:
+            for part in parts:
+                copies.append(copy(part.blocks, part.host_blocks, stream=stream, group=part.group))
+        except DeviceError as failed:
+            error = str(failed)
+        self._jobs[job] = _Job(copies, store, parts, error, began)
+
+    def _end(self, number: int, job: _Job) -> Ended:
+        seconds = time.perf_counter() - job.began
+        error = next(filter(None, [job.error, *map(_outcome, job.copies)]), None)
+        if job.store and error is None:
+            for part in job.parts:
+                self._written[self._places(part)] = True
+        return Ended(number, error, sum(copy.nbytes for copy in job.copies), seconds)
+
+
+def _is_over(job: _Job) -> bool:
+    try:
+        return all(copy.done for copy in job.copies)
+    except DeviceError:
+        for copy in job.copies:
+            _outcome(copy)
+        return True
+
+
+def _outcome(copy: HostCopy) -> str | None:
+    """Wait for a copy, and say why it failed."""
+    try:
+        copy.wait()
+    except DeviceError as error:
+        return str(error)
+    return None

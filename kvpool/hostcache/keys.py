@@ -1,0 +1,85 @@
+"""Opaque keys: packed for the verbs, and unpacked as bytes again."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.state.hostcache import KEY_BYTES, KEY_WORDS
+
+_NO_DATA = np.empty(0, np.uint8)
+# The sizes of keys that all have as many bytes.
+_ALL_OF = {size: np.array([size], np.int64) for size in range(1, KEY_BYTES + 1)}
+_AT_ONCE = 128
+
+
+class Packed(NamedTuple):
+    """Keys in memory of the call's own: see ``state.hostcache``. ``keys`` has them as exact builtins."""
+
+    keys: tuple[bytes, ...]
+    data: npt.NDArray[np.uint8]
+    sizes: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int32]
+    found: npt.NDArray[np.int64]
+
+
+def packed(keys: Iterable[bytes]) -> Packed:
+    """Pack keys. Raises TypeError and ValueError, which name the key."""
+    own = _own(keys)
+    n = len(own)
+    if [*map(type, own)].count(bytes) < n:
+        own = tuple(key_argument(f"keys[{i}]", key) for i, key in enumerate(own))
+    lengths = [*map(len, own)]
+    # Counting takes a third of the time of a set or an array.
+    sizes = _ALL_OF.get(lengths[0]) if n and lengths.count(lengths[0]) == n else None
+    if sizes is None:
+        for i, key in enumerate(own):
+            key_argument(f"keys[{i}]", key)
+        sizes = np.array(lengths, np.int64)
+    data = np.frombuffer(b"".join(own), np.uint8) if own else _NO_DATA
+    return Packed(own, data, sizes, np.empty((n, KEY_WORDS), np.int32), np.empty((n, 3), np.int64))
+
+
+def _own(keys: Any) -> tuple[Any, ...]:
+    if isinstance(keys, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"keys={keys!r:.80}: accepted are several keys, such as a list of bytes")
+    try:
+        found = iter(keys)
+    except TypeError:
+        raise TypeError(f"keys={keys!r:.80}: accepted are several keys, such as a list of bytes") from None
+    return tuple(found)
+
+
+def key_argument(name: str, key: Any) -> bytes:
+    """A key as an exact builtin. A subclass could compare, or have a length, like another value."""
+    if not isinstance(key, bytes):
+        raise TypeError(f"{name}={key!r:.80}: accepted are bytes")
+    own = bytes.__getitem__(key, slice(None))
+    if not 1 <= len(own) <= KEY_BYTES:
+        raise ValueError(f"{name} has {len(own)} bytes: accepted are 1 to {KEY_BYTES}")
+    return own
+
+
+@functools.lru_cache(maxsize=128)
+def _rows(size: int, count: int) -> struct.Struct:
+    """Reads rows of words whose keys have one size. Made anew each time, it takes as long as to read them."""
+    return struct.Struct(f"4x{size}s{KEY_BYTES - size}x" * count)
+
+
+def unpacked(words: npt.NDArray[np.int32]) -> list[bytes]:
+    """The keys of int32[n, 17]."""
+    sizes = words[:, 0].tolist()
+    if sizes and sizes.count(sizes[0]) == len(sizes):
+        # One call for many of them: a key at a time takes as long as the rest of a verb.
+        found: list[bytes] = []
+        for first in range(0, len(sizes), _AT_ONCE):
+            part = words[first : first + _AT_ONCE]
+            found += _rows(sizes[0], len(part)).unpack(part.tobytes())
+        return found
+    rows = words.view(np.uint8)
+    return [rows[i, 4 : 4 + size].tobytes() for i, size in enumerate(sizes)]

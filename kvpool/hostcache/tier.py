@@ -1,0 +1,252 @@
+"""HostTier: the memory of host blocks. One process owns it, and others on the machine attach it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
+from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.strided import as_strided
+from kvpool.device.ram import available_ram
+from kvpool.device.regions import BLOCKS_MAX
+from kvpool.device.shared import MainMemory, SharedMemory
+from kvpool.errors import InsufficientMemory, PoolClosed
+from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.process import Process
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+VERSION = 1
+BLOCK_BYTES_MAX = 2**31 - 1
+_TEXT_MAX = 1 << 20
+
+
+def block_bytes_argument(block_bytes: Any) -> int:
+    """The bytes of a host block, which may be given by layouts. Raises TypeError or ValueError."""
+    layouts = [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
+    if isinstance(layouts, (list, tuple)):
+        if not layouts or not all(isinstance(one, BlockLayout) for one in layouts):
+            raise TypeError(f"block_bytes={block_bytes!r:.80}: accepted are bytes, a BlockLayout and a list of them")
+        block_bytes = sum(one.block_bytes for one in layouts)
+    return integer_argument("block_bytes", block_bytes, 1, BLOCK_BYTES_MAX)
+
+
+def fingerprint_of(identity: ModelIdentity, host_blocks: int, block_bytes: int) -> str:
+    """32 hex digits, which are equal for an index and a tier that belong together."""
+    content = repr(("kvpool host tier", VERSION, identity.fingerprint, host_blocks, block_bytes))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def layout_of(block_bytes: int) -> BlockLayout:
+    """A host block as bytes."""
+    return BlockLayout(layers=1, kv_heads=1, head_dim=block_bytes, tokens_per_block=1, dtype="uint8", planes=1)
+
+
+@dataclass(frozen=True)
+class HostTierDescription:
+    """What another process on the same machine needs to attach a ``HostTier``. ``HostTier.share`` returns it.
+
+    Immutable, thread-safe, picklable. It can travel as text where pickles are not wanted. It is a key to all KV of the
+    tier, for processes of the same user, machine and PID namespace.
+    """
+
+    identity: ModelIdentity
+    tier: SharedTier
+
+    @property
+    def host_blocks(self) -> int:
+        return self.tier.groups[0].blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.tier.groups[0].parts[0].layout.block_bytes
+
+    @property
+    def pid(self) -> int:
+        """The process that has made the tier."""
+        return self.tier.pid
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
+
+    def to_json(self) -> str:
+        """The description as JSON."""
+        tier = json.loads(self.tier.to_json())
+        return json.dumps({"kvpool host tier": VERSION, "identity": asdict(self.identity), "tier": tier})
+
+    @classmethod
+    def from_json(cls, text: str) -> HostTierDescription:
+        """Read the result of ``to_json``. Raises TypeError, ValueError."""
+        if not isinstance(text, str):
+            raise TypeError(f"description={text!r:.80}: accepted is a string")
+        if len(text) > _TEXT_MAX:
+            raise ValueError(f"description: {len(text)} characters; accepted are up to {_TEXT_MAX}")
+        try:
+            fields = json.loads(text)
+            if fields["kvpool host tier"] != VERSION:
+                raise ValueError(f"version {fields['kvpool host tier']!r:.80}; accepted is {VERSION}")
+            found = cls(ModelIdentity(**fields["identity"]), SharedTier.from_json(json.dumps(fields["tier"])))
+            if found.tier.tier != "host" or [len(group.parts) for group in found.tier.groups] != [1]:
+                raise ValueError("accepted is a host tier of one group and one part")
+            if found.host_blocks < 1 or found.tier.groups[0].parts[0].layout != layout_of(found.block_bytes):
+                raise ValueError("accepted are blocks of bytes, one or more")
+            if not isinstance(found.tier.groups[0].parts[0].memory, MainMemory):
+                raise ValueError("accepted is main memory, not that of a GPU")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"description: {type(error).__name__}: {error}") from None
+        return found
+
+    def __reduce__(self) -> tuple[Callable[[str], HostTierDescription], tuple[str]]:
+        return HostTierDescription.from_json, (self.to_json(),)
+
+
+class HostTier:
+    """The memory of the host blocks of a ``HostCache``: ``blocks`` uint8[host_blocks, block_bytes].
+
+    Parameters
+    ----------
+    host_blocks, block_bytes, identity
+        As of the cache; see also ``of``.
+    memory
+        None: zeroed shared memory without a name in the file system, which processes of the same user can attach, and
+        which is gone with the last of them. Its pages cost nothing until they are touched. Or memory of the caller's:
+        an array of any package, C-contiguous, writable, in main memory, of exactly ``host_blocks * block_bytes`` bytes.
+        It is kept alive, and cannot be shared.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value.
+    InsufficientMemory
+        Where the memory is not there.
+
+    Notes
+    -----
+    Nothing here knows who may read or write a block: the cache does. Not to be pickled: see ``share``.
+    """
+
+    def __init__(
+        self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
+        memory: Any = None,
+    ) -> None:  # fmt: skip
+        self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
+        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
+        nbytes = self.host_blocks * self.block_bytes
+        self._shared: SharedMemory | None = None
+        self._description: HostTierDescription | None = None
+        if memory is None:
+            self._shared = _allocate(nbytes)
+            flat = self._shared.array
+        else:
+            flat = _given(memory, nbytes)
+        self._fill(flat)
+
+    def _fill(self, flat: npt.NDArray[np.uint8]) -> None:
+        self._flat: npt.NDArray[np.uint8] | None = flat
+        self._process = Process()
+        self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
+
+    @classmethod
+    def of(cls, cache: Any, *, memory: Any = None) -> HostTier:
+        """The tier that belongs to a ``HostCache``."""
+        return cls(cache.host_blocks, cache.block_bytes, identity=cache.identity, memory=memory)
+
+    @classmethod
+    def attach(cls, description: HostTierDescription | str) -> HostTier:
+        """Attach the tier of another process, in place. ``description`` is the result of its ``share``, or the same as
+        JSON text.
+
+        The memory stays usable here after that process has ended. Raises PoolClosed if it is gone already. Raises
+        ValueError for something that is no description, or for one of another machine or PID namespace. Raises
+        PermissionError for a process of another user, and TypeError.
+        """
+        if not isinstance(description, (str, HostTierDescription)):
+            raise TypeError(f"description={description!r:.80}: accepted is what share() gave")
+        found = HostTierDescription.from_json(description if isinstance(description, str) else description.to_json())
+        self = object.__new__(cls)
+        self.host_blocks, self.block_bytes, self.identity = found.host_blocks, found.block_bytes, found.identity
+        self._shared, self._description = None, found
+        self._fill(attach(found.tier).pool.reshape(-1))
+        return self
+
+    @property
+    def flat(self) -> npt.NDArray[np.uint8]:
+        """All bytes, block after block. Raises PoolClosed, and ForkedProcess in a child of the process that made them,
+        which attaches them."""
+        if self._flat is None:
+            raise PoolClosed("the host tier is closed")
+        if self._shared is not None:
+            self._process.check(self)
+        return self._flat
+
+    @property
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """uint8[host_blocks, block_bytes], in place. Raises PoolClosed."""
+        return self.flat.reshape(self.host_blocks, self.block_bytes)
+
+    def share(self) -> HostTierDescription:
+        """What ``attach`` takes in another process. Raises ValueError for memory of the caller's, PoolClosed."""
+        self.flat  # noqa: B018  # It is open.
+        if self._description is None:
+            if self._shared is None:
+                raise ValueError("memory: that of the caller's cannot be shared; accepted is None")
+            handle = self._shared.handle
+            group = SharedGroup(self.host_blocks, (SharedPart(layout_of(self.block_bytes), handle),))
+            # The memory is there as long as the tier is, and stands for it.
+            tier = SharedTier("host", "cpu", (group,), os.getpid(), handle, machine(), namespace())
+            self._description = HostTierDescription(self.identity, tier)
+        return self._description
+
+    def close(self) -> None:
+        """Let go of the memory, which nobody can attach any more. It stays until the last view of it is gone."""
+        self._flat, shared, self._shared = None, self._shared, None
+        if shared is not None:
+            shared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"HostTier(host_blocks={self.host_blocks}, block_bytes={self.block_bytes}, closed={self._flat is None})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a HostTier cannot be pickled: pickle what its share() gives")
+
+
+def _allocate(nbytes: int) -> SharedMemory:
+    available = available_ram()
+    if available is not None and nbytes > available:
+        raise InsufficientMemory("host", nbytes, available)
+    try:
+        return SharedMemory(nbytes)
+    except MemoryError as error:
+        raise InsufficientMemory("host", nbytes, available or 0, str(error)) from error
+
+
+def _given(memory: Any, nbytes: int) -> npt.NDArray[np.uint8]:
+    """The caller's memory as flat bytes, in place."""
+    found = as_strided("memory", memory)
+    if found.memory != "host":
+        raise ValueError("memory: accepted is main memory, not that of a GPU")
+    array = found.host_view()
+    if array.nbytes != nbytes:
+        raise ValueError(f"memory has {array.nbytes} bytes: accepted are exactly the {nbytes} of its blocks")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError("memory: accepted is a writable array in C order without gaps")
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,1 @@
+"""What a pool tells about itself: events, statistics, metrics."""

@@ -1,0 +1,397 @@
+"""Metrics of pools for Prometheus: a collector that reads ``stats()`` when it is scraped, and does nothing otherwise.
+
+Names and units follow Prometheus' conventions: base units, and ``_total`` for a counter. Every metric has the label
+``pool``. Metrics of blocks have the label ``group``, the group of layers: "0" in a pool with one group. ``DASHBOARD``
+is a Grafana dashboard that shows all metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.errors import PoolClosed
+from kvpool.hostcache.index import HostCache, HostCacheStats
+from kvpool.manager import KVCacheManager
+from kvpool.observe.stats import GroupStats, Histogram, Stats, TierStats
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "prometheus_client":
+        raise
+    raise ImportError("kvpool.observe.metrics needs prometheus-client: pip install 'kvpool[metrics]'") from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
+"""A dashboard to import into Grafana. It asks for the Prometheus data source."""
+
+Value = float | Histogram | None
+Read = Callable[[Any], dict[tuple[str, ...], Value]]
+Cache = KVCacheManager | HostCache
+
+
+class Definition(NamedTuple):
+    """One metric. ``read`` takes it from a snapshot, as values by the values of ``labels``. A figure that the device
+    cannot tell is None, and is left out."""
+
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    read: Read
+
+
+def _counter(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
+    return Definition(CounterMetricFamily, name, help, labels, read)
+
+
+def _gauge(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
+    return Definition(GaugeMetricFamily, name, help, labels, read)
+
+
+def _histogram(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
+    return Definition(HistogramMetricFamily, name, help, labels, read)
+
+
+def _each(read: Callable[[GroupStats], dict[tuple[str, ...], Value]]) -> Read:
+    """The same figures of every group, by the group's number and then by their other labels."""
+    return lambda s: {
+        (str(g), *labels): value for g, group in enumerate(s.groups) for labels, value in read(group).items()
+    }
+
+
+def _states(tier: TierStats) -> dict[str, int]:
+    """The blocks of a tier by state. Every block is in exactly one state."""
+    return {
+        "used": tier.used,
+        "cached": tier.evictable - tier.redundant,
+        "redundant": tier.redundant,
+        "empty": tier.empty,
+    }
+
+
+_TIERS = ("device", "host")
+DEFINITIONS = (
+    _gauge(
+        "kvpool_blocks",
+        "Blocks now, by state: used (held), cached (reusable until evicted), redundant (a host copy of content that "
+        "is also on the device), empty.",
+        ("group", "tier", "state"),
+        _each(
+            lambda g: {(tier, state): count for tier in _TIERS for state, count in _states(getattr(g, tier)).items()}
+        ),
+    ),
+    _gauge(
+        "kvpool_pinned_blocks",
+        "Blocks that leases pin now.",
+        ("group", "tier"),
+        _each(lambda g: {(t,): getattr(g, t).pinned for t in _TIERS}),
+    ),
+    _gauge("kvpool_sequences", "Sequences that run now.", (), lambda s: {(): s.sequences}),
+    _gauge("kvpool_swapped_sequences", "Sequences that are swapped out now.", (), lambda s: {(): s.swapped}),
+    _gauge("kvpool_leases", "Leases that are open now.", (), lambda s: {(): s.leases}),
+    _gauge("kvpool_reservations", "Reservations of loaders that are open now.", (), lambda s: {(): s.reservations}),
+    _gauge(
+        "kvpool_oldest_lease_age_seconds",
+        "Age of the oldest open lease, 0 if none is open.",
+        (),
+        lambda s: {(): s.oldest_lease_ms / 1e3},
+    ),
+    _gauge(
+        "kvpool_staging_hand_overs",
+        "Block tables that are on their way to the device now.",
+        (),
+        lambda s: {(): s.hand_overs},
+    ),
+    _gauge(
+        "kvpool_staging_hand_overs_peak",
+        "The most block tables on their way at once.",
+        (),
+        lambda s: {(): s.most_hand_overs},
+    ),
+    _counter(
+        "kvpool_query_tokens",
+        "Prompt tokens that were looked up: on the device all of them, on the host those that no full block on the "
+        "device had.",
+        ("tier",),
+        lambda s: {("device",): s.prompt_tokens, ("host",): s.prompt_tokens - s.reused_device_tokens},
+    ),
+    _counter(
+        "kvpool_hit_tokens",
+        "Prompt tokens that were reused in full blocks.",
+        ("tier",),
+        lambda s: {("device",): s.reused_device_tokens, ("host",): s.reused_host_tokens},
+    ),
+    _counter(
+        "kvpool_partial_hit_tokens",
+        "Prompt tokens that were copied from blocks that matched in part.",
+        (),
+        lambda s: {(): s.partial_tokens},
+    ),
+    _counter(
+        "kvpool_request_tokens",
+        "Tokens of requests: appended, dropped (by a rewind, or as rejected drafts), recomputed (cached already when "
+        "they were committed), bypassed (in prompts that may not reuse).",
+        ("kind",),
+        lambda s: {(kind,): getattr(s, f"{kind}_tokens") for kind in ("appended", "dropped", "recomputed", "bypassed")},
+    ),
+    _counter(
+        "kvpool_evicted_blocks",
+        "Blocks that were evicted. From the device: offloaded, on_host (the host had a copy), rule (not worth an "
+        "offload, or no host tier), host_full. From the host: redundant (the device had the content), capacity.",
+        ("group", "tier", "reason"),
+        _each(
+            lambda g: {
+                ("device", "offloaded"): g.evicted_offloaded_blocks,
+                ("device", "on_host"): g.offloads_saved,
+                ("device", "rule"): g.evicted_by_rule_blocks,
+                ("device", "host_full"): g.evicted_host_full_blocks,
+                ("host", "redundant"): g.redundant_dropped,
+                ("host", "capacity"): g.evicted_host_blocks,
+            }
+        ),
+    ),
+    _counter(
+        "kvpool_forgotten_blocks",
+        "Blocks whose content is on no tier any more: evicted, superseded, rewound, or released without storing.",
+        ("group", "tier"),
+        _each(lambda g: {("device",): g.forgotten_device_blocks, ("host",): g.forgotten_host_blocks}),
+    ),
+    _counter(
+        "kvpool_moved_bytes",
+        "Bytes that the device accepted to copy, by direction: offload, onboard, or within a tier.",
+        ("group", "direction"),
+        _each(
+            lambda g: {("offload",): g.offloaded_bytes, ("onboard",): g.onboarded_bytes, ("within",): g.within_bytes}
+        ),
+    ),
+    _counter(
+        "kvpool_moved_seconds",
+        "Time that copies took, by direction. Absent for a device that copies after the call has returned.",
+        ("group", "direction"),
+        _each(
+            lambda g: {("offload",): g.offload_seconds, ("onboard",): g.onboard_seconds, ("within",): g.within_seconds}
+        ),
+    ),
+    _counter(
+        "kvpool_lost_blocks",
+        "Blocks that lost their content because the device refused a copy.",
+        ("group",),
+        _each(lambda g: {(): g.lost_blocks}),
+    ),
+    _counter(
+        "kvpool_expired_blocks",
+        "Blocks whose time to live has ended.",
+        ("group",),
+        _each(lambda g: {(): g.expired_blocks}),
+    ),
+    _counter(
+        "kvpool_passed_blocks",
+        "Blocks that sequences gave back because their sliding window had passed them.",
+        ("group",),
+        _each(lambda g: {(): g.passed_blocks}),
+    ),
+    _counter(
+        "kvpool_forgotten_by_call_blocks",
+        "Blocks that a call of forget made unfindable.",
+        ("group",),
+        _each(lambda g: {(): g.forgotten_by_call_blocks}),
+    ),
+    _counter(
+        "kvpool_events_dropped",
+        "Events that were overwritten before they were read.",
+        (),
+        lambda s: {(): s.events_dropped},
+    ),
+    _histogram(
+        "kvpool_block_lifetime_seconds",
+        "Time from storing a block to its eviction. On the host, only of content that was nowhere else.",
+        ("group", "tier"),
+        _each(lambda g: {("device",): g.lifetime_ms, ("host",): g.host_lifetime_ms}),
+    ),
+    _histogram(
+        "kvpool_block_idle_before_eviction_seconds",
+        "Time from the last use of a block to its eviction. On the host, only of content that was nowhere else.",
+        ("group", "tier"),
+        _each(lambda g: {("device",): g.idle_ms, ("host",): g.host_idle_ms}),
+    ),
+    _histogram(
+        "kvpool_block_reuse_gap_seconds",
+        "Time from the last use of a block to the next hit on it.",
+        ("group",),
+        _each(lambda g: {(): g.reuse_gap_ms}),
+    ),
+)
+
+
+HOST_DEFINITIONS = (
+    _gauge(
+        "kvpool_host_cache_blocks",
+        "Blocks of a host cache: used (pinned or pending), cached (reusable until evicted), empty.",
+        ("state",),
+        lambda s: {("used",): s.used, ("cached",): s.evictable, ("empty",): s.empty},
+    ),
+    _gauge("kvpool_host_cache_pinned_blocks", "Blocks that leases hold.", (), lambda s: {(): s.pinned}),
+    _gauge("kvpool_host_cache_pending_blocks", "Blocks that wait for their bytes.", (), lambda s: {(): s.pending}),
+    _gauge("kvpool_host_cache_leases", "Open leases.", (), lambda s: {(): s.leases}),
+    _gauge(
+        "kvpool_host_cache_oldest_lease_age_seconds",
+        "Age of the oldest open lease, 0 without any.",
+        (),
+        lambda s: {(): s.oldest_lease_ms / 1e3},
+    ),
+    _counter(
+        "kvpool_host_cache_keys",
+        "Keys that were reserved, published, aborted, reused (pinned), evicted, forgotten (evicted ones included).",
+        ("what",),
+        lambda s: {
+            (name,): getattr(s, f"{name}_blocks")
+            for name in ("reserved", "published", "aborted", "reused", "evicted", "forgotten")
+        },
+    ),
+    _counter("kvpool_host_cache_events_dropped", "Events that nobody took.", (), lambda s: {(): s.events_dropped}),
+    _histogram("kvpool_host_cache_lifetime_seconds", "From publishing to eviction.", (), lambda s: {(): s.lifetime_ms}),
+    _histogram(
+        "kvpool_host_cache_idle_before_eviction_seconds",
+        "From the last use to eviction.",
+        (),
+        lambda s: {(): s.idle_ms},
+    ),
+    _histogram(
+        "kvpool_host_cache_reuse_gap_seconds", "From the last use to the next.", (), lambda s: {(): s.reuse_gap_ms}
+    ),
+)
+"""The metrics of a ``HostCache``."""
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound. The clock counts whole milliseconds, so a time below 2**i ms is at most
+    that."""
+    counts = histogram.bins.cumsum().tolist()
+    # The last bin is empty: the clock's 32 bits cannot tell such long times from the past.
+    return [(repr(2**i / 1e3), count) for i, count in enumerate(counts[:-1])] + [("+Inf", counts[-1])]
+
+
+class PoolMetrics:
+    """A collector of the pools that were added. It is registered in ``registry`` (default: that of the process) until
+    ``close``.
+
+    A scrape takes one snapshot of each pool, under that pool's state lock and no other. Between scrapes nothing runs.
+    The collector does not keep pools alive, and no longer shows pools that are closed. A context manager. Thread-safe;
+    changes no pool. Raises ValueError if the registry has these metrics already: add several pools to one collector.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._registry = REGISTRY if registry is None else registry
+        self._pools: dict[str, weakref.ref[Cache]] = {}
+        self._lock = threading.Lock()
+        self._registered = True
+        self._registry.register(self)
+
+    def add(self, pool: str, cache: Cache) -> None:
+        """Show a pool, or a host cache, from now on, with ``pool`` as its label.
+
+        Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
+        and if the collector is closed.
+        """
+        if not isinstance(pool, str):
+            raise TypeError(f"pool={pool!r:.80}: accepted is a string")
+        try:
+            pool.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"pool={pool!a:.80}: accepted is what UTF-8 can say ({error.reason})") from None
+        if not isinstance(cache, (KVCacheManager, HostCache)):
+            raise TypeError(f"cache={cache!r:.80}: accepted are a KVCacheManager and a HostCache")
+        if cache.closed:
+            raise PoolClosed(f"pool={pool!r:.80}: it is closed, and would never be shown")
+        with self._lock:
+            if not self._registered:
+                raise ValueError(f"pool={pool!r:.80}: the collector is closed, and would never show it")
+            if _open(self._pools.get(pool)) not in (None, cache):
+                raise ValueError(f"pool={pool!r}: an open pool has this name already")
+            self._pools[pool] = weakref.ref(cache)
+
+    def remove(self, pool: str) -> None:
+        """Stop showing a pool. Raises ValueError for a name that was not added."""
+        with self._lock:
+            if self._pools.pop(pool, None) is None:
+                raise ValueError(f"pool={pool!r}: accepted are the names that were added: {sorted(self._pools)}")
+
+    def close(self) -> None:
+        """Take the collector out of its registry. A second call does nothing."""
+        with self._lock:
+            registered, self._registered = self._registered, False
+            self._pools.clear()
+        if registered:
+            self._registry.unregister(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def describe(self) -> Iterator[Metric]:
+        """All metrics without values, for a registry."""
+        return _families([])
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of all open pools, for a scrape."""
+        with self._lock:
+            # A pool that is closed while it is read still has its last figures.
+            self._pools = {name: known for name, known in self._pools.items() if _open(known) is not None}
+            pools = [(name, known()) for name, known in self._pools.items()]
+        return _families([(name, cache.stats()) for name, cache in pools if cache is not None])
+
+
+@contextmanager
+def served(port: int, host: str = "127.0.0.1") -> Iterator[tuple[PoolMetrics, str]]:
+    """Serve a collector over HTTP while the context is open. Gives the collector, which has a registry of its own, and
+    the address.
+
+    A thread serves. Anybody who reaches ``host`` can read the metrics; by default, that is this machine. Port 0 is any
+    free port. Raises TypeError, ValueError, OSError.
+    """
+    port = integer_argument("port", port, 0, 65535)
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics:
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise OSError(f"metrics at {host}, port {port}: {error}") from error
+        try:
+            yield metrics, f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _open(known: weakref.ref[Cache] | None) -> Cache | None:
+    cache = None if known is None else known()
+    return None if cache is None or cache.closed else cache
+
+
+def _families(pools: list[tuple[str, Stats | HostCacheStats]]) -> Iterator[Metric]:
+    for definitions, of in ((DEFINITIONS, Stats), (HOST_DEFINITIONS, HostCacheStats)):
+        for kind, name, text, labels, read in definitions:
+            family: Any = kind(name, text, labels=("pool", *labels))
+            for pool, stats in pools:
+                for values, value in read(stats).items() if isinstance(stats, of) else ():
+                    if isinstance(value, Histogram):
+                        family.add_metric((pool, *values), _buckets(value), value.total_ms / 1e3)
+                    elif value is not None:
+                        family.add_metric((pool, *values), value)
+            yield family

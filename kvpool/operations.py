@@ -1,0 +1,60 @@
+"""Operations: what ``KVCacheManager.apply`` does together. Each names a verb of the pool, and takes what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvpool.state.records import DEFAULT_PRIORITY
+
+
+class Operation(NamedTuple):
+    """One operation, made by the functions of this module; its arguments are checked by ``apply``."""
+
+    verb: str
+    arguments: tuple[Any, ...]
+
+
+def match(prompt: Any) -> Operation:
+    """As ``match_prefix``; the result is a ``Match``."""
+    return Operation("match", (prompt,))
+
+
+def pin(keys: Any, *, owner: str = "", tier: str | None = None) -> Operation:
+    """As ``pin``, for the stream of ``apply``, which must name one: the call would have to wait else. The result is a
+    ``Lease``, or None if the device has refused a copy that it waits for."""
+    return Operation("pin", (keys, owner, tier))
+
+
+def unpin(lease: Any) -> Operation:
+    """As ``Lease.close``, for the stream of ``apply`` or the lease's own."""
+    return Operation("unpin", (lease,))
+
+
+def add(
+    prompts: Sequence[Any],
+    *,
+    retention: Sequence[Any] | None = None,
+    decode_priority: int = DEFAULT_PRIORITY,
+    decode_ttl_ms: int | None = None,
+    allow_partial_batch: bool = False,
+    encoder_tokens: Any = None,
+) -> Operation:
+    """As ``add_sequence_batch``; the result is an ``Admission``."""
+    given = (prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
+    return Operation("add", given)
+
+
+def append(ids: Any, tokens: Any, counts: Any = None) -> Operation:
+    """As ``append_tokens``; the result is None."""
+    return Operation("append", (ids, tokens, counts))
+
+
+def commit(ids: Any, counts: Any = None) -> Operation:
+    """As ``commit``; the result is None."""
+    return Operation("commit", (ids, counts))
+
+
+def release(ids: Any, *, store: bool = True) -> Operation:
+    """As ``release``; the result is None."""
+    return Operation("release", (ids, store))

@@ -1,0 +1,1 @@
+"""Prompts and sequences: hashing, admission, forks and drafts."""

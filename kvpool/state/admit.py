@@ -1,0 +1,303 @@
+"""Admission: a batch is claimed in every group. Then all that fits gets blocks, or nothing has changed.
+
+Phase 1 changes only holds, and is undone to the byte. Phase 2 (`fill`) cannot fail. All lookups come before the first
+claim, so no group holds more than will be used. If one group is short, the claims in all groups are undone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
+from kvpool.state.fill import fill
+from kvpool.state.index import device_copy
+from kvpool.state.kinds import columns_for, finds, fresh_blocks
+from kvpool.state.lists import free_blocks, heap_remove
+from kvpool.state.lookup import look, partial_match
+from kvpool.state.policy import count_down
+from kvpool.state.records import (
+    DEVICE,
+    EMPTY,
+    HOST,
+    LISTS_PER_TIER,
+    NONE,
+    ONBOARDING,
+    REDUNDANT,
+    blocks_of,
+    drop_reference,
+    head,
+    heap_of,
+    lists_of,
+    outcome_at,
+    request_at,
+    table_of,
+)
+from kvpool.state.requests import findable, slot_for
+from kvpool.state.sequences import refuse
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, hold, let_go, unhold
+
+
+@jit
+def _hold_matches(h, request, row, out, matched, source, n):
+    """Phase 1 of one request: hold the ``matched`` blocks of its row, and the partial source, of which ``n`` tokens
+    will be copied.
+
+    A host block stands in ``row`` for the device block that it will need.
+    """
+    blocks = blocks_of(h)
+    onboards = host = 0
+    for i in range(matched):
+        if row[i] == NONE:
+            continue
+        b = device_copy(h, np.int64(row[i]))
+        if b == NONE:
+            b = np.int64(row[i])
+            host += 1
+            if not blocks[b].flags & ONBOARDING:
+                blocks[b].flags |= ONBOARDING
+                onboards += 1
+        row[i] = b
+        hold(h, b)
+    if source != NONE:
+        hold(h, source)
+    out.matched, out.onboards, out.source, out.partial, out.takes = matched, onboards, source, n, 0
+    out.host_tokens = host * h.width
+
+
+@jit
+def _unhold_matches(h, row, out):
+    if out.source != NONE:
+        unhold(h, out.source)
+    for i in range(out.matched - 1, -1, -1):
+        if row[i] == NONE:
+            continue
+        blocks_of(h)[row[i]].flags &= ~ONBOARDING
+        unhold(h, np.int64(row[i]))
+        row[i] = NONE
+
+
+@jit
+def _sole_claims(h, out, n, r):
+    """How many of the first ``n`` requests hold the partial source of request r, if that is a device block which nobody
+    else holds. Else 0."""
+    source = outcome_at(out, r).source
+    if source == NONE or source >= h.device_blocks:
+        return 0
+    claims = 0
+    for i in range(n):
+        if outcome_at(out, i).source == source:
+            claims += 1
+    return claims if blocks_of(h)[source].word == claims else 0
+
+
+@jit
+def _needed(h, requests, out, n):
+    need = 0
+    for r in range(n):
+        request = request_at(requests, r)
+        need += (
+            fresh_blocks(h, request, outcome_at(out, r).matched, columns_for(h, request)) + outcome_at(out, r).onboards
+        )
+    return need
+
+
+@jit
+def _spare(h, out, n):
+    """Device blocks that only the first ``n`` requests hold, as partial sources."""
+    count = 0
+    for r in range(n):
+        first = outcome_at(out, r).source != NONE
+        for i in range(r if first else 0):
+            first &= outcome_at(out, i).source != outcome_at(out, r).source
+        if first and _sole_claims(h, out, n, r) > 0:
+            count += 1
+    return count
+
+
+@jit
+def _fits(h, requests, out, n):
+    """Whether the first ``n`` requests fit, perhaps without their partial matches. Changes nothing."""
+    need, free = _needed(h, requests, out, n), free_blocks(lists_of(h), DEVICE)
+    if need <= free:
+        return True
+    h.detail, h.bound = need, free + _spare(h, out, n)
+    return need <= h.bound
+
+
+@jit
+def blocks_taken(h, requests, out, n, free):
+    """How many device blocks ``n`` claimed requests take of those that were free before the claims, which were
+    ``free``. Changes nothing."""
+    return _needed(h, requests, out, n) + free - free_blocks(lists_of(h), DEVICE) - _spare(h, out, n)
+
+
+@jit
+def _give_up(h, requests, out, n):
+    """When blocks are short, the last requests use their partial source as their own block. If an earlier request needs
+    the source too, they drop it."""
+    short = _needed(h, requests, out, n) - free_blocks(lists_of(h), DEVICE)
+    for r in range(n - 1, -1, -1):
+        if short <= 0:
+            return
+        claims = _sole_claims(h, out, n, r)
+        if claims == 1:
+            outcome_at(out, r).takes = 1
+            short -= 1
+        elif claims > 1:
+            drop_reference(blocks_of(h), outcome_at(out, r).source)
+            outcome_at(out, r).source, outcome_at(out, r).partial = NONE, 0
+
+
+@jit
+def _tell(h, request, out):
+    """Write the results of a claimed request in one group."""
+    if finds(h):
+        out.cached = out.matched * h.width + out.partial
+        out.device_tokens = out.matched * h.width - out.host_tokens
+        out.missed = columns_for(h, request) - out.matched
+    else:
+        out.cached = out.device_tokens = out.partial = out.missed = 0
+
+
+@jit
+def _untime(h, row, out):
+    """Remove claimed blocks from the expiries. This waits until the batch is known to fit, since a heap cannot be
+    undone to the byte."""
+    blocks, heap = blocks_of(h), heap_of(h)
+    for i in range(out.matched):
+        if row[i] != NONE:
+            heap_remove(blocks, heap, np.int64(row[i]))
+    if out.source != NONE:
+        heap_remove(blocks, heap, out.source)
+
+
+@jit
+def _claim(heads, request, slot, out, r):
+    """Phase 1 of one request in all groups: hold in each group what all groups can reuse."""
+    h = head(heads, 0)
+    limit = findable(request) // h.width
+    most = look(heads, request, limit, h.table_at + 4 * slot * h.columns, 4 * h.sequences * h.columns)
+    least = h.width
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        if finds(h):
+            source, n = partial_match(h, request, most)
+            outcome_at(out[g], r).source, least = source, min(least, n)
+    for g in range(heads.shape[0]):
+        h, found, source = head(heads, g), np.int64(0), np.int64(NONE)
+        if finds(h):
+            found, source = most, outcome_at(out[g], r).source if least > 0 else source
+        _hold_matches(h, request, table_of(h)[slot], outcome_at(out[g], r), found, source, least)
+
+
+@jit
+def _short(heads, requests, out, n):
+    """A group without room for the first ``n`` claimed requests, or NONE."""
+    for g in range(heads.shape[0]):
+        if not _fits(head(heads, g), requests, out[g], n):
+            return g
+    return NONE
+
+
+@jit
+def _give_up_partials(heads, requests, out, n):
+    """When blocks are short, a partial match that one group gives up is given up in the others too."""
+    for g in range(heads.shape[0]):
+        _give_up(head(heads, g), requests, out[g], n)
+    for r in range(n if heads.shape[0] > 1 else 0):
+        least = np.int64(head(heads, 0).width)
+        for g in range(heads.shape[0]):
+            if finds(head(heads, g)):
+                least = min(least, outcome_at(out[g], r).partial)
+        for g in range(heads.shape[0]):
+            outcome_at(out[g], r).partial = least
+
+
+@jit
+def _overflow(h, requests, out, n):
+    """How many contents the host forgets for a claimed batch that onboards.
+
+    Each eviction needs a host block. Empty blocks, redundant copies and the sources of the onboards serve some of them;
+    the rest is the result. Changes nothing.
+    """
+    onboards, takes = np.int64(0), _needed(h, requests, out, n)
+    for r in range(n):
+        onboards += outcome_at(out, r).onboards
+        takes -= outcome_at(out, r).takes
+    lists, first = lists_of(h), HOST * LISTS_PER_TIER
+    room = lists[first + EMPTY, 2] + lists[first + REDUNDANT, 2] + onboards
+    return max(0, count_down(h, takes) - room) if onboards and takes > room else 0
+
+
+@jit
+def _fill(heads, requests, out, n, now):
+    """Phase 2: take blocks for claimed requests that fit. Nothing here can fail."""
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        for r in range(n):
+            _untime(h, table_of(h)[slot_for(h, r)], outcome_at(out[g], r))
+        begin(h, now)
+        expire(h, EXPIRIES_PER_CALL)
+        h.overflow = _overflow(h, requests, out[g], n)
+        for r in range(n):
+            fill(h, requests, out[g], n, r)
+        h.free_rows -= n
+        h.overflow = 0
+        for r in range(n):
+            if outcome_at(out[g], r).source != NONE:
+                let_go(h, outcome_at(out[g], r).source)
+
+
+@jit
+def unclaim(heads, out, first, last):
+    """Undo phase 1 of the requests [first, last), which are the last of a batch, to the byte."""
+    for r in range(last - 1, first - 1, -1):
+        for g in range(heads.shape[0]):
+            h = head(heads, g)
+            _unhold_matches(h, table_of(h)[slot_for(h, r)], outcome_at(out[g], r))
+
+
+@jit
+def claim(heads, requests, out, allow_partial):
+    """Phase 1 of a batch, or with ``allow_partial`` of the largest number of its first requests that fits. Writes the
+    results of each request to ``out``, except its id. Returns and refuses as ``admit`` does."""
+    n = requests.shape[0]
+    first = head(heads, 0)
+    reason, group = SHORT_OF_BLOCKS, 0
+    if n > first.free_rows:
+        first.detail, first.bound = n, first.free_rows
+        if not allow_partial:
+            return refuse(heads, 0, SHORT_OF_SEQUENCES)
+        n, reason = first.free_rows, SHORT_OF_SEQUENCES
+    for r in range(n):
+        _claim(heads, request_at(requests, r), slot_for(first, r), out, r)
+    while n > 0:
+        short = _short(heads, requests, out, n)
+        if short == NONE:
+            break
+        reason, group = SHORT_OF_BLOCKS, short
+        last = n if allow_partial else 1
+        unclaim(heads, out, last - 1, n)
+        n = last - 1
+    if n == 0:
+        return np.int64(0) if allow_partial or requests.shape[0] == 0 else refuse(heads, group, reason)
+    _give_up_partials(heads, requests, out, n)
+    for g in range(heads.shape[0]):
+        for r in range(n):
+            _tell(head(heads, g), request_at(requests, r), outcome_at(out[g], r))
+    return np.int64(n)
+
+
+@jit
+def admit(heads, requests, out, now, allow_partial):
+    """Admit a batch. ``requests`` int64[n, REQUEST], none longer than a row, ``out`` int64[groups, n, OUTCOME].
+
+    Returns how many requests were admitted. Or returns SHORT_OF_BLOCKS or SHORT_OF_SEQUENCES; then ``detail`` has how
+    many are needed, ``bound`` how many are free, and nothing has changed. With ``allow_partial``, admits the largest
+    number of first requests that fits.
+    """
+    n = claim(heads, requests, out, allow_partial)
+    if n > 0:
+        _fill(heads, requests, out, n, now)
+    return n

@@ -1,0 +1,299 @@
+"""The arrays of every group of layers, and what the groups share: the matrix of their headers, and the ring of
+events."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.pool_ids import PoolIds
+from kvpool.state import guards
+from kvpool.state.hashing import block_secret, fingerprint
+from kvpool.state.records import (
+    ATTENTION,
+    BINS,
+    BLOCK,
+    BUCKETS_MAX,
+    COUNTERS,
+    DEFAULT_PRIORITY,
+    DEVICE,
+    EMPTY,
+    EVENT,
+    HEAD,
+    HEADER,
+    HISTOGRAMS,
+    HOST,
+    LISTS_PER_TIER,
+    LOWEST,
+    NONE,
+    RECURRENT,
+    RING,
+    SEQUENCE,
+    H,
+)
+
+_POOLS = itertools.count(1)
+Ids = npt.NDArray[np.int64]
+
+
+class GroupSizes(NamedTuple):
+    """One group: its blocks; the tokens of its window and sinks, 0 for none; its kind; the blocks from one kept state
+    to the next, or 0."""
+
+    device_blocks: int
+    host_blocks: int
+    window: int = 0
+    sinks: int = 0
+    kind: int = ATTENTION
+    snapshot: int = 0
+
+
+class Settings(NamedTuple):
+    """What all groups of a pool share: tokens per block, rows, columns of a row, and rules."""
+
+    width: int
+    sequences: int
+    columns: int
+    secret: bytes
+    partial_reuse: bool = True
+    offload_min_priority: int = 30
+    offload_min_reuse: int = 1
+    event_capacity: int = 0
+
+
+def buckets(count: int) -> int:
+    """How many buckets the index, and the index of children, have for ``count`` blocks: four for each block."""
+    return min(4 * count, BUCKETS_MAX)
+
+
+def state_bytes(groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int) -> int:
+    """The bytes of the states of these groups."""
+    count = sum(group.device_blocks + group.host_blocks for group in groups)
+    rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
+    rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
+    return count * (BLOCK.itemsize + 36 + 4 * width) + rows + events * (EVENT.itemsize + 4 * width)
+
+
+def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Zeros that start at a cache line."""
+    memory = np.zeros(count * dtype.itemsize + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][: count * dtype.itemsize].view(dtype)
+
+
+class Ring:
+    """The events of all groups, and their numbers."""
+
+    def __init__(self, capacity: int, width: int) -> None:
+        self.numbers = np.zeros(RING.itemsize // 8, np.int64)
+        self.events = np.zeros(capacity, EVENT)
+        self.tokens = np.zeros((capacity, width), np.int32)
+        self.extra = np.zeros((1, 1), np.int64)
+
+
+class State:
+    """Owns every array of one group except the ring. Fills the group's header ``head``, row ``group`` of ``heads``,
+    which points to these arrays.
+
+    Not thread-safe: the state lock guards it.
+    """
+
+    def __init__(
+        self,
+        heads: Ids,
+        group: int,
+        sizes: GroupSizes,
+        settings: Settings,
+        ring: Ring,
+        table: npt.NDArray[np.int32],
+        generation: int,
+    ) -> None:
+        count, width = sizes.device_blocks + sizes.host_blocks, settings.width
+        self.heads, self.group, self.ring = heads, group, ring
+        self.head: Any = heads[group].view(HEAD).view(np.recarray)[0]
+        self.blocks = np.zeros(count, BLOCK)
+        self.tokens = np.zeros((count, width), np.int32)
+        self.extra = np.zeros((1, 1), np.int64)
+        self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
+        self.index = np.full(buckets(count), NONE, np.int32)
+        self.children = np.full(buckets(count) if settings.partial_reuse else 0, NONE, np.int32)
+        self.heap = np.zeros(count + 1, np.int32)
+        self.sequences = _aligned(settings.sequences, SEQUENCE)
+        self.rows = np.arange(settings.sequences - 1, -1, -1, dtype=np.int32)
+        self.table = table
+        self.table.fill(NONE)
+        # Pages of these arrays that are never written cost no memory.
+        self.swapped = np.zeros(table.shape, np.int32)
+        self.row_tokens = np.zeros(
+            (settings.sequences, settings.columns * width if sizes.kind == RECURRENT else 0), np.int32
+        )
+        self.row_extra = np.zeros((1, 1), np.int64)
+        # The buffers have room for all that one call can decide, so no call stops in the middle. A call takes each
+        # device block at most once, since the block's new holder keeps it until the call ends. The exceptions are a
+        # rewind and a keep, which take one block for each sequence after others were given back. A block that is taken
+        # is evicted by at most one move, and filled by one. A call that offloads takes host blocks instead, and holds
+        # them too.
+        self.moves = np.zeros((2 * (sizes.device_blocks + settings.sequences) + sizes.host_blocks, 5), np.int64)
+        # Each slot to which a token moves is in a block that one sequence has alone by then.
+        self.token_moves = np.zeros((sizes.device_blocks * width if sizes.kind == ATTENTION else 0, 4), np.int64)
+        self.accesses = np.zeros((0, 3), np.int64)
+        self.counters = np.zeros(len(COUNTERS), np.int64)
+        self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
+        self._fill_header(sizes, settings, ring)
+        self._fill_lists(sizes.device_blocks, count)
+        self.sequences["generation"] = generation
+
+    def _fill_header(self, sizes: GroupSizes, settings: Settings, ring: Ring) -> None:
+        h = self.head
+        for name, array in (
+            ("blocks", self.blocks),
+            ("tokens", self.tokens),
+            ("extra", self.extra),
+            ("lists", self.lists),
+            ("index", self.index),
+            ("children", self.children),
+            ("heap", self.heap),
+            ("sequences", self.sequences),
+            ("rows", self.rows),
+            ("table", self.table),
+            ("moves", self.moves),
+            ("events", ring.events),
+            ("event_tokens", ring.tokens),
+            ("counters", self.counters),
+            ("histograms", self.histograms),
+            ("accesses", self.accesses),
+            ("event_extra", ring.extra),
+            ("ring", ring.numbers),
+            ("token_moves", self.token_moves),
+            ("row_tokens", self.row_tokens),
+            ("row_extra", self.row_extra),
+            ("swapped", self.swapped),
+        ):
+            h[f"{name}_at"] = array.ctypes.data
+        h.device_blocks, h.blocks, h.width = sizes.device_blocks, len(self.blocks), settings.width
+        h.buckets, h.child_buckets = len(self.index), len(self.children)
+        h.sequences, h.columns, h.free_rows = settings.sequences, settings.columns, settings.sequences
+        h.moves_capacity, h.token_moves_capacity = len(self.moves), len(self.token_moves)
+        h.offload_priority, h.offload_reuse = settings.offload_min_priority, settings.offload_min_reuse
+        h.secret0, h.secret1 = block_secret(settings.secret)
+        h.guards = guards.ALL
+        h.event_capacity = settings.event_capacity
+        h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
+        h.kind, h.snapshot = sizes.kind, sizes.snapshot
+        h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
+
+    def _fill_lists(self, device_blocks: int, count: int) -> None:
+        blocks, lists = self.blocks, self.lists
+        for name in ("twin", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
+            blocks[name] = NONE
+        blocks["priority"] = DEFAULT_PRIORITY
+        self.sequences["duplicates"] = NONE
+        lists[:, 2] = 0
+        lists[LOWEST:, 0] = EMPTY
+        for tier, low, high in ((DEVICE, 0, device_blocks), (HOST, device_blocks, count)):
+            if low == high:
+                continue
+            which = tier * LISTS_PER_TIER + EMPTY
+            blocks["list"][low:high] = which
+            blocks["prev"][low + 1 : high] = np.arange(low, high - 1)
+            blocks["next"][low : high - 1] = np.arange(low + 1, high)
+            lists[which] = low, high - 1, high - low
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state that grow with the number of blocks, without the tokens."""
+        return sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
+
+    def note_accesses(self) -> None:
+        """Have calls note the accesses of streams to blocks. A synchronous device needs none, and has no room for them.
+
+        The room is enough for two accesses for each column of a row. A commit notes that the column was written and
+        that the window has passed it. A keep notes that it was written and will be. Other calls note less. The end of a
+        reservation, which is one row, commits and releases. For each sequence a call also notes the stream that it
+        follows (a reorder: also its parent's stream), and two accesses of its last block.
+        """
+        sequences, columns = self.table.shape
+        self.accesses = np.zeros(((2 * sequences + 1) * columns + 6 * sequences, 3), np.int64)
+        self.head.accesses_at, self.head.accesses_capacity = self.accesses.ctypes.data, len(self.accesses)
+
+
+class States:
+    """The states of a pool's groups. ``heads`` int64[groups, HEADER] are their headers, ``table`` int32[groups,
+    sequences, columns] their rows.
+
+    A sequence has the same row in all groups. Not thread-safe: the state lock guards it.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupSizes], settings: Settings, table: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        self.secret, self.fingerprint = settings.secret, fingerprint(settings.secret)
+        self.namespace_in_key = True
+        self.heads = np.zeros((len(groups), HEADER), np.int64)
+        self.ring = Ring(settings.event_capacity, settings.width)
+        shape = (len(groups), settings.sequences, settings.columns)
+        self.table = np.empty(shape, np.int32) if table is None else table.reshape(shape)
+        # Ids of one pool mean nothing to another, so generations start elsewhere in each.
+        generation = (next(_POOLS) * 0x9E3779B1) & 0x7FFFFFFF
+        parts = enumerate(zip(groups, self.table, strict=True))
+        self.groups = tuple(
+            State(self.heads, g, sizes, settings, self.ring, rows, generation) for g, (sizes, rows) in parts
+        )
+        self.pool_ids = PoolIds([group.device_blocks for group in groups], [group.host_blocks for group in groups])
+        self.device_blocks, self.blocks = self.pool_ids.device_blocks, self.pool_ids.blocks
+        for g, state in enumerate(self.groups):
+            h, shifts = state.head, self.pool_ids.shifts
+            h.group, h.device_first, h.host_first = g, -shifts[g], -shifts[g + len(groups)]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[State]:
+        return iter(self.groups)
+
+    def __getitem__(self, group: int) -> State:
+        return self.groups[group]
+
+    def split(self, ids: Ids) -> list[tuple[State, npt.NDArray[np.intp], Ids]]:
+        """Split blocks, given by pool ids, by group. For each group that has some: their places in ``ids``, and their
+        ids in the group."""
+        if len(self.groups) == 1:
+            return [(self.groups[0], np.arange(len(ids)), ids)]
+        groups, own = self.pool_ids.place(ids)
+        places = ((state, np.flatnonzero(groups == state.group)) for state in self.groups)
+        return [(state, mine, own[mine]) for state, mine in places if len(mine)]
+
+    def gather(self, field: str, ids: Ids) -> npt.NDArray[Any]:
+        """A field of blocks, given by pool ids."""
+        found = np.zeros(len(ids), BLOCK[field])
+        for state, places, own in self.split(ids):
+            found[places] = state.blocks[field][own]
+        return found
+
+    def note_accesses(self) -> None:
+        """``State.note_accesses`` in each group."""
+        for state in self.groups:
+            state.note_accesses()
+
+    def enable_extra(self) -> None:
+        """Allocate the extra ids, when the first prompt that has some comes. Rows that are not touched cost no
+        memory."""
+        if self.heads[0, H.has_extra]:
+            return
+        self.ring.extra = np.zeros(self.ring.tokens.shape, np.int64)
+        for state in self.groups:
+            state.extra, state.row_extra = (
+                np.zeros(state.tokens.shape, np.int64),
+                np.zeros(state.row_tokens.shape, np.int64),
+            )
+            state.head.row_extra_at = state.row_extra.ctypes.data
+            state.head.extra_at, state.head.event_extra_at = state.extra.ctypes.data, self.ring.extra.ctypes.data
+            state.head.has_extra = 1
+
+    def disable_guard(self, name: str) -> None:
+        """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
+        self.heads[:, H.guards] &= ~guards.GUARDS[name]
+        self.namespace_in_key = bool(self.heads[0, H.guards] & guards.NAMESPACE_IN_KEY)

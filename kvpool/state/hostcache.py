@@ -1,0 +1,389 @@
+"""The verbs of a ``HostCache``: host blocks under opaque keys. They use the lists, index, rules and events of pools.
+
+A key has up to 64 bytes. Its *words*, int32[17], are its length and its bytes, padded with zeros. They are stored where
+a block of a prompt has its tokens. They are hashed with the secret, under the root of the cache's identity, and
+compared whole. A block that waits for its bytes is *pending*: it has its key, is in the index, and is pinned once.
+
+``identity`` int64[3] is the namespace and the root. ``data`` uint8 has the bytes of all keys, concatenated. ``sizes``
+int64[n] has their lengths, or int64[1] if all have the same. ``words`` int32[n, 17] and ``found`` int64[n, 3] (hash in
+columns 0 and 1, block in column 2) are the call's own memory, which it fills.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.atomics import address_of, array_at, memcpy
+from kvpool.state.codes import SHORT_OF_BLOCKS
+from kvpool.state.hashing import block_key
+from kvpool.state.index import expect, find, link, unlink_content
+from kvpool.state.pins import pin_block
+from kvpool.state.policy import hit, victim
+from kvpool.state.records import (
+    EMPTY,
+    HOST,
+    INDEXED,
+    KEYED,
+    LISTS_PER_TIER,
+    LOST,
+    NONE,
+    PENDING,
+    PUBLISHED,
+    REUSE_GAP,
+    blocks_of,
+    change_word,
+    constants,
+    counters_of,
+    extra_of,
+    head,
+    lists_of,
+    tokens_of,
+)
+from kvpool.state.ring import STORED, emit, emit_cleared
+from kvpool.state.tiers import (
+    BACK,
+    EXPIRIES_PER_CALL,
+    FRONT,
+    begin,
+    expire,
+    forget,
+    record,
+    reshelve,
+    shelve,
+    take_host,
+)
+
+KEY_BYTES = 64
+KEY_WORDS = 1 + KEY_BYTES // 4
+ABSENT, HERE, WAITING = constants(0, 1, 2)
+
+
+@jit(inline="always")
+def _flat(words):
+    """All rows of words as one flat array."""
+    return array_at(address_of(words), (words.shape[0] * KEY_WORDS,), np.int32)
+
+
+@jit(forceinline=True)
+def _size(sizes, i):
+    return sizes[0] if sizes.shape[0] == 1 else sizes[i]
+
+
+@jit
+def _write_words(data, sizes, words):
+    """Write the words of each key."""
+    flat, source = _flat(words), address_of(data)
+    for k in range(flat.shape[0]):
+        flat[k] = 0
+    for i in range(words.shape[0]):
+        size = _size(sizes, i)
+        flat[i * KEY_WORDS] = size
+        memcpy(address_of(words) + 4 * (i * KEY_WORDS + 1), source, size)
+        source += size
+
+
+@jit(forceinline=True)
+def _find(h, identity, words, found, i):
+    """The block of key ``i``, or NONE. Its hash is in ``found``; the namespace and the words are compared as well."""
+    return find(h, found[i, 0], found[i, 1], identity[0], _flat(words), extra_of(h)[0][:0], i * KEY_WORDS)
+
+
+@jit
+def locate(h, identity, data, sizes, words, found):
+    """Write the words, the hash and the block of each key; NONE means no block."""
+    _write_words(data, sizes, words)
+    none = extra_of(h)[0][:0]
+    for i in range(words.shape[0]):
+        key = block_key(words[i], none, h.secret0, h.secret1, identity[1], identity[2], h.guards)
+        found[i, 0], found[i, 1] = key[0], key[1]
+        expect(h, key[0])
+    for i in range(words.shape[0]):
+        found[i, 2] = _find(h, identity, words, found, i)
+
+
+@jit(forceinline=True)
+def _answer(h, b):
+    """The answer of a lookup for a block. A block that will not be published is ABSENT."""
+    if b == NONE:
+        return ABSENT
+    flags = blocks_of(h)[b].flags
+    if flags & PENDING:
+        return ABSENT if flags & LOST else WAITING
+    return HERE
+
+
+@jit
+def lookup(heads, identity, data, sizes, words, found, answers):
+    """Write ABSENT, HERE or WAITING for each key into ``answers`` uint8[n]. Changes nothing else."""
+    h = head(heads, 0)
+    locate(h, identity, data, sizes, words, found)
+    for i in range(words.shape[0]):
+        answers[i] = _answer(h, found[i, 2])
+
+
+@jit
+def look(heads, identity, data, sizes, words, found):
+    """The answer for one key. Changes nothing."""
+    h = head(heads, 0)
+    locate(h, identity, data, sizes, words, found)
+    return _answer(h, found[0, 2])
+
+
+# -- pending ------------------------------------------------------------------------------------------
+
+
+@jit
+def _available(h, priority):
+    """Count the host blocks that content of a priority can take: empty ones, and listed ones of no higher priority."""
+    lists, first = lists_of(h), HOST * LISTS_PER_TIER
+    total = np.int64(lists[first + EMPTY, 2])
+    for p in range(priority + 1):
+        total += lists[first + p, 2]
+    return total
+
+
+@jit
+def _take(h, identity, words, found, i, priority, ttl, evicted, count):
+    """Take a pending block for key ``i``. Returns the number of rows of ``evicted`` int32[n, 17] that are filled."""
+    blocks, tokens = blocks_of(h), tokens_of(h)
+    b = victim(h, np.int64(HOST), priority)
+    if b == NONE:
+        raise RuntimeError("a block was taken that was not counted")
+    if blocks[b].flags & INDEXED:
+        for k in range(KEY_WORDS):
+            evicted[count, k] = tokens[b, k]
+        count += 1
+    take_host(h, priority)
+    for k in range(KEY_WORDS):
+        tokens[b, k] = words[i, k]
+    block = blocks[b]
+    block.key0, block.key1, block.namespace = found[i, 0], found[i, 1], identity[0]
+    block.parent0, block.parent1 = identity[1], identity[2]
+    block.filled, block.uses, block.ticket, block.priority, block.ttl = KEY_WORDS, 0, NONE, priority, ttl
+    block.flags = KEYED | PENDING
+    link(h, b)
+    change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
+    found[i, 2] = b
+    return count
+
+
+@jit
+def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evicted):
+    """Take a pending block for each key that has no block. Column 2 of ``found`` gets it, and NONE for other keys.
+
+    Keys that are HERE already count as used now, and this call does not evict them. Returns the number of evicted keys.
+    Their words are in ``evicted``, and ``found[0, 0]`` is the number of blocks that were taken.
+
+    Returns SHORT_OF_BLOCKS, with no block taken, if there are too few. Then ``found[0, 0]`` is the number of blocks
+    needed (a key that is named twice counts twice), and ``found[0, 1]`` the number available.
+    """
+    h = head(heads, 0)
+    blocks, n = blocks_of(h), words.shape[0]
+    locate(h, identity, data, sizes, words, found)
+    begin(h, now)
+    expire(h, EXPIRIES_PER_CALL)
+    need, free = np.int64(0), _available(h, priority)
+    for i in range(n):
+        b = found[i, 2]
+        if b == NONE:
+            need += 1
+        elif blocks[b].list >= 0 and blocks[b].priority <= priority:
+            free -= 1
+    if need > free:
+        found[0, 0], found[0, 1] = need, max(free, 0)
+        return np.int64(SHORT_OF_BLOCKS)
+    for i in range(n):
+        if found[i, 2] != NONE and blocks[found[i, 2]].flags & PUBLISHED:
+            hit(h, found[i, 2])
+            pin_block(h, found[i, 2])
+    count, taken = 0, np.int64(0)
+    for i in range(n):
+        if found[i, 2] == NONE and _find(h, identity, words, found, i) == NONE:
+            count = _take(h, identity, words, found, i, priority, ttl, evicted, count)
+            taken += 1
+        elif found[i, 2] != NONE:
+            found[i, 2] = -2 - found[i, 2]
+    for i in range(n - 1, -1, -1):
+        if found[i, 2] < NONE:
+            b = -2 - found[i, 2]
+            if blocks[b].flags & PUBLISHED:
+                _unpin(h, b, BACK)
+            found[i, 2] = NONE
+    counters_of(h).missed_blocks += taken
+    if n > 0:
+        found[0, 0] = taken
+    return np.int64(count)
+
+
+@jit(forceinline=True)
+def _unpin(h, b, front):
+    if change_word(blocks_of(h), np.int64(b), np.int64(0), np.int64(-1)) == 0:
+        shelve(h, b, front)
+
+
+@jit
+def _drop(h, b):
+    """Empty a pending block and return it to the list of empty blocks."""
+    unlink_content(h, b, NONE)
+    blocks_of(h)[b].flags = 0
+    _unpin(h, b, FRONT)
+
+
+@jit
+def _locate_pending(h, identity, data, sizes, words, found):
+    """Call ``locate``. Returns 0, or ``~i`` for the first key ``i`` that is not pending."""
+    locate(h, identity, data, sizes, words, found)
+    for i in range(words.shape[0]):
+        b = found[i, 2]
+        if b == NONE or not blocks_of(h)[b].flags & PENDING:
+            return np.int64(~i)
+    return np.int64(0)
+
+
+@jit
+def publish(heads, identity, data, sizes, words, found, now):
+    """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
+    published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
+    h = head(heads, 0)
+    blocks = blocks_of(h)
+    error = _locate_pending(h, identity, data, sizes, words, found)
+    if error:
+        return error
+    begin(h, now)
+    published = 0
+    for i in range(words.shape[0]):
+        b = found[i, 2]
+        block = blocks[b]
+        if not block.flags & PENDING:  # named twice
+            found[i, 2] = NONE
+        elif block.flags & LOST:
+            _drop(h, b)
+            counters_of(h).forgotten_host_blocks += 1
+            found[i, 2] = NONE
+        else:
+            block.flags = (block.flags & ~PENDING) | PUBLISHED
+            block.uses = 1
+            block.stored_at = block.used_at = np.uint32(now)
+            emit(h, STORED, b)
+            published += 1
+    counters_of(h).offloaded_blocks += published
+    # The last key is listed first, so the end of a prompt is evicted before its beginning.
+    for i in range(words.shape[0] - 1, -1, -1):
+        if found[i, 2] != NONE:
+            _unpin(h, found[i, 2], BACK)
+    return np.int64(published)
+
+
+@jit
+def abort(heads, identity, data, sizes, words, found, now):
+    """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
+    first such key ``i``, and changes nothing."""
+    h = head(heads, 0)
+    error = _locate_pending(h, identity, data, sizes, words, found)
+    if error:
+        return error
+    begin(h, now)
+    dropped = 0
+    for i in range(words.shape[0]):
+        if blocks_of(h)[found[i, 2]].flags & PENDING:
+            _drop(h, found[i, 2])
+            dropped += 1
+    counters_of(h).lost_blocks += dropped
+    return np.int64(dropped)
+
+
+# -- here ---------------------------------------------------------------------------------------------
+
+
+@jit(forceinline=True)
+def _use(h, b):
+    """Record the use of a block that is HERE."""
+    record(h, REUSE_GAP, blocks_of(h)[b].used_at)
+    hit(h, b)
+
+
+@jit
+def pin(heads, identity, data, sizes, words, found, now):
+    """Pin the block of each key, and write it into column 2 of ``found``. Returns 0. If a key is not HERE, returns
+    ``~i`` for the first such key ``i``, and changes nothing."""
+    h = head(heads, 0)
+    locate(h, identity, data, sizes, words, found)
+    for i in range(words.shape[0]):
+        if _answer(h, found[i, 2]) != HERE:
+            return np.int64(~i)
+    begin(h, now)
+    for i in range(words.shape[0]):
+        _use(h, found[i, 2])
+        pin_block(h, found[i, 2])
+    counters_of(h).reused_host_blocks += words.shape[0]
+    return np.int64(0)
+
+
+@jit
+def touch(heads, identity, data, sizes, words, found, now):
+    """Record a use of each key that is HERE, from the last key to the first. Returns their number."""
+    h = head(heads, 0)
+    locate(h, identity, data, sizes, words, found)
+    begin(h, now)
+    here = 0
+    for i in range(words.shape[0] - 1, -1, -1):
+        if _answer(h, found[i, 2]) == HERE:
+            _use(h, found[i, 2])
+            reshelve(h, found[i, 2])
+            here += 1
+    return np.int64(here)
+
+
+@jit
+def _forget(h, b):
+    """Forget a block. Returns whether it had content, or was pending and not forgotten before."""
+    blocks = blocks_of(h)
+    if blocks[b].flags & PENDING:
+        coming = blocks[b].flags & LOST == 0
+        blocks[b].flags |= LOST
+        return coming
+    forget(h, b, NONE)
+    reshelve(h, b)
+    return True
+
+
+@jit
+def forget_keys(heads, identity, data, sizes, words, found, now):
+    """Drop keys that are HERE at once, and pending keys when their writer publishes them. Returns their number."""
+    h = head(heads, 0)
+    locate(h, identity, data, sizes, words, found)
+    begin(h, now)
+    forgotten = 0
+    for i in range(words.shape[0]):
+        b = _find(h, identity, words, found, i)
+        if b != NONE:
+            forgotten += 1 if _forget(h, b) else 0
+    return np.int64(forgotten)
+
+
+@jit
+def clear(heads, now):
+    """Forget all keys, as ``forget_keys`` does, with one event."""
+    h = head(heads, 0)
+    blocks = blocks_of(h)
+    begin(h, now)
+    for b in range(h.blocks):
+        if blocks[b].flags & PENDING:
+            blocks[b].flags |= LOST
+        elif blocks[b].flags & PUBLISHED:
+            unlink_content(h, np.int64(b), NONE)
+            blocks[b].flags &= ~INDEXED
+            counters_of(h).forgotten_host_blocks += 1
+            reshelve(h, np.int64(b))
+    h.generation += 1
+    emit_cleared(h)
+    return np.int64(0)
+
+
+@jit
+def refresh(heads, now):
+    """Move blocks whose time to live is over to the back of the default priority. Returns their number."""
+    h = head(heads, 0)
+    begin(h, now)
+    return np.int64(expire(h, h.blocks))

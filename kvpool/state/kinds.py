@@ -1,0 +1,96 @@
+"""The differences between the kinds of groups. No other module asks for a kind.
+
+A group with attention has a block for each column of a row, found by its prefix. A recurrent group has states: blocks
+after some of the columns. A group for cross attention has the encoder's content: nobody finds it, and nothing changes
+it.
+"""
+
+from __future__ import annotations
+
+from kvpool.jit import jit
+from kvpool.state.records import ATTENTION, CROSS, RECURRENT, head, request_at
+from kvpool.state.requests import blocks_for, reusable
+
+
+@jit(forceinline=True)
+def finds(h):
+    """Whether prompts find content in this group. Then its rows have the tokens of their sequences."""
+    return h.kind != CROSS
+
+
+@jit(forceinline=True)
+def has_states(h):
+    """Whether its blocks are states, which are written as a whole."""
+    return h.kind == RECURRENT
+
+
+@jit(forceinline=True)
+def needs_all(h):
+    """Whether all blocks of a prefix are needed to reuse it."""
+    return h.kind == ATTENTION and h.window == 0
+
+
+@jit(forceinline=True)
+def finds_parts(h):
+    """Whether prompts can reuse the first tokens of a block."""
+    return h.kind == ATTENTION and h.child_buckets != 0
+
+
+@jit(forceinline=True)
+def columns_for(h, request):
+    """How many columns of a row a prompt takes in this group."""
+    return blocks_for(h, request.length if finds(h) else request.encoder)
+
+
+@jit(forceinline=True)
+def has_block(h, request, i, columns):
+    """Whether column ``i`` of the first ``columns``, which begin with a prompt, has a block if it is not reused.
+
+    In a recurrent group, the columns whose state is kept have one, and the last column.
+    """
+    if not has_states(h):
+        return True
+    return i == columns - 1 or keeps_state(h, i, kept_column(h, request))
+
+
+@jit(forceinline=True)
+def kept_column(h, request):
+    """The last column of a prompt whose state the same prompt could reuse."""
+    return reusable(request) // h.width - 1
+
+
+@jit(forceinline=True)
+def keeps_state(h, i, kept):
+    """Whether the state after column ``i`` of a sequence is kept for others to find. ``kept`` is that column of its
+    prompt."""
+    return i == kept or (h.snapshot != 0 and (i + 1) % h.snapshot == 0)
+
+
+@jit
+def fresh_blocks(h, request, matched, columns):
+    """How many blocks a prompt takes after ``matched`` columns, until it has ``columns``."""
+    if not has_states(h):
+        return columns - matched
+    count = 0
+    for i in range(matched, columns):
+        count += 1 if has_block(h, request, i, columns) else 0
+    return count
+
+
+@jit
+def fresh_of(heads, g, requests, matched, columns):
+    """``fresh_blocks`` of the first of ``requests`` in group ``g``."""
+    return fresh_blocks(head(heads, g), request_at(requests, 0), matched, columns)
+
+
+@jit
+def has_all(heads, g):
+    """Whether the rows of a group have blocks for all of their tokens."""
+    return needs_all(head(heads, g))
+
+
+@jit
+def has_windows(heads, g):
+    """Whether the rows of a group have blocks for all tokens that a window has not passed."""
+    h = head(heads, g)
+    return finds(h) and not has_states(h) and not needs_all(h)

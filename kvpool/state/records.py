@@ -1,0 +1,410 @@
+"""The arrays that hold all state of a pool, their fields and their meaning, and the views of them that jitted functions
+open.
+
+A jitted verb gets one array, the *header*. It has addresses and sizes of all others, and scalars. Opening a view costs
+a few loads; passing a dozen arrays from Python would cost more than most verbs. ``arrays`` owns the memory behind the
+addresses.
+
+Every group of layers has its own blocks, sequences and header, called ``h`` below. Headers are the rows of one matrix,
+``heads`` int64[groups, HEADER].
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.atomics import address_of, array_at, compare_exchange, load, record_at, store
+
+
+def _numbers(names: str) -> np.dtype[Any]:
+    """A record of int64 fields, so a row of an int64 matrix can be read as one."""
+    return np.dtype([(name, "i8") for name in names.split()])
+
+
+def constants(*values: int) -> tuple[Any, ...]:
+    """Constants that jitted functions pass on, as np.int64. Numba would compile a function anew for each literal
+    argument."""
+    return tuple(np.int64(value) for value in values)
+
+
+NONE, DEVICE, HOST = constants(-1, 0, 1)
+DEFAULT_PRIORITY = 35
+REFS = 0xFFFFFFFF
+TIE_BITS = 20
+
+# One block. Ids [0, device_blocks) are device blocks, the rest host blocks. One block represents a cached content (a
+# key) in the index and among the children of its parent: its device copy or its host copy. `twin` links it to the other
+# copy.
+BLOCK = np.dtype(
+    [
+        ("word", "i8"),  # references in the low half, pins in the high half; first, since atomics address it
+        ("key0", "i8"),
+        ("key1", "i8"),
+        ("namespace", "i8"),
+        ("prev", "i4"),
+        ("next", "i4"),
+        ("chain", "i4"),  # next block in the same bucket of the index
+        ("twin", "i4"),  # the copy of this content on the other tier
+        ("list", "i2"),  # which list it is in; below zero: ~ of the list that it left, because somebody holds it
+        ("filled", "i2"),  # tokens with known content
+        ("uses", "u2"),  # sequences that computed or reused the content, saturating
+        ("priority", "i1"),
+        ("flags", "u1"),
+        ("ticket", "i8"),  # of the last move that wrote it, NONE = no move has since it was taken
+        ("parent0", "i8"),
+        ("parent1", "i8"),
+        ("deadline", "i8"),  # ms << TIE_BITS, and the order of arrival in the low bits; valid while `heap` is set
+        ("child_prev", "i4"),
+        ("child_next", "i4"),
+        ("ttl", "i4"),  # ms from release, NONE = for ever
+        ("heap", "i4"),  # place in the expiry heap, NONE = not in it
+        ("stored_at", "u4"),  # ms, modulo 2**32
+        ("used_at", "u4"),
+    ],
+    align=True,
+)
+# Flags, in this order. The block has a key; is cached under it; is cached as an unfull child; its bytes never came; is
+# a source of the present call; some token has an extra id; represents its content in the index; has its key and waits
+# for its bytes.
+KEYED, PUBLISHED, TAIL, LOST, ONBOARDING, EXTRA, LINKED, PENDING = 1, 2, 4, 8, 16, 32, 64, 128
+INDEXED = PUBLISHED | TAIL
+
+SEQUENCE = np.dtype(
+    [
+        # Fields that every step reads come first.
+        ("generation", "i4"),
+        ("live", "i4"),  # 0, LIVE, RESERVED or SWAPPED
+        ("failed", "i2"),  # a copy into one of its blocks failed
+        ("private", "i2"),  # 1 = it publishes nothing
+        ("mark", "i4"),  # scratch within one call
+        ("length", "i4"),  # tokens
+        ("committed", "i4"),  # tokens whose KV the engine has written
+        ("blocks", "i4"),
+        ("stream", "i4"),  # the last one on which the engine used it; NONE = the host has waited for everything
+        ("forked", "i4"),  # 1 = another sequence may hold its last block too, which is checked before a write
+        ("duplicates", "i4"),  # first block that may be a duplicate, NONE = none is
+        ("priority", "i4"),  # of decoded blocks
+        ("ttl", "i4"),
+        ("namespace", "i8"),
+        ("first", "i4"),  # blocks [SINKS, first) were given back, because its window has passed them
+        ("kept", "i4"),  # in a recurrent group: the column of its prompt whose state is kept in any case
+        ("cached", "i4"),  # reused tokens, with partial ones
+        ("reused", "i4"),  # full blocks reused
+        ("root0", "i8"),
+        ("root1", "i8"),
+        ("chain0", "i8"),  # in a recurrent group: key of the full committed columns
+        ("chain1", "i8"),
+        ("removals", "i8"),  # REMOVALS when its duplicates were last tried
+        ("prompt", "i4"),  # how many of its tokens are of the prompt that it was added with
+        ("from_host", "i4"),  # cached tokens in full blocks that were on the host
+        ("dropped", "i4"),  # tokens that it rewound, and drafts that were rejected
+        ("recomputed", "i4"),  # tokens whose blocks were cached already when it committed them; ends two cache lines
+    ],
+    align=True,
+)
+
+# A decided move has the columns of `Device.copy_blocks` and then its direction: device to host, host to device, or
+# inside the device. Moves inside the device need not wait for the slow link.
+DIRECTION, DIRECTIONS = 4, 3
+OFFLOAD, ONBOARD, WITHIN = constants(*range(DIRECTIONS))
+
+# What a row is: a running sequence; a reservation, whose blocks a loader fills; or a sequence that is swapped out. They
+# are bits, since a check may accept several.
+LIVE, RESERVED, SWAPPED = 1, 2, 4
+
+EVENT = np.dtype(
+    [
+        ("kind", "i1"),
+        ("tier", "i1"),
+        ("priority", "i1"),
+        ("joined", "i1"),  # 1 = continues the stored event before it
+        ("group", "i1"),
+        ("extra", "i1"),  # 1 = some token has an extra id
+        ("key0", "i8"),
+        ("key1", "i8"),
+        ("parent0", "i8"),
+        ("parent1", "i8"),
+        ("namespace", "i8"),
+    ],
+    align=True,
+)
+
+# The header of a group: addresses of its arrays, sizes, notes of a call between its phases, and rules.
+HEAD = _numbers(
+    "blocks_at tokens_at extra_at lists_at index_at children_at heap_at sequences_at rows_at table_at moves_at "
+    "token_moves_at accesses_at events_at event_tokens_at event_extra_at counters_at histograms_at ring_at "
+    "row_tokens_at row_extra_at swapped_at"
+    " device_blocks blocks width buckets child_buckets sequences columns free_rows moves moves_capacity token_moves"
+    " token_moves_capacity need accesses accesses_capacity stream ticket now offload_priority offload_reuse secret0 "
+    "secret1 guards"
+    " generation event_capacity removals has_extra shelved window sinks kind group block_tokens device_first "
+    "host_first snapshot"
+    " detail bound detail_group overflow"
+)
+# `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
+# first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
+# has to forget on the host, in any case. `device_first` or `host_first`, added to the id of a device or host block,
+# gives its pool id. `block_tokens` are the tokens of a whole block for the device. `snapshot` is the number of blocks
+# from one kept state to the next. `row_tokens` and `row_extra` have the ids of tokens for which a recurrent group has
+# no blocks.
+ATTENTION, RECURRENT, CROSS = range(3)
+
+# All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, and of
+# the first one of this call.
+RING = _numbers("next read call")
+
+# A request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention
+# ranges (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of its decoded tokens; whether
+# it is a loader's; the encoder's length, for cross attention; whether it reuses nothing; whether it publishes nothing.
+REQUEST = _numbers(
+    "tokens_at length keys_at extra_at namespace root0 root1 ranges_at range_count priority ttl reserves encoder"
+    " fresh private"
+)
+# The result of an admission for one request. The last fields are the admission's own notes between its phases.
+OUTCOME = _numbers("id cached device_tokens host_tokens partial missed matched onboards source takes")
+
+COUNTERS = (
+    "prompt_tokens",
+    "reused_device_tokens",
+    "reused_host_tokens",
+    "partial_tokens",
+    "reused_device_blocks",
+    "reused_host_blocks",
+    "partial_blocks",
+    "missed_blocks",
+    "offloaded_blocks",
+    "onboarded_blocks",
+    "forgotten_device_blocks",
+    "forgotten_host_blocks",
+    "offloads_saved",
+    "copied_blocks",
+    "lost_blocks",
+    "events_dropped",
+    "redundant_dropped",
+    "expired_blocks",
+    "evicted_by_rule_blocks",
+    "evicted_host_full_blocks",
+    "passed_blocks",
+    "forgotten_by_call_blocks",
+    "appended_tokens",
+    "dropped_tokens",
+    "recomputed_tokens",
+    "bypassed_tokens",
+)
+COUNTED = _numbers(" ".join(COUNTERS))
+LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP = constants(*range(5))
+HISTOGRAMS = 5
+BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms; after the bins comes the sum of all times
+
+# Field numbers for Python, which passes int64 matrices: H.width is a column of headers.
+H, N, R, OUT = (
+    SimpleNamespace(**{name: i for i, name in enumerate(dtype.names or ())}) for dtype in (HEAD, RING, REQUEST, OUTCOME)
+)
+HEAD_BYTES, REQUEST_BYTES, OUTCOME_BYTES = HEAD.itemsize, REQUEST.itemsize, OUTCOME.itemsize
+HEADER, REQUEST_COLUMNS, OUTCOME_COLUMNS = HEAD_BYTES // 8, REQUEST_BYTES // 8, OUTCOME_BYTES // 8
+
+BUCKETS_MAX = 1 << 31  # a bucket number, 32 bits of a key times this, must fit in an int64
+
+USES_MAX = 65535
+PRIORITY_MAX = 100
+
+LISTS_PER_TIER = 103
+EMPTY, REDUNDANT = 101, 102
+# rows LOWEST + tier of the lists array: no list of that tier below this priority has a block
+LOWEST = 2 * LISTS_PER_TIER
+
+
+@jit(forceinline=True)
+def head(heads, g):
+    """The header of group ``g``: a reference to row ``g`` of the matrix that verbs get."""
+    return record_at(address_of(heads) + g * HEAD_BYTES, HEAD)
+
+
+@jit(forceinline=True)
+def request_at(requests, r):
+    return record_at(address_of(requests) + r * REQUEST_BYTES, REQUEST)
+
+
+@jit(forceinline=True)
+def outcome_at(out, r):
+    """The record of request ``r`` in one group. ``out`` is int64[n, OUTCOME]."""
+    return record_at(address_of(out) + r * OUTCOME_BYTES, OUTCOME)
+
+
+@jit(inline="always")
+def blocks_of(h):
+    return array_at(h.blocks_at, (h.blocks,), BLOCK)
+
+
+@jit(inline="always")
+def tokens_of(h):
+    return array_at(h.tokens_at, (h.blocks, h.width), np.int32)
+
+
+@jit(inline="always")
+def extra_of(h):
+    """Extra ids, int64[blocks, T]. No row may be touched unless ``has_extra``."""
+    return array_at(h.extra_at, (h.blocks, h.width), np.int64)
+
+
+@jit(inline="always")
+def lists_of(h):
+    return array_at(h.lists_at, (LOWEST + 2, 3), np.int32)
+
+
+@jit(inline="always")
+def index_of(h):
+    return array_at(h.index_at, (h.buckets,), np.int32)
+
+
+@jit(inline="always")
+def children_of(h):
+    return array_at(h.children_at, (h.child_buckets,), np.int32)
+
+
+@jit(inline="always")
+def heap_of(h):
+    return array_at(h.heap_at, (h.blocks + 1,), np.int32)
+
+
+@jit(inline="always")
+def sequences_of(h):
+    return array_at(h.sequences_at, (h.sequences,), SEQUENCE)
+
+
+@jit(inline="always")
+def rows_of(h):
+    return array_at(h.rows_at, (h.sequences,), np.int32)
+
+
+@jit(inline="always")
+def table_of(h):
+    return array_at(h.table_at, (h.sequences, h.columns), np.int32)
+
+
+@jit(inline="always")
+def swapped_of(h):
+    """The host blocks of sequences that are swapped out, in rows like those of the table. Rows of other sequences mean
+    nothing."""
+    return array_at(h.swapped_at, (h.sequences, h.columns), np.int32)
+
+
+@jit(inline="always")
+def row_tokens_of(h):
+    """Of a recurrent group: the tokens of sequences, from the first full column that is not committed on."""
+    return array_at(h.row_tokens_at, (h.sequences, h.columns * h.width), np.int32)
+
+
+@jit(inline="always")
+def row_extra_of(h):
+    """The extra ids of ``row_tokens_of``. No row may be touched unless ``has_extra``."""
+    return array_at(h.row_extra_at, (h.sequences, h.columns * h.width), np.int64)
+
+
+@jit(inline="always")
+def moves_of(h):
+    return array_at(h.moves_at, (h.moves_capacity, 5), np.int64)
+
+
+@jit(inline="always")
+def token_moves_of(h):
+    """Rows (stream, row of the sequence, source slot, target slot). Those of a sequence follow each other."""
+    return array_at(h.token_moves_at, (h.token_moves_capacity, 4), np.int64)
+
+
+@jit(inline="always")
+def accesses_of(h):
+    return array_at(h.accesses_at, (h.accesses_capacity, 3), np.int64)
+
+
+@jit(inline="always")
+def events_of(h):
+    return array_at(h.events_at, (h.event_capacity,), EVENT)
+
+
+@jit(inline="always")
+def event_tokens_of(h):
+    return array_at(h.event_tokens_at, (h.event_capacity, h.width), np.int32)
+
+
+@jit(inline="always")
+def event_extra_of(h):
+    """Extra ids of events. See ``extra_of``."""
+    return array_at(h.event_extra_at, (h.event_capacity, h.width), np.int64)
+
+
+@jit(inline="always")
+def ring_of(h):
+    return record_at(h.ring_at, RING)
+
+
+@jit(inline="always")
+def counters_of(h):
+    return record_at(h.counters_at, COUNTED)
+
+
+@jit(inline="always")
+def histograms_of(h):
+    return array_at(h.histograms_at, (HISTOGRAMS, BINS + 1), np.int64)
+
+
+@jit(forceinline=True)
+def change_word(blocks, b, refs, pins):
+    """Add to both halves of a block's word at once. Returns the new word. If a half would fall below zero, returns -1
+    and changes nothing."""
+    words = blocks["word"]
+    while True:
+        old = load(words, b)
+        new_refs, new_pins = (old & REFS) + refs, (old >> 32) + pins
+        if new_refs < 0 or new_pins < 0:
+            return np.int64(-1)
+        new = (new_pins << 32) | new_refs
+        if compare_exchange(words, b, old, new):
+            return new
+
+
+@jit(forceinline=True)
+def add_reference(blocks, b):
+    """Add a reference to a block, under the state lock. Returns the new word.
+
+    Only a holder may change the word of a block without the lock. If the word is zero, nobody holds the block, so no
+    exchange is needed.
+    """
+    words = blocks["word"]
+    if load(words, b) == 0:
+        store(words, b, 1)
+        return np.int64(1)
+    return change_word(blocks, np.int64(b), np.int64(1), np.int64(0))
+
+
+@jit(forceinline=True)
+def drop_reference(blocks, b):
+    """Drop a reference of the caller, under the state lock. Returns the new word. The last hold needs no exchange
+    either."""
+    words = blocks["word"]
+    if load(words, b) == 1:
+        store(words, b, 0)
+        return np.int64(0)
+    return change_word(blocks, np.int64(b), np.int64(-1), np.int64(0))
+
+
+@jit(forceinline=True)
+def pool_id(h, b):
+    """The pool id of a block of a group."""
+    return b + (h.device_first if b < h.device_blocks else h.host_first)
+
+
+@jit
+def place_of(heads, b):
+    """The group of a block and its id there, from its pool id. (NONE, NONE) for an id outside the pool."""
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        if h.device_first <= b < h.device_first + h.device_blocks:
+            return np.int64(g), b - h.device_first
+        if h.host_first + h.device_blocks <= b < h.host_first + h.blocks:
+            return np.int64(g), b - h.host_first
+    return np.int64(NONE), np.int64(NONE)

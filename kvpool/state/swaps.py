@@ -1,0 +1,312 @@
+"""Swapping: a whole sequence leaves the device. Its content waits on the host, held, until the sequence is resumed.
+
+A sequence that is swapped out keeps its row, its id and all notes about it. Its row of the table is empty. In its
+place, ``swapped_of`` names the host blocks that it holds: host copies of cached content, which others may use too, and
+blocks of its own for the rest.
+
+Both directions work alike. First, what the other tier has already is claimed, and the rest is counted. If a group is
+short, this is undone to the byte. Then the rest is copied, and the old blocks of the sequence are given back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.accesses import ACCESSED, WILL_READ, WILL_WRITE, WROTE, emit_access
+from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_HOST_BLOCKS
+from kvpool.state.commit import forget_everywhere
+from kvpool.state.index import find_key
+from kvpool.state.kinds import has_states, keeps_state
+from kvpool.state.lists import free_blocks, heap_remove
+from kvpool.state.records import (
+    DEVICE,
+    EXTRA,
+    HOST,
+    KEYED,
+    LIVE,
+    NONE,
+    OFFLOAD,
+    ONBOARD,
+    ONBOARDING,
+    PRIORITY_MAX,
+    PUBLISHED,
+    REFS,
+    SWAPPED,
+    add_reference,
+    blocks_of,
+    counters_of,
+    drop_reference,
+    head,
+    heap_of,
+    lists_of,
+    sequences_of,
+    swapped_of,
+    table_of,
+)
+from kvpool.state.ring import STORED, emit
+from kvpool.state.sequences import check_kinds, refuse, stream_of
+from kvpool.state.tiers import (
+    BACK,
+    EXPIRIES_PER_CALL,
+    begin,
+    copy_content,
+    emit_move,
+    enter,
+    expire,
+    hold,
+    let_go,
+    shelve,
+    supersede,
+    take_device,
+    take_host,
+    unhold,
+)
+
+# -- one sequence, on its way to ``tier`` ----------------------------------------------------------------------------
+
+
+@jit(inline="always")
+def _here(h, slot, tier):
+    """The blocks that a sequence leaves, int32[columns]."""
+    return (table_of(h) if tier == HOST else swapped_of(h))[slot]
+
+
+@jit(inline="always")
+def _there(h, slot, tier):
+    """The blocks of a sequence on ``tier``."""
+    return (swapped_of(h) if tier == HOST else table_of(h))[slot]
+
+
+@jit
+def _claim(h, slot, tier):
+    """Hold what the tier has already of a sequence. Returns how many blocks the tier lacks; each is counted once, and
+    marked."""
+    blocks, here, there, need = blocks_of(h), _here(h, slot, tier), _there(h, slot, tier), np.int64(0)
+    for i in range(sequences_of(h)[slot].blocks):
+        there[i] = blocks[here[i]].twin if here[i] != NONE else NONE
+        if there[i] != NONE:
+            hold(h, np.int64(there[i]))
+        elif here[i] != NONE and not blocks[here[i]].flags & ONBOARDING:
+            blocks[here[i]].flags |= ONBOARDING
+            need += 1
+    return need
+
+
+@jit
+def _unclaim(h, slot, tier):
+    """Undo ``_claim``. Call it in the reverse order."""
+    here, there = _here(h, slot, tier), _there(h, slot, tier)
+    for i in range(sequences_of(h)[slot].blocks - 1, -1, -1):
+        if there[i] != NONE:
+            unhold(h, np.int64(there[i]))
+        elif here[i] != NONE:
+            blocks_of(h)[here[i]].flags &= ~ONBOARDING
+        there[i] = NONE
+
+
+@jit
+def _untime(h, slot, tier):
+    """Remove claimed blocks from the expiries, once everything is known to fit. A heap cannot be undone to the byte."""
+    there = _there(h, slot, tier)
+    for i in range(sequences_of(h)[slot].blocks):
+        if there[i] != NONE:
+            heap_remove(blocks_of(h), heap_of(h), np.int64(there[i]))
+
+
+@jit
+def _copy(h, b, copy, tokens, tier):
+    """Give ``copy``, on ``tier``, the first ``tokens`` of ``b`` and all that is known about it. It can be found if
+    ``b`` can."""
+    blocks = blocks_of(h)
+    copy_content(h, b, copy)
+    blocks[b].twin = copy
+    if blocks[b].flags & PUBLISHED:
+        blocks[copy].twin = b
+        emit(h, STORED, copy)
+    else:
+        blocks[copy].flags, blocks[copy].filled = blocks[b].flags & (KEYED | EXTRA), blocks[b].filled
+    emit_move(h, b, copy, tokens, OFFLOAD if tier == HOST else ONBOARD)
+
+
+@jit
+def _copy_rest(h, slot, tier):
+    """Copy what the tier lacks. Returns how many blocks. Until the call ends, a block that nobody finds also names its
+    copy, for other sequences that share it."""
+    blocks, sequence, copied = blocks_of(h), sequences_of(h)[slot], 0
+    here, there = _here(h, slot, tier), _there(h, slot, tier)
+    for i in range(sequence.blocks):
+        b = np.int64(here[i])
+        if b == NONE or there[i] != NONE:
+            continue
+        if blocks[b].flags & ONBOARDING:
+            blocks[b].flags &= ~ONBOARDING
+            tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)
+            _copy(h, b, take_device(h) if tier == DEVICE else take_host(h, np.int64(PRIORITY_MAX)), tokens, tier)
+            copied += 1
+        there[i] = blocks[b].twin
+        add_reference(blocks, np.int64(there[i]))
+    return copied
+
+
+@jit
+def _leave(h, slot, tier):
+    """Give back the old blocks of a sequence, the last block first."""
+    blocks, sequence, here = blocks_of(h), sequences_of(h)[slot], _here(h, slot, tier)
+    for i in range(sequence.blocks - 1, -1, -1):
+        b, here[i] = np.int64(here[i]), NONE
+        if b == NONE:
+            continue
+        if not blocks[b].flags & PUBLISHED:
+            blocks[b].twin = NONE
+        if tier == HOST:
+            emit_access(h, ACCESSED, np.int64(sequence.stream), b)
+        let_go(h, b)
+
+
+# -- both ways -------------------------------------------------------------------------------------------------------
+
+
+@jit(forceinline=True)
+def _slot(sequence_id):
+    """The row of a sequence, which was checked."""
+    return sequence_id & 0xFFFFFFFF
+
+
+@jit
+def _short(heads, ids, tier):
+    """Claim and count in all groups. Returns NONE, or the first group that is short; then nothing is claimed any
+    more."""
+    short = np.int64(NONE)
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        h.need = 0
+        for k in range(ids.shape[0]):
+            h.need += _claim(h, _slot(ids[k]), tier)
+        free = free_blocks(lists_of(h), tier)
+        if h.need > free and short == NONE:
+            h.detail, h.bound, short = h.need, free, g
+    for g in range(heads.shape[0] if short != NONE else 0):
+        for k in range(ids.shape[0] - 1, -1, -1):
+            _unclaim(head(heads, g), _slot(ids[k]), tier)
+    return short
+
+
+@jit
+def _change_tier(h, ids, tier, now):
+    """Copy what was counted, and give back the old blocks, in one group. Nothing here can fail. Returns blocks
+    copied."""
+    copied = np.int64(0)
+    for k in range(ids.shape[0]):
+        _untime(h, _slot(ids[k]), tier)
+    begin(h, now)
+    expire(h, EXPIRIES_PER_CALL)
+    for k in range(ids.shape[0]):
+        copied += _copy_rest(h, _slot(ids[k]), tier)
+    for k in range(ids.shape[0]):
+        _leave(h, _slot(ids[k]), tier)
+        sequences_of(h)[_slot(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
+    return copied
+
+
+@jit
+def swap_out(heads, ids, now):
+    """Move running sequences to the host, where they wait. Returns blocks copied, or an error with nothing changed."""
+    error = check_kinds(heads, ids, True, LIVE)
+    if error:
+        return error
+    short = _short(heads, ids, HOST)
+    if short != NONE:
+        return refuse(heads, short, SHORT_OF_HOST_BLOCKS)
+    copied = np.int64(0)
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        for k in range(ids.shape[0]):
+            _note_written(h, _slot(ids[k]))
+        done = _change_tier(h, ids, HOST, now)
+        counters_of(h).offloaded_blocks += done
+        copied += done
+    return copied
+
+
+@jit
+def resume(heads, ids, now):
+    """Have sequences that were swapped out run again. Returns blocks copied, or an error with nothing changed."""
+    error = check_kinds(heads, ids, True, SWAPPED)
+    if error:
+        return error
+    short = _short(heads, ids, DEVICE)
+    if short != NONE:
+        return refuse(heads, short, SHORT_OF_BLOCKS)
+    copied = np.int64(0)
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        done = _change_tier(h, ids, DEVICE, now)
+        for k in range(ids.shape[0]):
+            _note_use(h, _slot(ids[k]))
+        counters_of(h).onboarded_blocks += done
+        copied += done
+    return copied
+
+
+@jit
+def _note_written(h, slot):
+    """The copies read what the stream wrote, whether a call has said so or not."""
+    sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
+    for i in range(sequence.committed // h.width, sequence.blocks):
+        if row[i] != NONE:
+            emit_access(h, WROTE, stream, np.int64(row[i]))
+
+
+@jit
+def _note_use(h, slot):
+    """The engine continues: it reads what is committed, and may write the rest."""
+    sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
+    for i in range(sequence.blocks):
+        if row[i] != NONE:
+            emit_access(h, WILL_READ if i < sequence.committed // h.width else WILL_WRITE, stream, np.int64(row[i]))
+
+
+# -- sequences that end on the host ----------------------------------------------------------------------------------
+
+
+@jit
+def give_up(h, ids, store):
+    """Give back the host blocks of those of these sequences that are swapped out. They are then running sequences
+    without blocks."""
+    for k in range(ids.shape[0]):
+        if sequences_of(h)[_slot(ids[k])].live == SWAPPED:
+            _give_up(h, _slot(ids[k]), store)
+
+
+@jit
+def _give_up(h, slot, store):
+    blocks, sequence, away = blocks_of(h), sequences_of(h)[slot], swapped_of(h)[slot]
+    if store and sequence.duplicates != NONE:
+        _publish_duplicates(h, slot)
+    for i in range(sequence.blocks - 1, -1, -1):
+        b, away[i] = np.int64(away[i]), NONE
+        if b == NONE:
+            continue
+        word = drop_reference(blocks, b)
+        if not store and i >= sequence.reused and word & REFS == 0:
+            forget_everywhere(h, b)
+        if word == 0:
+            shelve(h, b, BACK)
+    sequence.live, sequence.blocks, sequence.duplicates = LIVE, 0, NONE
+
+
+@jit
+def _publish_duplicates(h, slot):
+    """Publish content whose key others held when it was committed, if it is cached nowhere now."""
+    blocks, sequence, away = blocks_of(h), sequences_of(h)[slot], swapped_of(h)[slot]
+    for i in range(sequence.duplicates, sequence.committed // h.width):
+        b = np.int64(away[i])
+        if b == NONE or blocks[b].flags & PUBLISHED or not blocks[b].flags & KEYED:
+            continue
+        if has_states(h) and not keeps_state(h, i, sequence.kept):
+            continue
+        if find_key(h, blocks[b].key0, blocks[b].key1) == NONE:
+            enter(h, b, PUBLISHED)
+            if h.child_buckets:
+                supersede(h, b)

@@ -1,0 +1,1 @@
+"""Block tables on their way out of a pool."""

@@ -1,0 +1,277 @@
+"""Hand-overs: block tables of some sequences, copied into a buffer and then to memory of the device, dense or as
+CSR."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import Device, Stream
+from kvpool.device.tables import StagedRows, StagedVectors, Table, staged_bytes, staged_views
+from kvpool.errors import DeviceError
+from kvpool.jit import jit
+from kvpool.state.atomics import array_at, memcpy
+from kvpool.state.codes import SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL
+from kvpool.state.records import NONE, H, head, sequences_of
+from kvpool.state.sequences import check, stream_of
+from kvpool.state.windows import holes
+from kvpool.tables.staging import Buffer, Staging
+
+_INT32_MAX = 2**31 - 1
+
+Ids = npt.NDArray[np.int64]
+
+
+@jit
+def used_blocks(h, ids):  # type: ignore[no-untyped-def]
+    """The columns of the longest of these sequences, and the blocks of all. Without the state lock it is a guess, and
+    ids may be wrong."""
+    sequences = sequences_of(h)
+    most, total = np.int64(0), np.int64(0)
+    for i in range(ids.shape[0]):
+        slot = ids[i] & 0xFFFFFFFF
+        if slot < h.sequences:
+            most, total = max(most, np.int64(sequences[slot].blocks)), total + sequences[slot].blocks - holes(h, slot)
+    return most, total
+
+
+@jit
+def dense_room(heads, g, ids, planes, columns):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_dense`` is likely to need."""
+    return staged_bytes(planes, ids.shape[0], min(used_blocks(head(heads, g), ids)[0], columns))
+
+
+@jit
+def csr_room(heads, g, ids):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_csr`` is likely to need."""
+    return 4 * (2 * ids.shape[0] + 1 + used_blocks(head(heads, g), ids)[1])
+
+
+@jit
+def check_streams(h, ids):  # type: ignore[no-untyped-def]
+    """0 or an error: those of ``sequences.check``, or SEVERAL_STREAMS if the call names no stream and the sequences
+    were used last on different ones; then ``detail`` is the first sequence on another stream."""
+    error = check(h, ids, True)
+    if error or h.stream != NONE:
+        return error
+    sequences = sequences_of(h)
+    for i in range(1, ids.shape[0]):
+        if sequences[ids[i] & 0xFFFFFFFF].stream != sequences[ids[0] & 0xFFFFFFFF].stream:
+            h.detail = i
+            return SEVERAL_STREAMS
+    return 0
+
+
+@jit
+def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def]
+    """Copy ``columns`` columns of the host table to ``address``, from column ``first`` of a sequence's row on. If they
+    are more than the row has, they go on in the next rows."""
+    memcpy(address, h.table_at + 4 * (slot * h.columns + first), 4 * columns)
+
+
+@jit
+def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, cut):  # type: ignore[no-untyped-def]
+    """Write a hand-over of at most ``columns`` columns into the buffer at ``address``. Returns the columns in use.
+
+    The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
+    TOO_LARGE, unless ``cut``, if the sequence at ``detail`` has ``bound`` columns; TOO_SMALL for the buffer.
+    """
+    h = head(heads, g)
+    error = check_streams(h, ids)
+    if error:
+        return error
+    sequences, width = sequences_of(h), 0
+    for i in range(ids.shape[0]):
+        used = sequences[ids[i] & 0xFFFFFFFF].blocks
+        if used > columns and not cut:
+            h.detail, h.bound = i, used
+            return TOO_LARGE
+        width = max(width, min(used, columns))
+    if staged_bytes(planes.shape[0], rows.shape[0], width) > nbytes:
+        return TOO_SMALL
+    _, to_rows, to_planes = staged_views(address, planes.shape[0], rows.shape[0], width)
+    for p in range(planes.shape[0]):
+        for k in range(3):
+            to_planes[p, k] = planes[p, k]
+    first = 0
+    for i in range(ids.shape[0]):
+        slot = ids[i] & 0xFFFFFFFF
+        stream_of(h, slot)
+        to_rows[i] = rows[i]
+        # Rows that follow each other are copied together: short copies cost more than their bytes.
+        if i + 1 == ids.shape[0] or width < h.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
+            _copy_rows(h, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
+            first = i + 1
+    return width
+
+
+@jit
+def stage_csr(heads, g, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
+    """Write the CSR form into the buffer at ``address``: first indptr, then last_page_len, then indices. Returns the
+    number of block ids.
+
+    The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
+    TOO_LARGE if the ``detail`` ids are more than ``room``; TOO_SMALL for the buffer.
+    """
+    h = head(heads, g)
+    error = check_streams(h, ids)
+    if error:
+        return error
+    total = used_blocks(h, ids)[1]
+    if total > room:
+        h.detail = total
+        return TOO_LARGE
+    n = ids.shape[0]
+    if 4 * (2 * n + 1 + total) > nbytes:
+        return TOO_SMALL
+    sequences = sequences_of(h)
+    indptr, last = array_at(address, (n + 1,), np.int32), array_at(address + 4 * (n + 1), (n,), np.int32)
+    done = np.int64(0)
+    for i in range(n):
+        slot = ids[i] & 0xFFFFFFFF
+        stream_of(h, slot)
+        used, length = np.int64(sequences[slot].blocks), sequences[slot].length
+        indptr[i] = done
+        last[i] = (length - 1) % h.width + 1 if length else 0
+        place, gone = address + 4 * (2 * n + 1 + done), holes(h, slot)
+        if gone:
+            _copy_rows(h, slot, 0, place, h.sinks)
+            place += 4 * h.sinks
+            _copy_rows(h, slot, sequences[slot].first, place, used - sequences[slot].first)
+        else:
+            _copy_rows(h, slot, 0, place, used)
+        done += used - gone
+    indptr[n] = done
+    return total
+
+
+class HandOver(ABC):
+    """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
+
+    ``retained`` says that the buffer no longer belongs to the call. ``error`` says why the device did not accept all of
+    it.
+    """
+
+    def __init__(self, targets: Sequence[Table]) -> None:
+        self.targets = targets
+        self.error: DeviceError | None = None
+        self.retained = False
+
+    @abstractmethod
+    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+        """The bytes of a buffer that is likely to be large enough. Needs no lock."""
+
+    @abstractmethod
+    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+        """Snapshot the tables into ``buffer``. Returns the argument of ``send``, or an error of the jitted function.
+
+        The caller holds the state lock. Raises ValueError, with nothing changed, for sequences for which the targets
+        have no room.
+        """
+
+    @abstractmethod
+    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+        """Enqueue it. Raises DeviceError."""
+
+    def enqueue(self, staging: Staging, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+        """Have the device write the targets. The caller holds the transfer lock. Raises DeviceError if the device can
+        order no more work."""
+        try:
+            self.send(device, buffer, staged, stream)
+        except DeviceError as error:
+            if error.sticky:
+                raise
+            # Some of it may be enqueued, and read the buffer.
+            self.error = error
+        event = device.record(stream)
+        self.retained = True
+        staging.retain(buffer, stream, event, self.targets)
+
+
+class DenseHandOver(HandOver):
+    """Rows of one table. ``planes`` and ``rows`` are as in ``StagedRows``. At most ``columns`` columns of a sequence
+    are written.
+
+    A longer sequence is ``cut``, or is an error.
+    """
+
+    def __init__(self, table: Table, planes: Ids, rows: Ids, columns: int, cut: bool) -> None:
+        super().__init__([table])
+        self.planes, self.rows, self.columns, self.cut = planes, rows, columns, cut
+
+    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+        return int(dense_room(heads, g, ids, len(self.planes), self.columns))
+
+    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+        width = int(
+            stage_dense(
+                heads, g, ids, self.rows, self.planes, buffer.address, buffer.array.nbytes, self.columns, self.cut
+            )
+        )
+        if width == TOO_LARGE:
+            raise ValueError(
+                f"target has {self.columns} columns: sequence {ids[heads[g, H.detail]]} has {heads[g, H.bound]} "
+                "blocks; "
+                "accepted are as many, or max_blocks"
+            )
+        return width
+
+    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+        rows = StagedRows(buffer.array, buffer.address, len(self.planes), len(self.rows), staged, self.columns)
+        device.stage_rows(self.targets[0], rows, stream)
+
+
+class CsrHandOver(HandOver):
+    """``indptr``, ``indices`` and ``last_page_len`` of ``count`` sequences, each to the start of its vector."""
+
+    def __init__(self, vectors: Sequence[Table], count: int) -> None:
+        super().__init__(vectors)
+        self.count = count
+
+    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+        return int(csr_room(heads, g, ids))
+
+    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+        available = self.targets[1].shape[0]
+        total = int(stage_csr(heads, g, ids, buffer.address, buffer.array.nbytes, min(available, _INT32_MAX)))
+        if total == TOO_LARGE:
+            least = heads[g, H.detail]
+            raise ValueError(
+                f"indices has {available} entries: accepted are {least} or more, and at most {_INT32_MAX} are used"
+            )
+        return total
+
+    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+        indptr, indices, last = self.targets
+        n = self.count
+        pieces = [(indptr, 0, 4 * (n + 1)), (last, 4 * (n + 1), 4 * n), (indices, 4 * (2 * n + 1), 4 * staged)]
+        device.stage_vectors(
+            StagedVectors(buffer.array, buffer.address, [piece for piece in pieces if piece[2]]), stream
+        )
+
+
+def vectors_argument(vectors: dict[str, Table], count: int) -> None:
+    """Raise ValueError unless ``indptr`` and ``last_page_len`` of ``count`` sequences fit, and no two vectors share
+    memory."""
+    for name, needed in (("indptr", count + 1), ("last_page_len", count)):
+        if vectors[name].shape[0] < needed:
+            raise ValueError(f"{name} has {vectors[name].shape[0]} entries: accepted are {needed} or more")
+    ranges = sorted(
+        (vector.address, vector.address + 4 * vector.shape[0], name)
+        for name, vector in vectors.items()
+        if vector.shape[0]
+    )
+    for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+        if begin < end:
+            raise ValueError(f"{name} and {other} share memory: accepted are arrays that lie apart")
+
+
+def stream_error(heads: Any, g: int, ids: Ids) -> ValueError:
+    """The exception for SEVERAL_STREAMS."""
+    return ValueError(
+        f"stream=None: sequence {ids[heads[g, H.detail]]} was used on another stream than {ids[0]}: name one"
+    )

@@ -1,0 +1,533 @@
+"""Every public verb with every array that it takes: arguments that it accepts, and what each of them is changed to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from engine import Clock, small_layout
+from kvpool import (
+    HostCopies,
+    HostTier,
+    KVCacheManager,
+    LayerGroup,
+    ModelIdentity,
+    PagedKV,
+    Stagings,
+    StridedArray,
+    gather_kv,
+    scatter_kv,
+)
+from kvpool import operations as op
+from kvpool.device.base import Region
+from kvpool.device.cpu import CpuDevice
+from kvpool.kernels.launch import Grid, Launch
+from kvpool.planner.distances import StackDistances
+from kvpool.replay.tokens import Request
+from kvpool.state import debug
+from steps import NAMES, arrays
+
+T = 4
+
+
+# -- what jitted code is handed --------------------------------------------------------------------
+
+watched: list[Any] = []
+seen: list[str] = []
+
+
+def look(given: Any) -> None:
+    """Note whether something that jitted code is handed is, or points into, what is watched."""
+    for own in watched:
+        start = own.__array_interface__["data"][0]
+        inside = range(start, start + own.nbytes)
+        if isinstance(given, np.ndarray):
+            points = given.dtype in (np.int64, np.uint64) and ((given >= start) & (given < inside.stop)).any()
+            if np.shares_memory(given, own) or points:
+                seen.append("an array shares memory with the caller's, or points to it")
+        elif isinstance(given, (int, np.integer)) and int(given) in inside:
+            seen.append("an address is the caller's")
+
+
+# -- scenes ------------------------------------------------------------------------------------------
+
+
+class Scene:
+    """A pool with something in it; always the same."""
+
+    def __init__(self, **options: Any) -> None:
+        shape = {
+            "device_blocks": 16,
+            "host_blocks": 8,
+            "max_sequences": 6,
+            "secret": bytes(32),
+            "clock": Clock(),
+            "device": "cpu",
+        }
+        if "groups" not in options:
+            options["layout"] = small_layout(T)
+        self.cache = KVCacheManager(**shape | options)
+        for state in self.cache.core.states:
+            state.sequences["generation"] = 1  # drawn by chance, so that no id of one pool is one of another
+
+    def picture(self) -> object:
+        return [debug.dump(state) for state in self.cache.core.states]
+
+
+class Plain(Scene):
+    """Two sequences that run, a prompt that is cached on both tiers, and one on the host alone."""
+
+    def __init__(self) -> None:
+        super().__init__(event_capacity=16)
+        cache = self.cache
+        cache.release(self._committed(cache.add_sequence(np.arange(9))))
+        cache.offload(np.arange(9))
+        self.keys = cache.block_keys(np.arange(9))
+        cache.import_blocks(cache.block_keys(np.arange(300, 309)), [bytes(cache.layout.block_bytes)] * 2)
+        self.one, self.two = (
+            self._committed(cache.add_sequence(np.arange(100, 106))),
+            cache.add_sequence(np.arange(200, 205)),
+        )
+        self.block = int(cache.block_table(self.one).dense()[0, 0])
+
+    def _committed(self, sequence: int) -> int:
+        self.cache.commit(sequence)
+        return sequence
+
+    @property
+    def ids(self) -> list[int]:
+        return [self.one, self.two]
+
+
+class Away(Plain):
+    """Two sequences that are swapped out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache.swap_out(self.ids)
+
+
+class Grouped(Scene):
+    """A pool with states and with cross attention, and a sequence that runs."""
+
+    def __init__(self) -> None:
+        kinds = [
+            LayerGroup(small_layout(T)),
+            LayerGroup(small_layout(1), kind="recurrent"),
+            LayerGroup(small_layout(T), kind="cross"),
+        ]
+        super().__init__(groups=kinds, device_blocks=[16, 16, 8], host_blocks=[4, 4, 4], max_sequence_tokens=64)
+        self.one = self.cache.add_sequence(np.arange(9), encoder_tokens=5)
+
+
+class Nothing:
+    """For what needs no pool: memory of a paged cache and of staging, which may be written, and what lies behind it."""
+
+    def __init__(self) -> None:
+        # one allocation: which address is lower decides on lines of a call
+        both = np.zeros(2 * 2 * 8 * T * 6 + 2 * 2 * 6 * 6, np.uint16)
+        self.memory, self.staging = (
+            both[: -2 * 2 * 6 * 6].reshape(2, 2, 8, T, 2, 3),
+            both[-2 * 2 * 6 * 6 :].reshape(2, 2, 6, 6),
+        )
+        self.paged = PagedKV.of(self.memory[:, :, :4], "| L P B T H D")
+        assert self.paged.extent  # worked out once, so that every call comes to as many lines
+        self.staging[:] = np.arange(self.staging.size).reshape(self.staging.shape)
+        self.layout = small_layout(T)
+        self.device = CpuDevice()
+        self.tiers = [np.arange(count * self.layout.block_bytes, dtype=np.uint32).astype(np.uint8) for count in (4, 2)]
+        self.device.bind([Region.of(self.layout, *self.tiers, 4, 2)])
+        self.distances = StackDistances(T)
+
+    def picture(self) -> object:
+        known, tables = self.distances.blocks, self.distances.tables._asdict()
+        tables = [tables[name].tobytes() for name in ("slots", "distances", "counts")] + [
+            tables["keys"][:known].tobytes()
+        ]
+        return self.memory.tobytes(), self.staging.tobytes(), [tier.tobytes() for tier in self.tiers], tables
+
+
+class Paged(Nothing):
+    """Paged memory of an engine's own, and a host tier with something in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        identity = ModelIdentity("walk", "1", "uint16", "pages", "1")
+        self.host = np.arange(4 * 2 * self.layout.block_bytes, dtype=np.uint32).astype(np.uint8)
+        tier = HostTier(4, 2 * self.layout.block_bytes, identity=identity, memory=self.host)
+        self.copies = HostCopies(tier, self.paged, blocks_per_host_block=2, device="cpu")
+
+    def picture(self) -> object:
+        return super().picture(), self.host.tobytes()
+
+
+class Uploads:
+    """A launcher without a GPU: what would be uploaded is looked at like what jitted code is handed."""
+
+    grid = Grid(1)
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def launch(self, launch: Launch, stream: int) -> None: ...
+
+    def device_addresses(self, addresses: Any) -> Any:
+        return addresses
+
+    @contextmanager
+    def uploaded(self, array: Any, stream: int, host: bool) -> Iterator[int]:
+        look(array)
+        self.seen.append(array.tolist())
+        yield 0
+
+
+# -- cases -------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """One verb with arguments that it accepts, those that are arrays as lists of numbers, and what each of them is
+    changed to."""
+
+    verb: str
+    scene: Callable[[], Any]
+    call: Callable[..., Any]
+    arrays: dict[str, tuple[Any, Any]]
+    """For each argument (before, after), of the scene."""
+    dtypes: dict[str, Any] = {}
+    """Where it is not int64."""
+    forms: tuple[str, ...] = ("array", "interface", "list")
+    """What the argument may be."""
+
+
+def verb(
+    name: str, scene: Callable[[], Any] = Plain, dtypes: dict[str, Any] | None = None, /, *rest: Any, **arrays: Any
+) -> Case:
+    """A call of a pool's method with these arrays, and with other arguments ``rest[0]``."""
+    others = rest[0] if rest else {}
+    return Case(name, scene, lambda scene, given: getattr(scene.cache, name)(**others, **given), arrays, dtypes or {})
+
+
+def of_both(numbers: Callable[[Any], list[int]], place: int, value: int) -> tuple[Any, Any]:
+    """Numbers that depend on the scene, and the same with another value in one place."""
+
+    def changed(scene: Any) -> list[int]:
+        found = list(numbers(scene))
+        found[place] = value
+        return found
+
+    return numbers, changed
+
+
+FAR, MANY = 1 << 40, 2_000_000
+BOTH = of_both(lambda scene: scene.ids, -1, FAR)
+ONE = of_both(lambda scene: [scene.one], -1, FAR)
+PROMPT = list(range(9)), [*range(5), 70, 71, 72, 73]
+KEYS = (lambda scene: scene.keys.keys.tolist()), (lambda scene: [[1, 2], [3, 4]])
+RUNNING = list(range(100, 106)), [1, *range(101, 106)]
+ON_HOST = list(range(300, 309)), [*range(300, 307), 1, 1]
+OWN_KEYS = (lambda scene: scene.cache.block_keys(np.arange(100, 106)).keys.tolist()), (lambda scene: [[1, 2]])
+KEY = (lambda scene: scene.keys.keys[0].tolist()), (lambda scene: [1, 2])
+SLOTS = {"slot_mapping": ([0, 1, 2, 5, -1, 15], [0, 1, 2, 5, -1, 31])}
+INT32, UINT64, ARRAYS, ARRAY = np.int32, np.uint64, ("array", "interface"), ("array",)
+TOKENS = {"prompt": INT32}
+
+
+def _table(rows: int, dtype: Any = np.int32) -> Any:
+    return np.full((rows, 6), -7, dtype)
+
+
+def _offsets(scene: Any, given: dict[str, Any]) -> Any:
+    target = _table(4)
+    scene.cache.copy_batch_block_offsets(target, **given)
+    return target
+
+
+def _step(name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def call(scene: Any, given: dict[str, Any]) -> Any:
+        out = arrays(2, 5, 2, 4)
+        if name == "step_tables":
+            scene.cache.step_tables(**given, out=out)
+        else:
+            scene.cache.copy_step_tables(out, **given)
+        return [getattr(out, name) for name in NAMES]
+
+    return call
+
+
+def _csr(scene: Any, given: dict[str, Any]) -> Any:
+    vectors = np.full(3, -7, np.int32), np.full(12, -7, np.int32), np.full(2, -7, np.int32)
+    scene.cache.copy_batch_block_csr(*vectors, **given)
+    return vectors
+
+
+def _reserve(scene: Any, given: dict[str, Any]) -> Any:
+    options = {"encoder_tokens": 5} if isinstance(scene, Grouped) else {}
+    return scene.cache.reserve(**options | given)
+
+
+def _cross(name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def call(scene: Any, given: dict[str, Any]) -> Any:
+        if name == "blocks_needed":
+            return scene.cache.blocks_needed(np.arange(40, 50, dtype=np.int32), group=2, **given)
+        prompt = np.arange(40, 50, dtype=np.int32)
+        batch = name in ("add_sequence_batch", "plan_batch")
+        return getattr(scene.cache, name)([prompt] if batch else prompt, **given)
+
+    return call
+
+
+def _lacking(scene: Any, given: dict[str, Any]) -> Any:
+    return scene.cache.lacking(np.arange(40, 49, dtype=np.int32), **given)
+
+
+def _import(scene: Any, given: dict[str, Any]) -> Any:
+    data = [bytes([i]) * scene.cache.layout.block_bytes for i in range(2)]
+    return scene.cache.import_blocks(scene.cache.block_keys(np.arange(50, 60)), **{"data": data} | given)
+
+
+def _copies(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
+    return lambda scene, given: copy(scene.paged, given["slot_mapping"], scene.staging)
+
+
+def _several(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
+    """The same staging as two, of which the first is skipped in part."""
+
+    def call(scene: Any, given: dict[str, Any]) -> Any:
+        two = Stagings([scene.staging[:, :, :4], scene.staging[:, :, 4:]])
+        copy(scene.paged, given["slot_mapping"], two, skip_prefix_n_tokens=1)
+
+    return call
+
+
+def _host_copy(name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def call(scene: Any, given: dict[str, Any]) -> Any:
+        done = getattr(scene.copies, name)(**given, skip_prefix_n_tokens=1)
+        return done.nbytes, done.fragments
+
+    return call
+
+
+def _uploads(scene: Any, given: dict[str, Any]) -> Any:
+    launcher, device = Uploads(), StridedArray(1 << 20, scene.staging.shape, 2, memory="device", kind="u")
+    scatter_kv(scene.paged, given["slot_mapping"], device, launcher=launcher)
+    return launcher.seen
+
+
+def _record(scene: Any, given: dict[str, Any]) -> Any:
+    scene.distances.record(Request(0, 0, 12, 0, hash_ids=given["hash_ids"], tokens_per_id=4))
+
+
+CASES = [
+    verb("block_keys", Plain, {"tokens": INT32}, tokens=PROMPT, extra_ids=([0] * 8 + [5], [0] * 8 + [6])),
+    *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("match_prefix", "add_sequence")),
+    *(verb(name, Plain, TOKENS, prompt=RUNNING) for name in ("offload", "blocks_needed")),
+    verb("prefetch", Plain, TOKENS, prompt=ON_HOST),
+    Case("reserve", Plain, _reserve, {"prompt": PROMPT}, TOKENS),
+    verb("offload", Plain, {"prompt": UINT64}, prompt=OWN_KEYS)._replace(forms=ARRAYS),
+    *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("forget", "cached_blocks")),
+    verb("set_priority", Plain, TOKENS, {"priority": 80}, prompt=PROMPT),
+    verb("lacking", Plain, TOKENS, {"there": np.ones((1, 2), np.bool_)}, prompt=PROMPT),
+    Case("lacking", Plain, _lacking, {"there": ([[True, True]], [[True, False]])}, {"there": np.bool_}, ARRAYS),
+    *(
+        verb(name, Plain, {"prompt": UINT64}, prompt=KEYS)._replace(forms=ARRAYS)
+        for name in ("forget", "cached_blocks")
+    ),
+    verb("set_priority", Plain, {"prompt": UINT64}, {"priority": 80}, prompt=KEYS)._replace(forms=ARRAYS),
+    Case(
+        "BlockKeys.extend",
+        Plain,
+        lambda scene, given: scene.keys.extend(**given),
+        {"tokens": ([1, 2, 3, 4], [1, 2, 3, 9]), "extra_ids": ([0, 0, 0, 5], [0, 0, 0, 6])},
+        {"tokens": INT32},
+    ),
+    verb("blocks_needed", Plain, {}, sequences=BOTH, new_tokens=([1, 4], [1, MANY])),
+    Case(
+        "add_sequence_batch",
+        Plain,
+        lambda s, given: s.cache.add_sequence_batch([given["prompts"], [1, 2]]),
+        {"prompts": PROMPT},
+        {"prompts": INT32},
+    ),
+    Case(
+        "plan_batch",
+        Plain,
+        lambda s, given: s.cache.plan_batch([given["prompts"], [1, 2]]),
+        {"prompts": PROMPT},
+        {"prompts": INT32},
+    ),
+    *(
+        Case(name, Grouped, _cross(name), {"encoder_tokens": ([5], [9])})
+        for name in ("add_sequence", "add_sequence_batch", "plan_batch", "reserve", "blocks_needed")
+    ),
+    verb(
+        "append_tokens", Plain, {"tokens": INT32}, ids=BOTH, tokens=([1, 2, 3], [1, 2, 9]), counts=([1, 2], [1, MANY])
+    ),
+    verb("commit", Plain, {}, ids=BOTH, counts=([6, 5], [6, MANY])),
+    verb("rewind", Plain, {}, ids=of_both(lambda scene: scene.ids, 0, FAR), counts=([1, 2], [1, MANY])),
+    *(
+        verb(name, Plain, {}, ids=BOTH)
+        for name in (
+            "release",
+            "swap_out",
+            "evictable_if_released",
+            "keys_of",
+            "request_stats",
+            "block_table",
+            "cached_tokens",
+            "sequence_length",
+            "committed_tokens",
+            "loadable",
+            "fork",
+        )
+    ),
+    verb("block_table", Plain, {}, {"stream": 0}, ids=BOTH),
+    verb("reorder", Plain, {}, ids=BOTH, parents=([1, 0], [1, FAR])),
+    verb(
+        "keep", Plain, {}, {"drafts": [3]}, ids=of_both(lambda scene: [scene.two], 0, FAR), accepted=([0, 2], [0, MANY])
+    ),
+    verb(
+        "keep",
+        Plain,
+        {},
+        ids=of_both(lambda scene: [scene.two], 0, FAR),
+        drafts=([3], [MANY]),
+        accepted=([0, 2], [1, 2]),
+        counts=([2], [MANY]),
+    ),
+    verb("resume", Away, {}, ids=BOTH),
+    Case(
+        "apply",
+        Plain,
+        lambda s, given: s.cache.apply([op.append(**given)]),
+        {"ids": BOTH, "tokens": ([1, 2, 3], [1, 2, 9]), "counts": ([1, 2], [1, MANY])},
+    ),
+    Case(
+        "apply",
+        Plain,
+        lambda s, given: s.cache.apply([op.commit(**given)]),
+        {"ids": BOTH, "counts": ([6, 5], [6, MANY])},
+    ),
+    Case("apply", Plain, lambda s, given: s.cache.apply([op.release(**given)]), {"ids": BOTH}),
+    Case("apply", Plain, lambda s, given: s.cache.apply([op.match(**given)]), {"prompt": PROMPT}, TOKENS),
+    Case(
+        "apply",
+        Plain,
+        lambda s, given: s.cache.apply([op.add([given["prompts"], [1, 2]])]),
+        {"prompts": PROMPT},
+        {"prompts": INT32},
+    ),
+    Case(
+        "apply",
+        Plain,
+        lambda s, given: s.cache.apply([op.pin(**given)], stream=0),
+        {"keys": KEYS},
+        {"keys": UINT64},
+        ARRAYS,
+    ),
+    verb("state_blocks", Grouped, {}, {"group": 1}, ids=ONE),
+    Case("copy_batch_block_offsets", Plain, _offsets, {"ids": BOTH, "rows": ([3, 1], [3, FAR])}),
+    Case("copy_batch_block_csr", Plain, _csr, {"ids": BOTH}),
+    *(
+        Case(name, Plain, _step(name), {"ids": BOTH, "first": ([4, 1], [4, FAR]), "counts": ([2, 3], [2, MANY])})
+        for name in ("step_tables", "copy_step_tables")
+    ),
+    verb("pin", Plain, {"keys": UINT64}, keys=KEYS)._replace(forms=ARRAYS),
+    Case(
+        "find_and_pin_host",
+        Plain,
+        lambda scene, given: scene.cache.find_and_pin_host(**given),
+        {"key": KEY},
+        {"key": UINT64},
+        ARRAYS,
+    ),
+    verb("pin_blocks", Plain, {}, ids=of_both(lambda scene: [scene.block], 0, FAR)),
+    Case("gather_kv", Nothing, _copies(gather_kv), SLOTS, {}, ARRAYS),
+    Case("scatter_kv", Nothing, _copies(scatter_kv), SLOTS, {}, ARRAYS),
+    Case("scatter_kv", Nothing, _uploads, SLOTS, {}, ARRAYS),
+    Case("gather_kv of Stagings", Nothing, _several(gather_kv), SLOTS, {}, ARRAYS),
+    Case("scatter_kv of Stagings", Nothing, _several(scatter_kv), SLOTS, {}, ARRAYS),
+    *(
+        Case(
+            f"HostCopies.{name}",
+            Paged,
+            _host_copy(name),
+            {"blocks": ([2, -1, 1], [2, -1, FAR]), "host_blocks": ([3, 0], [3, FAR])},
+        )
+        for name in ("copy_in", "copy_out")
+    ),
+    Case(
+        "Device.copy_blocks",
+        Nothing,
+        lambda scene, given: scene.device.copy_blocks(**given),
+        {"moves": ([[0, 4, T, 0], [1, 5, T, 0]], [[0, 4, T, 0], [1, FAR, T, 0]])},
+        {},
+        ARRAY,
+    ),
+    Case(
+        "Device.move_tokens",
+        Nothing,
+        lambda scene, given: scene.device.move_tokens(**given),
+        {"moves": ([[0, 4], [1, 5]], [[0, 4], [1, FAR]]), "starts": ([0, 1, 2], [0, MANY, 2])},
+        {},
+        ARRAY,
+    ),
+    Case("StackDistances.record", Nothing, _record, {"hash_ids": ([1, 2, 3], [1, 2, 4])}, {"hash_ids": UINT64}, ARRAY),
+]
+
+
+def _numbers(scene: Any, given: Any) -> list[Any]:
+    return list(given(scene) if callable(given) else given)
+
+
+class Interface:
+    """An array that is none of NumPy's."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.__array_interface__ = array, array.__array_interface__
+
+    def __repr__(self) -> str:
+        return "Interface()"
+
+
+class Argument:
+    """Memory of the caller's in one of several forms, and what becomes of it."""
+
+    def __init__(self, case: Case, name: str, form: str, scene: Any, changes: bool) -> None:
+        before, after = (_numbers(scene, given) for given in case.arrays[name])
+        dtype = case.dtypes.get(name, np.int64)
+        self.memory: Any = list(before) if form == "list" else np.array(before, dtype)
+        self.after: Any = after if form == "list" else np.array(after, dtype)
+        self.value = Interface(self.memory) if form == "interface" else self.memory
+        if changes:
+            self.change()
+
+    def change(self) -> None:
+        self.memory[:] = self.after
+
+
+WALK = [
+    pytest.param(case, name, form, id=f"{case.verb}-{i}-{name}-{form}")
+    for i, case in enumerate(CASES)
+    for name in case.arrays
+    for form in case.forms
+]
+CHANGED = [
+    one
+    for one in WALK
+    for case, name, form in [one.values]
+    if form == "array" or (form == "list" and name == next(iter(case.arrays)))
+]
+"""Every argument as an array, and of each case the first one as a list."""
+
+
+def given_to(case: Case, scene: Any, changed: str, form: str, changes: bool) -> tuple[dict[str, Any], Argument]:
+    """The arguments of a call, of which one is in this form and can be changed."""
+    found = {
+        name: Argument(case, name, form if name == changed else "array", scene, changes and name == changed)
+        for name in case.arrays
+    }
+    return {name: one.value for name, one in found.items()}, found[changed]

@@ -1,0 +1,123 @@
+"""Every benchmark of asv_bench runs once, at its smallest size, and closes what it opens."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import threading
+from numbers import Real
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvpool.arrays.memory import MemoryPools
+from kvpool.manager import KVCacheManager
+
+PACKAGE = "asv_bench.benchmarks"
+KINDS = {"mem", "peakmem", "time", "timeraw", "track"}
+BENCHMARKS_MIN = 60
+SUBJECTS = set(
+    (
+        "admission control copies events gpu groups growth hashing hostcache kv_copies pins pool_size replay signals "
+        "staging start steps swaps tiers together"
+    ).split()
+)
+
+
+class Benchmark(NamedTuple):
+    module: str
+    owner: type[Any]
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.owner.__name__}.{self.name}"
+
+    @property
+    def params(self) -> list[list[Any]]:
+        """The values of each parameter; asv takes a plain list where there is one."""
+        given = list(getattr(self.owner, "params", []))
+        return given if not given or isinstance(given[0], (list, tuple)) else [given]
+
+
+def discover() -> list[Benchmark]:
+    package = importlib.import_module(PACKAGE)
+    found = []
+    for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
+        module = importlib.import_module(f"{PACKAGE}.{name}")
+        for owner in [
+            item for item in vars(module).values() if inspect.isclass(item) and item.__module__ == module.__name__
+        ]:
+            found += [Benchmark(name, owner, method) for method in dir(owner) if method.partition("_")[0] in KINDS]
+    return found
+
+
+BENCHMARKS = discover()
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPools]:
+    """The memory of every pool that is made; every pool is verified before it is closed."""
+    made: list[MemoryPools] = []
+    init, close = MemoryPools.__init__, KVCacheManager.close
+
+    def noted(self: MemoryPools, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        made.append(self)
+
+    def verified(self: KVCacheManager, force: bool = False) -> Any:
+        if not self.closed:
+            self.verify()
+        return close(self, force)
+
+    monkeypatch.setattr(MemoryPools, "__init__", noted)
+    monkeypatch.setattr(KVCacheManager, "close", verified)
+    return made
+
+
+def run_once(benchmark: Benchmark, parameters: list[Any]) -> None:
+    """As asv does: set up, run, and tear down, also what was skipped. A value that is tracked is a number with a
+    unit."""
+    made = benchmark.owner()
+    body = getattr(made, benchmark.name)
+    try:
+        if hasattr(made, "setup"):
+            made.setup(*parameters)
+        result = body(*parameters)
+    finally:
+        if hasattr(made, "teardown"):
+            made.teardown(*parameters)
+    if benchmark.name.startswith("track_"):
+        assert isinstance(result, Real) and result >= 0 and isinstance(body.unit, str)
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=str)
+def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
+    benchmark: Benchmark, opened: list[MemoryPools]
+) -> None:
+    threads = threading.active_count()
+    try:
+        run_once(benchmark, [values[0] for values in benchmark.params])
+    except NotImplementedError as error:
+        pytest.skip(f"{benchmark}: {error}")
+    finally:
+        assert all(pools.closed for pools in opened)
+        assert threading.active_count() == threads
+    assert opened or benchmark.module in ("hostcache", "kv_copies", "signals", "start"), (
+        "a pool was expected, and none was seen"
+    )
+
+
+def test_every_subject_is_discovered() -> None:
+    assert {benchmark.module for benchmark in BENCHMARKS} == SUBJECTS
+    assert len(BENCHMARKS) >= BENCHMARKS_MIN
+
+
+@pytest.mark.parametrize(
+    "owner", sorted({benchmark.owner for benchmark in BENCHMARKS}, key=str), ids=lambda owner: owner.__name__
+)
+def test_parameters_are_named_and_start_with_the_smallest(owner: type[Any]) -> None:
+    params = Benchmark("", owner, "").params
+    assert len(params) == len(getattr(owner, "param_names", []))
+    for values in params:
+        assert values and (isinstance(values[0], str) or list(values) == sorted(values))

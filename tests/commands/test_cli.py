@@ -1,0 +1,279 @@
+"""The command line: options, exit status, JSON, interruption, pipes and the progress bar."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.__main__ import main
+from kvpool.replay import Replay, VerificationError
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"timestamp": n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
+SMALL = ["--device-blocks", "300", "--host-blocks", "100", "--block-bytes", "256"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def summary_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert main(["replay", *arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_trace_is_replayed_and_summarised(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, *SMALL, "--verify"]) == 0
+    out, err = capsys.readouterr()
+    assert "6 replayed" in out and "3,600 in prompts" in out and "every byte of" in out
+    assert err == "", "nobody watches, so there is no progress bar"
+
+
+def test_json_summary_has_the_figures_and_the_resolved_configuration(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = summary_of(capsys, trace, *SMALL, "--active", "3", "--no-partial")
+    assert summary["requests"] == 6 and summary["prompt_tokens"] == 3600 and summary["output_tokens"] == 120
+    # The first id is shared by all; each second id is seen twice, and its last token is never matched.
+    assert summary["hits"]["device_tokens"] == 5 * 512 + 3 * 80
+    config = summary["config"]
+    assert (config["device_blocks"], config["host_blocks"], config["block_bytes"]) == (300, 100, 256)
+    assert (config["active"], config["partial"], config["verify"], config["trace"]) == (3, False, False, trace)
+    assert set(summary["control_us_per_request"]) == {"keys", "match_allocate", "append", "commit", "release"}
+
+
+def test_without_a_trace_a_seeded_workload_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    first, again, other = (
+        summary_of(capsys, "--limit", "30", "--block-bytes", "256", "--seed", seed) for seed in ("1", "1", "2")
+    )
+    assert first["hits"] == again["hits"] and first["prompt_tokens"] == again["prompt_tokens"]
+    assert first["prompt_tokens"] != other["prompt_tokens"]
+    assert first["requests"] == 30 and "seed 1" in first["config"]["trace"]
+    assert first["hits"]["partial_tokens"] > 0
+
+
+def test_partial_reuse_is_on_unless_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--limit", "40", "--block-bytes", "64"]
+    on, off = summary_of(capsys, *arguments), summary_of(capsys, *arguments, "--no-partial")
+    assert on["config"]["partial"] and not off["config"]["partial"]
+    assert off["hits"]["partial_tokens"] == 0 < on["hits"]["partial_tokens"]
+
+
+def test_limit_cuts_the_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary_of(capsys, trace, *SMALL, "--limit", "2")["requests"] == 2
+
+
+def test_standard_input_is_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = "".join(json.dumps({"tokens": [1, 2, 3]}) + "\n" for _ in range(3)).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
+    summary = summary_of(capsys, "-", *SMALL)
+    assert summary["requests"] == 3 and summary["config"]["format"] == "native"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device_blocks", "host_blocks"),
+    [
+        (["--device-memory", "1MiB", "--host-memory", "1.5 mib"], 256, 384),
+        (["--device-memory", "1MB", "--host-memory", "0"], 244, 0),
+        (["--device-memory", "2m", "--block-bytes", "8KiB", "--host-blocks", "7"], 256, 7),
+        (["--device-memory", "12582912", "--model", "gpt-oss-20b"], 16, 0),
+        (
+            [
+                "--device-memory",
+                "0.25GiB",
+                "--model",
+                "llama-3-8b",
+                "--tokens-per-block",
+                "32",
+                "--host-memory",
+                "8MiB",
+            ],
+            64,
+            2,
+        ),
+    ],
+)
+def test_sizes_become_blocks(
+    arguments: list[str], device_blocks: int, host_blocks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"tokens": [1]}\n')
+    config = summary_of(capsys, str(path), *arguments)["config"]
+    assert (config["device_blocks"], config["host_blocks"]) == (device_blocks, host_blocks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["size"], "invalid choice: 'size'"),
+        (["replay", "--active", "0"], "argument --active: 0 is not within 1..2147483647"),
+        (["replay", "--limit", "x"], "argument --limit: 'x' is not an integer"),
+        (["replay", "--device-memory", "8 apples"], "'8 apples' is not a size such as 4096, 512MiB or 8GiB"),
+        (["replay", "--device-memory", "-1"], "argument --device-memory"),
+        (["replay", "--device-memory", "1KiB"], "--device-memory: 1024 bytes do not hold one block of 4096 bytes"),
+        (["replay", "--device-memory", "0"], "--device-memory: 0 bytes do not hold one block"),
+        (["replay", "--device-blocks", "5", "--device-memory", "1GiB"], "not allowed with argument --device-blocks"),
+        (["replay", "--block-bytes", "100"], "--block-bytes: .*100"),
+        (["replay", "--block-bytes", "0"], "--block-bytes: .*0"),
+        (["replay", "--model", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["replay", "--model", "llama-3-8b"], "--model needs --device-memory or --device-blocks"),
+        (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
+        (["replay", "--format", "qwen"], "--format describes a TRACE, and none is given"),
+        (["replay", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["stress", "--reads", "0"], "argument --reads: 0 is not within 1..2147483647"),
+        (["stress", "--host-blocks", "0"], "argument --host-blocks: 0 is not within 1..2147483647"),
+        (["stress", "--block-bytes", "100"], "--block-bytes: .*100"),
+    ],
+)
+def test_wrong_usage_says_what_is_accepted(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(trace, "a") as file:
+        file.write('{"timestamp": 1}\n')
+    assert main(["replay", trace, *SMALL]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"error: {trace}, line 7: column 'input_length' is missing" in err
+    for command in ("replay", "stress"):
+        assert main([command, trace + ".gz"]) == 2
+        assert f"{trace}.gz: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["replay", "plan", "stress", "serve", "fetch"])
+def test_a_path_with_a_nul_is_an_error_of_the_user(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_SECRET", "00" * 32)
+    assert main([command, f"{tmp_path}/a\0b"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "cannot be read: a path cannot have a NUL character" in err
+
+
+def test_a_file_to_write_with_a_nul_is_wrong_usage(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", trace, "--plot", "a\0b.svg"])
+    assert caught.value.code == 2 and "a path cannot have a NUL character" in capsys.readouterr().err
+
+
+def test_a_verification_that_compared_nothing_fails(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that takes the exit status for an answer must not read "right" where nothing was looked at."""
+    tiny = ["--device-blocks", "8", "--block-bytes", "256"]
+    assert summary_of(capsys, trace, *tiny)["requests"] == 0
+    assert main(["replay", trace, *tiny, "--verify"]) == 1
+    out, err = capsys.readouterr()
+    assert (
+        "error: nothing was verified: 0 requests were replayed, 6 skipped" in err
+        and "FAILED: nothing was verified" in out
+    )
+    assert summary_of(capsys, trace, *tiny, "--verify", status=1)["failure"].startswith("nothing was verified")
+
+
+def test_a_pool_that_does_not_fit_memory_says_how_much_there_is(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, "--device-memory", "500TiB", "--block-bytes", "1GiB"]) == 2
+    assert re.search(r"asks for \d+ bytes .* available", capsys.readouterr().err)
+    assert main(["replay", trace, "--device-memory", "1TiB", "--block-bytes", "16"]) == 2
+    assert "error: device_blocks=68719476736" in capsys.readouterr().err
+
+
+def test_a_failed_verification_has_its_own_exit_status(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Replay) -> None:
+        raise VerificationError("device block 3: other bytes", block=3, tier="device", token=0, layer=0, plane=0)
+
+    monkeypatch.setattr(Replay, "_check_idle", fail)
+    assert main(["replay", trace, *SMALL, "--verify", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "error: device block 3: other bytes" in err
+    assert json.loads(out)["failure"] == "device block 3: other bytes"
+
+
+def test_control_c_prints_the_summary_so_far(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit = Replay._admit
+
+    def interrupted(self: Replay, request: Any) -> None:
+        if request.index == 4:
+            signal.raise_signal(signal.SIGINT)
+        admit(self, request)
+
+    monkeypatch.setattr(Replay, "_admit", interrupted)
+    assert main(["replay", trace, *SMALL]) == 130
+    assert "interrupted after 4 of 6 requests" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class FakeBar:
+    made: list[FakeBar] = []
+
+    def __init__(self, total: int, **_: Any) -> None:
+        self.total, self.done, self.closed = total, 0, False
+        FakeBar.made.append(self)
+
+    def __enter__(self) -> FakeBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def update(self, count: int) -> None:
+        self.done += count
+
+
+def test_a_progress_bar_is_shown_to_who_watches(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=FakeBar))
+    monkeypatch.setattr(FakeBar, "made", [])
+    assert main(["replay", trace, *SMALL]) == 0
+    (bar,) = FakeBar.made
+    assert (bar.total, bar.done, bar.closed) == (6, 6, True)
+
+
+def test_without_tqdm_there_is_no_bar_and_no_complaint(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(["replay", trace, *SMALL]) == 0
+    assert terminal.getvalue() == ""
+
+
+def test_a_reader_that_has_gone_is_no_error(trace: str) -> None:
+    command = [sys.executable, "-m", "kvpool", "replay", trace, *SMALL]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_shows_formats_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "mooncake" in out and "exit status" in out and "--device-memory" in out

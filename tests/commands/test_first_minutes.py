@@ -1,0 +1,183 @@
+"""What a new user meets: messages that say what is accepted, figures that fit a screen, a doctor that runs where little
+is installed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpool
+from engine import Engine
+from kvpool import BlockLayout, KVCacheManager
+from kvpool.__main__ import main
+from kvpool.planner.chart import tenant_label
+
+Make = Callable[..., Engine]
+
+
+def run_without(modules: list[str], code: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter in which these modules cannot be imported runs the code."""
+    lines = f"import sys\nfor name in {modules!r}: sys.modules[name] = None\n{code}"
+    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("count", [500, 3])
+def test_commit_says_which_counts_it_accepts(make: Make, count: int) -> None:
+    engine = make(T=4, P=8)
+    sequence = engine.cache.add_sequence(list(range(12)))
+    engine.cache.commit(sequence, 10)
+    with pytest.raises(ValueError, match=f"counts: .*sequence {sequence} .*accepted are 10 to 12 tokens"):
+        engine.cache.commit(sequence, count)
+    with pytest.raises(ValueError, match="accepted are 0 to 12 tokens"):
+        engine.cache.rewind(sequence, 13)
+
+
+def test_the_statistics_fit_a_screen(make: Make) -> None:
+    engine = make(T=4, P=8, S=4)
+    engine.seed(range(9), committed=8)
+    engine.add(range(9))
+    text = str(engine.cache.stats())
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
+    assert "8 reused" in text and "8 on the device" in text
+
+
+def test_a_wrong_keyword_names_the_class() -> None:
+    with pytest.raises(TypeError, match=r"KVCacheManager.*'blocks'"):
+        KVCacheManager(blocks=3)  # type: ignore[call-arg]
+
+
+class TorchType:
+    """As PyTorch's: no type of NumPy's, with a size and a name."""
+
+    def __init__(self, name: str, itemsize: int) -> None:
+        self.name, self.itemsize = name, itemsize
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+def test_dtypes_of_other_packages_are_accepted_by_their_names() -> None:
+    def name(dtype: Any) -> str:
+        return BlockLayout(1, 1, 8, 16, dtype=dtype).dtype_name
+
+    for own, size in (("bfloat16", 2), ("float16", 2), ("float32", 4), ("float8_e4m3fn", 1), ("uint8", 1)):
+        assert name(TorchType(own, size)) == own
+    for unknown in (TorchType("complex64", 8), TorchType("quint4x2", 1), TorchType("nothing", 2)):
+        with pytest.raises((TypeError, ValueError), match="dtype="):
+            name(unknown)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert name(ml_dtypes.bfloat16) == "bfloat16"
+
+
+@pytest.mark.parametrize("command", ["fetch", "serve"])
+def test_a_command_without_pyzmq_names_the_extra(command: str) -> None:
+    code = (
+        "from kvpool.__main__ import main\nimport os\nos.environ['KVPOOL_SECRET'] = '00' * "
+        f"32\nsys.exit(main([{command!r}]))"
+    )
+    done = run_without(["zmq"], code)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "kvpool[remote]" in done.stderr, done.stderr
+
+
+def test_the_doctor_reports_where_numba_cannot_be_imported() -> None:
+    done = run_without(
+        ["numba", "numba.core", "llvmlite"], "from kvpool.__main__ import main\nsys.exit(main(['doctor']))"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "failed   numba:" in done.stdout and "pip install -U kvpool" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    done = run_without(
+        [], "import kvpool; assert 'numba' not in sys.modules; kvpool.KVCacheManager; assert 'numba' in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_can_be_listed_imported_and_pickled() -> None:
+    assert {"KVCacheManager", "BlockLayout", "OutOfBlocks", "__version__"} <= set(dir(kvpool))
+    for name in kvpool.__all__:
+        assert getattr(kvpool, name) is not None
+    layout = BlockLayout(1, 1, 8, 16)
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        kvpool.NoSuchName  # noqa: B018
+
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+QWEN = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "dtype": "float16",
+}
+GEMMA = {
+    "dtype": "bfloat16",
+    "text_config": {"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+}
+DEEPSEEK = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes"),
+    [
+        (LLAMA, 32 * 2 * 8 * 128 * 2),
+        (QWEN, 36 * 2 * 8 * 128 * 2),
+        (GEMMA, 34 * 2 * 4 * 256 * 2),
+        (DEEPSEEK, 61 * 576 * 2),
+    ],
+    ids=["llama", "qwen", "gemma", "deepseek"],
+)
+def test_plan_reads_a_models_own_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], token_bytes: int
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", "--limit", "20", "--model", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["block_bytes"] == 16 * token_bytes and plan["model"].startswith("config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json"),
+        ("[]", "no object"),
+        (None, "No such file"),
+        (json.dumps(LLAMA | {"num_hidden_layers": "x"}), "num_hidden_layers='x'"),
+    ],
+)
+def test_a_config_without_the_shape_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", str(path)])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_label_says_tenant_once() -> None:
+    assert [tenant_label(name) for name in ("b", "tenant-b", "Tenant 3")] == ["tenant b", "tenant-b", "Tenant 3"]

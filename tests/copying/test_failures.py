@@ -1,0 +1,375 @@
+"""Failure half-way: a device that fails at every move of every verb, decisions behind it, Ctrl-C in the middle."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine import Clock
+from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
+from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
+from kvpool.device.base import SOURCE, TARGET
+from kvpool.state import debug, pins, verbs
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    opened: list[Rig] = []
+
+    def build(P: int, S: int, **options: Any) -> Rig:
+        opened.append(Rig(P, S, **options))
+        return opened[-1]
+
+    yield build
+    for each in opened:
+        each.cache.close()
+
+
+# -- a device that fails at move k -------------------------------------------------------------
+
+
+def expected_losses(moves: NDArray[np.int64], refused: Callable[[int], bool]) -> set[int]:
+    """Targets that do not hold what their last move should have brought."""
+    lost: set[int] = set()
+    for i, move in enumerate(moves):
+        (lost.add if refused(i) or int(move[SOURCE]) in lost else lost.discard)(int(move[TARGET]))
+    return lost
+
+
+def moves_of(rig: Callable[..., Rig], name: str) -> NDArray[np.int64]:
+    """The moves of a scenario where nothing fails."""
+    one = rig(12, 12)
+    act = SCENARIOS[name][0](one)
+    one.device.arm()
+    act(one)
+    one.check_everything()
+    return np.concatenate(one.device.seen)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_scenarios_make_the_moves_that_they_are_about(rig: Callable[..., Rig], name: str) -> None:
+    moves = moves_of(rig, name)
+    assert {(source >= 12, target >= 12, tokens < T) for source, target, tokens in moves[:, :3].tolist()} == SCENARIOS[
+        name
+    ][1]
+
+
+@pytest.mark.parametrize("rest", [False, True], ids=["one move", "all from there"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_failing_move_loses_its_target_and_nothing_else(rig: Callable[..., Rig], name: str, rest: bool) -> None:
+    moves = moves_of(rig, name)
+    for k in range(len(moves)):
+        one = rig(12, 12)
+        act = SCENARIOS[name][0](one)
+        one.check_everything()
+        table, live = one.cache.core.tokens.table, set(np.flatnonzero(one.cache.core.tokens.sequences["live"]).tolist())
+        one.device.arm((lambda place, k=k: place >= k) if rest else (lambda place, k=k: place == k))
+        act(one)
+        one.device.arm()
+        lost = expected_losses(moves, lambda i, k=k: i >= k if rest else i == k)
+        assert one.lost == len(lost)
+        gone = {target for target in lost if target < 12}
+        rows = [
+            int(row)
+            for row in np.flatnonzero(one.cache.core.tokens.sequences["live"])
+            if gone & set(table[row].tolist())
+        ]
+        assert sorted(i & 0xFFFFFFFF for i in one.failed) == rows
+        assert name != "batch" or (set(rows) - live or not gone)
+        one.check_everything()
+        one.check_failed()
+        carry_on(one)
+
+
+def carry_on(rig: Rig) -> None:
+    """The pool goes on: everything is found, reused and moved as before."""
+    for sequence in list(rig.live.values()):
+        rig.release(rig.commit(sequence))
+    for start in (0, 100, 300, 0, 9000, 300):
+        rig.release(rig.add(range(start, start + 14)))
+        rig.check_everything()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "error", [DeviceError("gone", completed=1, sticky=True), OSError("gone"), MemoryError()], ids=repr
+)
+def test_a_device_that_is_gone_closes_the_pool(rig: Callable[..., Rig], name: str, error: Exception) -> None:
+    """An error of a type that no device promises counts as one that will not go away."""
+    one = rig(12, 12)
+    act = SCENARIOS[name][0](one)
+    moves = moves_of(rig, name)
+
+    def fail() -> None:
+        if isinstance(error, DeviceError):
+            one.device.inner.copy_blocks(one.device.seen[-1][:1])
+        raise error
+
+    one.device.arm()
+    one.device.before = fail
+    with pytest.raises(PoolClosed) if name in ("batch", "append", "rewind") else nullcontext():
+        act(one)
+    assert len(one.device.seen) == 1, "it was asked again"
+    started = 1 if isinstance(error, DeviceError) else 0
+    assert one.lost == len(expected_losses(moves, lambda i: i >= started))
+    one.check_everything(closed=True)
+    cache, before = one.cache, debug.dump(one.cache.core.tokens)
+    for use in (
+        lambda: cache.add_sequence([1]),
+        lambda: cache.append_tokens(0, [1]),
+        lambda: cache.commit(0),
+        lambda: cache.rewind(0, [1]),
+        lambda: cache.release(0),
+        lambda: cache.block_table(0),
+        lambda: cache.match_prefix([1]),
+        lambda: cache.blocks_needed([1]),
+        lambda: cache.blocks_needed(sequences=0),
+        lambda: cache.evictable_if_released(0),
+        lambda: cache.cached_tokens(0),
+        lambda: cache.sequence_length(0),
+        lambda: cache.committed_tokens(0),
+        lambda: cache.prefetch([1]),
+        lambda: cache.offload([1]),
+        lambda: cache.pin([bytes(16)]),
+        lambda: cache.find_and_pin_host(bytes(16)),
+        lambda: cache.pin_blocks(0),
+        lambda: cache.revoke(""),
+        cache.refresh,
+        cache.events,
+        cache.verify,
+        cache.reset,
+    ):
+        with pytest.raises(PoolClosed, match="gone|MemoryError"):
+            use()
+    assert debug.dump(cache.core.tokens) == before and len(one.device.seen) == 1
+    assert cache.stats().device.capacity == 12
+    assert len(cache.close().sequences) == cache.stats().sequences
+
+
+def test_after_random_failures_every_cached_byte_is_right(rig: Callable[..., Rig]) -> None:
+    lost = 0
+    for seed in range(80):
+        print("seed", seed)
+        rng = random.Random(seed)
+        one = rig(rng.randint(3, 9), rng.randint(0, 6), partial_reuse=rng.random() < 0.8)
+        one.device.arm(lambda place, rng=rng: rng.random() < 0.2)
+        for _ in range(40):
+            with suppress(OutOfBlocks):
+                act_at_random(one, rng)
+            one.check_everything()
+            if rng.random() < 0.2:
+                one.check_failed()
+        one.device.arm()
+        one.check_failed()
+        lost += one.lost
+    assert lost > 100, "the device hardly failed"
+
+
+def act_at_random(rig: Rig, rng: random.Random) -> None:
+    prompt = [*range(8 * rng.randint(0, 1), 16)][: rng.randint(1, 14)] + [rng.randint(90, 92)] * rng.randint(0, 5)
+    sequence = rng.choice([*rig.live.values(), None])
+    verb = rng.randrange(8)
+    if verb < 2 or sequence is None:
+        rig.admit([prompt, prompt[: rng.randint(1, 9)]][: rng.randint(1, 2)], retention=None)
+    elif verb == 2:
+        rig.append(sequence, [rng.randint(0, 9)] * rng.randint(1, 9))
+    elif verb == 3:
+        count = rng.randint(0, len(sequence))
+        rig.cache.rewind(sequence.id, count)
+        rewound_or_failed(rig, sequence, count)
+    elif verb == 4:
+        rig.cache.prefetch(prompt)
+    elif verb == 5:
+        rig.cache.offload(prompt)
+    else:
+        rig.release(rig.commit(sequence), store=verb == 6 or rng.random() < 0.7)
+
+
+# -- decisions that wait behind a batch that then fails -------------------------------------------
+
+
+def in_flight(one: Rig, start: Callable[[], object], behind: Callable[[], Any]) -> Any:
+    """The outcome of ``behind``, decided while the moves of ``start`` are being enqueued, the first of which then
+    fails."""
+    entered, go, outcome = threading.Event(), threading.Event(), []
+
+    def gate() -> None:
+        one.device.before = None
+        entered.set()
+        go.wait()
+
+    def second() -> None:
+        try:
+            outcome.append(behind())
+        except Exception as error:
+            outcome.append(error)
+
+    one.device.arm(lambda place: place == 0)
+    one.device.before = gate
+    threads = [threading.Thread(target=start), threading.Thread(target=second)]
+    threads[0].start()
+    entered.wait()
+    threads[1].start()
+    for _ in range(2000):
+        stats = one.cache.stats()
+        if stats.sequences or stats.leases or not threads[1].is_alive():
+            break
+        time.sleep(0.001)
+    go.set()
+    for thread in threads:
+        thread.join()
+    one.device.arm()
+    return outcome[0]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[0, 1, 2, 3, 50], [0, 1, 2, 60], [0, 1, 2, 3, 4, 70]], ids=["hit", "part", "hit and part"]
+)
+def test_what_builds_on_a_block_that_never_came_is_lost_too(rig: Callable[..., Rig], prompt: list[int]) -> None:
+    """The second decision sees the first one's target as cached on the device; nothing of it may survive."""
+    one = rig(6, 6)
+    on_host_only(one, 0, 8)
+    new = in_flight(one, lambda: one.cache.prefetch(list(range(8))), lambda: one.cache.add_sequence(prompt))
+    assert one.arrived(new, prompt) is None, "it rests on bytes that never came"
+    assert one.lost == (2 if prompt == [0, 1, 2, 60] else 1)
+    one.check_everything()
+    one.check_failed()
+    carry_on(one)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_reader_gets_no_lease_of_bytes_that_never_came(rig: Callable[..., Rig], tier: str) -> None:
+    one = rig(6, 6)
+    key = one.prompt(range(4)).keys[0]
+    if tier == "device":
+        on_host_only(one, 0, 4)
+        got = in_flight(one, lambda: one.cache.prefetch(list(range(4))), lambda: one.cache.pin([key], tier="device"))
+    else:
+        one.seed(range(4), committed=4)
+        got = in_flight(one, lambda: one.cache.offload(list(range(4))), lambda: one.cache.find_and_pin_host(key))
+    one.check_everything()
+    assert got is None or isinstance(got, BlockNotFound)
+    assert one.cache.leases == []
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and the device fails"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_interrupt_waits_until_nothing_is_half_way(rig: Callable[..., Rig], name: str, fails: bool) -> None:
+    dumps = []
+    for interrupted in (False, True):
+        one = rig(12, 12)
+        act = SCENARIOS[name][0](one)
+        one.device.arm((lambda place: place == 1) if fails else None)
+        if interrupted:
+            one.device.before = lambda: signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                act(one)
+            one.device.before = None
+            one.live.clear()
+        else:
+            before = set(one.cache.core.live().tolist())
+            act(one)
+            admitted = [new for new in one.cache.core.live().tolist() if new not in before]
+            # Nobody gets the ids of an admission that is interrupted.
+            if admitted:
+                one.live.clear()
+                one.cache.release(admitted)
+        one.check_everything()
+        assert one.lost == fails
+        dumps.append(debug.dump(one.cache.core.tokens))
+    assert dumps[0] == dumps[1], "not what the call does when nobody interrupts it"
+
+
+def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the state is being changed."""
+    one = rig(6, 6)
+    one.seed(range(8), committed=8)
+    keys = one.prompt(range(8)).keys
+
+    def interrupted(verb: str, call: Callable[[], object], where: ModuleType = pins) -> None:
+        changed = getattr(where, verb)
+
+        def change(*args: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return changed(*args)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(where, verb, change)
+            call()
+        one.check_everything()
+
+    interrupted("pin_keys", lambda: one.cache.pin(keys, owner="a"))
+    interrupted("pin_blocks", lambda: one.cache.pin_blocks([0], owner="b"))
+    assert one.cache.leases == [], "nobody got them"
+    one.cache.pin(keys, owner="a")
+    one.cache.pin_blocks([0], owner="b")
+    interrupted("unpin", one.cache.leases[0].close)
+    interrupted("unpin", lambda: one.cache.revoke("b"))
+    assert one.cache.leases == [] and one.free() == 6
+    interrupted("reset", one.cache.reset, verbs)
+    assert not one.cached()
+
+
+# -- what fails elsewhere ----------------------------------------------------------------------------
+
+
+def test_an_exit_raised_by_the_device_does_not_copy_a_batch_twice(rig: Callable[..., Rig]) -> None:
+    one = rig(2, 6)
+    on_host_only(one, 0, 8)
+    one.seed(range(100, 108), committed=8)
+
+    def leave() -> None:
+        one.device.before = None
+        one.device.inner.copy_blocks(one.device.seen[-1])
+        raise SystemExit
+
+    one.device.before = leave
+    with pytest.raises(SystemExit):
+        one.cache.prefetch(list(range(8)))
+    with suppress(PoolClosed):
+        one.cache.prefetch([1])
+    one.check_everything(closed=True)
+
+
+def test_a_device_that_cannot_synchronize_can_be_closed(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig(4, 4)
+
+    def fail() -> None:
+        raise DeviceError("gone", sticky=True)
+
+    monkeypatch.setattr(one.device, "synchronize", fail)
+    with suppress(DeviceError):
+        one.cache.close()
+    one.cache.close()
+    assert one.cache._pools.closed
+
+
+@pytest.mark.parametrize("verb", ["pin", "close"])
+def test_a_clock_that_fails_changes_no_pin(rig: Callable[..., Rig], verb: str) -> None:
+    clock = Clock()
+    one = rig(4, 4, clock=lambda: clock() // clock.now)
+    clock.now = 1
+    one.seed(range(4), committed=4)
+    lease = one.cache.pin_blocks(0)
+    before, clock.now = debug.dump(one.cache.core.tokens), 0
+    with pytest.raises(ZeroDivisionError):
+        one.cache.pin_blocks(0) if verb == "pin" else lease.close()
+    clock.now = 1
+    assert debug.dump(one.cache.core.tokens) == before
+    assert one.cache.leases == [lease]
+    one.check_everything()

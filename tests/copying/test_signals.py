@@ -1,0 +1,562 @@
+"""Handlers of signals that raise, wherever the interpreter may run them: a call has changed nothing, or is whole, and
+nothing is lost."""
+
+from __future__ import annotations
+
+import dis
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+from engine import Clock, small_layout
+from kvpool import KVCacheManager, PagedKV, gather_kv
+from kvpool.device.base import Device
+from kvpool.device.sim import SimDevice
+from kvpool.interrupt import LOOK_AT_ALL, DeferSignals, deliver
+from steps import arrays
+
+T, P, S = 4, 16, 12
+PACKAGE = str(Path(kvpool.__file__).parent)
+Counts = tuple[Any, ...]
+Act = Callable[[], object]
+
+
+class Alarm(Exception):
+    """What the handler raises."""
+
+
+def alarm(number: int, frame: FrameType | None) -> None:
+    raise Alarm
+
+
+@contextmanager
+def handled(number: int = signal.SIGALRM, handler: Any = alarm) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+        assert signal.getsignal(number) is handler, "the handler was not given back"
+    finally:
+        signal.signal(number, before)
+
+
+# The instructions behind which the interpreter runs handlers. (Behind the call of a function in Python it does not:
+# that begins with one.)
+CHECKING = (
+    "RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE",
+    "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE",
+)  # fmt: skip
+_known: dict[CodeType, tuple[list[str], list[int]]] = {}
+
+
+def instructions(code: CodeType) -> tuple[list[str], list[int]]:
+    """By offset: the name of the instruction, and where an exception there goes."""
+    if code not in _known:
+        raw, goes = code.co_code, [-1] * len(code.co_code)
+        for entry in sorted(dis.Bytecode(code).exception_entries, key=lambda entry: entry.start - entry.end):
+            goes[entry.start : entry.end] = [entry.target] * (entry.end - entry.start)
+        _known[code] = [dis.opname[op] for op in raw], goes
+    return _known[code]
+
+
+class At:
+    """Raises a signal at the k-th place in the package where the interpreter looks for one; ``reached`` says whether
+    there are as many."""
+
+    def __init__(self, k: int, number: int = signal.SIGALRM) -> None:
+        self.left, self.number, self.where = k, number, ""
+        self._last: dict[FrameType, int] = {}
+
+    @property
+    def reached(self) -> bool:
+        return self.left <= 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> At | None:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            if frame.f_back in self._last:
+                self._last[frame.f_back] = -1
+            self._last[frame] = -1
+        elif event == "opcode":
+            last, self._last[frame] = self._last[frame], frame.f_lasti
+            names, goes = instructions(code)
+            # What is raised here comes from the next instruction: where that is in another block, it is no stand-in.
+            if last >= 0 and names[last] in CHECKING and goes[last] == goes[frame.f_lasti]:
+                self.left -= 1
+                if self.left == 0:
+                    self.where = f"{code.co_filename}:{frame.f_lineno}, behind {names[last]}"
+                    signal.raise_signal(self.number)
+        return self
+
+    def run(self, act: Act) -> BaseException | None:
+        """What the call raised."""
+        sys.settrace(self)
+        try:
+            act()
+        except Alarm as error:
+            return error
+        finally:
+            sys.settrace(None)
+            self._last.clear()
+        return None
+
+
+class Desk:
+    """A pool that holds some of everything; ``verbs`` are calls on it, each from the same state."""
+
+    def __init__(self, device: str | Device) -> None:
+        self.clock = Clock()
+        self.cache = KVCacheManager(
+            small_layout(T), device_blocks=P, host_blocks=S, device=device, clock=self.clock, secret=bytes(32),
+            event_capacity=256, max_sequences=16,
+        )  # fmt: skip
+        self.sim = device if isinstance(device, SimDevice) else None
+        self.known = self.cache.block_keys(range(2 * T))
+        self.fresh = self.cache.block_keys(range(500, 500 + 2 * T + 1))
+        self.extra = self.cache.block_keys(range(700, 700 + T), extra_ids=range(T))
+        self.import_at = 1000
+        data = [np.full(self.cache.layout.block_bytes, 7 + i, np.uint8) for i in range(2)]
+        assert self.cache.import_blocks(self.known, data) == 2
+
+    def ready(self) -> None:
+        """The state before each call."""
+        cache = self.cache
+        cache.offload(self.known)
+        self.sequence = cache.add_sequence([*range(2 * T), 250])
+        self.drafted = cache.add_sequence([*range(300, 303)])
+        cache.commit(self.drafted)
+        cache.append_tokens(self.drafted, [1, 2, 3])
+        self.lease = cache.pin(self.known.keys[:1], owner="reader", tier="host")
+        self.reservation = cache.reserve(range(400, 406), owner="loader")
+        self.imported = cache.block_keys(range(self.import_at, self.import_at + 2 * T))
+        self.import_at += 2 * T
+        self.told, self.got = cache.events().next, None
+
+    def counts(self) -> Counts:
+        """What is held, and what sequences have."""
+        cache, state = self.cache, self.cache.core.tokens
+        held, rows = state.blocks["word"], state.sequences
+        live = rows["live"] != 0
+        return (
+            int(live.sum()), len(cache.leases), len(cache.reservations), int((held >> 32).sum()),
+            int((held & 0xFFFFFFFF).sum()), sorted(rows["length"][live].tolist()),
+            sorted(rows["committed"][live].tolist()),
+        )  # fmt: skip
+
+    def check(self, where: str) -> None:
+        """Invariants; no lock is held, nothing is queued or lost."""
+        cache, staging = self.cache, self.cache._tables.staging
+        assert (
+            not cache.core._owned() and not cache.core.transfer._lock.locked() and not cache._imports._one.locked()
+        ), where
+        assert not staging._lock.locked() and not cache.core.transfer._queue and cache.core.transfer.broken is None, (
+            where
+        )
+        if self.sim is not None:
+            assert not self.sim._lock._lock.locked(), where
+            self.sim.synchronize()
+        assert staging.retained + len(staging._free) == len(staging._buffers), f"a buffer was lost {where}"
+        assert len(cache._imports.pinned()) == 0, where
+        cache.verify()
+        events = cache.events()
+        assert events.number == (self.told if self.got is None else self.got.next), f"events were lost {where}"
+        assert cache.stats().events_dropped == 0
+
+    def bytes_are_right(self, where: str) -> None:
+        self.cache.prefetch(self.known)
+        self.cache.offload(self.known)
+        for tier, pool in ("host", self.cache.host_pool), ("device", self.cache.device_pool):
+            with self.cache.pin(self.known.keys, tier=tier) as lease:
+                for i, block in enumerate(lease.blocks.tolist()):
+                    found = pool[block - P] if tier == "host" else pool[:, :, block]
+                    assert (found.view(np.uint8) == 7 + i).all(), f"a byte is wrong {where}"
+
+    def clear(self, where: str) -> None:
+        """Back to an empty desk: all that is held can be found, and given back."""
+        cache = self.cache
+        for lease in cache.leases:
+            lease.close()
+        for reservation in cache.reservations:
+            reservation.abort()
+        live = cache.core.live()
+        if len(live):
+            cache.release(live)
+        assert not cache.core.tokens.blocks["word"].any(), f"a block is held by nobody {where}"
+
+
+def add(desk: Desk) -> Act:
+    return lambda: desk.cache.add_sequence([*range(2 * T + 2)])
+
+
+def add_batch(desk: Desk) -> Act:
+    prompts = [desk.known, desk.fresh, desk.extra]
+    return lambda: desk.cache.add_sequence_batch(prompts, retention=[None, [(0, None, 50, 1000)], None])
+
+
+def append(desk: Desk) -> Act:
+    return lambda: desk.cache.append_tokens([desk.sequence, desk.drafted], range(7), [3, 4])
+
+
+def commit(desk: Desk) -> Act:
+    return lambda: desk.cache.commit([desk.sequence, desk.drafted])
+
+
+def rewind(desk: Desk) -> Act:
+    return lambda: desk.cache.rewind([desk.sequence, desk.drafted], [2, 1])
+
+
+def release(desk: Desk) -> Act:
+    return lambda: desk.cache.release([desk.sequence, desk.drafted])
+
+
+def fork(desk: Desk) -> Act:
+    return lambda: desk.cache.fork([desk.sequence, desk.drafted], 2)
+
+
+def reorder(desk: Desk) -> Act:
+    return lambda: desk.cache.reorder([desk.sequence, desk.drafted], [0, 0])
+
+
+def keep(desk: Desk) -> Act:
+    return lambda: desk.cache.keep(desk.drafted, 3, [0, 2])
+
+
+def offload(desk: Desk) -> Act:
+    return lambda: desk.cache.offload(desk.known)
+
+
+def pin(desk: Desk) -> Act:
+    return lambda: desk.cache.pin(desk.known.keys)
+
+
+def find_and_pin(desk: Desk) -> Act:
+    return lambda: desk.cache.find_and_pin_host(desk.known.keys[1], stream=3)
+
+
+def pin_blocks(desk: Desk) -> Act:
+    return lambda: desk.cache.pin_blocks([0])
+
+
+def close_lease(desk: Desk) -> Act:
+    return desk.lease.close
+
+
+def pin_context(desk: Desk) -> Act:
+    def act() -> None:
+        with desk.cache.pin(desk.known.keys):
+            pass
+
+    return act
+
+
+def revoke(desk: Desk) -> Act:
+    desk.cache.reserve(range(440, 443), owner="reader")
+    return lambda: desk.cache.revoke("reader")
+
+
+def import_blocks(desk: Desk) -> Act:
+    data = [bytes([i]) * desk.cache.layout.block_bytes for i in range(2)]
+    return lambda: desk.cache.import_blocks(desk.imported, data)
+
+
+def reserve(desk: Desk) -> Act:
+    return lambda: desk.cache.reserve([*range(2 * T), 900, 901])
+
+
+def commit_reserved(desk: Desk) -> Act:
+    return lambda: desk.reservation.commit(0)
+
+
+def abort_reserved(desk: Desk) -> Act:
+    return desk.reservation.abort
+
+
+def reserve_context(desk: Desk) -> Act:
+    def act() -> None:
+        with desk.cache.reserve([*range(2 * T), 900, 901]):
+            pass
+
+    return act
+
+
+def loadable(desk: Desk) -> Act:
+    return lambda: desk.cache.loadable([desk.sequence, desk.drafted])
+
+
+def events(desk: Desk) -> Act:
+    desk.cache.release(desk.cache.add_sequence(desk.extra))
+
+    def act() -> None:
+        desk.got = desk.cache.events()
+
+    return act
+
+
+def snapshot(desk: Desk) -> Act:
+    def act() -> None:
+        desk.got = desk.cache.events(snapshot=True)
+
+    return act
+
+
+def offsets(desk: Desk) -> Act:
+    target = np.zeros((4, 8), np.int32)
+    return lambda: desk.cache.copy_batch_block_offsets(target, [desk.sequence, desk.drafted], stream=3)
+
+
+def csr(desk: Desk) -> Act:
+    vectors = [np.zeros(64, np.int32) for _ in range(3)]
+    return lambda: desk.cache.copy_batch_block_csr(*vectors, [desk.sequence, desk.drafted], stream=3)
+
+
+def copy_step_tables(desk: Desk) -> Act:
+    return lambda: desk.cache.copy_step_tables(arrays(2, 64, 8, 64), [desk.sequence, desk.drafted], stream=3)
+
+
+def block_table(desk: Desk) -> Act:
+    return lambda: desk.cache.block_table([desk.sequence], stream=3).dense()
+
+
+def reading(desk: Desk) -> Act:
+    cache = desk.cache
+
+    def act() -> None:
+        cache.match_prefix(desk.known)
+        cache.blocks_needed(desk.fresh)
+        cache.blocks_needed(sequences=[desk.sequence], new_tokens=9)
+        cache.sequence_length([desk.sequence])
+        cache.evictable_if_released([desk.sequence])
+        cache.stats()
+        assert cache.leases and cache.reservations
+
+    return act
+
+
+def refresh(desk: Desk) -> Act:
+    return lambda: desk.cache.refresh(10**6)
+
+
+def prefetch(desk: Desk) -> Act:
+    return lambda: desk.cache.prefetch(desk.known)
+
+
+def export(desk: Desk) -> Act:
+    def act() -> None:
+        np.from_dlpack(desk.cache.export("host"))
+
+    return act
+
+
+def gather(desk: Desk) -> Act:
+    slots, out = np.arange(2 * T), np.zeros((2, 2, 2 * T, 2, 3), np.uint16)
+    paged = PagedKV.of_pool(desk.cache.layout, desk.cache.device_pool)
+    if desk.sim is not None:
+        desk.sim.synchronize()
+
+    def act() -> None:
+        with desk.cache.core.device.host_access(reads=[(0, 0, T), (1, 0, T)]):
+            gather_kv(paged, slots, out)
+
+    return act
+
+
+# Those that give the caller something it has to give back.
+GIVING = [add, add_batch, fork, pin, find_and_pin, pin_blocks, reserve]
+VERBS = [
+    *GIVING, append, commit, rewind, release, reorder, keep, offload, prefetch, close_lease, pin_context, revoke,
+    import_blocks, commit_reserved, abort_reserved, reserve_context, loadable, events, snapshot, offsets, csr,
+    copy_step_tables, block_table, reading, refresh, export, gather,
+]  # fmt: skip
+DEVICES: dict[str, Callable[[], Any]] = {"cpu": lambda: "cpu", "sim": lambda: SimDevice(5, progress=0.3)}
+
+
+SAMPLE = 12
+
+
+def places(desk: Desk, verb: Callable[[Desk], Act], device: str) -> list[int]:
+    """Where to raise: everywhere, or on ``sim``, which compares all memory after each step, somewhere; and once behind
+    the end."""
+    desk.ready()
+    at = At(1 << 40)
+    at.run(verb(desk))
+    desk.clear("")
+    count = (1 << 40) - at.left
+    assert count > 10
+    if device == "cpu":
+        return [*range(1, count + 20)]
+    return [*np.random.default_rng(count).integers(1, count, SAMPLE).tolist(), 2 * count]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals elsewhere")
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_handler_that_raises_anywhere_finds_the_call_undone_or_whole(
+    device: str, verb: Callable[[Desk], Act]
+) -> None:
+    desk = Desk(DEVICES[device]())
+    desk.ready()
+    act = verb(desk)
+    before = desk.counts()
+    act()
+    after = desk.counts()
+    desk.clear("")
+    for k in places(desk, verb, device):
+        desk.ready()
+        act, at = verb(desk), At(k)
+        with handled():
+            raised = at.run(act)
+        where = f"at place {k}, {at.where}"
+        assert (raised is not None) == at.reached, f"the signal was not delivered {where}"
+        found = desk.counts()
+        if raised is None:
+            assert found == after, where
+        elif verb in GIVING:
+            assert found == before, where
+        elif "context" not in verb.__name__:
+            assert found in (before, after), where
+        desk.check(where)
+        desk.bytes_are_right(where)
+        desk.clear(where)
+
+
+# -- the deferral itself -------------------------------------------------------------------------------
+
+
+class Second(Exception):
+    pass
+
+
+def second(number: int, frame: FrameType | None) -> None:
+    raise Second
+
+
+def arrive(*numbers: int) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def test_all_signals_that_arrived_are_delivered_though_the_first_one_raises() -> None:
+    undone: list[int] = []
+    with (
+        handled(), handled(signal.SIGUSR1, second),
+        handled(signal.SIGUSR2, lambda number, frame: undone.append(number)),
+    ):  # fmt: skip
+        with pytest.raises((Alarm, Second)) as found, DeferSignals() as signals:
+            signals.undo = lambda: undone.append(0)
+            arrive(signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+            assert undone == []
+        assert {type(found.value), type(found.value.__context__)} == {Alarm, Second}
+        assert sorted(undone) == [0, signal.SIGUSR2]
+
+
+def test_what_a_handler_interrupts_is_not_undone_if_it_raises_nothing() -> None:
+    seen: list[int] = []
+    with handled(signal.SIGUSR1, lambda number, frame: seen.append(number)), DeferSignals() as signals:
+        signals.undo = lambda: seen.append(0)
+        arrive(signal.SIGUSR1)
+        with DeferSignals():
+            arrive(signal.SIGUSR1)
+        assert seen == []
+    assert seen == [signal.SIGUSR1]
+
+
+def nested() -> None:
+    with DeferSignals():
+        pass
+
+
+def test_a_wait_inside_delivers_what_has_arrived_and_what_arrives() -> None:
+    with handled():
+        for before in (True, False):
+            with DeferSignals():
+                if before:
+                    arrive(signal.SIGALRM)
+                with pytest.raises(Alarm):
+                    deliver(arrive, *() if before else (signal.SIGALRM,))
+        with pytest.raises(Alarm), DeferSignals():
+            deliver(nested)
+            arrive(signal.SIGALRM)  # held back again
+
+
+def test_a_handler_that_is_changed_inside_stays() -> None:
+    with DeferSignals():
+        before = signal.signal(signal.SIGUSR1, second)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGUSR1) is second and signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_a_realtime_signal_is_held_back_once_it_has_been_seen() -> None:
+    number = int(signal.SIGRTMIN) + 3
+    with handled(number):
+        for _ in range(LOOK_AT_ALL):
+            with DeferSignals():
+                pass
+        whole = False
+        with pytest.raises(Alarm), DeferSignals():
+            arrive(number)
+            whole = True
+        assert whole
+
+
+def test_other_threads_end_what_failed_and_hold_nothing_back() -> None:
+    undone: list[int] = []
+
+    def work() -> None:
+        with suppress(Alarm), DeferSignals() as signals:
+            signals.undo = lambda: undone.append(1)
+            raise Alarm
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert undone == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+# -- a timer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_timer_that_raises_all_the_time_leaves_nothing_behind(device: str) -> None:
+    seed = int(np.random.default_rng().integers(1 << 30))
+    print("seed", seed)
+    random, desk, hits = np.random.default_rng(seed), Desk(DEVICES[device]()), 0
+    acts = [verb for verb in VERBS if verb not in (gather, export)]
+    for verb in acts:  # loads what is compiled
+        desk.ready()
+        verb(desk)()
+        desk.clear("")
+    for _ in range(150 if device == "cpu" else 25):
+        desk.ready()
+        act = acts[random.integers(len(acts))](desk)
+        with handled():
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, float(random.uniform(1e-5, 4e-4)), 1e-3)
+                    act()
+                finally:
+                    # It may raise once more right here.
+                    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                hits += 1
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+        desk.check(f"seed {seed}")
+        desk.bytes_are_right(f"seed {seed}")
+        desk.clear(f"seed {seed}")
+    assert hits

@@ -1,0 +1,395 @@
+"""Several threads on one pool: nothing is lost, handed out twice, or read while it changes."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
+from kvpool.state import pins, tiers
+from kvpool.state.atomics import compare_exchange, load
+from kvpool.state.records import BLOCK, change_word, head
+
+T = 4
+LAYOUT = BlockLayout(1, 1, 8, T, dtype="uint8", planes=1, order="block_first")
+
+
+def run(*workers: Callable[[], object]) -> None:
+    """Run all at once; what one of them raises is raised here."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@numba.njit(nogil=True)
+def add_many(blocks: Any, count: int, refs: int, pins: int) -> int:
+    """How many of ``count`` changes took place."""
+    done = 0
+    for _ in range(count):
+        if change_word(blocks, 0, refs, pins) != -1:
+            done += 1
+    return done
+
+
+def test_changes_of_one_word_lose_nothing() -> None:
+    blocks, count = np.zeros(1, BLOCK), 1_000_000
+    run(lambda: add_many(blocks, count, 1, 0), lambda: add_many(blocks, count, 2, 3))
+    word = int(blocks["word"][0])
+    assert (word & 0xFFFFFFFF, word >> 32) == (3 * count, 3 * count)
+
+
+@pytest.mark.parametrize(("refs", "pins"), [(1, 0), (0, 1)])
+def test_a_word_never_falls_below_zero(refs: int, pins: int) -> None:
+    blocks, count, taken = np.zeros(1, BLOCK), 1_000_000, [0, 0]
+
+    def take(i: int) -> None:
+        taken[i] = add_many(blocks, count, -refs, -pins)
+
+    run(lambda: add_many(blocks, count, refs, pins), lambda: take(0), lambda: take(1))
+    word, left = int(blocks["word"][0]), count - sum(taken)
+    assert left >= 0 and (word & 0xFFFFFFFF, word >> 32) == (left * refs, left * pins)
+    blocks["word"] = (7 << 32) | 5
+    for step in ((-6, 0), (0, -8), (-6, 8), (6, -8)):
+        assert change_word(blocks, 0, *step) == -1 and int(blocks["word"][0]) == (7 << 32) | 5
+
+
+@numba.njit(nogil=True)
+def count_locked(cells: npt.NDArray[np.int64], count: int) -> None:
+    """``count`` increments of cell 1, which is no atomic, under a spin lock in cell 0."""
+    for _ in range(count):
+        while not compare_exchange(cells, 0, 0, 1):
+            pass
+        cells[1] += 1
+        compare_exchange(cells, 0, 1, 0)
+
+
+def test_compare_exchange_lets_one_in_at_a_time() -> None:
+    cells = np.zeros(2, np.int64)
+    run(lambda: count_locked(cells, 300_000), lambda: count_locked(cells, 300_000))
+    assert cells.tolist() == [0, 600_000]
+
+
+@numba.njit(nogil=True)
+def send(cells: npt.NDArray[np.int64], data: npt.NDArray[np.int64]) -> None:
+    for i in range(data.shape[0]):
+        data[i] = i + 1
+        compare_exchange(cells, 0, i, i + 1)
+
+
+@numba.njit(nogil=True)
+def receive(cells: npt.NDArray[np.int64], data: npt.NDArray[np.int64]) -> int:
+    """Entries that were announced but could not be seen."""
+    missing = seen = 0
+    while seen < data.shape[0]:
+        seen = load(cells, 0)
+        if seen and data[seen - 1] != seen:
+            missing += 1
+    return missing
+
+
+def test_load_sees_what_was_written_before_the_announcement() -> None:
+    cells, data, missing = np.zeros(1, np.int64), np.zeros(2_000_000, np.int64), []
+    run(lambda: send(cells, data), lambda: missing.append(receive(cells, data)))
+    assert missing == [0]
+
+
+def test_words_change_in_place_within_their_records() -> None:
+    blocks = np.zeros(3, BLOCK)
+    assert change_word(blocks, 1, 2, 1) == (1 << 32) | 2
+    assert blocks["word"].tolist() == [0, (1 << 32) | 2, 0] and not blocks["key0"].any()
+
+
+def pool(device_blocks: int, host_blocks: int, **options: Any) -> KVCacheManager:
+    options = {"device": "cpu", "max_sequences": 1024, **options}
+    return KVCacheManager(LAYOUT, device_blocks=device_blocks, host_blocks=host_blocks, **options)
+
+
+def test_eight_threads_that_add_get_each_device_block_once() -> None:
+    with pool(1000, 0) as cache:
+        taken: list[list[int]] = [[] for _ in range(8)]
+
+        def take(i: int) -> None:
+            while True:
+                try:
+                    taken[i].append(cache.add_sequence([1000 + i]))
+                except OutOfBlocks:
+                    return
+
+        run(*(lambda i=i: take(i) for i in range(8)))
+        ids = sum(taken, [])
+        assert sorted(cache.block_table(ids).dense()[:, 0].tolist()) == list(range(1000))
+        assert len(set(ids)) == 1000 and cache.stats().device.free == 0
+        cache.verify()
+        run(*(lambda i=i: [cache.release(sequence) for sequence in taken[i]] for i in range(8)))
+        cache.verify()
+        assert cache.stats().device.free == 1000
+
+
+@numba.njit
+def take_host(heads: npt.NDArray[np.int64], priority: int) -> Any:
+    return tiers.take_host(head(heads, 0), priority)
+
+
+def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
+    with pool(8, 2000) as cache:
+        state, taken = cache.core.tokens, [[] for _ in range(8)]
+
+        def take(mine: list[int]) -> object:
+            while True:
+                with cache.core.lock:
+                    mine.append(take_host(state.heads, 100))
+                    if mine[-1] == -1:
+                        return mine.pop()
+                    change_word(state.blocks, mine[-1], 0, 1)
+
+        run(*(lambda mine=mine: take(mine) for mine in taken))
+        assert sorted(sum(taken, [])) == list(range(8, 2008)) and cache.stats().host.free == 0
+        with cache.core.lock:
+            pins.unpin(state.heads, np.array(sum(taken, [])), 0)
+        cache.verify()
+        assert cache.stats().host.free == 2000
+
+
+def test_eight_threads_that_pin_and_unpin_leave_no_pin() -> None:
+    with pool(8, 8) as cache:
+        prompt = cache.block_keys(range(8))
+        sequence = cache.add_sequence(prompt)
+        cache.commit(sequence)
+        cache.release(sequence)
+        assert cache.offload(prompt) == 2
+
+        def pin() -> None:
+            for _ in range(500):
+                with cache.pin(prompt, tier="host"), cache.pin_blocks([0, 1]):
+                    lease = cache.find_and_pin_host(prompt.keys[0])
+                    assert lease is not None
+                    lease.close()
+
+        run(*[pin] * 8)
+        cache.verify()
+        assert (cache.stats().device.pinned, cache.stats().host.pinned, cache.leases) == (0, 0, [])
+
+
+@dataclass
+class Story:
+    """A text that sequences follow: its tokens, and the bytes of each, a function of all tokens before it too."""
+
+    tokens: npt.NDArray[np.int32]
+    bytes: npt.NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = np.zeros((len(self.tokens), 8), np.uint8)
+        for i in range(len(self.tokens)):
+            seed = np.frombuffer(self.tokens[: i + 1].tobytes(), np.uint8)
+            self.bytes[i] = np.random.default_rng(seed).integers(0, 256, 8)
+
+
+@dataclass(eq=False)
+class Live:
+    id: int
+    story: Story
+    length: int
+
+
+class Library:
+    """Stories that share beginnings of many lengths, and a pool that is too small for them."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        roots = [rng.integers(0, 50, 40, np.int32) for _ in range(3)]
+        self.stories = [
+            Story(np.concatenate([root[: 3 + 5 * i], rng.integers(50, 99, 37 - 5 * i, np.int32)]))
+            for root in roots
+            for i in range(8)
+        ]
+        self.cache = pool(48, 40, max_sequences=64)
+        self.device = self.cache.device_pool.reshape(-1, 8)
+        self.host = self.cache.host_pool.reshape(-1, T, 8)
+        self.keys = [
+            (key, i, story) for story in self.stories for i, key in enumerate(self.cache.block_keys(story.tokens).keys)
+        ]
+        self.operations = 0
+        self.hits = 0
+
+    def rows(self, sequence: int, length: int) -> npt.NDArray[np.int64]:
+        """Where the tokens of a sequence are in the device pool."""
+        table = self.cache.block_table(sequence).dense()[0].astype(np.int64)
+        return (table[:, None] * T + np.arange(T)).ravel()[:length]
+
+
+class Worker:
+    """Drives sequences of its own through every verb; checks what it reuses before it writes, and all of it before it
+    lets go."""
+
+    def __init__(self, library: Library, seed: int, operations: int) -> None:
+        self.library, self.cache, self.random, self.operations = library, library.cache, random.Random(seed), operations
+        self.live: list[Live] = []
+
+    def run(self) -> None:
+        verbs = [self.add, self.append, self.commit, self.rewind, self.release, self.prefetch, self.offload, self.pin]
+        weights = [3, 4, 3, 2, 3, 1, 1, 3]
+        done = 0
+        while done < self.operations:
+            for verb in self.random.choices(verbs, weights, k=64):
+                try:
+                    done += verb()
+                except OutOfBlocks:
+                    done += 1
+                    self.release(len(self.live) // 2 + 1)
+        while self.live:
+            done += self.release(len(self.live))
+        self.library.operations += done
+
+    def some(self, most: int) -> list[Live]:
+        """Some of the live sequences, at least one if there is one."""
+        return self.random.sample(self.live, min(len(self.live), self.random.randint(1, most)))
+
+    def prompt(self) -> tuple[Story, BlockKeys]:
+        story = self.random.choice(self.library.stories)
+        return story, self.cache.block_keys(story.tokens[: self.random.randint(1, 32)])
+
+    def add(self) -> int:
+        chosen = [self.prompt() for _ in range(self.random.randint(1, 3))]
+        batch = self.cache.add_sequence_batch([keys for _, keys in chosen], allow_partial_batch=True)
+        for i, cached, (story, keys) in zip(batch.ids.tolist(), batch.cached_tokens.tolist(), chosen, strict=False):
+            self.live.append(Live(i, story, len(keys)))
+            self.write(self.live[-1], cached)
+            self.library.hits += cached
+        return len(chosen)
+
+    def write(self, sequence: Live, start: int) -> None:
+        rows, expected = self.library.rows(sequence.id, sequence.length), sequence.story.bytes
+        assert np.array_equal(self.library.device[rows[:start]], expected[:start]), "reused bytes"
+        self.library.device[rows[start:]] = expected[start : sequence.length]
+
+    def append(self) -> int:
+        chosen = [s for s in self.some(4) if s.length < 40]
+        counts = [self.random.randint(1, min(6, 40 - s.length)) for s in chosen]
+        new = [s.story.tokens[s.length : s.length + n] for s, n in zip(chosen, counts, strict=True)]
+        if chosen:
+            self.cache.append_tokens([s.id for s in chosen], np.concatenate(new), counts)
+        for sequence, count in zip(chosen, counts, strict=True):
+            sequence.length += count
+            self.write(sequence, sequence.length - count)
+        return len(chosen)
+
+    def commit(self) -> int:
+        chosen = self.some(4)
+        self.cache.commit([s.id for s in chosen])
+        return len(chosen)
+
+    def rewind(self) -> int:
+        chosen = self.some(2)
+        counts = [self.random.randint(0, s.length - 1) for s in chosen]
+        self.cache.rewind([s.id for s in chosen], counts)
+        for sequence, count in zip(chosen, counts, strict=True):
+            sequence.length -= count
+            self.write(sequence, sequence.length)
+        return len(chosen)
+
+    def release(self, most: int = 3) -> int:
+        chosen = self.some(most)
+        for sequence in chosen:
+            self.write(sequence, sequence.length)
+            self.live.remove(sequence)
+        self.cache.release([s.id for s in chosen], store=self.random.random() < 0.8)
+        return len(chosen)
+
+    def prefetch(self) -> int:
+        self.cache.prefetch(self.prompt()[1])
+        return 1
+
+    def offload(self) -> int:
+        self.cache.offload(self.prompt()[1])
+        return 1
+
+    def pin(self) -> int:
+        """A pin of any tier, of a prompt of which all or nothing may be there."""
+        try:
+            self.cache.pin(self.prompt()[1], owner="worker").close()
+        except BlockNotFound:
+            return 1
+        return 2
+
+
+def read_host(library: Library, done: threading.Event, counts: list[int]) -> None:
+    """Pin host blocks by key; their bytes are the right ones from the first moment of the lease to its last."""
+    rng = random.Random(0)
+    while not done.is_set():
+        for key, i, story in rng.sample(library.keys, 40):
+            lease = library.cache.find_and_pin_host(key)
+            counts[lease is not None] += 1
+            if lease is not None:
+                block = library.host[int(lease.blocks[0]) - library.cache.device_blocks]
+                expected = story.bytes[i * T : (i + 1) * T]
+                assert np.array_equal(block, expected), "a pinned block does not hold its content"
+                time.sleep(0)
+                assert np.array_equal(block, expected), "a pinned block changed"
+                lease.close()
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("frequent_switches")
+def test_a_hundred_thousand_operations_of_two_threads_and_a_reader() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    library = Library(seed)
+    workers = [Worker(library, seed + i, 50_000) for i in range(2)]
+    done, counts, checks = threading.Event(), [0, 0], []
+
+    def work() -> None:
+        try:
+            run(*[worker.run for worker in workers])
+        finally:
+            done.set()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            library.cache.verify()
+            stats = library.cache.stats()
+            assert stats.device.free + stats.device.used == 48 and stats.host.free + stats.host.used == 40
+            checks.append(stats)
+
+    run(work, lambda: read_host(library, done, counts), watch)
+    library.cache.verify()
+    stats = library.cache.stats()
+    print(f"{library.operations} operations, {counts} host lookups (missed, pinned), {len(checks)} checks, {stats}")
+    assert library.operations >= 100_000 and len(checks) >= 5 and counts[1] > 100 and library.hits > 10_000
+    assert (
+        stats.offloaded_blocks > 100
+        and stats.onboarded_blocks > 100
+        and stats.partial_blocks > 100
+        and stats.copied_blocks > 100
+    )
+    assert stats.device.free == 48 and stats.host.free == 40 and stats.lost_blocks == 0
+    assert not any(library.cache.close())

@@ -1,0 +1,87 @@
+"""What the cuda device says, and does without, where CuPy, a driver, a GPU or a function of the driver is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asv_bench import gpu_table
+from kvpool import KVCacheManager, PoolClosed
+from kvpool.__main__ import main
+from kvpool.arrays.layout import BlockLayout
+from kvpool.device import get_device
+from kvpool.device.cuda.batch import find_batch
+from kvpool.device.cuda.calls import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY
+from kvpool.errors import DeviceError
+
+
+def cupy_of(count: Any) -> SimpleNamespace:
+    """As much of CuPy as counts GPUs."""
+    return SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=count)))
+
+
+def test_a_missing_package_or_driver_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_DEVICE", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceError, match=r"needs CuPy.*kvpool\[cuda12\].*kvpool\[cuda13\]"):
+        get_device("cuda")
+
+    def count() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy_of(count))
+    with pytest.raises(DeviceError, match="driver: cudaErrorInsufficientDriver"):
+        get_device("cuda")
+    monkeypatch.setitem(sys.modules, "cupy", cupy_of(lambda: 0))
+    with pytest.raises(DeviceError, match="NVIDIA GPU"):
+        get_device("cuda")
+    assert get_device("auto").name == "cpu"
+
+
+def test_an_environment_that_names_no_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_DEVICE", "tpu")
+    with pytest.raises(ValueError, match="KVPOOL_DEVICE='tpu'"):
+        get_device("auto")
+
+
+def test_no_driver_and_a_driver_without_the_function_have_no_batches() -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert find_batch(missing) is None
+    assert find_batch(lambda name: object()) is None
+    assert find_batch(lambda name: SimpleNamespace(cuGetProcAddress_v2=lambda *given: 500)) is None
+
+
+def test_the_errors_that_do_not_go_away_are_those_that_the_runtime_documents() -> None:
+    runtime = pytest.importorskip(
+        "cuda.bindings.runtime", reason="cuda-bindings is not installed; it documents every error"
+    )
+    documented = {error.value for error in runtime.cudaError_t if "relaunched" in (error.__doc__ or "")}
+    if not documented:
+        pytest.skip("this version of cuda-bindings does not document errors")
+    known = {error.value for error in runtime.cudaError_t}
+    assert documented <= STICKY and known >= STICKY
+    assert not STICKY & {0, 1, OUT_OF_MEMORY, NOT_READY, INVALID_HANDLE, 801, *CAPTURING}
+
+
+def test_a_device_with_nothing_to_choose_has_no_calibration() -> None:
+    with KVCacheManager(BlockLayout(2, 2, 16, 4), device_blocks=2, device="cpu") as cache:
+        assert cache.calibrate() is None
+    with pytest.raises(PoolClosed):
+        cache.calibrate()
+
+
+def test_commands_without_a_gpu_say_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main(["replay", "--device", "cuda"]) == 2
+    assert "needs CuPy" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="nothing was measured.*CuPy"):
+        gpu_table.main(["--output", str(tmp_path / "RESULTS.md")])
+    assert not list(tmp_path.iterdir())

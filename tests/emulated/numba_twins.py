@@ -1,0 +1,133 @@
+"""Runs a Numba kernel on the CPU when the emulated driver launches it: its Python function, thread after thread.
+
+It can do what needs no other thread: grid and block indices, arrays, pointers and numbers. Anything else fails the
+launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import traceback
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.emulated.twins import driver
+
+_RUN = ctypes.CFUNCTYPE(
+    None,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint,
+    ctypes.c_uint,
+    ctypes.c_uint,
+)
+
+
+class _Twin(ctypes.Structure):
+    _fields_ = [("run", _RUN), ("sizes", ctypes.POINTER(ctypes.c_size_t)), ("parameters", ctypes.c_int)]
+
+
+class _Dim3(NamedTuple):
+    x: int
+    y: int
+    z: int
+
+
+class _Cuda:
+    """As much of ``numba.cuda`` as a thread sees."""
+
+    threadIdx = blockIdx = blockDim = gridDim = _Dim3(0, 0, 0)
+
+    def grid(self, dimensions: int) -> Any:
+        places = tuple(self.blockIdx[i] * self.blockDim[i] + self.threadIdx[i] for i in range(dimensions))
+        return places[0] if dimensions == 1 else places
+
+    def gridsize(self, dimensions: int) -> Any:
+        sizes = tuple(self.gridDim[i] * self.blockDim[i] for i in range(dimensions))
+        return sizes[0] if dimensions == 1 else sizes
+
+
+def _place(index: int, extent: _Dim3) -> _Dim3:
+    return _Dim3(index % extent.x, index // extent.x % extent.y, index // extent.x // extent.y)
+
+
+def _sizes(kind: Any) -> list[int]:
+    """Bytes of the parameters that Numba makes of an argument: an array is five and two for each dimension."""
+    if _is_pointer(kind):
+        return [8]
+    return [8] * (5 + 2 * kind.ndim) if hasattr(kind, "ndim") else [np.dtype(str(kind)).itemsize]
+
+
+def _is_pointer(kind: Any) -> bool:
+    return type(kind).__name__ == "CPointer"
+
+
+def _pointer(kind: Any, parameter: int) -> Any:
+    """What can be indexed as far as memory goes, and is false where it points nowhere."""
+    return ctypes.cast(
+        ctypes.c_void_p.from_address(parameter), ctypes.POINTER(np.ctypeslib.as_ctypes_type(np.dtype(str(kind.dtype))))
+    )
+
+
+def _array(kind: Any, parameters: list[int]) -> np.ndarray:
+    dtype = np.dtype(str(kind.dtype))
+    numbers = [ctypes.c_int64.from_address(address).value for address in parameters]
+    shape, strides = numbers[5 : 5 + kind.ndim], numbers[5 + kind.ndim :]
+    span = (
+        sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True)) + dtype.itemsize
+        if all(shape)
+        else 0
+    )
+    memory = (ctypes.c_uint8 * span).from_address(numbers[4]) if span else b""
+    return np.ndarray(shape, dtype, memory, strides=strides) if span else np.zeros(shape, dtype)
+
+
+def _number(kind: Any, parameter: int) -> Any:
+    return np.frombuffer((ctypes.c_uint8 * _sizes(kind)[0]).from_address(parameter), str(kind))[0].item()
+
+
+_kept: dict[str, Any] = {}
+
+
+def register(kernel: Any) -> None:
+    """Have the emulated driver run this compiled kernel, a ``_Kernel`` of numba-cuda, by its Python function."""
+    if kernel.entry_name in _kept:
+        return
+    kinds = kernel.argument_types
+    sizes = [size for kind in kinds for size in _sizes(kind)]
+    cuda = _Cuda()
+    function = types.FunctionType(kernel.py_func.__code__, {**kernel.py_func.__globals__, "cuda": cuda})
+
+    def arguments(addresses: Any) -> list[Any]:
+        rest, found = iter([addresses[i] for i in range(len(sizes))]), []
+        for kind in kinds:
+            mine = list(itertools.islice(rest, len(_sizes(kind))))
+            found.append(
+                _pointer(kind, mine[0])
+                if _is_pointer(kind)
+                else _array(kind, mine)
+                if hasattr(kind, "ndim")
+                else _number(kind, mine[0])
+            )
+        return found
+
+    def run(addresses: Any, grid: Any, block: Any, shared: int, first: int, count: int) -> None:
+        try:
+            cuda.gridDim, cuda.blockDim = _Dim3(*grid[:3]), _Dim3(*block[:3])
+            given = arguments(addresses)
+            for i in range(first, first + count):
+                cuda.blockIdx = _place(i, cuda.gridDim)
+                for thread in range(block[0] * block[1] * block[2]):
+                    cuda.threadIdx = _place(thread, cuda.blockDim)
+                    function(*given)
+        except BaseException:
+            traceback.print_exc()
+            driver().emu_launch_failed()
+
+    twin = _Twin(_RUN(run), (ctypes.c_size_t * (len(sizes) + 1))(*sizes), len(sizes))
+    _kept[kernel.entry_name] = twin
+    driver().emu_twin(kernel.entry_name.encode(), ctypes.byref(twin))

@@ -1,0 +1,221 @@
+"""What the cuda device asks of the driver, as the emulated one counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
+from kvpool.device.cuda import CudaDevice
+from kvpool.device.cuda import device as cuda
+from kvpool.device.cuda.batch import BATCH_FRAGMENTS
+from kvpool.device.cuda.numa import processors_near
+from tests.device.pools import as_moves
+from tests.emulated import lab
+from tests.emulated.lab import Driver
+
+pytestmark = pytest.mark.gpu
+LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
+SMALL = BlockLayout(1, 1, 1, 1, dtype="uint8")
+
+
+@pytest.fixture
+def bounded(driver: Driver) -> Iterator[Driver]:
+    """A driver that refuses batches of more than 8,192 copies."""
+    driver.library.emu_set_batch_limit(ctypes.c_size_t(8192))
+    yield driver
+    driver.library.emu_set_batch_limit(ctypes.c_size_t(50000))
+
+
+@pytest.mark.parametrize(("bound", "blocks", "batches"), [(None, 5000, 2), ("4", 6, 3)])
+def test_a_batched_copy_has_a_bound(
+    bounded: Driver, monkeypatch: pytest.MonkeyPatch, bound: str | None, blocks: int, batches: int
+) -> None:
+    """Two fragments a block, K and V; blocks that are no neighbours are not merged."""
+    if bound is not None:
+        monkeypatch.setenv(BATCH_FRAGMENTS, bound)
+    device = CudaDevice(calibration="batched")
+    pools = MemoryPools(device, SMALL, 2 * blocks, 2 * blocks)
+    values = np.random.default_rng(0).integers(0, 256, pools.device_bytes.size, dtype=np.uint8)
+    pools.device_bytes.set(values)
+    device.synchronize()
+    before = bounded.counter("batches")
+    moves = as_moves(*((block, 2 * blocks + block, 1) for block in range(0, 2 * blocks, 2)))
+    device.copy_blocks(moves, device.create_stream("copies"))
+    device.synchronize()
+    assert bounded.counter("batches") - before == batches
+    kept = pools.device_pool.get().view(np.uint8)
+    np.testing.assert_array_equal(pools.host_pool.view(np.uint8).reshape(-1, 2)[::2], kept.reshape(2, -1).T[::2])
+    device.close()
+
+
+def test_tokens_are_copied_by_the_gpu_whose_memory_it_is(driver: Driver) -> None:
+    """The thread is on GPU 0, which has a context; pool and staging are on GPU 1."""
+    device = CudaDevice(1)
+    with KVCacheManager(LAYOUT, device_blocks=4, device=device) as cache:
+        memory = device.allocate(LAYOUT.planes * LAYOUT.layers * 2 * 32 * 2, "device")
+        staging = memory.view(np.float16).reshape(LAYOUT.planes, LAYOUT.layers, 2, 32)
+        before = driver.launches(0), driver.launches(1)
+        paged = PagedKV.of_pool(LAYOUT, cache.device_pool)
+        gather_kv(paged, np.array([3, 1]), staging)
+        scatter_kv(paged, np.array([3, 1]), staging)
+        device.synchronize()
+        assert (driver.launches(0) - before[0], driver.launches(1) - before[1]) == (0, 2)
+        device.free(memory)
+    device.close()
+
+
+def test_no_pinned_memory_is_given_back_before_the_close(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand-overs of growing size, and tables of copies that have been read: to give one back would wait for the whole
+    GPU."""
+    import cupy
+
+    monkeypatch.setenv(cuda.COPY_PATH, "kernel")
+    cache = KVCacheManager(LAYOUT, device_blocks=600, host_blocks=600, device="cuda", max_sequence_tokens=2200)
+    stream, first = cupy.cuda.Stream(non_blocking=True), 0
+    gc.collect()  # what other tests have left
+    before, launched = driver.counter("unpinned"), driver.counter("launches")
+    for tokens in (3, 100, 900, 2100, 3, 900, 2100):
+        sequence = cache.add_sequence(list(range(first, first + tokens)), stream=stream)
+        table = cupy.full((1, 600), -7, np.int32)
+        for _ in range(3):
+            cache.copy_batch_block_offsets(table, sequence)
+        cache.commit(sequence)
+        cache.release(sequence)
+        first += tokens
+        cupy.cuda.Device().synchronize()
+    assert cache.stats().offloaded_blocks > 0 and driver.counter("launches") > launched
+    assert driver.counter("unpinned") == before
+    cache.close()
+    assert driver.counter("unpinned") > before
+
+
+@pytest.mark.parametrize("passed", [0, 2])
+def test_a_host_tier_that_the_driver_refuses_half_way_leaves_nothing_pinned(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, passed: int
+) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.pinned.CHUNK_BYTES", 4096)
+    gc.collect()
+    device, before = CudaDevice(), driver.counter("registrations")
+    driver.fail("cuMemHostRegister_v2", lab.OUT_OF_MEMORY, passed)
+    try:
+        with pytest.raises(MemoryError, match=f"pinned {4096 * passed} of 20480 bytes"):
+            device.allocate(20480, "host")
+    finally:
+        driver.fail("cuMemHostRegister_v2", lab.SUCCESS)
+    assert driver.counter("registrations") == before
+    device.free(device.allocate(20480, "host"))
+    device.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A machine of two memory nodes, one processor each; GPU n is on node n."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        pytest.skip("one processor")
+    for node, processor in enumerate(usable[:2]):
+        folder = tmp_path / "devices/system/node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{processor}\n")
+        gpu = tmp_path / "bus/pci/devices" / f"0000:e{node}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "numa_node").write_text(f"{node}\n")
+    monkeypatch.setattr("kvpool.device.cuda.arrays.processors_near", functools.partial(processors_near, sysfs=tmp_path))
+    return usable[:2]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_pages_of_the_host_tier_are_touched_by_processors_near_the_gpu(
+    driver: Driver, nodes: list[int], monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    from kvpool.device.cuda import pinned
+
+    touch, seen, mine = pinned._touch, list[set[int]](), os.sched_getaffinity(0)
+    monkeypatch.setattr(pinned, "_touch", lambda *given: (seen.append(os.sched_getaffinity(0)), touch(*given)))
+    device = CudaDevice(index)
+    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=40, device=device):
+        assert seen and all(processors == {nodes[index]} for processors in seen)
+    device.close()
+    assert os.sched_getaffinity(0) == mine, "the caller's thread stays where it may be"
+
+
+def test_addresses_are_asked_for_by_nobody_who_knows_them(driver: Driver) -> None:
+    """A pool's own memory has the same address everywhere: no gather, upload or hand-over asks."""
+    import cupy
+
+    with KVCacheManager(LAYOUT, device_blocks=4, host_blocks=4, device="cuda") as cache:
+        staging = cupy.zeros((LAYOUT.planes, LAYOUT.layers, 2, 32), np.float16)
+        table, paged = cupy.zeros((1, 4), np.int32), PagedKV.of_pool(LAYOUT, cache.device_pool)
+        sequence = cache.add_sequence([1, 2, 3])
+        for repeated in (False, True):
+            before = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
+            gather_kv(paged, np.array([1, 2]), staging)
+            cache.copy_batch_block_offsets(table, sequence)
+            found = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
+            # Whose the memory is, is one question; its planes and layers are none.
+            assert (found[0] - before[0], found[1] - before[1]) == (0, 1), repeated
+        cache.release(sequence)
+        cupy.cuda.Device().synchronize()
+
+
+def test_a_thread_that_waits_for_an_event_leaves_its_processor_to_others(driver: Driver) -> None:
+    import cupy
+
+    blocking_sync, no_timing = 1, 2
+    device = CudaDevice()
+    event: Any = device.record(device.create_stream("any"))
+    assert type(event.inner) is cupy.cuda.Event
+    flags = driver.library.emu_event_flags
+    flags.restype = ctypes.c_longlong
+    assert flags(ctypes.c_void_p(event.handle)) == blocking_sync | no_timing
+    device.close()
+
+
+def test_a_question_for_an_event_leaves_no_error_behind(driver: Driver) -> None:
+    """ "Not ready" as the last error of the runtime would be taken for the failure of somebody else's launch."""
+
+    runtime = ctypes.CDLL(_runtime_module())
+    device, gate = CudaDevice(), threading.Event()
+    stream = device.create_stream("stalled")
+    kept = driver.host_function(lambda: gate.wait(20), stream.handle)
+    event = device.record(stream)
+    runtime.cudaGetLastError()
+    assert not device.query(event) and runtime.cudaPeekAtLastError() == 0
+    gate.set()
+    device.synchronize(event)
+    assert device.query(event)
+    del kept
+    device.close()
+
+
+def test_events_go_with_their_pool_in_its_context(driver: Driver) -> None:
+    """Also one that outlives its device, and those of a device that nobody closed."""
+    gc.collect()
+    before = driver.counter("events")
+    device = CudaDevice(1)
+    events = [device.record(device.create_stream("any")) for _ in range(3)]
+    device.close()
+    assert driver.counter("events") == before + 3
+    del device
+    events.clear()
+    gc.collect()
+    assert driver.counter("events") == before
+
+
+def _runtime_module() -> str:
+    """The module of CuPy's that has the runtime in it."""
+    import cupy_backends.cuda.api.runtime as module
+
+    return str(module.__file__)

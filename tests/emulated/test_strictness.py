@@ -1,0 +1,380 @@
+"""The emulated driver is as strict as the documentation of CUDA: each rule with a call that breaks it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+import pytest
+
+from tests.emulated import lab
+from tests.emulated.lab import Driver
+
+pytestmark = pytest.mark.gpu
+
+
+def filled(memory: ctypes.Array[ctypes.c_uint8], value: int) -> ctypes.Array[ctypes.c_uint8]:
+    ctypes.memset(memory, value, len(memory))
+    return memory
+
+
+# -- lateness --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_enqueued_waits_until_somebody_waits(driver: Driver) -> None:
+    host, memory, stream = filled(driver.pinned(64), 1), driver.allocate(64), driver.stream()
+    assert driver.copy(memory, host, 64, stream) == lab.SUCCESS
+    assert driver.copy(host, memory, 64, stream) == lab.SUCCESS
+    filled(host, 2)  # as it is overwritten before the copy, this is what arrives
+    assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+    driver.status("cuStreamSynchronize", stream)
+    assert driver.status("cuStreamQuery", stream) == lab.SUCCESS and set(host) == {2}
+
+
+def test_streams_run_in_any_order_and_events_bind_them(driver: Driver) -> None:
+    orders = {False: set(), True: set()}
+    for ordered in orders:
+        for seed in range(30):
+            driver.quiet(seed)
+            target, sources, streams, event = (
+                driver.pinned(1),
+                [filled(driver.pinned(1), i) for i in (1, 2)],
+                [driver.stream() for _ in "ab"],
+                driver.event(),
+            )
+            driver.copy(target, sources[0], 1, streams[0])
+            if ordered:
+                driver.cuEventRecord(event, streams[0])
+                driver.cuStreamWaitEvent(streams[1], event, 0)
+            driver.copy(target, sources[1], 1, streams[1])
+            driver.cuCtxSynchronize()
+            orders[ordered].add(target[0])
+    assert orders == {False: {1, 2}, True: {2}}
+
+
+def test_a_stream_that_is_held_back_runs_last_even_where_it_is_waited_for_first(driver: Driver) -> None:
+    order: list[str] = []
+    for seed in range(8):
+        driver.quiet(seed)
+        order.clear()
+        held, other = driver.stream(), driver.stream()
+        driver.hold(held)
+        kept = [driver.host_function(lambda: order.append("held"), held)]
+        kept += [driver.host_function(lambda: order.append("other"), other) for _ in range(3)]
+        driver.cuStreamSynchronize(held)
+        driver.hold(held, False)
+        assert order == ["other"] * 3 + ["held"], seed
+        del kept
+
+
+def test_a_call_that_is_told_to_fail_does_nothing_and_fails_that_often(driver: Driver) -> None:
+    before = driver.counter("events")
+    driver.fail("cuEventCreate", lab.OUT_OF_MEMORY, passed=1, failing=2)
+    handle = ctypes.c_size_t()
+    found = [driver.status("cuEventCreate", ctypes.byref(handle), lab.NO_TIMING) for _ in range(4)]
+    assert found == [lab.SUCCESS, lab.OUT_OF_MEMORY, lab.OUT_OF_MEMORY, lab.SUCCESS]
+    assert driver.counter("events") == before + 2
+
+
+def test_copies_are_torn_and_end_whole(driver: Driver) -> None:
+    seen = set()
+    for seed in range(40):
+        driver.quiet(seed)
+        target, streams = filled(driver.pinned(64), 0), [driver.stream() for _ in "ab"]
+        kept = []
+        for i, stream in enumerate(streams, start=1):
+            kept.append(filled(driver.pinned(64), i))
+            driver.copy(target, kept[-1], 64, stream)
+        driver.cuCtxSynchronize()
+        seen.add(len(set(target)))
+    assert seen == {1, 2}, "two copies onto one place mix unless they are ordered"
+
+
+def test_the_same_seed_gives_the_same_order(driver: Driver) -> None:
+    def run(seed: int) -> bytes:
+        driver.quiet(seed)
+        target, kept = filled(driver.pinned(64), 0), []
+        for i in range(5):
+            kept.append(filled(driver.pinned(64), i))
+            driver.copy(target, kept[-1], 64, driver.stream())
+        driver.cuCtxSynchronize()
+        return bytes(target)
+
+    assert [run(seed) for seed in range(8)] == [run(seed) for seed in range(8)]
+    assert len({run(seed) for seed in range(8)}) > 1
+
+
+def test_a_gpu_gets_on_when_no_call_comes_and_a_loop_of_queries_ends(driver: Driver) -> None:
+    for idle_ms in (1, -1):
+        driver.quiet(idle_ms=idle_ms)
+        done, stream = threading.Event(), driver.stream()
+        kept = driver.host_function(done.set, stream)
+        if idle_ms < 0:
+            while driver.status("cuStreamQuery", stream) == lab.NOT_READY:
+                pass
+        assert done.wait(20)
+        driver.cuStreamSynchronize(stream)
+        del kept
+
+
+def test_the_legacy_stream_waits_for_blocking_streams_only_and_they_for_it(driver: Driver) -> None:
+    for flags, bound in ((0, True), (lab.NON_BLOCKING, False)):
+        found = set()
+        for seed in range(30):
+            driver.quiet(seed)
+            target, values, stream = (
+                driver.pinned(1),
+                [filled(driver.pinned(1), i) for i in (1, 2, 3)],
+                driver.stream(flags),
+            )
+            for value, on in zip(values, (0, stream, 0), strict=True):
+                driver.copy(target, value, 1, on)
+            driver.cuCtxSynchronize()
+            found.add(target[0])
+        assert found == ({3} if bound else {2, 3})
+
+
+def test_a_host_function_that_waits_holds_up_its_own_stream_only_and_may_not_call_cuda(driver: Driver) -> None:
+    driver.quiet(idle_ms=5)
+    gate, found, streams = threading.Event(), [], [driver.stream(), driver.stream()]
+
+    def function() -> None:
+        found.append(driver.status("cuStreamQuery", streams[1]))
+        gate.wait(20)
+
+    kept = driver.host_function(function, streams[0])
+    driver.copy(driver.pinned(1), driver.pinned(1), 1, streams[1])
+    driver.cuStreamSynchronize(streams[1])
+    assert driver.status("cuStreamQuery", streams[0]) == lab.NOT_READY
+    gate.set()
+    driver.cuStreamSynchronize(streams[0])
+    assert found == [lab.NOT_PERMITTED]
+    del kept
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_finite_and_is_given_back(driver: Driver) -> None:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    with pytest.raises(lab.CudaError, match=f": {lab.OUT_OF_MEMORY}"):
+        driver.allocate(free.value + 1)
+    memory = driver.allocate(free.value)
+    with pytest.raises(lab.CudaError, match=f": {lab.OUT_OF_MEMORY}"):
+        driver.allocate(1)
+    driver.cuMemFree_v2(memory)
+    assert driver.status("cuMemFree_v2", memory) == lab.INVALID
+    before = free.value
+    driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    assert free.value == before
+
+
+def test_a_range_is_registered_once_and_only_what_is_registered_is_unregistered(driver: Driver) -> None:
+    memory = mmap.mmap(-1, 8 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
+    driver.cuMemHostRegister_v2(address, 4 * mmap.PAGESIZE, 0)
+    for first, pages in ((0, 4), (3, 1), (2, 4)):
+        assert (
+            driver.status("cuMemHostRegister_v2", address + first * mmap.PAGESIZE, pages * mmap.PAGESIZE, 0)
+            == lab.ALREADY_REGISTERED
+        )
+    assert driver.status("cuMemHostUnregister", address + mmap.PAGESIZE) == lab.NOT_REGISTERED
+    driver.cuMemHostUnregister(address)
+    assert driver.status("cuMemHostUnregister", address) == lab.NOT_REGISTERED
+
+
+def test_a_copy_across_two_registrations_is_refused(driver: Driver) -> None:
+    memory, page = mmap.mmap(-1, 2 * mmap.PAGESIZE), mmap.PAGESIZE
+    address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
+    device, stream = driver.allocate(2 * page), driver.stream()
+    for half in (0, 1):
+        driver.cuMemHostRegister_v2(address + half * page, page, 0)
+    assert driver.copy(device, address, page, stream) == lab.SUCCESS
+    assert driver.copy(device, address + page - 8, 16, stream) == lab.INVALID
+    driver.cuMemHostUnregister(address + page)
+    assert driver.copy(device, address + page - 8, 16, stream) == lab.INVALID, "pinned in part"
+    driver.cuMemHostUnregister(address)
+
+
+def test_unregistering_and_freeing_wait_for_the_device(driver: Driver) -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    array = (ctypes.c_uint8 * mmap.PAGESIZE).from_buffer(memory)
+    for give_back in ("cuMemHostUnregister", "cuMemFree_v2"):
+        device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
+        driver.cuMemHostRegister_v2(ctypes.addressof(array), mmap.PAGESIZE, 0)
+        driver.copy(device, array, mmap.PAGESIZE, stream)
+        assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+        driver.status(give_back, ctypes.addressof(array) if "Host" in give_back else device)
+        assert driver.status("cuStreamQuery", stream) == lab.SUCCESS
+        driver.status("cuMemHostUnregister", ctypes.addressof(array))
+
+
+def test_a_copy_past_the_end_of_an_allocation_is_refused(driver: Driver) -> None:
+    memory, host = driver.allocate(100), driver.pinned(200)
+    assert driver.copy(memory, host, 101, driver.stream()) == lab.INVALID
+    assert driver.copy(host, memory - 1, 8, driver.stream()) == lab.INVALID
+
+
+def test_pageable_memory_is_read_at_the_call_and_arrives_late(driver: Driver) -> None:
+    """A copy from pageable memory returns when it is staged, even a synchronous one."""
+    source, memory, out = (ctypes.c_uint8 * 8)(*[7] * 8), driver.allocate(8), driver.pinned(8)
+    filled(source, 7)
+    driver.cuMemcpyHtoD_v2(memory, source, 8)
+    filled(source, 9)
+    assert driver.status("cuStreamQuery", 0) == lab.NOT_READY
+    driver.copy(out, memory, 8, 0)
+    driver.cuStreamSynchronize(0)
+    assert set(out) == {7}
+
+
+# -- streams, events, contexts ---------------------------------------------------------------------------------
+
+
+def test_a_destroyed_stream_or_event_is_an_error(driver: Driver) -> None:
+    stream, event, other = driver.stream(), driver.event(), driver.stream()
+    driver.cuEventRecord(event, stream)
+    driver.cuEventDestroy_v2(event)
+    for call in (
+        ("cuEventQuery", event),
+        ("cuEventRecord", event, other),
+        ("cuStreamWaitEvent", other, event, 0),
+        ("cuEventDestroy_v2", event),
+    ):
+        assert driver.status(*call) == lab.INVALID_HANDLE, call
+    driver.cuStreamDestroy_v2(stream)
+    for call in (
+        ("cuStreamQuery", stream),
+        ("cuStreamSynchronize", stream),
+        ("cuStreamDestroy_v2", stream),
+        ("cuEventRecord", driver.event(), stream),
+    ):
+        assert driver.status(*call) == lab.INVALID_HANDLE, call
+    assert driver.copy(driver.pinned(1), driver.pinned(1), 1, stream) == lab.INVALID_HANDLE
+
+
+def test_work_of_a_destroyed_stream_is_done(driver: Driver) -> None:
+    target, source, stream = filled(driver.pinned(8), 0), filled(driver.pinned(8), 5), driver.stream()
+    driver.copy(target, source, 8, stream)
+    driver.cuStreamDestroy_v2(stream)
+    driver.cuCtxSynchronize()
+    assert set(target) == {5}
+
+
+def test_a_wait_is_for_the_record_before_it(driver: Driver) -> None:
+    """What a stream waits for is settled when it is told to, and an event that was never recorded holds nobody up."""
+    driver.quiet(idle_ms=5)
+    gate, (first, second), event = threading.Event(), (driver.stream(), driver.stream()), driver.event()
+    driver.cuStreamWaitEvent(second, event, 0)
+    driver.cuStreamSynchronize(second)
+    driver.cuEventRecord(event, second)
+    driver.cuStreamWaitEvent(second, event, 0)
+    kept = driver.host_function(lambda: gate.wait(20), first)
+    driver.cuEventRecord(event, first)
+    driver.cuStreamSynchronize(second)
+    assert driver.status("cuEventQuery", event) == lab.NOT_READY
+    gate.set()
+    driver.cuEventSynchronize(event)
+    del kept
+
+
+def test_kernels_and_records_belong_to_the_context_of_their_stream(driver: Driver) -> None:
+    stream = driver.stream()
+    driver.use(1)
+    assert driver.status("cuEventRecord", driver.event(), stream) == lab.INVALID_HANDLE
+    driver.use(0)
+
+
+CONTEXTS = """
+from tests.emulated import lab
+driver = lab.driver()
+assert driver.counter("contexts") == 0 and driver.status("cuCtxSynchronize") == lab.INVALID_CONTEXT
+import cupy
+cupy.cuda.runtime.getDeviceCount()
+assert driver.counter("contexts") == 0
+cupy.cuda.runtime.setDevice(1)
+assert driver.counter("contexts") == 1
+cupy.cuda.runtime.setDevice(1)
+cupy.cuda.runtime.memGetInfo()
+assert driver.counter("contexts") == 1
+import threading
+thread = threading.Thread(target=lambda: cupy.cuda.runtime.memGetInfo())
+thread.start(); thread.join()
+assert driver.counter("contexts") == 2, "a thread that never chose a device is on GPU 0"
+"""
+
+
+def test_a_primary_context_is_made_by_whoever_makes_a_device_current_and_is_counted() -> None:
+    lab.in_a_process(CONTEXTS)
+
+
+FORKED = """
+import os
+from tests.emulated import lab
+driver = lab.driver()
+driver.use(0)
+child = os.fork()
+if not child:
+    os._exit(driver.status("cuMemHostAlloc", 0, 0, 0) != lab.NOT_INITIALIZED)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_process_cannot_use_the_driver() -> None:
+    lab.in_a_process(FORKED)
+
+
+ILLEGAL = """
+import sys
+import cupy
+from tests.emulated import lab
+driver = lab.driver()
+kernel = cupy.RawKernel('extern "C" __global__ void put(char* to, long long at) { to[at] = 1; }', "put")
+memory = cupy.cuda.alloc(4096).mem
+kernel((1,), (1,), (memory.ptr, 4095))
+cupy.cuda.Device().synchronize()
+stream = cupy.cuda.Stream(non_blocking=True)
+kernel((1,), (1,), (memory.ptr, 4096), stream=stream)
+for call in (stream.synchronize, lambda: cupy.cuda.alloc(8192), cupy.cuda.Device(0).synchronize):
+    try:
+        call()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        assert error.status == 700, error
+    else:
+        raise SystemExit("not sticky")
+driver.use(1)
+driver.allocate(64)
+print("the other GPU lives")
+"""
+
+
+def test_an_access_outside_an_allocation_ends_the_context_and_no_other() -> None:
+    assert "the other GPU lives" in lab.in_a_process(ILLEGAL)
+
+
+MISALIGNED = """
+import cupy
+kernel = cupy.RawKernel('extern "C" __global__ void put(long long* to) { *to = 1; }', "put")
+memory = cupy.cuda.alloc(4096)
+kernel((1,), (1,), (memory.ptr + 4,))
+try:
+    cupy.cuda.Device().synchronize()
+except cupy.cuda.runtime.CUDARuntimeError as error:
+    assert error.status == 716, error
+else:
+    raise SystemExit("no error")
+"""
+
+
+def test_a_misaligned_access_of_a_kernel_ends_the_context() -> None:
+    lab.in_a_process(MISALIGNED)
+
+
+def test_what_is_not_implemented_says_its_name(capfd: pytest.CaptureFixture[str], driver: Driver) -> None:
+    assert driver.status("cuMemCreate", 0, 0, 0, 0) == lab.NOT_SUPPORTED
+    assert "cuMemCreate is not implemented" in capfd.readouterr().err
+    table = ctypes.c_void_p()
+    assert (
+        driver.status("cuGetExportTable", ctypes.byref(table), b"x" * 16) == lab.NOT_SUPPORTED and table.value is None
+    )

@@ -1,0 +1,217 @@
+"""What kernels read besides the pools: each upload is its launch's own. And their sources, which may not compile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheManager
+from kvpool.arrays.layout import BlockLayout
+from kvpool.device.base import Stream
+from kvpool.device.cuda import COPY_PATH, CudaDevice
+from kvpool.device.cuda.batch import BATCH_FRAGMENTS
+from kvpool.errors import DeviceError
+from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
+from tests.emulated import lab
+from tests.emulated.lab import Driver
+
+pytestmark = pytest.mark.gpu
+LAYOUT = BlockLayout(2, 2, 16, 4)
+OFFLOADS = as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in (0, 2, 4)))
+
+
+@pytest.fixture
+def device(driver: Driver) -> Iterator[CudaDevice]:
+    """One that copies with kernels."""
+    made = CudaDevice(calibration="kernel")
+    yield made
+    made.close()
+
+
+def under_way(device: Any) -> int:
+    return int(device._launcher.uploads_under_way)
+
+
+def test_threads_and_streams_that_are_gone_leave_the_kernels_in_use(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70 threads that each cause an offload, then 20 evicting admissions: every copy is a kernel's."""
+    monkeypatch.setenv(COPY_PATH, "kernel")
+    with KVCacheManager(LAYOUT, device_blocks=4, host_blocks=200, device="cuda", max_sequences=2) as cache:
+
+        def evict(number: int) -> None:
+            sequence = cache.add_sequence(list(range(100 * number, 100 * number + 16)))
+            cache.commit(sequence)
+            cache.release(sequence)
+
+        turn, over, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
+
+        def work(number: int) -> None:
+            with turn:
+                evict(number)
+            done.release()
+            over.wait()
+
+        threads = [threading.Thread(target=work, args=[number], daemon=True) for number in range(70)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            assert done.acquire(timeout=60)
+        cache.core.device.synchronize()
+        with driver.counting("copies", "launches") as grown:
+            for number in range(70, 90):
+                evict(number)
+        over.set()
+        assert grown == {"copies": 0, "launches": 20}
+        cache.core.device.synchronize()
+        assert under_way(cache.core.device) == 0
+
+
+def test_short_lived_streams_keep_no_buffers(driver: Driver, device: CudaDevice) -> None:
+    make_pools(device, LAYOUT)
+    before = driver.counter("pinned")
+    with driver.counting("launches") as grown:
+        for _ in range(200):
+            stream = driver.stream()
+            device.copy_blocks(OFFLOADS, Stream(stream))
+            driver.cuStreamSynchronize(stream)  # type: ignore[operator]
+            driver.cuStreamDestroy_v2(stream)  # type: ignore[operator]
+    assert grown == {"launches": 200} and driver.counter("pinned") <= before + 2
+
+
+def test_each_launch_has_moves_of_its_own_until_it_is_done(driver: Driver, device: CudaDevice) -> None:
+    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
+    expected = images(pools)
+    go = driver.stall(stream.handle)
+    for block in range(4):
+        device.copy_blocks(as_moves((block, DEVICE_BLOCKS + block, 4)), stream)
+    assert under_way(device) == 4
+    go()
+    device.synchronize()
+    for block in range(4):
+        np.testing.assert_array_equal(pools.host_pool[block], expected[0][:, :, block])
+    assert under_way(device) == 0
+
+
+def test_an_upload_is_not_written_over_while_another_stream_is_stalled(driver: Driver, device: CudaDevice) -> None:
+    pools, stalled, other = make_pools(device, LAYOUT), device.create_stream("stalled"), device.create_stream("other")
+    expected = images(pools)
+    go = driver.stall(stalled.handle)
+    device.copy_blocks(as_moves((0, DEVICE_BLOCKS, 4)), stalled)
+    for _ in range(10):
+        device.copy_blocks(as_moves((1, DEVICE_BLOCKS + 1, 4)), other)
+        device.synchronize(device.record(other))
+        assert under_way(device) == 1
+    go()
+    device.synchronize()
+    for block in (0, 1):
+        np.testing.assert_array_equal(pools.host_pool[block], expected[0][:, :, block])
+
+
+def test_kernels_that_pile_up_are_replaced_by_copies_and_nothing_waits(
+    driver: Driver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.buffers.DEPTH", 3)
+    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
+    go = driver.stall(stream.handle)
+    with driver.counting("cuEventSynchronize", "launches") as grown:
+        for _ in range(10):
+            device.copy_blocks(OFFLOADS, stream)
+    assert grown == {"cuEventSynchronize": 0, "launches": 3} and under_way(device) == 3
+    go()
+    assert_same_as_reference(pools, OFFLOADS)
+
+
+def test_uploads_wait_for_the_oldest_when_too_many_are_under_way(
+    driver: Driver, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.buffers.DEPTH", 2)
+    stream, table, addresses = device.create_stream("any"), np.arange(10), set()
+    with driver.counting("cuEventSynchronize") as grown:
+        for i in range(20):
+            with device._launcher.uploaded(table + i, stream.handle, host=True) as address:
+                addresses.add(address)
+    assert len(addresses) == 2 and grown["cuEventSynchronize"] > 0
+
+
+def test_copies_inside_the_gpu_read_their_table_there_and_copies_across_the_link_on_the_host(
+    driver: Driver, device: CudaDevice
+) -> None:
+    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
+    for moves, tables in ((as_moves((0, 1, 4)), 1), (as_moves((2, DEVICE_BLOCKS, 4)), 0)):
+        expected = images(pools)
+        with driver.counting("copies", "launches") as grown:
+            device.copy_blocks(moves, stream)
+        assert grown == {"copies": tables, "launches": 1}
+        device.synchronize()
+        found = images(pools)
+        copied = found[0][:, :, 1] if tables else found[1][0]
+        np.testing.assert_array_equal(copied, expected[0][:, :, moves[0, 0]])
+
+
+def test_a_buffer_whose_event_cannot_be_recorded_is_not_used_again(driver: Driver) -> None:
+    before = driver.in_use()
+    device = CudaDevice(calibration="kernel")
+    pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
+    expected = images(pools)
+    go = driver.stall(stream.handle)
+    with driver.failing("record", lab.INVALID), pytest.raises(DeviceError, match="cudaEventRecord"):
+        device.copy_blocks(as_moves((0, DEVICE_BLOCKS, 4)), stream)
+    for block in (1, 2):
+        device.copy_blocks(as_moves((block, DEVICE_BLOCKS + block, 4)), stream)
+    go()
+    device.synchronize()
+    for block in range(3):
+        np.testing.assert_array_equal(pools.host_pool[block], expected[0][:, :, block])
+    device.close()
+    del pools, device
+    assert driver.in_use() == before
+
+
+# Sources
+
+
+def test_what_cannot_be_compiled_is_said_when_the_pool_is_made(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    def broken(code: str, options: tuple[str, ...]) -> object:
+        raise RuntimeError("no compiler")
+
+    before = driver.in_use()
+    monkeypatch.setattr(cupy, "RawModule", broken)
+    with pytest.raises(DeviceError, match=r"stage_rows\.cu cannot be compiled: RuntimeError: no compiler"):
+        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=2, device="cuda")
+    assert driver.in_use() == before
+
+
+def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    module = cupy.RawModule
+
+    def broken(code: str, options: tuple[str, ...]) -> object:
+        if "block_copy" in code:
+            raise RuntimeError("no such thing")
+        return module(code=code, options=options)
+
+    monkeypatch.setattr(cupy, "RawModule", broken)
+    device = CudaDevice(calibration="kernel")
+    with pytest.warns(UserWarning, match=r"block_copy\.cu cannot be compiled: RuntimeError: no such thing"):
+        pools = make_pools(device, LAYOUT)
+    with driver.counting("launches") as grown:
+        assert_same_as_reference(pools, OFFLOADS)
+    assert grown == {"launches": 0}
+    device.close()
+
+
+@pytest.mark.parametrize("bad", ["0", "-1", "many"])
+def test_a_bound_of_batches_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
+    monkeypatch.setenv(BATCH_FRAGMENTS, bad)
+    with pytest.raises(ValueError, match=f"{BATCH_FRAGMENTS}='{bad}'"):
+        CudaDevice()

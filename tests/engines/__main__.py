@@ -1,0 +1,43 @@
+"""``python -m tests.engines build``, ``status``, ``test [PYTEST ARGUMENTS]``, or ``run COMMAND...`` in that
+environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.engines import build
+
+HERE = Path(__file__).parent
+
+
+def main(arguments: list[str]) -> int:
+    verb, rest = arguments[:1], arguments[1:]
+    if verb == ["build"] and not rest:
+        try:
+            print(f"built: {build.build()}")
+        except build.BuildError as error:
+            print(f"cannot make the environment of the engines: {error}", file=sys.stderr)
+            return 1
+        return 0
+    if verb == ["status"] and not rest:
+        print(f"{build.place()}: {'built' if build.built() else 'not built'}")
+        return 0 if build.built() else 1
+    if verb == ["test"] or (verb == ["run"] and rest):
+        if not build.built():
+            print("not built: python -m tests.engines build", file=sys.stderr)
+            return 1
+        python = str(build.python())
+        os.chdir(HERE.parents[1])
+        words = rest if verb == ["run"] else [python, "-m", "pytest", *rest]
+        if verb == ["test"] and not any(Path(word.partition("::")[0]).exists() for word in rest):
+            words.append("tests/engines")
+        words = [python if words[0] == "python" else words[0], *words[1:]]
+        os.execvpe(words[0], words, build.environment())
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Makes the environment that has a real vLLM: wheels at exact versions and hashes, in a folder outside of the tree,
+once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+VERSION = "0.32.0"
+PINS = HERE / f"vllm-{VERSION}.txt"
+CACHE = "KVPOOL_ENGINES_CACHE"
+"""Environment variable: where environments are made, instead of ``~/.cache/kvpool-engines``."""
+PYTHON = (3, 11)
+TORCH = "https://download.pytorch.org/whl/cpu"
+"""Where PyTorch's wheel for CPUs is, on machines whose pip does not find it elsewhere."""
+LONGEST_S = 1800
+KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "XDG_CACHE_HOME", CACHE)
+"""What an environment variable must be called to reach the engine: its wheels are somebody's, and see no
+credentials."""
+
+
+class BuildError(Exception):
+    """What is missing, in words."""
+
+
+def cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE) or Path(base) / "kvpool-engines")
+
+
+def place() -> Path:
+    """Where the environment is, made or not: one for each list of wheels."""
+    digest = hashlib.sha256(PINS.read_bytes() + sys.version.encode()).hexdigest()[:16]
+    return cache() / f"vllm-{VERSION}-{digest}"
+
+
+def python() -> Path:
+    return place() / "bin" / "python"
+
+
+def built() -> bool:
+    return (place() / "done").exists()
+
+
+def environment() -> dict[str, str]:
+    """What the engine's processes get of this one's environment, and where they find the packages of the checkout."""
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])}
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """One process builds, and the others wait for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def run(*command: object, environment: dict[str, str] | None = None) -> str:
+    """What a command says, or "" if all went well."""
+    words = [str(part) for part in command]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return f"{words[0]} had not ended after {LONGEST_S} s"
+    return (done.stdout + done.stderr)[-4000:] or f"exit status {done.returncode}" if done.returncode else ""
+
+
+def need_machine() -> None:
+    if sys.platform != "linux" or sysconfig.get_platform() != "linux-x86_64":
+        raise BuildError(f"the wheels are for Linux on x86-64, this is {sysconfig.get_platform()}")
+    if sys.version_info[:2] != PYTHON:
+        found, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], PYTHON))
+        raise BuildError(
+            f"the wheels are for Python {wanted}, this is {found}: make the checkout's environment with that"
+        )
+    if not {"avx2", "avx512f"} & set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
+        raise BuildError("vLLM's build for CPUs needs AVX2")
+
+
+def install(target: Path) -> None:
+    failed = run(sys.executable, "-m", "venv", target)
+    if failed:
+        raise BuildError(f"no environment could be made in {target}:\n{failed}")
+    pip = (
+        target / "bin" / "python",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-compile",
+    )
+    wanted = ("--require-hashes", "--only-binary", ":all:", "-r", PINS)
+    failed = run(*pip, *wanted) and run(*pip, *wanted, "--extra-index-url", TORCH)
+    if failed:
+        raise BuildError(f"pip could not install {PINS.name} (is there a network?):\n{failed}")
+    failed = run(target / "bin" / "python", "-c", "import vllm, vllm._C, pytest", environment=environment())
+    if failed:
+        raise BuildError(f"vLLM was installed and cannot be imported:\n{failed}")
+
+
+def build() -> Path:
+    """All of it, or nothing to do. Raises BuildError."""
+    need_machine()
+    target = place()
+    with only_one(cache()):
+        if not built():
+            print(f"installing vLLM {VERSION} for CPUs in {target}: 400 MB of wheels, 2 GB installed", flush=True)
+            shutil.rmtree(target, ignore_errors=True)
+            install(target)
+            (target / "done").touch()
+    return target

@@ -1,0 +1,225 @@
+"""Jobs of an engine's worker: the bytes that were stored come back to the blocks that were named, or the job fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.device.cuda import unusable
+from kvpool.device.sim import SimDevice
+from kvpool.engines.transfers import Ended, Transfers, paged
+
+IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "pages", "tests 1")
+HOST_BLOCKS, BLOCKS, LAYERS = 10, 24, (3, 2)
+PAGES = (48, 48)
+"""Bytes of a block in a layer of each group. The groups share memory where their layers have the same number."""
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+class Worker:
+    """An engine's memory as vLLM has it: one allocation, in which each layer has pages [blocks, bytes] with gaps."""
+
+    def __init__(self, kind: str, per: int) -> None:
+        self.kind, self.per, self.random = kind, per, np.random.default_rng(3)
+        self.device: Any = {"cpu": "cpu", "gpu": "auto"}.get(kind) or SimDevice(seed=per)
+        self.numpy: Any = np if kind != "gpu" else cupy()
+        shape = (max(LAYERS), BLOCKS, PAGES[0] + 16)
+        sim = isinstance(self.device, SimDevice)
+        take = self.device.allocate(int(np.prod(shape)), "device").view(np.int8).reshape(shape) if sim else None
+        memory = self.numpy.zeros(shape, np.int8) if take is None else take
+        self.tensors = [memory[layer, :, : PAGES[0]] for layer in range(max(LAYERS))]
+        self.groups = [self.tensors[:count] for count in LAYERS]
+        self.tier = kvpool.HostTier(HOST_BLOCKS, max(LAYERS) * PAGES[0] * per, identity=IDENTITY)
+        pages = [paged(group) for group in self.groups]
+        self.copies = kvpool.HostCopies(self.tier, pages, blocks_per_host_block=per, device=self.device)
+        self.transfers = Transfers(self.copies, HOST_BLOCKS, per)
+
+    def write(self, group: int, blocks: Sequence[int]) -> np.ndarray:
+        """Random bytes into blocks of a group; a copy of them, [layers, blocks, bytes]."""
+        values = self.random.integers(-128, 128, (LAYERS[group], len(blocks), PAGES[group]), dtype=np.int8)
+        layers = zip(self.groups[group], values, strict=True)
+        rows = [(tensor[b], row) for tensor, value in layers for b, row in zip(blocks, value, strict=True)]
+
+        def kernel() -> None:
+            for target, row in rows:
+                target[...] = self.numpy.asarray(row)
+
+        if self.kind == "sim":
+            self.device.launch(None, kernel, stores=[target for target, _ in rows])
+        else:
+            kernel()
+        return values
+
+    def read(self, group: int, blocks: Sequence[int]) -> np.ndarray:
+        if self.kind == "sim":
+            self.device.synchronize()
+        found = [tensor[list(blocks)] for tensor in self.groups[group]]
+        return np.array([one if self.kind != "gpu" else one.get() for one in found])
+
+    def store(self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int]) -> None:
+        self.transfers.store(job, self.transfers.parts(blocks, counts, firsts, hosts))
+
+    def load(self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int]) -> None:
+        self.transfers.load(job, self.transfers.parts(blocks, counts, firsts, hosts))
+
+    def ended(self, *jobs: int) -> dict[int, Ended]:
+        """The jobs that are over, once these are."""
+        self.transfers.wait(set(jobs))
+        return {one.job: one for one in self.transfers.finished()}
+
+
+def cupy() -> Any:
+    missing = unusable()
+    if missing:
+        pytest.skip(missing)
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def open_worker() -> Iterator[Callable[..., Worker]]:
+    opened: list[Worker] = []
+
+    def build(kind: str = "cpu", per: int = 1) -> Worker:
+        opened.append(Worker(kind, per))
+        return opened[-1]
+
+    yield build
+    for worker in opened:
+        worker.transfers.close()
+        worker.tier.close()
+
+
+@pytest.mark.parametrize("per", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["cpu", "sim", GPU])
+def test_what_was_stored_comes_back_into_other_blocks(open_worker: Callable[..., Worker], kind: str, per: int) -> None:
+    worker = open_worker(kind, per)
+    wanted = worker.write(0, [5, 3, 9, 11, 2, 4]), worker.write(1, [17, 20, 18])
+    hosts = [7, 1, 0, 5, 9, 2, 3, 4, 6][: -(-6 // per) + -(-3 // per)]
+    worker.store(1, [5, 3, 9, 11, 2, 4, 17, 20, 18], (6, 3), (6 * per, 0), hosts)
+    assert worker.ended(1)[1].error is None
+    worker.write(0, range(BLOCKS))
+    worker.load(2, [1, 0, 6, 8, 7, 10, 23, 21, 22], (6, 3), (6 * per, 0), hosts)
+    ended = worker.ended(2)[2]
+    assert ended.error is None
+    assert ended.nbytes == 6 * LAYERS[0] * PAGES[0] + 3 * LAYERS[1] * PAGES[1]
+    np.testing.assert_array_equal(worker.read(0, [1, 0, 6, 8, 7, 10]), wanted[0])
+    np.testing.assert_array_equal(worker.read(1, [23, 21, 22]), wanted[1])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim", GPU])
+def test_a_load_may_begin_and_end_within_a_chunk(open_worker: Callable[..., Worker], kind: str) -> None:
+    worker = open_worker(kind, 3)
+    wanted = worker.write(0, range(6))
+    worker.store(1, range(6), (6, 0), (0, 0), [4, 8])
+    worker.ended(1)
+    before = worker.read(0, [12, 15])
+    worker.load(2, [13, 14], (2, 0), (2, 0), [4, 8])
+    assert worker.ended(2)[2].error is None
+    np.testing.assert_array_equal(worker.read(0, [13, 14]), wanted[:, 2:4])
+    np.testing.assert_array_equal(worker.read(0, [12, 15]), before)
+
+
+def test_a_host_block_that_no_store_has_filled_is_not_loaded(open_worker: Callable[..., Worker]) -> None:
+    worker = open_worker()
+    worker.store(1, [0], (1, 0), (0, 0), [4])
+    worker.ended(1)
+    before = worker.read(0, [1, 2])
+    worker.load(2, [1, 2], (2, 0), (0, 0), [4, 5])
+    assert "never written" in str(worker.ended(2)[2].error)
+    np.testing.assert_array_equal(worker.read(0, [1, 2]), before)
+
+
+def test_a_place_that_a_store_left_out_is_not_loaded(open_worker: Callable[..., Worker]) -> None:
+    """A sliding window may have passed the first blocks of a chunk before it is stored."""
+    worker = open_worker(per=3)
+    worker.store(1, [0, 1], (2, 0), (1, 0), [4])
+    worker.ended(1)
+    worker.load(2, [5, 6], (2, 0), (1, 0), [4])
+    worker.load(3, [5, 6, 7], (3, 0), (0, 0), [4])
+    ended = worker.ended(2, 3)
+    assert ended[2].error is None and ended[3].error is not None
+
+
+def test_a_chunk_that_is_stored_again_has_nothing_of_what_was_there(open_worker: Callable[..., Worker]) -> None:
+    worker = open_worker(per=2)
+    worker.store(1, [0, 1], (2, 0), (0, 0), [4])
+    worker.ended(1)
+    worker.store(2, [3], (1, 0), (1, 0), [4])
+    worker.ended(2)
+    worker.load(3, [5, 6], (2, 0), (0, 0), [4])
+    assert worker.ended(3)[3].error is not None
+
+
+class Failing:
+    """Copies of which some fail: by number, from 1."""
+
+    def __init__(self, copies: Any, *numbers: int) -> None:
+        self.copies, self.numbers, self.calls = copies, numbers, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.copies, name)
+
+    def copy_in(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls in self.numbers:
+            raise kvpool.DeviceError("as the test asks")
+        return self.copies.copy_in(*arguments, **options)
+
+
+def test_a_load_of_what_a_failed_store_should_have_brought_fails(open_worker: Callable[..., Worker]) -> None:
+    worker = open_worker()
+    worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1)  # type: ignore[arg-type]
+    for job, error in ((1, None), (2, "as the test asks")):
+        worker.store(job, [0], (1, 0), (0, 0), [4])
+        assert worker.ended(job)[job].error == error
+    worker.load(3, [1], (1, 0), (0, 0), [4])
+    assert "store failed" in str(worker.ended(3)[3].error)
+    worker.store(4, [0], (1, 0), (0, 0), [4])
+    worker.ended(4)
+    worker.load(5, [1], (1, 0), (0, 0), [4])
+    assert worker.ended(5)[5].error is None
+
+
+def test_a_job_that_failed_is_over_when_its_other_copies_are(open_worker: Callable[..., Worker]) -> None:
+    worker = open_worker("sim")
+    worker.transfers = Transfers(Failing(worker.copies, 2), HOST_BLOCKS, 1)  # type: ignore[arg-type]
+    gate = worker.device.stall(None)
+    worker.store(1, [0, 1], (1, 1), (0, 0), [4, 5])
+    assert worker.transfers.finished() == []
+    gate.open()
+    assert worker.ended(1)[1].error == "as the test asks"
+
+
+@pytest.mark.parametrize("kind", ["sim"])
+def test_a_job_is_not_over_before_its_copies_are(open_worker: Callable[..., Worker], kind: str) -> None:
+    worker = open_worker(kind)
+    wanted = worker.write(0, [0])
+    gate = worker.device.stall(None)
+    worker.store(1, [0], (1, 0), (0, 0), [4])
+    worker.transfers.wait({7})
+    assert worker.transfers.finished() == []
+    gate.open()
+    worker.transfers.wait({1})
+    np.testing.assert_array_equal(worker.tier.blocks[4].view(np.int8).reshape(LAYERS[0], -1), wanted[:, 0])
+    assert [one.job for one in worker.transfers.finished()] == [1]
+    assert worker.transfers.finished() == []
+
+
+@pytest.mark.parametrize(("counts", "hosts"), [((2, 0), [4]), ((2, 0), [4, 5, 6]), ((1, 0), [4]), ((3, 0), [4, 5, 6])])
+def test_jobs_whose_parts_do_not_fit_are_refused(
+    open_worker: Callable[..., Worker], counts: tuple[int, int], hosts: list[int]
+) -> None:
+    worker = open_worker()
+    with pytest.raises(ValueError, match="host_blocks"):
+        worker.store(1, [0, 1], counts, (0, 0), hosts)
+
+
+def test_layers_with_blocks_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="blocks of one size"):
+        paged([np.zeros((4, 8), np.int8), np.zeros((4, 16), np.int8)])

@@ -1,0 +1,228 @@
+"""The scheduler's side of the plug-in for vLLM, called as vLLM calls it.
+
+Cases of vLLM's own tests are restated here, those of ``tests/v1/kv_offload/cpu/test_manager.py`` that are about any
+backend. Which host block a chunk gets is nobody's business but the tier's, and is not among them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kvpool
+
+vllm = pytest.importorskip(
+    "kvpool.engines.vllm",
+    reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
+    exc_type=ImportError,
+)
+
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, make_offload_key  # noqa: E402
+
+IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
+MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+
+
+def keys(*numbers: int) -> list[Any]:
+    return [make_offload_key(str(number).encode() * 8, 0) for number in numbers]
+
+
+def request(name: str = "r") -> Any:
+    return ReqContext(req_id=name)
+
+
+class Manager:
+    """A manager, and what it says in numbers of chunks."""
+
+    def __init__(self, chunks: int, events: int) -> None:
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, event_capacity=events)
+        self.real = vllm.KVPoolOffloadingManager(self.cache)
+
+    def lookup(self, *numbers: int) -> list[Any]:
+        return [self.real.lookup(key, request()) for key in keys(*numbers)]
+
+    def prepare_store(self, *numbers: int) -> Any:
+        """Numbers to store, host blocks, evicted numbers; or None."""
+        found = self.real.prepare_store(keys(*numbers), request())
+        if found is None:
+            return None
+        return self.numbers(found.keys_to_store), found.store_spec.blocks, self.numbers(found.evicted_keys)
+
+    def complete_store(self, *numbers: int, success: bool = True) -> None:
+        self.real.complete_store(set(keys(*numbers)), request(), success)
+
+    def store(self, *numbers: int) -> tuple[int, ...]:
+        _, blocks, _ = self.prepare_store(*numbers)
+        self.complete_store(*numbers)
+        return tuple(blocks)
+
+    def load(self, name: str, *numbers: int) -> tuple[int, ...]:
+        return tuple(self.real.prepare_load(keys(*numbers), request(name)).blocks)
+
+    def complete_load(self, name: str, *numbers: int) -> None:
+        self.real.complete_load(set(keys(*numbers)), request(name))
+
+    def events(self) -> list[tuple[bool, set[int]]]:
+        """Whether they were removed, and which."""
+        found = list(self.real.take_events())
+        assert all(event.medium is Medium.CPU for event in found)
+        return [(event.removed, set(self.numbers(event.keys))) for event in found]
+
+    def counted(self) -> dict[str, float]:
+        stats = self.real.get_stats()
+        return {} if stats is None else stats.reduce()
+
+    def numbers(self, found: list[Any]) -> list[int]:
+        return [int(key[:-4][: len(key[:-4]) // 8]) for key in found]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Manager]]:
+    opened: list[Manager] = []
+
+    def build(chunks: int = 4, events: int = 64) -> Manager:
+        opened.append(Manager(chunks, events))
+        return opened[-1]
+
+    yield build
+    for manager in opened:
+        manager.cache.verify()
+        manager.real.shutdown()
+
+
+def test_a_chunk_is_pending_until_its_store_is_complete(make: Callable[..., Manager]) -> None:
+    manager = make()
+    assert manager.prepare_store(1, 2)[0] == [1, 2]
+    assert manager.lookup(1, 2, 3) == [PENDING, PENDING, MISS]
+    assert manager.events() == []
+    manager.complete_store(1, 2)
+    assert manager.lookup(1, 2, 3) == [HIT, HIT, MISS]
+    assert manager.events() == [(False, {1, 2})]
+
+
+def test_the_least_recently_used_are_evicted_and_named(make: Callable[..., Manager]) -> None:
+    manager = make()
+    manager.store(1, 2)
+    stored, _, evicted = manager.prepare_store(2, 3, 4, 5)
+    assert (stored, evicted) == ([3, 4, 5], [1])
+    assert manager.prepare_store(1, 6) is None
+    manager.complete_store(3, 4, 5)
+    assert manager.lookup(1, 2, 3, 4, 5) == [MISS, HIT, HIT, HIT, HIT]
+    assert manager.events() == [(False, {1, 2}), (True, {1}), (False, {3, 4, 5})]
+
+
+def test_what_is_being_loaded_is_not_evicted(make: Callable[..., Manager]) -> None:
+    manager = make()
+    blocks = manager.store(1, 2, 3, 4)
+    assert manager.load("a", 2, 3) == blocks[1:3]
+    assert manager.prepare_store(6, 7, 8) is None
+    manager.complete_load("a", 2, 3)
+    assert sorted(manager.prepare_store(6, 7, 8)[2]) != []
+
+
+def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Manager]) -> None:
+    manager = make(2)
+    blocks = manager.store(1, 2)
+    assert manager.load("a", 1, 2) == manager.load("b", 1, 2) == blocks
+    manager.complete_load("a", 1, 2)
+    assert manager.prepare_store(3) is None
+    manager.complete_load("b", 1, 2)
+    assert manager.prepare_store(3) is not None
+
+
+def test_what_is_stored_already_is_not_evicted_by_the_same_store(make: Callable[..., Manager]) -> None:
+    manager = make()
+    manager.store(1, 2)
+    manager.real.touch(keys(1), request())
+    stored, _, evicted = manager.prepare_store(2, 3, 4, 5)
+    assert (stored, evicted) == ([3, 4, 5], [1])
+    manager.complete_store(2, 3, 4, 5)
+    assert manager.lookup(2) == [HIT]
+
+
+def test_touched_chunks_are_evicted_last(make: Callable[..., Manager]) -> None:
+    manager = make(3)
+    manager.store(1)
+    manager.store(2, 3)
+    manager.real.touch(keys(1, 2), request())
+    assert manager.prepare_store(4)[2] == [3]
+
+
+def test_a_failed_store_leaves_nothing_and_what_was_there(make: Callable[..., Manager]) -> None:
+    manager = make()
+    manager.store(7)
+    assert manager.prepare_store(7, 9)[0] == [9]
+    manager.complete_store(7, 9, success=False)
+    assert manager.lookup(7, 9) == [HIT, MISS]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_host_blocks_are_in_the_order_of_the_keys(make: Callable[..., Manager], order: tuple[int, ...]) -> None:
+    manager = make()
+    blocks = manager.store(0, 1, 2)
+    assert manager.load("a", *order) == tuple(blocks[number] for number in order)
+    manager.complete_load("a", *order)
+
+
+def test_one_hash_of_two_groups_is_two_chunks(make: Callable[..., Manager]) -> None:
+    manager = make()
+    first, second = (make_offload_key(b"hash", group) for group in (0, 1))
+    manager.real.prepare_store([first], request())
+    manager.real.complete_store({first}, request())
+    assert [manager.real.lookup(key, request()) for key in (first, second)] == [HIT, MISS]
+
+
+def test_a_load_that_failed_is_not_found_again(make: Callable[..., Manager]) -> None:
+    """Else vLLM would load, fail, and load again."""
+    manager = make()
+    manager.store(1, 2, 3)
+    manager.counted()
+    manager.load("a", 1, 2)
+    manager.real.load_failed("a")
+    manager.complete_load("a", 1, 2)
+    assert manager.lookup(1, 2, 3) == [MISS, MISS, HIT]
+    counted = manager.counted()
+    assert counted["vllm:kvpool_failed_loads"] == 1
+    assert "vllm:kvpool_loaded_chunks" not in counted
+    assert manager.prepare_store(1, 2)[0] == [1, 2]
+
+
+def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[..., Manager]) -> None:
+    manager = make()
+    manager.store(1, 2)
+    manager.load("a", 1)
+    manager.prepare_store(3)
+    manager.real.reset_cache()
+    assert manager.lookup(1, 2, 3) == [MISS, MISS, MISS]
+    assert manager.cache.stats().used == 0
+    assert len(manager.prepare_store(4, 5, 6, 7)[0]) == 4
+
+
+def test_without_events_none_are_kept(make: Callable[..., Manager]) -> None:
+    manager = make(events=0)
+    manager.store(1)
+    assert manager.events() == []
+
+
+def test_metrics_say_what_happened_since_they_were_read(make: Callable[..., Manager]) -> None:
+    manager = make()
+    assert manager.counted() == {}
+    manager.store(1, 2, 3)
+    manager.prepare_store(4, 5)
+    assert manager.prepare_store(6, 7, 8) is None
+    counted = manager.counted()
+    expected = {"stored_chunks": 3, "evicted_chunks": 1, "refused_stores": 1}
+    assert {name: counted[f"vllm:kvpool_{name}"] for name in expected} == expected
+    assert counted["vllm:kvpool_host_blocks:('pending',)"] == 2
+    assert manager.counted() == {}
+    defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
+    assert {name.partition(":(")[0] for name in counted} <= set(defined)
+
+
+def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]) -> None:
+    manager = make()
+    found = manager.real.prepare_store(keys(1, 2), request()).store_spec
+    assert pickle.loads(pickle.dumps(found)).blocks == found.blocks

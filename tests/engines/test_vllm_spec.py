@@ -1,0 +1,169 @@
+"""What a user writes into vLLM's configuration: sizes, and what is refused, with words that say what to write."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+vllm = pytest.importorskip(
+    "kvpool.engines.vllm",
+    reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
+    exc_type=ImportError,
+)
+
+import torch  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm.v1.kv_offload import base  # noqa: E402
+from vllm.v1.kv_offload.config import (  # noqa: E402
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from tests.engines import serve  # noqa: E402
+
+BLOCK_BYTES = 4096
+
+
+def config(extra: dict[str, Any], *, workers: int = 1, stages: int = 1, per_chunk: int = 1, **more: Any) -> Any:
+    parallel = OffloadingParallelConfig(0, workers * stages, workers, stages, 1, 1, 0, 1, None, False)
+    groups = (OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),)
+    found = OffloadingConfig(
+        groups, BLOCK_BYTES, False, extra, "engine", OffloadingModelConfig("toy", "float16"),
+        OffloadingCacheConfig(16, per_chunk), parallel,
+    )  # fmt: skip
+    return replace(found, **more)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(4096, 4096), ("4096", 4096), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 1 << 16), ("2TiB", 2 << 40)],
+)
+def test_host_memory_is_bytes_or_text_with_a_unit(given: Any, expected: int) -> None:
+    assert vllm.host_bytes({"host_memory": given}) == expected
+
+
+@pytest.mark.parametrize("given", [None, "", "8GB", "8 gib", -1, "much", 1.5, True, [8]])
+def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="host_memory="):
+        vllm.host_bytes({"host_memory": given})
+
+
+@pytest.mark.parametrize(("workers", "per_chunk", "blocks"), [(1, 1, 256), (2, 1, 128), (1, 4, 64), (4, 4, 16)])
+def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks: int) -> None:
+    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=workers, per_chunk=per_chunk))
+    assert spec.host_blocks == blocks
+    assert spec.share == per_chunk * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (config({}), "host_memory"),
+        (config({"host_memory": 4095}), "4096 bytes"),
+        (config({"host_memory": "1GiB"}, stages=2), "pipeline_parallel_size=2"),
+        (config({"host_memory": "1GiB"}, canonical_layout=True), "canonical_layout"),
+        (config({"host_memory": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
+    ],
+)
+def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        vllm.KVPoolOffloadingSpec(made)
+
+
+def test_another_version_gets_a_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(vllm, "_version", lambda: "9.9.9")
+    monkeypatch.setattr(vllm.log, "propagate", True)
+    monkeypatch.setattr(vllm.log.parent, "propagate", True)
+    vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
+    assert f"tested with vLLM {vllm.TESTED[0]}; this is 9.9.9" in caplog.text
+
+
+def test_the_index_and_the_memory_of_every_worker_belong_together() -> None:
+    specs = [vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=2)) for _ in range(2)]
+    assert specs[0].identity == specs[1].identity
+    other = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=2, engine_id="another"))
+    assert other.identity != specs[0].identity
+
+
+def worker_of(spec: Any, tensors: list[Any]) -> Any:
+    """The worker for two groups over the same tensors."""
+    refs = [[base.CanonicalKVCacheRef(index, BLOCK_BYTES // 2) for index in range(len(tensors))]] * 2
+    caches = [base.CanonicalKVCacheTensor(one, BLOCK_BYTES // 2) for one in tensors]
+    return spec.get_worker(base.CanonicalKVCaches(caches, refs))
+
+
+@pytest.mark.parametrize(
+    ("recovers", "expedited", "survives"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_a_failed_load_is_a_success_only_where_somebody_computes_it(
+    recovers: bool, expedited: bool, survives: bool
+) -> None:
+    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
+    worker = worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
+    worker.recovers = recovers
+    worker.submit_load(1, vllm.HostBlocks((3,)), base.GPULoadStoreSpec([7], (1, 0), (0, 0)), expedited)
+    assert [one.success for one in worker.get_finished()] == [survives]
+    assert (worker.take_failed(), worker.take_failed()) == ({1}, set())
+    worker.shutdown()
+
+
+def test_a_worker_stores_and_loads_what_vllm_names() -> None:
+    """As in ``tests/v1/kv_offload/cpu/test_gpu_worker.py`` of vLLM: two groups over the same tensors, chunks of two
+    blocks, and a load that begins in the middle of one."""
+    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}, per_chunk=2))
+    tensors = [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)]
+    worker = worker_of(spec, tensors)
+    random = np.random.default_rng(7)
+    for tensor in tensors:
+        tensor.numpy()[...] = random.integers(-128, 128, tensor.shape, dtype=np.int8)
+    wanted = [tensor.clone() for tensor in tensors]
+    worker.submit_store(1, base.GPULoadStoreSpec([1, 2, 3, 4, 9, 8], (4, 2), (0, 4)), vllm.HostBlocks((3, 0, 5)))
+    assert [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()] == [
+        (1, True, 6 * BLOCK_BYTES)
+    ]
+    for tensor in tensors:
+        tensor.zero_()
+    worker.submit_load(2, vllm.HostBlocks((3, 0, 5)), base.GPULoadStoreSpec([7, 6, 5, 11, 10], (3, 2), (1, 4)))
+    worker.wait({2})
+    assert [one.success for one in worker.get_finished()] == [True]
+    for tensor, before in zip(tensors, wanted, strict=True):
+        np.testing.assert_array_equal(tensor[[7, 6, 5]], before[[2, 3, 4]])
+        np.testing.assert_array_equal(tensor[[11, 10]], before[[9, 8]])
+        assert not tensor[[0, 1, 2, 3, 4, 8, 9]].any()
+    worker.shutdown()
+
+
+def test_the_plug_in_is_imported_without_numba() -> None:
+    """vLLM on a CPU looks at all modules when a worker starts, and fails at an attribute of llvmlite's."""
+    script = "import sys, kvpool.engines.vllm; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_command_that_is_shown_is_what_the_tests_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"vllm serve (.*?)```", page, re.DOTALL)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    model, *options = shlex.split(command)
+    found = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
+    wanted = serve.transfer({"host_memory": "8GiB"})
+    assert {name: getattr(found, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_vllm_finds_the_connector_by_its_name(recovers: bool) -> None:
+    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**serve.transfer({}, recovers=recovers)))
+    assert found is (vllm.KVPoolOffloadingConnector if recovers else vllm.OffloadingConnector)

@@ -1,0 +1,49 @@
+"""The example with trees of drafts: its logits are those of the model without a cache, and it notices tokens that did
+not move."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import kvpool
+
+HAPPENED = [
+    "blocks reused on the device",
+    "blocks offloaded",
+    "blocks onboarded",
+    "accepted drafts that were moved",
+    "drafts that were accepted",
+    "drafts that were dropped",
+    "preemptions",
+]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    return importlib.import_module("drafts_numpy")
+
+
+@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])
+def test_every_logit_is_that_of_the_model_without_a_cache(
+    example: ModuleType, device: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main(["--seed", str(seed), "--device", device, "--check"]) == 0
+    counts = {line[8:]: int(line[:7].replace(",", "")) for line in capsys.readouterr().out.splitlines()}
+    assert all(counts[what] for what in HAPPENED), counts
+
+
+def test_drafts_whose_bytes_stay_where_they_were_are_noticed(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rewound(self: Any, ids: Any, drafts: Any, accepted: Any, counts: Any, *, stream: Any) -> None:
+        self.rewind(ids, [most - kept for most, kept in zip(drafts, counts, strict=True)], stream=stream)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "keep", rewound)
+    assert example.main([]) == 1
+    assert "the logits differ" in capsys.readouterr().out

@@ -1,0 +1,284 @@
+"""The engines of examples/ run, show what they promise to show, and notice when a block table is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.device import get_device
+from kvpool.device.cuda import unusable
+from kvpool.device.sim import RaceError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+HAPPENED = [
+    "blocks reused on the device", "blocks reused in part", "blocks offloaded", "blocks onboarded", "preemptions",
+    "guessed tokens that were right", "guessed tokens that were wrong, and rewound", "tokens compared",
+]  # fmt: skip
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports an example in this process."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+@pytest.fixture
+def engine(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("engine_numpy")
+
+
+def run(*arguments: str, expected: int = 0) -> str:
+    """What an example prints in a process of its own."""
+    path = os.pathsep.join([str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def assert_everything_happened(output: str) -> None:
+    for what in HAPPENED:
+        lines = [line for line in output.splitlines() if what in line]
+        assert len(lines) == 1 and int(lines[0].split()[0].replace(",", "")) > 0, output
+
+
+@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("cpu", 2), ("sim", 0), ("sim", 1), ("sim", 2)])
+def test_every_logit_is_that_of_the_model_without_a_cache(
+    engine: ModuleType, device: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert engine.main(["--chats", "16", "--seed", str(seed), "--device", device, "--check"]) == 0
+    assert_everything_happened(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])
+def test_every_logit_of_every_beam_is_that_of_the_model_without_a_cache(
+    load: Callable[[str], ModuleType], device: str, seed: int
+) -> None:
+    assert load("beams_numpy").main(["--chats", "2", "--seed", str(seed), "--device", device, "--check"]) == 0
+
+
+def test_a_beam_in_the_wrong_row_is_noticed(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    reorder = kvpool.KVCacheManager.reorder
+
+    def wrong(cache: kvpool.KVCacheManager, ids: Any, parents: Any, **options: Any) -> None:
+        reorder(cache, ids, parents[::-1].copy() // 4 * 4, **options)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "reorder", wrong)
+    assert load("beams_numpy").main(["--chats", "1"]) == 1
+
+
+def test_the_numpy_engine_runs_as_a_script() -> None:
+    assert_everything_happened(run("examples/engine_numpy.py"))
+
+
+def test_an_engine_says_what_did_not_happen(engine: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert engine.main(["--chats", "1"]) == 1
+    assert "did not happen: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--chats", "0"], ["--seed", "-1"], ["--seed", str(1 << 63)], ["--seed", "x"]])
+def test_arguments_of_an_engine_are_checked(
+    engine: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        engine.main(arguments)
+    assert caught.value.code == 2 and f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def one_wrong_block(tables: list[Any]) -> Any:
+    """The table, but in the tenth step the first block of its first sequence is another one."""
+    table = tables[-1]
+    if len(tables) == 10:
+        table[0, 0] = (table[0, 0] + 1) % 26
+    return table
+
+
+def stale_rows(tables: list[Any]) -> Any:
+    """The table of the step before, where both have a block: as if nobody had waited until it was written again."""
+    table, before = tables[-1], tables[max(len(tables) - 2, 0)]
+    common = tuple(slice(min(pair)) for pair in zip(table.shape, before.shape, strict=True))
+    both = (table[common] >= 0) & (before[common] >= 0)
+    table[common][both] = before[common][both]
+    return table
+
+
+@pytest.mark.parametrize("broken", [one_wrong_block, stale_rows])
+def test_a_wrong_block_table_is_noticed(
+    engine: ModuleType,
+    broken: Callable[[list[Any]], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dense, tables = kvpool.BlockTable.dense, []
+
+    def wrong(self: kvpool.BlockTable) -> Any:
+        tables.append(dense(self))
+        return broken([table.copy() for table in tables])
+
+    monkeypatch.setattr(kvpool.BlockTable, "dense", wrong)
+    assert engine.main([]) == 1
+    assert "the logits differ" in capsys.readouterr().out
+
+
+def test_calls_that_do_not_name_the_stream_are_a_race(engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("add_sequence_batch", "append_tokens", "block_table", "commit", "release", "rewind"):
+        call = getattr(kvpool.KVCacheManager, name)
+
+        def nameless(*arguments: Any, stream: Any, call: Callable[..., Any] = call, **options: Any) -> Any:
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(kvpool.KVCacheManager, name, nameless)
+    with pytest.raises(RaceError, match="nothing orders"):
+        engine.main(["--device", "sim"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["copy_writes_after_copies", "copy_writes_after_engine", "engine_reads_after_copies", "engine_writes_after_copies"],
+)
+def test_the_engine_needs_the_order_of_copies(engine: ModuleType, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = kvpool.KVCacheManager.__init__
+
+    def without(self: kvpool.KVCacheManager, *arguments: Any, **options: Any) -> None:
+        opened(self, *arguments, **options)
+        self.core.disable_guard(rule)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "__init__", without)
+    with pytest.raises(RaceError, match="nothing orders"):
+        engine.main(["--device", "sim"])
+
+
+# -- other packages
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_jax_engine_reads_the_pool_in_place() -> None:
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
+    script = """
+import sys, engine_jax
+view = engine_jax.jax.dlpack.from_dlpack
+def in_place(array):
+    found = view(array)
+    assert found.unsafe_buffer_pointer() == array.__array_interface__["data"][0], "a copy"
+    return found
+engine_jax.jax.dlpack.from_dlpack = in_place
+sys.exit(engine_jax.main(["--chats", "16", "--device", "cpu", "--check"]))
+"""
+    assert_everything_happened(run("-c", script))
+
+
+def test_the_torch_example_reuses_what_it_wrote() -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    assert "9 of 10 tokens reused" in run("examples/engine_torch.py")
+
+
+def test_the_cupy_engine_says_what_it_needs() -> None:
+    if unusable() is None:
+        pytest.skip("there is a GPU")
+    assert "cannot run here: the cuda device needs" in run("examples/engine_cupy.py", expected=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("package", ["cupy", "jax", "torch"])
+def test_the_engine_runs_on_a_gpu(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = unusable() or (None if importlib.util.find_spec(package) else f"{package} is not installed")
+    if missing:
+        pytest.skip(missing)
+    monkeypatch.setenv("KVPOOL_DEVICE", "cuda")
+    run(f"examples/engine_{package}.py")
+
+
+# -- the engine in CuPy, on the CPU
+# ------------------------------------------------------------------------------------------------------
+
+# Each argument of the kernel, an address or a number, in eight bytes.
+HARNESS = """
+#include "shim.h"
+#include <cmath>
+using namespace std;
+{source}
+extern "C" void run(unsigned thread_blocks, unsigned threads, const long long* a) {{
+    gridDim = {{thread_blocks, 1, 1}}, blockDim = {{threads, 1, 1}};
+    for (unsigned block = 0; block < thread_blocks; ++block) for (unsigned thread = 0; thread < threads; ++thread) {{
+        blockIdx = {{block, 0, 0}}, threadIdx = {{thread, 0, 0}};
+        paged_attention((double*)a[0], (const double*)a[1], (const double*)a[2], (const double*)a[3], (const int*)a[4],
+                        int(a[5]), (const long long*)a[6], (const long long*)a[7], int(a[8]));
+    }}
+}}
+"""
+DTYPES = [np.float64] * 4 + [np.int32, np.int32, np.int64, np.int64, np.int32]
+
+
+@pytest.fixture
+def numpy_as_cupy(tmp_path: Path) -> SimpleNamespace:
+    """As much of CuPy as the engine uses, over NumPy; its kernels are built with g++ and run one thread after the
+    other."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed; the kernel is built with it for the CPU")
+
+    def raw_kernel(source: str, name: str, options: tuple[str, ...]) -> Callable[..., None]:
+        assert name == "paged_attention"
+        file, built = tmp_path / "source.cpp", tmp_path / "library.so"
+        file.write_text(HARNESS.format(source=source), encoding="utf-8")
+        shim = f"-I{ROOT / 'tests' / 'kernels'}"
+        command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", shim, *options, str(file), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        library = ctypes.CDLL(str(built))
+
+        def launch(grid: tuple[int], threads: tuple[int], arguments: tuple[Any, ...]) -> None:
+            assert [argument.dtype for argument in arguments] == DTYPES
+            assert all(argument.flags.c_contiguous for argument in arguments)
+            numbers = [argument.ctypes.data if argument.ndim else int(argument) for argument in arguments]
+            library.run(grid[0], threads[0], (ctypes.c_longlong * len(numbers))(*numbers))
+
+        return launch
+
+    streams = SimpleNamespace(Stream=SimpleNamespace(from_external=lambda stream: contextlib.nullcontext()))
+    names = ["asarray", "ascontiguousarray", "concatenate", "cos", "empty", "exp", "full", "sin"]
+    return SimpleNamespace(
+        RawKernel=raw_kernel, asnumpy=np.asarray, cuda=streams, **{name: getattr(np, name) for name in names}
+    )
+
+
+def test_the_cupy_engine_is_right_with_its_kernel_on_the_cpu(
+    load: Callable[[str], ModuleType], numpy_as_cupy: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model = partial(load("engine_cupy").CupyModel, cupy=numpy_as_cupy)
+    assert load("engine_numpy").serve(get_device("cpu"), make_model, chats=16, seed=0, check=True) == 0
+    assert_everything_happened(capsys.readouterr().out)
+
+
+def test_the_kernel_of_the_cupy_engine_compiles_for_a_gpu(load: Callable[[str], ModuleType]) -> None:
+    core = pytest.importorskip("cuda.core")
+    example = load("engine_cupy")
+    macros = "".join(f"#define {name} {value}\n" for name, value in example.CONSTANTS.items())
+    try:
+        program = core.Program(
+            macros + example.SOURCE.read_text(encoding="utf-8"), "c++", core.ProgramOptions(arch="sm_80")
+        )
+    except RuntimeError as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    assert b"paged_attention" in program.compile("cubin").code

@@ -1,0 +1,97 @@
+"""The engines over groups of layers run, their logits are those without a cache, and what a group loses or mixes up is
+noticed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import kvpool
+from kvpool.device.sim import RaceError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("groups_numpy")
+
+
+@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])
+def test_every_logit_is_that_of_the_model_without_a_cache(
+    example: ModuleType, device: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main(["--chats", "16", "--seed", str(seed), "--device", device, "--check"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("tokens compared") == 4
+    for what in (
+        "guessed tokens that were right",
+        "accepted drafts that were moved",
+        "times that a beam went on from another",
+    ):
+        assert what in said
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[kvpool.LayerGroup], kvpool.LayerGroup]) -> None:
+    """Pools whose groups are other than the model's."""
+    manager = kvpool.KVCacheManager
+
+    def wrong(*, groups: Any, **options: Any) -> kvpool.KVCacheManager:
+        return manager(groups=[change(group) for group in groups], **options)
+
+    monkeypatch.setattr(kvpool, "KVCacheManager", wrong)
+
+
+def test_a_group_that_gives_back_what_is_still_seen_is_noticed(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(monkeypatch, lambda group: replace(group, window=11) if group.window else group)
+    assert example.main(["--chats", "16"]) == 1
+    assert "the logits differ" in capsys.readouterr().out
+
+
+def test_a_state_that_comes_back_to_the_wrong_prefix_is_noticed(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states_of = example.states_of
+
+    def late(columns: Any, start: int, end: int) -> Any:
+        read, written = states_of(columns, start, end)
+        return read, [(min(count + 1, end), block) for count, block in written]
+
+    monkeypatch.setattr(example, "states_of", late)
+    assert example.main(["--chats", "16"]) == 1
+    assert "the logits differ" in capsys.readouterr().out
+
+
+def test_drafts_that_do_not_move_are_noticed(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rewound(self: Any, ids: Any, drafts: Any, accepted: Any, counts: Any, *, stream: Any) -> None:
+        self.rewind(ids, [most - kept for most, kept in zip(drafts, counts, strict=True)], stream=stream)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "keep", rewound)
+    assert example.main(["--chats", "16"]) == 1
+    assert "the logits differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rule", ["copy_writes_after_copies", "copy_writes_after_engine", "engine_reads_after_copies"])
+def test_the_order_of_copies_is_needed_in_groups_too(
+    example: ModuleType, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = kvpool.KVCacheManager.__init__
+
+    def without(self: kvpool.KVCacheManager, *arguments: Any, **options: Any) -> None:
+        opened(self, *arguments, **options)
+        self.core.disable_guard(rule)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "__init__", without)
+    with pytest.raises(RaceError, match="nothing orders"):
+        example.main(["--device", "sim"])

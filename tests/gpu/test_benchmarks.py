@@ -1,0 +1,83 @@
+"""The benchmarks of a GPU and the script that writes their table, at a small size: they do what they are to measure."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asv_bench import gpu_table
+from asv_bench.benchmarks import gpu
+from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, Calibration
+
+pytestmark = pytest.mark.gpu
+NBYTES, COUNT = 4096, 8
+SECONDS = 0.002
+SIZES: dict[Any, dict[str, Any]] = {
+    gpu.BlockCopies: {"tier_bytes": 64 * NBYTES},
+    gpu.KvCopies: {"shape": {"layers": 2, "kv_heads": 2, "head_dim": 16}, "blocks": 8, "tokens": 50},
+    gpu.StagedTables: {"busy_bytes": 4096, "params": [2, 8]},
+    gpu: {"SEQUENCES": 4, "COLUMNS": 8, "REPEATS": 2},
+    gpu_table: {"FRAGMENT_BYTES": (NBYTES, 8 * NBYTES), "FRAGMENTS": (2, COUNT)},
+}
+
+
+@pytest.fixture(autouse=True)
+def small(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks of a small size, and a clock by which every call takes two milliseconds once it is done."""
+    for owner, sizes in SIZES.items():
+        for name, value in sizes.items():
+            monkeypatch.setattr(owner, name, value)
+    measured = cupy.cuda.runtime.eventElapsedTime
+
+    def elapsed(begin: int, end: int) -> float:
+        assert measured(begin, end) >= 0
+        return 1e3 * SECONDS
+
+    monkeypatch.setattr(cupy.cuda.runtime, "eventElapsedTime", elapsed)
+
+
+def run_tracks(benchmark: type[Any], parameters: tuple[Any, ...]) -> dict[str, float]:
+    found = gpu_table.measured(benchmark, parameters)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("parameters", list(product(DIRECTIONS, PATHS, ["apart", "neighbours"])), ids=str)
+def test_blocks_are_copied_by_the_path_that_is_measured(
+    parameters: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direction, path, placement = parameters
+    paths = list[str]()
+    chosen = Calibration.choose
+    monkeypatch.setattr(Calibration, "choose", lambda *given: (paths.append(found := chosen(*given)), found)[1])
+    found = run_tracks(gpu.BlockCopies, (direction, path, NBYTES, COUNT, placement))
+    assert found["speed"] == pytest.approx(NBYTES * COUNT / SECONDS / 1e9)
+    assert found["share_of_peak"] == pytest.approx(100 * COUNT / 32)
+    assert paths == [path] * (2 * (gpu.REPEATS + 1))
+
+
+@pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params, gpu_table.ORDERS)), ids=str)
+def test_tokens_are_copied(parameters: tuple[str, ...]) -> None:
+    assert run_tracks(gpu.KvCopies, parameters)["share_of_plain_copy"] == pytest.approx(100)
+
+
+def test_tables_are_staged() -> None:
+    found = run_tracks(gpu.StagedTables, (2,))
+    assert set(found) == {"cpu_time", "cpu_time_of_memcpy", "gpu_time", "gpu_time_of_memcpy_async"}
+    assert found["gpu_time"] == pytest.approx(1e6 * SECONDS)
+
+
+def test_the_table_names_the_machine_and_every_case(cupy: Any, tmp_path: Path) -> None:
+    place = tmp_path / "RESULTS.md"
+    gpu_table.main(["--output", str(place)])
+    text, name = place.read_text(encoding="utf-8"), cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --output" in text
+    for direction, placement in product(DIRECTIONS, ("apart", "neighbours")):
+        assert f"### {direction}, {placement}" in text
+    rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {path} |" for path in PATHS))]
+    # The largest case does not fit into the tiers, and stays empty.
+    assert len(rows) == 6 * len(PATHS) * 2 and all(row.count(" %)") == (2 if "| 2 |" in row else 1) for row in rows)
+    assert text.count("| gather |") == text.count("| scatter |") == 4

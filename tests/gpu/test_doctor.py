@@ -1,0 +1,69 @@
+"""The doctor on a machine with a GPU: it names it, and says how copies are chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.__main__ import main
+from kvpool.device.cuda import calibration, describe_gpus
+from kvpool.device.cuda.calibration import Calibration, Measurement
+from tests import emulated
+
+pytestmark = pytest.mark.gpu
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def bare(cupy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with a cache of its own, on which nobody has chosen anything."""
+    for name in ("KVPOOL_DEVICE", "KVPOOL_COPY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def answer(capsys: Capture, *arguments: str) -> tuple[int, str]:
+    status = main(["doctor", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_the_gpu_is_named_and_auto(capsys: Capture) -> None:
+    status, text = answer(capsys, "--device", "cuda")
+    assert status == 0
+    assert f"GPU 0: {describe_gpus()[0].name}, " in text
+    assert 'device "auto" is cuda' in text and "chosen by rule; cache.calibrate()" in text
+
+
+LOOK = """
+from kvpool.__main__ import main
+from tests.emulated import lab
+assert main(["doctor"]) == 0
+assert lab.driver().counter("contexts") == 0, "a look makes no context"
+"""
+
+
+def test_a_look_is_no_use_of_the_gpu() -> None:
+    if not emulated.running():
+        pytest.skip("the emulated driver counts contexts")
+    from tests.emulated import lab
+
+    lab.in_a_process(LOOK)
+
+
+def test_the_calibration_is_shown_with_its_choice(capsys: Capture) -> None:
+    gpu = describe_gpus()[0]
+    path = calibration.place(gpu.name, gpu.driver)
+    rows = (Measurement("onboard", 4096, 64, "plain", 5.0), Measurement("onboard", 4096, 64, "kernel", 40.0))
+    calibration.store(path, Calibration(gpu.name, gpu.driver, rows))
+    _, text = answer(capsys)
+    assert str(path) in text and "plain 5.0  kernel 40.0*" in text
+    path.write_text("no")
+    assert "no calibration" in answer(capsys)[1]
+
+
+def test_a_path_from_the_environment_is_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_COPY_PATH", "batched")
+    assert "copies: batched, by KVPOOL_COPY_PATH" in answer(capsys)[1]

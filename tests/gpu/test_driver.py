@@ -1,0 +1,175 @@
+"""The cuda device and the driver below it: contexts, captures, streams that are gone, and memory of pools that nobody
+closed."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheManager
+from kvpool.arrays.layout import BlockLayout
+from kvpool.device.base import Stream
+from kvpool.device.cuda import device as cuda
+from tests import emulated
+
+pytestmark = pytest.mark.gpu
+LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
+ROOT = Path(__file__).resolve().parents[2]
+
+ONE_GPU = """
+import ctypes, threading
+import numpy as np
+from kvpool import KVCacheManager, PagedKV, gather_kv
+from kvpool.device.cuda import CudaDevice
+from kvpool.arrays.layout import BlockLayout
+
+driver = ctypes.CDLL("libcuda.so.1")
+
+def active(index):
+    flags, found = ctypes.c_uint(), ctypes.c_int()
+    assert driver.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(found)) == 0
+    return bool(found.value)
+
+layout = BlockLayout(3, 2, 16, 4, dtype="float16")
+device = CudaDevice(1, calibration="kernel")
+with KVCacheManager(layout, device_blocks=16, host_blocks=60, device=device, max_sequences=4) as cache:
+    def serve(first):
+        for start in range(first, first + 5000, 1000):
+            sequence = cache.add_sequence(list(range(start, start + 16)))
+            cache.commit(sequence)
+            cache.release(sequence)
+    threads = [threading.Thread(target=serve, args=[10**6 * n]) for n in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    serve(0)
+    out = device.allocate(2 * 3 * 3 * 2 * 16 * 2, "device")
+    rows = out.view(np.float16).reshape(2, 3, 3, 32)
+    gather_kv(PagedKV.of_pool(layout, cache.device_pool), np.array([1, 2, 3]), rows)
+    device.synchronize()
+    device.free(out)
+device.close()
+assert active(1) and not active(0), [active(0), active(1)]
+import cupy
+assert cupy.cuda.runtime.getDevice() == 0
+"""
+
+
+def test_threads_that_chose_no_gpu_get_no_context_beside_that_of_the_pool(cupy: Any) -> None:
+    """In a process of its own, as contexts stay until a process ends."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU: a second is needed")
+    done = subprocess.run([sys.executable, "-c", ONE_GPU], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def serve(cache: KVCacheManager, stream: Any, first: int, count: int) -> None:
+    for start in range(first, first + 100 * count, 100):
+        sequence = cache.add_sequence(list(range(start, start + 16)), stream=stream)
+        cache.commit(sequence)
+        cache.release(sequence)
+
+
+@pytest.mark.parametrize(
+    "mode", ["streamCaptureModeGlobal", "streamCaptureModeThreadLocal", "streamCaptureModeRelaxed"]
+)
+def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy: Any, mode: str) -> None:
+    """Offloads, onboards, hand-overs and leases on other streams, by this thread and others: the capture ends as a
+    graph that runs."""
+    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=90, device="cuda", max_sequences=4) as cache:
+        captured, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        out, table = cupy.zeros(4, np.int32), cupy.full((1, 8), -7, np.int32)
+        held = cache.add_sequence([1, 2, 3], stream=captured)
+        cupy.cuda.Device().synchronize()
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                serve(cache, other, 10**6, 10)
+                cache.prefetch(list(range(10**6, 10**6 + 16)))
+            except BaseException as error:
+                errors.append(error)
+
+        gc.collect()  # Memory of other tests that is freed in this thread would end the capture.
+        captured.begin_capture(getattr(cupy.cuda.runtime, mode))
+        cupy.cuda.runtime.memsetAsync(out.data.ptr, 1, out.nbytes, captured.ptr)
+        for call in (
+            lambda: cache.add_sequence([9] * 4, stream=captured),
+            lambda: cache.append_tokens(held, [4]),
+            lambda: cache.copy_batch_block_offsets(table, held),
+            lambda: cache.commit(held),
+        ):
+            with pytest.raises(ValueError, match="it is being captured; call before the capture begins"):
+                call()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        serve(cache, other, 2 * 10**6, 10)
+        graph = captured.end_capture()
+        assert not errors
+        graph.launch(captured)
+        captured.synchronize()
+        assert (out.get() == 0x01010101).all()
+        cache.copy_batch_block_offsets(table, held)
+        cache.commit(held)
+        cache.release(held)
+        cupy.cuda.Device().synchronize()
+        cache.verify()
+
+
+def test_pools_that_nobody_closed_leave_no_memory_pinned(cupy: Any) -> None:
+    runtime = cupy.cuda.runtime
+    for _ in range(5):
+        cache = KVCacheManager(LAYOUT, device_blocks=2, host_blocks=3, device="cuda")
+        address = cache.host_pool.ctypes.data
+        del cache
+        gc.collect()
+        assert runtime.pointerGetAttributes(address).type == runtime.memoryTypeUnregistered
+
+
+def test_a_stream_that_its_user_destroyed_is_refused_and_the_pool_goes_on(cupy: Any) -> None:
+    if not emulated.running():
+        pytest.skip("a driver may do anything with a stream that was destroyed; the emulated one says error 400")
+    runtime = cupy.cuda.runtime
+    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
+        gone, good = runtime.streamCreateWithFlags(runtime.streamNonBlocking), cupy.cuda.Stream(non_blocking=True)
+        sequence = cache.add_sequence(list(range(9)), stream=gone)
+        runtime.memsetAsync(cache.device_pool.data.ptr, 3, cache.device_pool.nbytes, gone)
+        runtime.streamDestroy(gone)
+        for call in (lambda: cache.commit(sequence), lambda: cache.add_sequence([1], stream=Stream(gone))):
+            with pytest.raises(ValueError, match="it has been destroyed"):
+                call()
+        cache.commit(sequence, stream=good)
+        cache.release(sequence, stream=good)
+        serve(cache, good, 1000, 4)
+        again = cache.add_sequence(list(range(9)), stream=good)
+        assert cache.cached_tokens(again) == 8
+        cupy.cuda.Device().synchronize()
+        blocks = cache.block_table(again).dense()[0][:2]
+        assert (cache.device_pool.view(np.uint8).get().reshape(3, 2, 6, -1)[:, :, blocks] == 3).all()
+        cache.release(again)
+        cache.verify()
+
+
+def test_nothing_is_compiled_after_the_pool_is_made(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cuda.COPY_PATH, "kernel")
+    with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=60, device="cuda", max_sequences=2) as cache:
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("compiled behind a decision")
+
+        monkeypatch.setattr(cupy, "RawModule", fail)
+        serve(cache, None, 0, 10)
+        sequence, table = cache.add_sequence([1, 2, 3]), cupy.full((1, 8), -7, np.int32)
+        cache.copy_batch_block_offsets(table, sequence)
+        cupy.cuda.Device().synchronize()
+        assert table.get()[0, 0] >= 0
+        cache.release(sequence)

@@ -1,0 +1,121 @@
+"""A host tier for an engine with tensors by layers on a GPU: pinned in place, copied by the driver, on streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV, Stagings, gather_kv
+from kvpool.device.cuda import CudaDevice
+
+pytestmark = pytest.mark.gpu
+IDENTITY = ModelIdentity("toy", "r1", "uint8", "pages", "1")
+LAYERS, BLOCKS, PAGE, HOST = 4, 12, 4096, 6
+SHAPES = {"L | P B T H D": (2, BLOCKS, 8, 2, 32), "L | B D": (BLOCKS, PAGE), "L | B T H P D": (BLOCKS, 8, 2, 2, 32)}
+
+
+def engine(cupy: Any, layout: str) -> tuple[list[Any], PagedKV]:
+    """Tensors by layers, as an engine lays them out, with another number in each block."""
+    axis = layout.split()[2:].index("B")
+    shape = SHAPES[layout]
+    arrays = []
+    for layer in range(LAYERS):
+        values = np.arange(BLOCKS, dtype=np.uint8) * LAYERS + layer
+        own = np.broadcast_to(values.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
+        arrays.append(cupy.asarray(np.ascontiguousarray(own)))
+    cupy.cuda.Device().synchronize()
+    return arrays, PagedKV.of(arrays, layout)
+
+
+def block_of(array: Any, layout: str, block: int) -> np.ndarray:
+    return np.moveaxis(array.get(), layout.split()[2:].index("B"), 0)[block]
+
+
+@pytest.mark.parametrize("path", ["plain", "batched"])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_blocks_go_down_and_come_back_to_others(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, layout: str, path: str
+) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.pinned.CHUNK_BYTES", 4096)
+    if path == "plain":
+        monkeypatch.setattr("kvpool.device.cuda.device.find_batch", lambda: None)
+    arrays, paged = engine(cupy, layout)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with HostCache(HOST, LAYERS * PAGE, identity=IDENTITY) as cache, HostTier.of(cache) as tier:
+        tier.blocks[...] = 255
+        with HostCopies(tier, paged) as copies:
+            taken = cache.reserve([b"a", b"b", b"c"])
+            with stream:
+                for array in arrays:
+                    array += cupy.uint8(1)
+            copies.copy_in([7, 2, 11], taken.slots, stream=stream).wait()
+            cache.publish(taken.keys)
+            assert (tier.blocks[3:] == 255).all(), "its content stays where it is pinned in place"
+            with cache.pin([b"b", b"a"]) as lease:
+                done = copies.copy_out([0, 1], lease.slots, stream=stream)
+                done.follow(stream)
+                with stream:
+                    seen = [array.copy() for array in arrays]
+                stream.synchronize()
+                assert done.done
+        for layer, array in enumerate(seen):
+            for block, was in ((0, 2), (1, 7)):
+                assert (block_of(array, layout, block) == np.uint8(was * LAYERS + layer + 1)).all()
+
+
+def test_a_tier_of_another_process_is_pinned_where_it_is(cupy: Any) -> None:
+    """Two workers of one process stand for two processes: what counts is that both have mappings of their own."""
+    with HostTier(HOST, 2 * LAYERS * PAGE, identity=IDENTITY) as tier:
+        tier.blocks[...] = 9
+        workers = []
+        for rank in range(2):
+            arrays, paged = engine(cupy, "L | B D")
+            attached = HostTier.attach(tier.share())
+            assert attached.flat.ctypes.data != tier.flat.ctypes.data
+            workers.append((arrays, attached, HostCopies(attached, paged, first_byte=rank * LAYERS * PAGE)))
+        for _, _, copies in workers:
+            copies.copy_in([3], [1]).wait()
+        expected = np.repeat(np.arange(LAYERS) + 3 * LAYERS, PAGE).astype(np.uint8)
+        np.testing.assert_array_equal(tier.blocks[1], np.tile(expected, 2))
+        assert (tier.blocks[0] == 9).all() and (tier.blocks[2:] == 9).all()
+        for _, attached, copies in workers:
+            copies.close()
+            attached.close()
+
+
+def test_memory_that_cannot_be_pinned_is_refused(cupy: Any) -> None:
+    _, paged = engine(cupy, "L | B D")
+    memory = np.zeros(HOST * LAYERS * PAGE + 4096 + 1, np.uint8)
+    first = -memory.ctypes.data % 4096 + 1
+    own = memory[first : first + HOST * LAYERS * PAGE]
+    with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY, memory=own) as tier:
+        with pytest.raises(ValueError, match="from the start of a page"):
+            HostCopies(tier, paged)
+        with pytest.raises(ValueError, match="accepted are 'auto' and 'cuda'"):
+            HostCopies(tier, paged, device="cpu")
+
+
+def test_a_device_of_the_callers_is_used_and_left_open(cupy: Any) -> None:
+    _, paged = engine(cupy, "L | B D")
+    device = CudaDevice()
+    with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY) as tier:
+        for _ in range(2):
+            with HostCopies(tier, paged, device=device) as copies:
+                copies.copy_in([0], [0]).wait()
+    device.close()
+
+
+def test_chunks_of_a_prompt_are_gathered_in_one_call(cupy: Any) -> None:
+    arrays, paged = engine(cupy, "L | P B T H D")
+    slots = np.arange(5 * 8, 8 * 8)
+    parts = [cupy.zeros((2, LAYERS, tokens, 64), cupy.uint8) for tokens in (8, 16)]
+    gather_kv(paged, slots, Stagings(parts), skip_prefix_n_tokens=9)
+    cupy.cuda.Device().synchronize()
+    whole = np.concatenate([part.get() for part in parts], axis=2)
+    expected = np.zeros_like(whole)
+    for t in range(9, 24):
+        for layer in range(LAYERS):
+            expected[:, layer, t] = (5 + t // 8) * LAYERS + layer
+    np.testing.assert_array_equal(whole, expected)

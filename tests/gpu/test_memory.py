@@ -1,0 +1,191 @@
+"""Memory of a GPU and pinned memory: what their protocols say, who waits for what, and memory of the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import BlockLayout, KVCacheManager, PoolBusy
+from kvpool.arrays import dlpack
+from kvpool.arrays.strided import as_strided
+from kvpool.device.cuda import CudaDevice
+from tests.gpu.machines import Machine
+from tests.interop.arrays import LAYOUT, aligned, described, open_pool
+
+pytestmark = pytest.mark.gpu
+PLACES = {"device": (2, 0), "host": (3, 0)}
+NBYTES = 6 * LAYOUT.block_bytes
+
+
+@pytest.fixture
+def cache(cupy: Any) -> Iterator[KVCacheManager]:
+    with open_pool(device="cuda") as made:
+        yield made
+        made.verify()
+
+
+def address(cache: KVCacheManager, tier: str) -> int:
+    return cache._pools.address(tier)
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+@pytest.mark.parametrize("tier", PLACES)
+def test_capsules_name_the_gpu_and_pinned_memory(cache: KVCacheManager, tier: str, version: Any) -> None:
+    export = cache.export(tier)[1]
+    capsule = export.__dlpack__(max_version=version)
+    tensor, _ = described(capsule)
+    assert (tensor.device_type, tensor.device_id) == export.__dlpack_device__() == PLACES[tier]
+    whole = cache.device_pool if tier == "device" else cache.host_pool
+    assert tensor.data == as_strided("whole", whole[1]).address
+    with pytest.raises(PoolBusy, match="live: 1"):
+        cache.close()
+    del capsule
+    assert len(cache._loans) == 0
+
+
+def test_pinned_memory_can_be_asked_for_as_main_memory(cache: KVCacheManager) -> None:
+    export = cache.export("host")
+    tensor, _ = described(export.__dlpack__(dl_device=(1, 0)))
+    assert (tensor.device_type, tensor.data) == (1, address(cache, "host"))
+    assert np.from_dlpack(export).ctypes.data == np.asarray(export).ctypes.data == address(cache, "host")
+
+
+ELSEWHERE = [
+    ({"dl_device": (1, 0)}, r"accepted is \(2, 0\)"),
+    ({"dl_device": (2, 1)}, "accepted is"),
+    ({"copy": True}, "copy=True"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ELSEWHERE)
+def test_memory_of_a_gpu_goes_nowhere_else(cache: KVCacheManager, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BufferError, match=message):
+        cache.export().__dlpack__(max_version=(1, 0), **options)
+    with pytest.raises(BufferError, match="read-only"):
+        cache.export(writable=False).__dlpack__()
+    _, head = described(cache.export(writable=False).__dlpack__(max_version=(1, 0)))
+    assert head is not None and head.flags == dlpack.READ_ONLY
+    with pytest.raises(TypeError, match="no NumPy array"):
+        np.asarray(cache.export())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
+def test_the_cuda_array_interface_names_type_place_and_stream(cupy: Any, dtype: str) -> None:
+    with open_pool(BlockLayout(2, 2, 8, 4, dtype=dtype), device="cuda") as cache:
+        raw = dtype != "float16"
+        assert hasattr(cache.export(), "__cuda_array_interface__") != raw
+        export = cache.export(raw=raw, writable=False)[:, 1]
+        found, expected = export.__cuda_array_interface__, cache.device_pool[:, 1]
+        assert (found["version"], found["stream"], found["data"]) == (3, 1, (expected.data.ptr, True))
+        assert (found["shape"], found["strides"], found["typestr"]) == (
+            expected.shape,
+            expected.strides,
+            expected.dtype.str,
+        )
+        assert not hasattr(cache.export("host"), "__cuda_array_interface__")
+        with pytest.raises(PoolBusy):
+            cache.close()
+        other = as_strided("x", cache.export(raw=True))
+        assert (other.memory, other.address, other.writable) == ("device", address(cache, "device"), True)
+        del export, other
+
+
+def offloading(cache: KVCacheManager) -> None:
+    """Leaves copies under way: the second prompt evicts the first."""
+    for first in (0, 100):
+        seq = cache.add_sequence(list(range(first, first + 17)))
+        cache.commit(seq)
+        cache.release(seq)
+
+
+TAKERS: dict[str, Callable[[Any, int], Any]] = {
+    "dlpack on a stream": lambda export, stream: export.__dlpack__(stream=stream),
+    "dlpack on the default": lambda export, stream: export.__dlpack__(),
+    "cuda array interface": lambda export, stream: export.__cuda_array_interface__,
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_who_takes_memory_waits_for_the_copies_enqueued_so_far(cache: KVCacheManager, cupy: Any, taker: str) -> None:
+    """The pool's own streams are held back: who takes memory is held up, and who asks for no wait is not."""
+    machine, mine = Machine(cupy), cupy.cuda.Stream(non_blocking=True)
+    stream = mine if taker == "dlpack on a stream" else cupy.cuda.Stream.null
+    order: Any = cache.core.transfer.order
+    gates = [machine.stall(cupy.cuda.Stream.from_external(one)) for one in order._streams[:3]]
+    offloading(cache)
+    assert cache.export().__dlpack__(stream=-1) is not None and not machine.busy(mine)
+    taken = TAKERS[taker](cache.export(), mine.ptr)
+    for number, go in enumerate(gates):
+        assert machine.busy(stream), f"{number} of the pool's streams had come to their end"
+        go()
+    stream.synchronize()
+    assert all(cupy.cuda.Stream.from_external(one).done for one in order._streams[:3])
+    del taken
+
+
+def test_bad_streams_are_named(cache: KVCacheManager) -> None:
+    for stream, error in ((0, ValueError), (2, ValueError), (-2, ValueError), ("x", TypeError)):
+        with pytest.raises(error, match="stream"):
+            cache.export().__dlpack__(stream=stream)
+
+
+def gpu_memory(cupy: Any, nbytes: int, **changes: Any) -> Any:
+    """What RMM gives: an object with an interface; ``owner`` is freed with it."""
+    memory = cupy.cuda.Memory(nbytes + 64)
+    start = -memory.ptr % 64
+    interface = {
+        "version": 3,
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "strides": None,
+        "data": (memory.ptr + start, False),
+        "stream": None,
+    }
+    return SimpleNamespace(__cuda_array_interface__={**interface, **changes}, owner=memory)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_the_device_tier_lies_in_memory_of_the_caller(cupy: Any, as_function: bool) -> None:
+    owned = gpu_memory(cupy, NBYTES)
+    where = owned.__cuda_array_interface__["data"][0]
+    with open_pool(device="cuda", device_memory=(lambda nbytes, alignment: owned) if as_function else owned) as cache:
+        assert address(cache, "device") == where == cache.device_pool.data.ptr
+        cache.device_pool.fill(4)
+        cupy.cuda.Device().synchronize()
+        seq = cache.add_sequence(list(range(16)))
+        cache.commit(seq)
+        cache.release(seq)
+        assert cache.offload(list(range(16))) == 4
+        cache.core.device.synchronize()
+        with cache.pin(cache.block_keys(list(range(16))).keys, tier="host") as lease:
+            assert (cache.host_pool[lease.blocks - cache.device_blocks] == 4).all()
+    assert cupy.cuda.runtime.pointerGetAttributes(where).type == cupy.cuda.runtime.memoryTypeDevice
+
+
+def test_memory_that_is_none_of_this_gpu_is_refused(cupy: Any) -> None:
+    device = CudaDevice()
+    with pytest.raises(
+        ValueError, match="device_memory is host memory: the cuda device has this tier in device memory"
+    ):
+        open_pool(device=device, device_memory=aligned(NBYTES))
+    raw = aligned(NBYTES)
+    stranger = SimpleNamespace(__cuda_array_interface__={**raw.__array_interface__})
+    with pytest.raises(ValueError, match="device_memory: 0x.* is no memory of GPU 0"):
+        open_pool(device=device, device_memory=stranger)
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        with cupy.cuda.Device(1):
+            elsewhere = gpu_memory(cupy, NBYTES)
+        with pytest.raises(ValueError, match="is no memory of GPU 0"):
+            open_pool(device=device, device_memory=elsewhere)
+    with pytest.raises(ValueError, match="host_memory: the cuda device pins memory of its own; accepted is None"):
+        open_pool(device=device, host_memory=aligned(5 * LAYOUT.block_bytes))
+    with pytest.raises(ValueError, match="read-only"):
+        open_pool(
+            device=device, device_memory=gpu_memory(cupy, NBYTES, data=(gpu_memory(cupy, NBYTES).owner.ptr & ~63, True))
+        )
+    open_pool(device=device).close()
+    device.close()

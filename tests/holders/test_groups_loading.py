@@ -1,0 +1,371 @@
+"""Loaders and imports over groups of layers: each group gets what it lacks, and a prompt is found once all of them have
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins
+from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
+from kvpool.device.cpu import CpuDevice
+from kvpool.holders.reservations import Share
+from tests.device.faults import FaultyDevice
+
+A = list(range(100, 140))
+Make = Callable[..., GroupEngine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Engines on pools of several groups; nothing may be wrong at their end."""
+    opened: list[GroupEngine] = []
+
+    def build(*args: Any, **options: Any) -> GroupEngine:
+        opened.append(GroupEngine(*args, **options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
+        assert engine.findings() == []
+
+
+# -- reservations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("cached", [0, 10, 16])
+def test_a_loader_fills_every_group_and_the_next_request_reuses_all_of_it(make: Make, device: str, cached: int) -> None:
+    engine = make([12, 12], device=device)
+    if cached:
+        engine.seed(A[:cached])
+    before = engine.free()
+    with engine.cache.reserve(A[:22], stream=engine.b) as reservation:
+        assert (reservation.tokens, reservation.skip_prefix_n_tokens) == (22, cached)
+        engine.load(reservation, A, engine.b)
+        reservation.commit()
+    engine.cache.verify()
+    assert engine.free() == before and engine.reusable(A[:23]) == 22
+    engine.release(engine.add(A[:23], cached=22))
+
+
+def test_the_slots_of_a_group_are_those_of_its_own_blocks(make: Make) -> None:
+    engine = make([12, 9])
+    engine.seed(A[:16])
+    reservation = engine.cache.reserve(A[:22])
+    for g in (0, 1):
+        table = engine.cache.core.tables[g][reservation.id & 0xFFFFFFFF, :6].tolist()
+        slots, blocks = reservation.slot_mapping_of(g), reservation.blocks_of(g)
+        assert blocks.tolist() == table and blocks.dtype == np.int32 and slots.dtype == np.int64
+        assert slots.tolist() == [-1] * 16 + [table[i // T] * T + i % T for i in range(16, 22)]
+        assert slots.max() < engine.cache.groups[g].device_blocks * T
+    assert (reservation.blocks_of(0) >= 0).all() and (reservation.blocks_of(1) >= 0).tolist() == [False] * 2 + [
+        True
+    ] * 4
+    reservation.abort()
+
+
+def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -> None:
+    engine = make([8, 8])
+    with engine.cache.reserve(A[:14]) as reservation:
+        for group in engine.cache.groups:
+            for part, layout in enumerate(group.layouts):
+                tokens = np.stack(engine.bytes_of(group.index, part, A[:14]))  # tokens, layers, planes, heads, bytes
+                source = np.ascontiguousarray(tokens.transpose(2, 1, 0, 3, 4)).view(layout.storage_dtype)
+                paged = PagedKV.of_pool(layout, engine.cache.device_pools[group.index][part])
+                scatter_kv(paged, reservation.slot_mapping_of(group.index), source)
+        reservation.commit()
+    engine.release(engine.add(A[:15], cached=14))
+
+
+@pytest.mark.parametrize("filled", [4, 9, 16, 21])
+def test_what_a_part_of_a_load_publishes_every_group_has(make: Make, filled: int) -> None:
+    engine = make([12, 12])
+    with engine.cache.reserve(A[:22]) as reservation:
+        engine.load(reservation, A)
+        reservation.commit(filled)
+    assert engine.reusable(A[:23]) == filled
+    engine.release(engine.add(A[:23], cached=filled))
+
+
+@pytest.mark.parametrize("end", ["abort", "revoke", "reset", "exit"])
+def test_what_is_not_committed_goes_back_in_every_group(make: Make, end: str) -> None:
+    engine = make([12, 12], [4, 4])
+    engine.seed(A[:16])
+    orders, cached = engine.orders(), engine.cached()
+    with engine.cache.reserve(A[:22], owner="gone") as reservation:
+        engine.load(reservation, A)
+        assert engine.free() == [6, 8] and engine.cached() == cached
+        if end == "abort":
+            reservation.abort()
+        elif end == "revoke":
+            assert engine.cache.revoke("gone") == 1
+        elif end == "reset":
+            engine.cache.reset(force=True)
+    assert reservation.closed and engine.free() == [12, 12] and engine.reusable(A[:23]) == (0 if end == "reset" else 16)
+    if end != "reset":
+        assert engine.cached() == cached
+        assert [order["device"][:2] for order in engine.orders()] == [order["device"][:2] for order in orders], (
+            "empty, and next"
+        )
+
+
+def test_a_reservation_that_one_group_has_no_room_for_takes_nothing(make: Make) -> None:
+    engine = make([12, 5])
+    engine.add([7000])
+    orders = engine.orders()
+    with pytest.raises(OutOfBlocks):
+        engine.cache.reserve(A[:18])
+    with pytest.raises(
+        ValueError, match="prompt: 6 device blocks of group 1 are needed at once, of 5: it can never fit"
+    ):
+        engine.cache.reserve(A[:22])
+    assert engine.orders() == orders and engine.cache.reservations == []
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_reservation_that_lost_a_copy_in_one_group_can_only_be_aborted(make: Make, group: int) -> None:
+    target: list[int] = []
+
+    def fails(call: int, index: int, move: np.ndarray) -> bool:
+        return bool(target and target[0] <= move[1] < target[0] + 6)
+
+    engine = make([6, 6], [8, 8], device=FaultyDevice(CpuDevice(), fails))
+    engine.seed(A[:8])
+    engine.cache.offload(engine.cache.block_keys(A[:8]))
+    engine.release(engine.add(range(24)), store=False)
+    target.append(engine.cache.groups[group].first_device_block)
+    with engine.cache.reserve(A[:12]) as reservation:
+        with pytest.raises(DeviceError, match="abort it"):
+            reservation.commit()
+    assert reservation.closed and engine.free() == [6, 6]
+    engine.cache.verify()
+    assert engine.reusable(A[:9]) == 8, "the host has it still"
+
+
+def test_several_groups_are_named(make: Make) -> None:
+    engine = make([8, 8], [4, 4])
+    prompt, data = engine.cache.block_keys(A[:4]), [bytes(FULL.block_bytes)]
+    with engine.cache.reserve(A[:6]) as reservation:
+        (loadable,) = engine.cache.loadable(engine.add(A[:3]))
+        for call in (
+            lambda: reservation.blocks,
+            lambda: reservation.slot_mapping,
+            reservation.blocks_of,
+            reservation.slot_mapping_of,
+            lambda: loadable.blocks,
+            loadable.slot_mapping_of,
+            lambda: engine.cache.import_blocks(prompt, data),
+        ):
+            with pytest.raises(ValueError, match="group=None: accepted are 0 to 1 where there are several"):
+                call()
+        for wrong, error in ((2, ValueError), (-1, ValueError), ("a", TypeError), (1.0, TypeError)):
+            for call in (reservation.blocks_of, reservation.slot_mapping_of, loadable.blocks_of):
+                with pytest.raises(error, match=f"group={wrong!r}"):
+                    call(wrong)
+            with pytest.raises(error, match=f"group={wrong!r}"):
+                engine.cache.import_blocks(prompt, data, group=wrong)
+    engine.release(*engine.live)
+
+
+def test_one_group_may_be_named_too() -> None:
+    with KVCacheManager(WIDE, device_blocks=4, device="cpu") as cache, cache.reserve(A[:6]) as reservation:
+        assert reservation.blocks_of(0).tolist() == reservation.blocks_of().tolist() == reservation.blocks.tolist()
+        assert reservation.slot_mapping_of(0).tolist() == reservation.slot_mapping.tolist()
+
+
+# -- a store beside the engine -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("filled", [0, 6, 7, 12, 21])
+def test_sequences_go_on_the_same_in_every_group_whether_or_not_a_store_took_part(
+    make: Make, device: str, filled: int
+) -> None:
+    seen = []
+    for store in (False, True):
+        engine = make([14, 14], device=device)
+        engine.seed(A[:6])
+        prompts = [A[:21], A[30:34]]
+        ids = engine.cache.add_sequence_batch(prompts, stream=engine.a).ids
+        at = [6, 0]
+        if store:
+            parts = engine.cache.loadable(ids, stream=engine.b)
+            assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 21), (0, 4)]
+            for g in (0, 1):
+                assert (
+                    parts[0].blocks_of(g).tolist() == engine.cache.block_table(ids[:1], group=g).dense()[0, :6].tolist()
+                )
+                assert (parts[0].slot_mapping_of(g) >= 0).tolist() == [False] * 6 + [True] * 15
+            engine.load(parts[0], A, engine.b)
+            at = [max(6, filled), 0]
+            engine.cache.commit(ids, at, stream=engine.b)
+        for g in (0, 1):
+            engine.cache.block_table(ids, engine.a, group=g)
+            for sequence, tokens, start in zip(ids.tolist(), prompts, at, strict=True):
+                engine.put(g, engine.slots(g, sequence, start, len(tokens)), tokens)
+        engine.live.update(zip(ids.tolist(), map(list, prompts), strict=True))
+        for sequence, tokens in zip(ids.tolist(), (A[21:24], A[34:39]), strict=True):
+            engine.append(sequence, tokens)
+        engine.cache.commit(ids)
+        tables = [engine.cache.block_table(ids, group=g).dense().tolist() for g in (0, 1)]
+        engine.release(*ids.tolist())
+        seen.append((tables, engine.cached(), engine.free()))
+        engine.release(engine.add(A[:25], cached=24))
+    assert seen[0] == seen[1]
+
+
+def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make: Make) -> None:
+    engine = make([12, 12], groups=[CROSS, FULL])
+    sequence = engine.add(A[:10], encoder_tokens=7)
+    engine.cache.commit(sequence)
+    (loadable,) = engine.cache.loadable(sequence)
+    assert loadable.skip_prefix_n_tokens == loadable.tokens == 10 and (loadable.slot_mapping_of(1) == -1).all()
+    table = engine.cache.block_table(sequence, group=0).dense()[0]
+    assert loadable.slot_mapping_of(0).tolist() == [table[i // T] * T + i % T for i in range(7)]
+    engine.release(sequence)
+    with engine.cache.reserve(A[:14], encoder_tokens=37) as reservation:
+        assert reservation.tokens == 14 and reservation.skip_prefix_n_tokens == 10
+        assert len(reservation.blocks_of(0)) == 10 and reservation.slot_mapping_of(0).shape == (37,)
+        assert (reservation.slot_mapping_of(0) >= 0).all() and (reservation.slot_mapping_of(1) >= 0).sum() == 4
+        engine.load(reservation, A)
+        reservation.commit()
+    assert engine.free() == [12, 12] and engine.reusable(A[:15]) == 14
+    with engine.cache.reserve(A[:14], encoder_tokens=0) as reservation:
+        assert reservation.blocks_of(0).shape == reservation.slot_mapping_of(0).shape == (0,)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_an_encoder_may_be_longer_than_the_prompt(make: Make, device: str) -> None:
+    one, other = (make([20, 20], groups=[CROSS, FULL], device=device) for _ in range(2))
+    one.release(one.add(A[:2], encoder_tokens=70))
+    with other.cache.reserve(A[:2], encoder_tokens=70, stream=other.b) as reservation:
+        assert len(reservation.blocks_of(0)) == 18
+
+
+def test_the_length_of_an_encoder_is_given_exactly_where_there_is_cross_attention(make: Make) -> None:
+    with pytest.raises(ValueError, match="encoder_tokens=3: accepted is None"):
+        make([8, 8]).cache.reserve(A[:4], encoder_tokens=3)
+    engine = make([8, 8], groups=[CROSS, FULL])
+    for wrong, error in ((None, ValueError), (-1, ValueError), ("x", TypeError), ([1, 2], ValueError)):
+        with pytest.raises(error, match="encoder_tokens"):
+            engine.cache.reserve(A[:4], encoder_tokens=wrong)
+    with pytest.raises(ValueError, match="group 0 .* it can never fit"):
+        engine.cache.reserve(A[:4], encoder_tokens=2**31 - 1)
+    with pytest.raises(ValueError, match="group 0 .* it can never fit"):
+        engine.cache.add_sequence(A[:4], encoder_tokens=2**31 - 1)
+    assert engine.cache.reservations == []
+
+
+def test_of_states_a_loader_brings_those_that_are_kept() -> None:
+    share = Share(np.array([-1, 3, -1, 5], np.int32), "recurrent", T, 14, 0)
+    assert share.slots().tolist() == [-1] * 7 + [3] + [-1] * 5 + [5], "behind 8 and behind all 14 tokens"
+    assert share._replace(skip=8).slots().tolist() == [-1] * 13 + [5] and share._replace(skip=8).to_fill().tolist() == [
+        5
+    ]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["as it is", "without the wait"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_without_a_stream_no_group_has_a_block_that_something_enqueued_still_reads(
+    group: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process, whose stream the pool cannot know, writes where an evicted block is being offloaded."""
+    capacities = [12, 12]
+    capacities[group] = 4
+    engine = GroupEngine(capacities, [8, 8], device="sim")
+    engine.seed(A[:16])
+    if not waits:
+        monkeypatch.setattr(engine.cache._reservations, "_wait_until_free", lambda _: None)
+    elsewhere = engine.sim.create_stream("elsewhere")  # type: ignore[union-attr]
+    with engine.cache.reserve(A[20:36]) as reservation:
+        engine.put(group, reservation.slot_mapping_of(group), A[20:36], elsewhere)
+        engine.sim.synchronize(engine.sim.record(elsewhere))  # type: ignore[union-attr]
+    assert (engine.findings() == []) == waits
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_block_that_an_aborted_loader_is_still_writing_is_overwritten_behind_it(make: Make, group: int) -> None:
+    engine = make([4, 4], device="sim")
+    reservation = engine.cache.reserve(A[:16], stream=engine.b)
+    engine.put(group, reservation.slot_mapping_of(group), A[:16], engine.b)
+    reservation.abort()
+    engine.release(engine.add(A[20:36]))
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+def host_block(engine: GroupEngine, g: int, tokens: list[int], i: int) -> bytes:
+    """Block ``i`` of a prompt as another pool's host tier has it, parts one behind the other."""
+    found = b""
+    for part, layout in enumerate(engine.cache.groups[g].layouts):
+        own = np.zeros(layout.block_bytes, np.uint8)
+        view = own.view(layout.storage_dtype).reshape(layout.host_shape(1)[1:])
+        view = (view.swapaxes(2, 3) if layout.tokens == "HND" else view).view(np.uint8)
+        for slot, one in enumerate(engine.bytes_of(g, part, tokens)[i * T : (i + 1) * T]):
+            view[:, :, slot] = one
+        found += own.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_an_import_is_found_once_all_groups_have_what_they_need(make: Make, device: str) -> None:
+    engine = make([8, 8], [8, 8], device=device)
+    prompt = engine.cache.block_keys(A[:17])
+    assert engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0) == 4
+    assert engine.reusable(A[:17]) == 0
+    assert engine.cache.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (2, 3)], first=2, group=1) == 2
+    engine.cache.verify()
+    assert engine.reusable(A[:17]) == 16 and pins(engine.cache) == 0
+    assert engine.cache.import_blocks(prompt, [host_block(engine, 1, A[:17], i) for i in (1, 2)], first=1, group=1) == 1
+    engine.release(engine.add(A[:17], cached=16))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_states_are_imported_by_the_block_behind_which_they_stand(make: Make, device: str) -> None:
+    engine = make([8, 4], [8, 4], groups=[FULL, RECURRENT], device=device)
+    prompt = engine.cache.block_keys(A[:17])
+    engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0)
+    assert engine.cache.import_blocks(prompt, [bytes(range(24))], first=2, group=1) == 1
+    assert engine.reusable(A[:17]) == 12
+    assert (engine.cache.host_pools[1][0].view(np.uint8).reshape(4, 24) == np.arange(24)).all(axis=1).sum() == 1
+    with engine.cache.pin(prompt.keys[2:3], tier="host") as lease:
+        assert lease.groups.tolist() == [0, 1]
+
+
+def test_an_import_into_a_group_is_refused_by_name(make: Make) -> None:
+    engine = make([8, 8], [8, 8], groups=[FULL, CROSS])
+    prompt = engine.cache.block_keys(A[:8])
+    with pytest.raises(ValueError, match=rf"data\[0\] has 7 bytes: accepted are the {FULL.block_bytes} of a block"):
+        engine.cache.import_blocks(prompt, [bytes(7)], group=0)
+    with pytest.raises(ValueError, match="group=1: what a group for cross attention holds is found by nobody"):
+        engine.cache.import_blocks(prompt, [bytes(CROSS.block_bytes)], group=1)
+    assert WINDOWED.block_bytes == NARROW.block_bytes and engine.cached() == [{"device": [], "host": []}] * 2
+
+
+def test_a_reset_during_an_import_leaves_no_group_pinned(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make([8, 8], [4, 4])
+    for start in (0, 20):
+        engine.seed(A[start : start + 16])
+        engine.cache.offload(engine.cache.block_keys(A[start : start + 16]))
+    fill, pinned = engine.cache._imports._fill, []
+
+    def reset_then_fill(*args: Any) -> None:
+        engine.cache.verify()
+        pinned.append(pins(engine.cache))
+        engine.cache.reset()
+        fill(*args)
+
+    monkeypatch.setattr(engine.cache._imports, "_fill", reset_then_fill)
+    prompt = engine.cache.block_keys([*A[20:28], *range(8)])
+    data = [bytes(NARROW.block_bytes)] * 4
+    assert engine.cache.import_blocks(prompt, data, group=1) == 0
+    assert pinned[0] >= 2 and pins(engine.cache) == 0
+    engine.cache.verify()

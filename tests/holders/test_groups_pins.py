@@ -1,0 +1,261 @@
+"""Leases over groups of layers: a key is pinned in all groups that have it, and what was pinned is unpinned, whatever
+happens between."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groups_lab import GroupEngine, T, pins
+from kvpool import BlockNotFound, KVPoolError, Lease, LeaseExpired, PoolClosed
+from kvpool.device.cpu import CpuDevice
+from tests.device.faults import FaultyDevice
+
+A = list(range(100, 140))
+Make = Callable[..., GroupEngine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Engines on pools of several groups; nothing may be wrong, or pinned, at their end."""
+    opened: list[GroupEngine] = []
+
+    def build(*args: Any, **options: Any) -> GroupEngine:
+        opened.append(GroupEngine(*args, **options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
+        assert engine.cache.closed or (engine.cache.leases == [] and pins(engine.cache) == 0)
+        assert engine.findings() == []
+
+
+def keys_of(engine: GroupEngine, tokens: list[int]) -> Any:
+    return engine.cache.block_keys(tokens).keys
+
+
+def memory(address: int, nbytes: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(address)), np.uint8)
+
+
+# -- what a lease says
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_lease_has_the_blocks_of_all_groups_where_their_bytes_are(make: Make, tier: str) -> None:
+    engine = make([8, 8], [8, 8])
+    engine.seed(A[:16])
+    engine.cache.offload(engine.cache.block_keys(A[:16]))
+    with engine.cache.pin(keys_of(engine, A[:16]), tier=tier) as lease:
+        assert lease.groups.tolist() == [0] * 4 + [1] * 4
+        second, none = lease.addresses_of(1), lease.groups == 1
+        assert (
+            (lease.addresses_of(0) == lease.addresses).all()
+            and (second[none] == 0).all()
+            and (second[~none] != 0).all()
+        )
+        for place, (g, b) in enumerate(zip(lease.groups.tolist(), lease.blocks.tolist(), strict=True)):
+            group = engine.cache.groups[g]
+            own = b - (group.first_device_block if tier == "device" else group.first_host_block - group.device_blocks)
+            assert (0 <= own < group.device_blocks) == (tier == "device")
+            for part, layout in enumerate(group.layouts):
+                block = engine.block(g, part, own)
+                assert lease.addresses_of(part)[place] == block.ctypes.data
+                for slot, one in enumerate(engine.bytes_of(g, part, A[:16])[place % 4 * T : place % 4 * T + T]):
+                    np.testing.assert_array_equal(block[:, :, slot], one)
+                if tier == "host":
+                    raw = memory(lease.addresses_of(part)[place], layout.block_bytes)
+                    pool = engine.cache.host_pools[g][part][own - group.device_blocks]
+                    np.testing.assert_array_equal(raw, pool.reshape(-1).view(np.uint8))
+        for wrong, error in ((2, ValueError), (-1, ValueError), ("x", TypeError)):
+            with pytest.raises(error, match=f"part={wrong!r}"):
+                lease.addresses_of(wrong)  # type: ignore[arg-type]
+    engine.cache.close()
+    with pytest.raises(PoolClosed):
+        lease.addresses_of(0)
+
+
+def test_blocks_of_a_table_are_pinned_by_the_ids_that_leases_have(make: Make) -> None:
+    engine = make([8, 8])
+    sequence = engine.add(A[:8])
+    for group in engine.cache.groups:
+        ids = engine.cache.block_table(sequence, group=group.index).dense()[0] + group.first_device_block
+        with engine.cache.pin_blocks(ids) as lease:
+            assert (lease.groups == group.index).all() and (lease.blocks == ids).all()
+            counted = [int((state.blocks["word"] >> 32).sum()) for state in engine.cache.core.states]
+            assert counted == [2 * (group.index == g) for g in (0, 1)]
+            engine.cache.verify()
+    for wrong in (7, 15, 16, -1, 1 << 40):
+        with pytest.raises(BlockNotFound, match=f"block {wrong} is unknown or holds nothing"):
+            engine.cache.pin_blocks([0, wrong])
+    assert pins(engine.cache) == 0
+    engine.release(sequence)
+
+
+def test_a_key_that_full_attention_lacks_pins_nothing(make: Make) -> None:
+    engine = make([8, 8], [8, 8])
+    engine.seed(A[:16])
+    keys = keys_of(engine, A[:20])
+    with pytest.raises(BlockNotFound, match=keys[4].tobytes().hex()):
+        engine.cache.pin(keys)
+    assert pins(engine.cache) == 0
+
+
+# -- what is pinned is unpinned
+# ------------------------------------------------------------------------------------------------------------
+
+
+def close(engine: GroupEngine, lease: Lease) -> None:
+    lease.close()
+
+
+def revoke(engine: GroupEngine, lease: Lease) -> None:
+    assert engine.cache.revoke("reader") == 1
+    with pytest.raises(LeaseExpired):
+        lease.close()
+
+
+def reset_between(engine: GroupEngine, lease: Lease) -> None:
+    engine.cache.reset()
+    engine.cache.verify()
+    assert engine.reusable(A[:17]) == 0
+    lease.close()
+
+
+def refill_between(engine: GroupEngine, lease: Lease) -> None:
+    """Everything else is evicted; what is pinned is not."""
+    engine.release(engine.add(A[20:36]), store=False)
+    engine.cache.verify()
+    lease.close()
+
+
+def twice(engine: GroupEngine, lease: Lease) -> None:
+    again = engine.cache.pin_blocks(lease.blocks)
+    lease.close()
+    assert pins(engine.cache) == len(again.blocks)
+    again.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("end", [close, revoke, reset_between, refill_between, twice])
+@pytest.mark.parametrize("tier", [None, "device", "host"])
+def test_the_end_of_a_lease_unpins_what_it_pinned_in_all_groups(
+    make: Make, tier: str | None, end: Any, device: str
+) -> None:
+    engine = make([8, 8], [8, 8], device=device)
+    engine.seed(A[:16])
+    engine.cache.offload(engine.cache.block_keys(A[:16]))
+    before = [found["device"] for found in engine.cached()]
+    lease = engine.cache.pin(keys_of(engine, A[:16]), owner="reader", tier=tier)
+    assert pins(engine.cache) == len(lease.blocks) == 8
+    engine.cache.verify()
+    end(engine, lease)
+    assert lease.closed and pins(engine.cache) == 0 and engine.free() == [8, 8]
+    engine.cache.verify()
+    if end in (close, revoke, twice):
+        assert [found["device"] for found in engine.cached()] == before and engine.reusable(A[:17]) == 16
+
+
+def test_what_is_pinned_in_one_group_is_not_evicted_there(make: Make) -> None:
+    engine = make([6, 6])
+    engine.seed(A[:8])
+    lease = engine.cache.pin(keys_of(engine, A[:8]), tier="device")
+    held = lease.blocks[lease.groups == 1] - engine.cache.groups[1].first_device_block
+    sequence = engine.add(A[20:36])
+    assert not set(held.tolist()) & set(engine.cache.block_table(sequence, group=1).dense()[0].tolist())
+    with pytest.raises(KVPoolError):
+        engine.cache.append_tokens(sequence, [1])
+    engine.release(sequence)
+    engine.compare(1, (held[:, None] * T + np.arange(T)).reshape(-1), A[:8])
+    lease.close()
+
+
+class Closes:
+    """Closes a lease when it is collected, wherever that happens."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+
+    def __del__(self) -> None:
+        self.lease.close()
+
+
+@pytest.mark.parametrize("verb", ["admit", "release", "commit"])
+def test_a_destructor_inside_a_decision_unpins_all_groups(
+    make: Make, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpool.state import admit, verbs
+
+    engine = make([10, 10], [8, 8])
+    engine.seed(A[:16])
+    sequence = engine.add(A[20:24])
+    holder = [Closes(engine.cache.pin(keys_of(engine, A[:16])))]
+    module = admit if verb == "admit" else verbs
+    inner = getattr(module, verb)
+
+    def change(*args: Any) -> Any:
+        holder.clear()
+        return inner(*args)
+
+    monkeypatch.setattr(module, verb, change)
+    calls: dict[str, Callable[[], object]] = {
+        "admit": lambda: engine.add(A[24:28]),
+        "release": lambda: engine.release(sequence),
+        "commit": lambda: engine.cache.commit(sequence),
+    }
+    calls[verb]()
+    assert engine.cache.leases == [] and pins(engine.cache) == 0
+    engine.cache.verify()
+    monkeypatch.undo()
+    engine.release(*engine.live)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("by_key", [True, False])
+def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
+    make: Make, group: int, by_key: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decided by one thread, enqueued and lost while another one pins what it should bring."""
+    target: list[int] = []
+    engine = make([8, 8], [8, 8], device=FaultyDevice(CpuDevice(), lambda call, index, move: int(move[1]) in target))
+    engine.seed(A[:16])
+    keys = keys_of(engine, A[:16])
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.cache.core.transfer, "drain", lambda: None)
+        assert engine.cache.offload(keys) == 8
+    state, own = engine.cache.core.states[group], engine.cache.groups[group]
+    twins = {
+        state.blocks[b]["key0"]: int(state.blocks[b]["twin"])
+        for b in range(own.device_blocks)
+        if state.blocks[b]["twin"] >= 0
+    }
+    target.append(twins[np.int64(keys[2, 0].view(np.int64))] + own.first_host_block - own.device_blocks)
+    with pytest.raises(BlockNotFound, match=keys[2].tobytes().hex() if by_key else f"block {target[0]} is unknown"):
+        if by_key:
+            engine.cache.pin(keys, tier="host")
+        else:
+            engine.cache.pin_blocks([0, target[0]])
+    assert engine.cache.leases == [] and pins(engine.cache) == 0
+    engine.cache.verify()
+    assert engine.reusable(A[:17]) == 16, "the device has it still"
+
+
+@pytest.mark.parametrize("orders", [True, False], ids=["as it is", "without the note"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_block_that_a_reader_on_a_stream_still_reads_is_overwritten_behind_it(
+    group: int, orders: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = GroupEngine([4, 4], device="sim")
+    engine.seed(A[:16])
+    if not orders:
+        monkeypatch.setattr(engine.cache.core, "note", lambda *_: None)
+    with engine.cache.pin(keys_of(engine, A[:16]), tier="device", stream=engine.b) as lease:
+        mine = lease.blocks[lease.groups == group] - engine.cache.groups[group].first_device_block
+        engine.compare(group, (mine[:, None] * T + np.arange(T)).reshape(-1), A[:16], engine.b)
+    engine.release(engine.add(A[20:36]))
+    assert (engine.findings() == []) == orders

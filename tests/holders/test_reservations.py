@@ -1,0 +1,248 @@
+"""A loader fills exactly what the pool lacks, and what it fills is found by nobody before it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from kvpool import KVPoolError, OutOfBlocks, PagedKV, UnknownSequence, scatter_kv
+from loading import kv, load
+
+Make = Callable[..., Engine]
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"order": "block_first"},
+    {"tokens": "HND"},
+    {"planes": 1, "order": "block_first", "tokens": "HND"},
+]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["with the skip", "by the slots alone"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("length", "cached"), [(17, 0), (18, 8), (18, 10), (16, 15), (3, 2)])
+def test_a_loader_brings_what_the_pool_lacks_and_touches_nothing_else(
+    make: Make, layout: dict[str, Any], length: int, cached: int, whole: bool
+) -> None:
+    engine, tokens = make(T=4, P=8, layout=layout), list(range(length))
+    if cached:
+        engine.seed([*tokens[:cached], 99], committed=cached)
+    reservation = engine.cache.reserve(tokens)
+    assert reservation.skip_prefix_n_tokens == cached and reservation.tokens == length
+    assert len(reservation.blocks) == -(-length // 4) and reservation.blocks.dtype == np.int32
+    slots = reservation.slot_mapping
+    assert slots.dtype == np.int64 and slots.tolist() == [
+        -1 if i < cached else reservation.blocks[i // 4] * 4 + i % 4 for i in range(length)
+    ]
+    wanted = engine.cache.device_pool.copy()
+    load(engine, reservation, tokens, whole=whole)
+    scatter_kv(PagedKV.of_pool(engine.cache.layout, wanted), slots[cached:].copy(), kv(engine, tokens)[:, :, cached:])
+    np.testing.assert_array_equal(engine.cache.device_pool, wanted)
+    reservation.commit()
+    engine.cache.verify()
+    assert engine.reusable([*tokens, 77]) == length
+    assert engine.add([*tokens, 77]).cached == length, "the engine compares every byte of it"
+
+
+@pytest.mark.parametrize("filled", [0, 3, 8, 11])
+def test_a_sequence_goes_on_the_same_whether_or_not_a_store_took_part(make: Make, filled: int) -> None:
+    tables = []
+    for store in (False, True):
+        engine = make(T=4, P=12, secret=bytes(32))
+        engine.seed([*range(6), 99], committed=6)
+        ids = engine.cache.add_sequence_batch([list(range(13)), list(range(50, 54))]).ids
+        parts = engine.cache.loadable(ids) if store else []
+        if store:
+            assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 13), (0, 4)]
+            assert parts[0].slot_mapping[:6].tolist() == [-1] * 6 and (parts[0].slot_mapping[6:] >= 0).all()
+            assert parts[0].blocks.tolist() == engine.cache.block_table(ids).dense()[0].tolist() and parts[
+                1
+            ].blocks.shape == (1,)
+            load(engine, parts[0], list(range(13)))
+            engine.cache.commit(ids, [max(6, filled), 0])
+            assert engine.reusable(range(13)) == max(6, filled // 4 * 4)
+        engine.cache.append_tokens(ids, [7, 8, 9], [1, 2])
+        engine.cache.commit(ids[:1], [13])
+        engine.cache.release(ids)
+        engine.cache.verify()
+        tables.append((engine.order(), engine.cached()))
+    assert tables[0] == tables[1]
+    assert engine.add(range(14)).cached == 13, "the engine compares every byte of it"
+
+
+def test_what_a_store_may_fill_is_asked_of_live_sequences(make: Make) -> None:
+    engine = make(T=4, P=8)
+    with engine.cache.reserve([1, 2]) as reservation:
+        for wrong, error in (
+            (reservation.id, UnknownSequence),
+            ([-1], UnknownSequence),
+            ("x", TypeError),
+            ([1.5], TypeError),
+        ):
+            with pytest.raises(error):
+                engine.cache.loadable(wrong)
+    assert engine.cache.loadable([]) == []
+
+
+def test_a_prompt_that_is_cached_whole_leaves_nothing_to_load(make: Make) -> None:
+    engine = make(T=4, P=6)
+    engine.seed(range(9), committed=8)
+    with engine.cache.reserve(list(range(8))) as reservation:
+        assert reservation.skip_prefix_n_tokens == 8 and (reservation.slot_mapping == -1).all()
+        assert engine.free() == 4, "only what is cached is held"
+        reservation.commit()
+    assert engine.reusable(range(9)) == 8
+
+
+def test_nobody_finds_what_is_not_committed(make: Make) -> None:
+    engine, tokens = make(T=4, P=8), list(range(9))
+    keys = engine.prompt(tokens).keys
+    with engine.cache.reserve(tokens) as reservation:
+        load(engine, reservation, tokens)
+        assert engine.reusable(tokens) == 0 and engine.cached() == {}
+        with pytest.raises(KVPoolError):
+            engine.cache.pin(keys)
+        assert engine.add(tokens[:6]).cached == 0
+        reservation.commit()
+    assert engine.reusable(tokens) == 8 and len(engine.cached()) == 2
+
+
+@pytest.mark.parametrize("filled", range(8, 15))
+def test_only_what_was_filled_is_published(make: Make, filled: int) -> None:
+    engine, tokens = make(T=4, P=8), list(range(14))
+    engine.seed([*tokens[:8], 99], committed=8)
+    with engine.cache.reserve(tokens) as reservation:
+        load(engine, reservation, tokens)
+        reservation.commit(filled)
+    assert engine.reusable([*tokens, 77]) == filled and len(engine.cached()) == filled // 4
+    assert engine.free() == 8
+    assert engine.add([*tokens, 77]).cached == filled
+
+
+def test_an_abort_leaves_the_lists_as_they_were(make: Make) -> None:
+    engine = make(T=4, P=8)
+    engine.seed(range(9), committed=8)
+    order = engine.order()
+    reservation = engine.cache.reserve([*range(8), *range(50, 60)])
+    assert reservation.blocks[2:].tolist() == order[:3]
+    load(engine, reservation, [*range(8), *range(50, 60)])
+    reservation.abort()
+    assert engine.order() == order
+    assert engine.reusable([*range(8), *range(50, 60)]) == 8 and len(engine.cached()) == 2
+    assert reservation.closed and engine.cache.reservations == []
+
+
+def test_an_abort_takes_back_a_block_that_a_part_was_copied_into(make: Make) -> None:
+    engine = make(T=4, P=8)
+    engine.seed(range(7), committed=7)
+    order = engine.order()  # six that hold nothing, and the two that are cached
+    for prompt in ([*range(6), *range(50, 60)], [*range(6), 50], [*range(3), 50, 51]):
+        reservation = engine.cache.reserve(prompt)
+        assert reservation.skip_prefix_n_tokens % 4
+        reservation.abort()
+        assert engine.order()[:6] == order[:6] and sorted(engine.order()) == sorted(order) and len(engine.cached()) == 1
+        assert engine.reusable([*range(8)]) == 7 and engine.reusable(prompt) == reservation.skip_prefix_n_tokens
+    assert engine.cache.add_sequence_batch([[100 + i] for i in range(8)]).admitted == 8, "no block is missing"
+    engine.cache.verify()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaving_without_a_commit_aborts(make: Make, fails: bool) -> None:
+    engine = make(T=4, P=4)
+    order = engine.order()
+    try:
+        with engine.cache.reserve(list(range(10))) as reservation:
+            load(engine, reservation, list(range(10)))
+            if fails:
+                raise ConnectionError
+    except ConnectionError:
+        assert fails
+    assert reservation.closed and engine.order() == order and engine.cached() == {}
+
+
+def test_two_loaders_of_one_prompt_publish_it_once(make: Make) -> None:
+    engine, tokens = make(T=4, P=8), list(range(10))
+    one, two = engine.cache.reserve(tokens), engine.cache.reserve(tokens)
+    assert not set(one.blocks.tolist()) & set(two.blocks.tolist())
+    for reservation in (two, one):
+        load(engine, reservation, tokens)
+        reservation.commit()
+        engine.cache.verify()
+    assert sorted(engine.cached().values()) == sorted(two.blocks[:2].tolist())
+    assert engine.free() == 8 and engine.cache.stats().device.evictable == 3
+    assert engine.add([*tokens, 77]).cached == 10
+
+
+def test_content_that_was_computed_meanwhile_is_not_cached_twice(make: Make) -> None:
+    engine, tokens = make(T=4, P=8), list(range(10))
+    with engine.cache.reserve(tokens) as reservation:
+        engine.finish(engine.add(tokens))
+        load(engine, reservation, tokens)
+        reservation.commit()
+    assert len(engine.cached()) == 2 and not set(engine.cached().values()) & set(reservation.blocks.tolist())
+
+
+def test_what_matches_is_held_and_comes_from_the_host(make: Make) -> None:
+    engine = make(T=4, P=6, S=6)
+    engine.seed(range(9), committed=8)
+    engine.release(engine.add(range(100, 124)), store=False)
+    assert engine.cached() == {} and len(engine.cached("host")) == 2
+    with engine.cache.reserve(list(range(16))) as reservation:
+        assert reservation.skip_prefix_n_tokens == 8
+        with pytest.raises(OutOfBlocks):
+            engine.add(range(200, 212))
+        load(engine, reservation, list(range(16)))
+        reservation.commit()
+    stats = engine.cache.stats()
+    assert stats.onboarded_blocks == 2 and engine.reusable(range(17)) == 16
+    assert stats.prompt_tokens == 33 and stats.reused_host_tokens == stats.reused_device_tokens == 0, (
+        "a loader is no request"
+    )
+
+
+def test_retention_holds_for_what_is_loaded(make: Make) -> None:
+    engine = make(T=4, P=8)
+    with engine.cache.reserve(list(range(8)), retention=[(0, 4, 80, None)]) as reservation:
+        reservation.commit()
+    blocks = engine.cache.core.tokens.blocks
+    assert [int(blocks["priority"][b]) for b in reservation.blocks] == [80, 35]
+
+
+def test_extra_ids_and_namespaces_are_loaded_too(make: Make) -> None:
+    engine = make(T=4, P=8)
+    names: dict[str, Any] = {"salt": "a", "adapter_id": 3, "extra_ids": [1, 2, 0, 0, 5, 0]}
+    with engine.cache.reserve(engine.prompt(range(6), **names)) as reservation:
+        reservation.commit()
+    names["extra_ids"].append(0)
+    assert engine.reusable(range(7), **names) == 6 and engine.reusable(range(7)) == 0
+    assert engine.reusable(range(7), **(names | {"extra_ids": [1, 2, 0, 0, 6, 0, 0]})) == 4
+
+
+@pytest.mark.parametrize("names", [{}, {"salt": "a", "adapter_id": 3}], ids=["plain", "named"])
+def test_events_say_of_what_was_loaded_what_they_say_of_what_was_computed(make: Make, names: dict[str, Any]) -> None:
+    told = []
+    for loads in (False, True):
+        engine = make(T=4, P=8, secret=bytes(32), event_capacity=16)
+        if loads:
+            engine.cache.reserve(engine.prompt(range(8), **names)).commit()
+        else:
+            engine.finish(engine.add(range(8), **names), committed=8)
+        (stored,) = [event for event in engine.cache.events() if event.kind == "stored"]
+        assert stored.keys is not None and stored.parent is None
+        told.append((stored.keys.tolist(), stored.namespace, stored.salt, stored.adapter_id, stored.tier))
+    assert told[0] == told[1] and told[0][2:4] == (names.get("salt"), names.get("adapter_id"))
+
+
+def test_the_prompt_of_a_reservation_is_its_own(make: Make) -> None:
+    engine, buffer = make(T=4, P=8), np.arange(9, dtype=np.int32)
+    with engine.cache.reserve(buffer) as reservation:
+        buffer[:] = 77
+        assert reservation.prompt.tokens.tolist() == list(range(9))
+        load(engine, reservation, range(9))
+        reservation.commit()
+    engine.cache.release(engine.cache.add_sequence(reservation.prompt))
+    engine.cache.verify()
+    assert engine.reusable(range(10)) == 9

@@ -1,0 +1,1 @@
+"""The host tier of an engine that keeps its own blocks."""

@@ -1,0 +1,190 @@
+"""Bad input raises at once, names the argument, and changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvpool import BlockLayout, BlockNotFound, HostCache, HostTier, ModelIdentity
+from tests.hostcache.conftest import IDENTITY, keys, store
+
+Make = Callable[..., HostCache]
+
+BAD_KEYS: list[tuple[Any, type[Exception], str]] = [
+    (b"ab", TypeError, "keys=b'ab'"),
+    ("ab", TypeError, "keys='ab'"),
+    (None, TypeError, "keys=None"),
+    (7, TypeError, "keys=7"),
+    (["a"], TypeError, "keys[0]='a'"),
+    ([b"a", None], TypeError, "keys[1]=None"),
+    ([b"a", bytearray(b"b")], TypeError, "keys[1]=bytearray(b'b')"),
+    ([b"a", memoryview(b"b")], TypeError, "keys[1]="),
+    ([b"a", b""], ValueError, "keys[1] has 0 bytes: accepted are 1 to 64"),
+    ([b"x" * 65], ValueError, "keys[0] has 65 bytes"),
+]
+
+
+@pytest.mark.parametrize("verb", ["lookup", "reserve", "publish", "abort", "pin", "touch", "forget"])
+@pytest.mark.parametrize(("bad", "error", "message"), BAD_KEYS)
+def test_keys_are_bytes(make: Make, verb: str, bad: Any, error: type[Exception], message: str) -> None:
+    cache = make()
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(cache, verb)(bad)
+    assert cache.stats().empty == 4
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [("a", TypeError), (None, TypeError), (b"", ValueError), (b"x" * 65, ValueError)]
+)
+def test_a_single_key_is_bytes(make: Make, bad: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="key"):
+        make().find(bad)
+
+
+class Liar(bytes):
+    """Bytes that give another length, and compare, as they like."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = bytes.__hash__
+
+
+def test_a_subclass_of_bytes_is_the_bytes_that_it_has(make: Make) -> None:
+    cache = make()
+    cache.reserve([Liar(b"long key")])
+    assert cache.lookup([b"long key", b"l"]).tolist() == [cache.PENDING, cache.ABSENT]
+    assert cache.find(Liar(b"long key")) == cache.PENDING
+    cache.abort([b"long key"])
+    with pytest.raises(ValueError, match="65 bytes"):
+        cache.lookup([Liar(b"x" * 65)])
+
+
+class Alike(bytes):
+    """Bytes that hash, compare and print alike, and hold others where a buffer is asked for (from Python 3.12)."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 7
+
+    def hex(self, *options: Any) -> str:
+        return "somebody else's"
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return memoryview(b"other")
+
+
+def test_keys_of_a_subclass_are_told_apart_by_their_bytes(make: Make) -> None:
+    cache = make()
+    named = [Alike(b"a"), Alike(b"b"), Alike(b"c")]
+    taken = cache.reserve(named * 2)
+    assert taken.keys == (b"a", b"b", b"c") and {type(key) for key in taken.keys} == {bytes}
+    assert cache.lookup([b"a", b"b", b"c", b"other"]).tolist() == [*[cache.PENDING] * 3, cache.ABSENT]
+    assert cache.find(Alike(b"a")) == cache.PENDING
+    with pytest.raises(BlockNotFound, match=b"x".hex()):
+        cache.pin([Alike(b"x")])
+
+
+def test_keys_of_any_length_and_from_any_iterable(make: Make) -> None:
+    cache = make(64)
+    names = [b"k" * n for n in range(1, 65)]
+    assert cache.reserve(iter(names)).keys == tuple(names)
+    assert cache.publish(dict.fromkeys(names)) == 64
+    assert cache.lookup(name for name in names).tolist() == [cache.HERE] * 64
+    assert cache.reserve([b"\0", b"\0\0", b"\0\0\0"]).evicted == [b"k" * 64, b"k" * 63, b"k" * 62], "zeros count"
+
+
+def test_an_iterable_that_fails_leaves_the_cache_alone(make: Make) -> None:
+    def failing(error: type[Exception]) -> Iterator[bytes]:
+        yield b"a"
+        raise error("no more")
+
+    cache = make()
+    for error in (RuntimeError, TypeError):
+        with pytest.raises(error, match="no more"):
+            cache.reserve(failing(error))
+    assert cache.stats().empty == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"host_blocks": 0}, ValueError, "host_blocks=0"),
+        ({"host_blocks": 1 << 31}, ValueError, "host_blocks=2147483648"),
+        ({"host_blocks": True}, TypeError, "host_blocks=True"),
+        ({"block_bytes": 0}, ValueError, "block_bytes=0"),
+        ({"block_bytes": 1.5}, TypeError, "block_bytes=1.5"),
+        ({"block_bytes": []}, TypeError, "block_bytes=[]"),
+        ({"identity": "llama"}, TypeError, "identity='llama'"),
+        ({"secret": b"short"}, ValueError, "secret"),
+        ({"event_capacity": -1}, ValueError, "event_capacity=-1"),
+        ({"clock": 5}, TypeError, "clock=5"),
+    ],
+)
+def test_arguments_of_a_cache(make: Make, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"priority": 101}, ValueError), ({"priority": -1}, ValueError), ({"priority": "high"}, TypeError),
+        ({"ttl_ms": 0}, ValueError), ({"ttl_ms": 1.0}, TypeError),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_reservation(make: Make, options: dict[str, Any], error: type[Exception]) -> None:
+    cache = make()
+    with pytest.raises(error, match=next(iter(options))):
+        cache.reserve(keys("a"), **options)
+    assert cache.find(b"a") == cache.ABSENT
+
+
+@pytest.mark.parametrize("clock", [lambda: -1, lambda: 1 << 60, lambda: "now"])
+def test_a_clock_that_is_none_changes_nothing(make: Make, clock: Any) -> None:
+    ticks: list[Any] = [lambda: 0]
+    cache = make(clock=lambda: ticks[0]())
+    store(cache, "a")
+    lease, ticks[0] = cache.pin(keys("a")), clock
+    for call in (lambda: cache.reserve(keys("b")), lambda: cache.touch(keys("a")), lease.close, cache.refresh):
+        with pytest.raises((TypeError, ValueError), match=r"clock\(\)"):
+            call()
+    ticks[0] = lambda: 1
+    lease.close()
+
+
+@pytest.mark.parametrize("name", ["model", "revision", "kv_dtype", "layout", "hash_version"])
+@pytest.mark.parametrize(
+    ("bad", "error"), [("", ValueError), (None, TypeError), (7, TypeError), ("x" * 4097, ValueError)]
+)
+def test_an_identity_needs_all_that_tells_models_apart(name: str, bad: Any, error: type[Exception]) -> None:
+    given = dict.fromkeys(["model", "revision", "kv_dtype", "layout", "hash_version"], "x")
+    with pytest.raises(error, match=name):
+        ModelIdentity(**{**given, name: bad})
+
+
+def test_no_two_identities_are_alike() -> None:
+    one, other = ModelIdentity("a", "bc", "d", "e", "f"), ModelIdentity("ab", "c", "d", "e", "f")
+    assert one.fingerprint != other.fingerprint and one != other
+
+
+def test_layouts_stand_for_their_fingerprints() -> None:
+    layouts = [BlockLayout(2, 2, 8, 4), BlockLayout(2, 4, 8, 4)]
+    one = ModelIdentity("m", "r", "float16", layouts, "v")
+    assert one.layout == " ".join(layout.fingerprint for layout in layouts)
+    with HostCache(2, layouts, identity=one) as cache, HostTier.of(cache) as tier:
+        assert cache.block_bytes == tier.block_bytes == sum(layout.block_bytes for layout in layouts)
+
+
+def test_a_cache_and_its_tier_know_each_other(make: Make) -> None:
+    cache = make()
+    with HostTier.of(cache) as tier, HostTier(5, 64, identity=IDENTITY) as other:
+        assert tier.fingerprint == cache.fingerprint != other.fingerprint

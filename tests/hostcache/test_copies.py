@@ -1,0 +1,310 @@
+"""Copies between an engine's blocks and host blocks: exactly the bytes that were named, in every layout."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import HostCopies, HostSlots, HostTier, PagedKV, PoolClosed
+from kvpool.device import CpuDevice
+from tests.hostcache.conftest import IDENTITY
+from tests.hostcache.engines import LAYOUTS, SIZES, Paged, host_image, paged
+
+BLOCK_BYTES, FIRST, HOST = 4096, 128, 8
+Open = Callable[..., HostCopies]
+
+
+@pytest.fixture
+def open_copies() -> Iterator[Open]:
+    """Opens copies over a tier of random bytes; no byte in front of ``first_byte`` may have changed in the end."""
+    opened: list[tuple[HostTier, HostCopies, np.ndarray]] = []
+
+    def build(one: Any, per_host: int = 1, **options: Any) -> HostCopies:
+        tier = HostTier(HOST, BLOCK_BYTES, identity=IDENTITY)
+        tier.blocks[...] = np.random.default_rng(1).integers(0, 256, tier.blocks.shape, dtype=np.uint8)
+        caches = [each.cache for each in one] if isinstance(one, list) else one.cache
+        options = {"blocks_per_host_block": per_host, "first_byte": FIRST, "device": "cpu"} | options
+        opened.append((tier, HostCopies(tier, caches, **options), tier.blocks[:, :FIRST].copy()))
+        return opened[-1][1]
+
+    yield build
+    for tier, copies, before in opened:
+        np.testing.assert_array_equal(tier.blocks[:, :FIRST], before)
+        copies.close()
+        tier.close()
+
+
+def filled(layout: str, **sizes: int) -> Paged:
+    one = paged(layout, **sizes)
+    one.fill(np.random.default_rng(2).integers(0, 256, one.image().shape, dtype=np.uint8))
+    return one
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_host_block_holds_its_engine_blocks_without_gaps(open_copies: Open, layout: str, per_host: int) -> None:
+    for gap in (0, 7):
+        one = filled(layout, gap=gap)
+        copies, blocks = open_copies(one, per_host), [4, 5, 1, 8, 6]
+        hosts = [6, 2, 3, 0, 7][: -(-len(blocks) // per_host)]
+        before, gaps = copies.tier.blocks.copy(), [array.copy() for array in one.arrays]
+        done = copies.copy_in(blocks, hosts)
+        expected, image = host_image(one, one.image(), blocks, per_host), one.image()
+        size = copies.group_bytes[0]
+        assert done.done and done.nbytes == len(blocks) * size // per_host
+        held = expected.shape[1] == size and len(blocks) % per_host == 0
+        for row, host in enumerate(hosts if held else hosts[:-1]):
+            np.testing.assert_array_equal(copies.tier.blocks[host, FIRST : FIRST + size], expected[row])
+        others = [host for host in range(HOST) if host not in hosts]
+        np.testing.assert_array_equal(copies.tier.blocks[others], before[others])
+        np.testing.assert_array_equal(copies.tier.blocks[:, FIRST + size :], before[:, FIRST + size :])
+        for array, old in zip(one.arrays, gaps, strict=True):
+            np.testing.assert_array_equal(array, old)
+        one.fill(0)
+        targets = [0, 1, 2, 3, 7]
+        copies.copy_out(targets, hosts)
+        np.testing.assert_array_equal(one.image()[:, :, targets], image[:, :, blocks])
+        assert not one.image()[:, :, [4, 5, 6, 8]].any()
+        if gap:
+            for array, old in zip(one.arrays, gaps, strict=True):
+                np.testing.assert_array_equal(array[..., -gap:], old[..., -gap:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_exact_and_counted_over_all_blocks_of_a_call(open_copies: Open, layout: str) -> None:
+    """Against whole copies: only the tokens between the two numbers are another's afterwards."""
+    one, per_host = filled(layout), 2
+    copies, blocks, hosts = open_copies(one, per_host), [4, 5, 1, 8, 6], [6, 2, 3]
+    image, width = one.image(), one.cache.tokens_per_block
+    copies.copy_in(blocks, hosts)
+    total = len(blocks) * width
+    for skip in range(total + 1):
+        for end in {skip, min(skip + 3, total), total}:
+            one.fill(0)
+            ids = [-9 if i < skip // width else block for i, block in enumerate(blocks)]
+            done = copies.copy_out(ids, hosts, skip_prefix_n_tokens=skip, n_tokens=end)
+            expected = np.zeros_like(image)
+            for t in range(skip, end):
+                expected[:, :, blocks[t // width], t % width] = image[:, :, blocks[t // width], t % width]
+            np.testing.assert_array_equal(one.image(), expected)
+            assert done.nbytes == (end - skip) * image[:, :, 0, 0].size
+    one.fill(image)
+    before = copies.tier.blocks.copy()
+    one.fill(7)
+    copies.copy_in(blocks, hosts, skip_prefix_n_tokens=width + 1, n_tokens=total - 1)
+    one.fill(0)
+    copies.copy_out(blocks, hosts)
+    expected = np.full_like(image, 7)
+    expected[:, :, blocks[0]] = image[:, :, blocks[0]]
+    expected[:, :, blocks[1], : 1 % width] = image[:, :, blocks[1], : 1 % width]
+    expected[:, :, blocks[-1], -1] = image[:, :, blocks[-1], -1]
+    if width > 1:
+        np.testing.assert_array_equal(one.image()[:, :, blocks], expected[:, :, blocks])
+    assert (copies.tier.blocks != before).any()
+
+
+def test_slots_of_a_subclass_are_copied_before_they_are_checked(open_copies: Open) -> None:
+    class Own(HostSlots):
+        def ids(self) -> Any:
+            return [10**9]
+
+    one = filled("L | B D")
+    copies = open_copies(one)
+    copies.copy_in([0], Own((2,), copies.tier.fingerprint))
+    np.testing.assert_array_equal(copies.tier.blocks[2, FIRST : FIRST + 5], one.image()[0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_no_token_is_left_nothing_is_looked_at(open_copies: Open, layout: str) -> None:
+    one = filled(layout)
+    copies, width, nowhere = open_copies(one, 2), one.cache.tokens_per_block, 10**9
+    for token in range(3 * width + 1):
+        for copy in (copies.copy_in, copies.copy_out):
+            done = copy([nowhere] * 3, [nowhere] * 2, skip_prefix_n_tokens=token, n_tokens=token)
+            assert (done.done, done.nbytes, done.fragments) == (True, 0, 0)
+
+
+def test_a_block_below_zero_is_left_out_on_both_sides(open_copies: Open) -> None:
+    one = filled("L | P B T H D")
+    copies, image = open_copies(one, 2), one.image()
+    copies.copy_in([3, -1, 5, 6], [0, 1])
+    one.fill(0)
+    copies.copy_out([-1, -1, 5, -1], [0, 1])
+    expected = np.zeros_like(image)
+    expected[:, :, 5] = image[:, :, 5]
+    np.testing.assert_array_equal(one.image(), expected)
+
+
+def test_groups_of_layers_share_host_blocks_but_not_at_once(open_copies: Open) -> None:
+    first, second = filled("L | P B T H D"), filled("L | B D", D=70)
+    copies = open_copies([first, second], 2)
+    images = [first.image(), second.image()]
+    copies.copy_in([1, 2], [0], group=0)
+    copies.copy_in([3, 4], [1], group=1)
+    for one in (first, second):
+        one.fill(0)
+    copies.copy_out([1, 2], [0], group=0)
+    copies.copy_out([3, 4], [1], group=1)
+    np.testing.assert_array_equal(first.image()[:, :, [1, 2]], images[0][:, :, [1, 2]])
+    np.testing.assert_array_equal(second.image()[:, :, [3, 4]], images[1][:, :, [3, 4]])
+    assert copies.group_bytes == (first.image()[:, :, :2].size, second.image()[:, :, :2].size)
+
+
+def test_workers_have_their_own_bytes_of_a_host_block() -> None:
+    ones = [filled("L | P B T H D") for _ in range(2)]
+    share = ones[0].image()[:, :, 0].size
+    with HostTier(4, 2 * share, identity=IDENTITY) as tier:
+        workers = [HostCopies(tier, one.cache, first_byte=rank * share) for rank, one in enumerate(ones)]
+        for rank, (one, copies) in enumerate(zip(ones, workers, strict=True)):
+            one.fill(rank + 1)
+            copies.copy_in([2, 3], [0, 1])
+        assert (tier.blocks[:2, :share] == 1).all() and (tier.blocks[:2, share:] == 2).all()
+        for copies in workers:
+            copies.close()
+
+
+def test_neighbours_are_copied_together(open_copies: Open) -> None:
+    """As few fragments as can be: a page at a time, and pages that follow each other on both sides at once."""
+    pages = filled("L | B D")
+    assert open_copies(pages).copy_in([3, 1, 7], [0, 1, 2]).fragments == 3 * SIZES["L"]
+    assert open_copies(pages, 4).copy_in([3, 4, 5, 7], [0]).fragments == 2 * SIZES["L"]
+    assert open_copies(filled("| B L P T H D")).copy_in([3, 1], [0, 2]).fragments == 2
+    exact = open_copies(filled("| B L P T H D"), first_byte=0)
+    size = exact.group_bytes[0]
+    tier = HostTier(4, size, identity=IDENTITY)
+    with HostCopies(tier, filled("| B L P T H D").cache) as copies:
+        assert copies.copy_in([3, 4, 5], [1, 2, 3]).fragments == 1, "host blocks that follow each other, too"
+
+
+def test_large_copies_go_around_the_caches_and_are_the_same(open_copies: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.device.block_copy.CACHED_BYTES_MAX", 0)
+    for layout, size in (("L | P B T H D", 65), ("L | B D", 1300)):
+        one = filled(layout, D=size) if size > 100 else filled(layout, D=size, P=1)
+        copies, image = open_copies(one), one.image()
+        copies.copy_in([4, 2], [0, 1])
+        one.fill(0)
+        copies.copy_out([4, 2], [0, 1])
+        np.testing.assert_array_equal(one.image()[:, :, [2, 4]], image[:, :, [2, 4]])
+
+
+def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
+    one = filled("L | P B T H D")
+    copies, image = open_copies(one), one.image()
+
+    def work(block: int) -> None:
+        for _ in range(200):
+            copies.copy_in([block], [block])
+            copies.copy_out([block], [block])
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(one.image(), image)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([0], [0, 1]), {}, ValueError, "host_blocks has 2 entries: accepted are exactly 1 for 1 blocks"),
+        (([0, 1], [0]), {}, ValueError, "host_blocks has 1 entries"),
+        (([9], [0]), {}, ValueError, "blocks: 9 is no block; accepted are 0 to 8"),
+        (([0], [8]), {}, ValueError, "host_blocks: 8 is no block; accepted are 0 to 7"),
+        (([0], [-1]), {}, ValueError, "host_blocks: -1 is no block"),
+        ((["a"], [0]), {}, TypeError, "blocks"),
+        (([0.5], [0]), {}, TypeError, "blocks"),
+        (([0], [[0]]), {}, TypeError, "host_blocks"),
+        (([0], [0]), {"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens=5: must be 0 to 4"),
+        (([0], [0]), {"skip_prefix_n_tokens": 3, "n_tokens": 2}, ValueError, "skip_prefix_n_tokens=3: must be 0 to 2"),
+        (([0], [0]), {"n_tokens": 5}, ValueError, "n_tokens=5: must be 0 to 4"),
+        (([0], [0]), {"group": 1}, ValueError, "group=1"),
+        (([0], [0]), {"stream": "mine"}, TypeError, "stream='mine'"),
+        (([0], HostSlots((0,), "00")), {}, ValueError, "these slots are of another model"),
+    ],
+)
+def test_bad_arguments_copy_nothing(
+    open_copies: Open, arguments: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    one = filled("L | P B T H D")
+    copies = open_copies(one)
+    before, image = copies.tier.blocks.copy(), one.image()
+    for call in (copies.copy_in, copies.copy_out):
+        with pytest.raises(error, match=re.escape(message)):
+            call(*arguments, **options)
+    np.testing.assert_array_equal(copies.tier.blocks, before)
+    np.testing.assert_array_equal(one.image(), image)
+
+
+def test_a_target_is_named_once_and_must_be_writable(open_copies: Open) -> None:
+    one = filled("L | B D")
+    copies = open_copies(one)
+    with pytest.raises(ValueError, match="host_blocks: a block that is written is named twice"):
+        copies.copy_in([0, 1], [2, 2])
+    with pytest.raises(ValueError, match="blocks: a block that is written is named twice"):
+        copies.copy_out([1, 1], [2, 3])
+    copies.copy_in([1, 1], [2, 3])
+    copies.copy_out([0, 1], [2, 2])
+    for array in one.arrays:
+        array.flags.writeable = False
+    frozen = PagedKV.of([array[:, : SIZES["D"]] for array in one.arrays], "L | B D")
+    with HostCopies(copies.tier, frozen, first_byte=FIRST) as reading:
+        reading.copy_in([0], [0])
+        with pytest.raises(ValueError, match="must not be written"):
+            reading.copy_out([0], [0])
+
+
+def test_slots_of_the_cache_are_taken_and_the_ids_are_checked_again(open_copies: Open) -> None:
+    one = filled("L | B D")
+    copies = open_copies(one)
+    copies.copy_in([0], HostSlots((3,), copies.tier.fingerprint))
+    with pytest.raises(ValueError, match="100 is no block"):
+        copies.copy_in([0], HostSlots((100,), copies.tier.fingerprint))
+    with pytest.raises(TypeError):
+        copies.copy_in([0], HostSlots(("x",), copies.tier.fingerprint))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"first_byte": BLOCK_BYTES - 10}, ValueError, "caches[0] takes 240 bytes of a host block: first_byte=4086"),
+        ({"first_byte": -1}, ValueError, "first_byte=-1"),
+        ({"blocks_per_host_block": 0}, ValueError, "blocks_per_host_block=0"),
+        ({"device": "gpu"}, ValueError, "device='gpu'"),
+    ],
+)
+def test_bad_engines_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier, pytest.raises(error, match=re.escape(message)):
+        HostCopies(tier, filled("L | P B T H D").cache, **options)
+
+
+def test_an_engine_and_a_tier_are_memory_of_their_own() -> None:
+    with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier:
+        with pytest.raises(ValueError, match="share bytes"):
+            HostCopies(tier, PagedKV.of(tier.blocks, "| B D"))
+        with pytest.raises(TypeError, match="caches"):
+            HostCopies(tier, tier.blocks)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="tier"):
+            HostCopies(tier.blocks, filled("L | B D").cache)  # type: ignore[arg-type]
+
+
+def test_closed_copies_refuse_and_leave_tier_and_device_as_they_are() -> None:
+    one, device = filled("L | B D"), CpuDevice()
+    with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier:
+        copies = HostCopies(tier, one.cache, device=device)
+        done = copies.copy_in([0], [0])
+        copies.close()
+        copies.close()
+        with pytest.raises(PoolClosed):
+            copies.copy_in([0], [0])
+        with pytest.raises(PoolClosed):
+            done.follow(None)
+        assert copies.closed and tier.blocks.shape == (HOST, BLOCK_BYTES)
+        HostCopies(tier, one.cache, device=device).close()
+    with pytest.raises(PoolClosed):
+        HostCopies(tier, one.cache)

@@ -1,0 +1,125 @@
+"""The documentation builds without a warning, names everything that is public, and its examples and commands are
+right."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvpool.__main__ import command_line
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "DESIGN.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
+]
+WITH_EXAMPLES = [path for path in sorted((ROOT / "kvpool").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
+PUBLIC = ("kvpool", "kvpool.device.sim", "kvpool.planner", "kvpool.publish", "kvpool.remote")
+MADE = {"asv_bench/RESULTS.md"}
+"""Files that a command makes, on a machine with a GPU."""
+SHELL = [
+    (page.name, line.partition("#")[0].strip())
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+    if "-m kvpool " in line
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages as HTML, made as the README says."""
+    for package in ("sphinx", "myst_parser", "furo", "msgspec", "prometheus_client", "zmq"):
+        pytest.importorskip(package)
+    html = tmp_path_factory.mktemp("docs") / "html"
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-d",
+        str(html / "doctrees"),
+        "docs",
+        str(html),
+    ]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return html
+
+
+def test_the_documentation_builds_without_a_warning(built: Path) -> None:
+    assert (built / "index.html").is_file()
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """What a package offers: what its ``__init__`` imports by name from its own modules."""
+    own = f"from {module.__name__}"
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    statements = re.findall(r"from (\S+) import (.+)", text)
+    names = {
+        part.rpartition(" as ")[2].strip()
+        for source, what in statements
+        if source.startswith(own[5:])
+        for part in what.split(",")
+    }
+    return {f"{module.__name__}.{name}" for name in names}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_is_in_the_reference(built: Path, package: str) -> None:
+    from sphinx.util.inventory import InventoryFile
+
+    with (built / "objects.inv").open("rb") as file:
+        inventory = InventoryFile.load(file, "", lambda base, uri: uri)
+    listed = {name for kind, entries in inventory.items() if kind.startswith("py:") for name in entries}
+    wanted = public_names(importlib.import_module(package))
+    assert wanted, package
+    assert not wanted - listed
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_in_docstrings_are_right(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(("page", "line"), SHELL)
+def test_commands_that_are_shown_have_these_options(page: str, line: str) -> None:
+    for command in re.split(r"&&|\|", line):
+        _, found, arguments = command.partition("-m kvpool ")
+        if found:
+            command_line().parse_args(shlex.split(arguments.partition(" > ")[0]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    linked = [target for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text) if "://" not in target]
+    named = re.findall(r"`((?:docs|examples|tests|asv_bench|kvpool)/[\w./]*)`", text)
+    missing = [target for target in linked if not (page.parent / target).exists()]
+    missing += [name for name in named if name not in MADE and not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_every_metric_is_in_the_table_of_metrics() -> None:
+    pytest.importorskip("prometheus_client")
+    metrics = importlib.import_module("kvpool.observe.metrics")
+    named = re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    counters = {definition.name for definition in metrics.DEFINITIONS if "Counter" in definition.kind.__name__}
+    names = {definition.name + "_total" * (definition.name in counters) for definition in metrics.DEFINITIONS}
+    assert names <= {f"kvpool_{name}" for name in named}

@@ -1,0 +1,203 @@
+"""Imports run one way, GPU packages stay behind one door, and nothing grows past a screen."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import jit
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "kvpool"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = ("kvpool", "tests", "asv_bench", "docs", "examples")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "env" not in path.parts]
+
+# Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
+# line of their own.
+LAYERS = [
+    [
+        "errors",
+        "process",
+        "arrays.layout",
+        "jit",
+        "interrupt",
+        "arrays.dlpack",
+        "arrays.pool_ids",
+        "arrays.strided",
+        "arrays.paged",
+    ],
+    ["state"],
+    ["device.tables", "device.steps", "device.shared"],
+    ["device.base", "kernels"],
+    ["device"],
+    ["arrays"],
+    ["copying"],
+    ["tables"],
+    ["arguments", "operations", "sequences.retention", "sequences.keys", "observe"],
+    ["refusals", "config"],
+    ["core"],
+    ["sequences", "holders", "tables.host", "tables.hand_over"],
+    ["hostcache"],
+    ["manager"],
+    ["warming"],
+    [""],
+    ["engines"],
+    ["observe.metrics", "metrics", "remote"],
+    ["publish"],
+    ["replay"],
+    ["planner"],
+    ["commands"],
+    ["__main__"],
+]
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+GPU_PACKAGES = {"cuda", "cupy", "jax", "tensorflow", "torch"}
+GPU_MODULE = "device.cuda.device"
+
+
+def name_of(path: Path) -> str:
+    """Dotted name below the package: ``state.lru``; the package itself is the empty name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in MODULES}
+
+
+def rank_of(name: str) -> int:
+    """The layer of a module; fails for one that has been given none."""
+    candidate = name
+    while candidate not in RANKS and "." in candidate:
+        candidate = candidate.rpartition(".")[0]
+    assert candidate in RANKS, f"kvpool.{name} has no line in LAYERS"
+    return RANKS[candidate]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import of a file, wherever in the file; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@functools.cache
+def own_imports_of(path: Path) -> list[tuple[int, str]]:
+    """Line and name (below the package) of every module of the package that a file imports."""
+    found = []
+    for line, imported in imports_of(path):
+        package, _, name = imported.partition(".")
+        if package == "kvpool":
+            name = name if name in FILES else name.rpartition(".")[0]
+            assert name in FILES, f"{path}:{line}: there is no {imported}"
+            found.append((line, name))
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_run_one_way(path: Path) -> None:
+    own = rank_of(name_of(path))
+    wrong = [f"line {line}: kvpool.{name}" for line, name in own_imports_of(path) if rank_of(name) > own]
+    assert not wrong, f"{path} imports from a later layer: {wrong}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_cached_code_of_a_module_is_stamped_with_all_that_it_imports(path: Path) -> None:
+    imported: set[Path] = set()
+    pending = [path]
+    while pending:
+        file = pending.pop()
+        if file not in imported:
+            imported.add(file)
+            pending.extend(FILES[name] for _, name in own_imports_of(file))
+    stamped = jit._visible(f"kvpool.{name_of(path)}".rstrip("."), jit._SOURCES)
+    assert {file.relative_to(PACKAGE).as_posix() for file in imported} <= stamped
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_gpu_packages_are_imported_by_one_module_only(path: Path) -> None:
+    if name_of(path) != GPU_MODULE:
+        wrong = [f"line {line}: {name}" for line, name in imports_of(path) if name.partition(".")[0] in GPU_PACKAGES]
+        assert not wrong, f"{path} imports {wrong}"
+
+
+def code_lines(text: str, tree: ast.Module) -> int:
+    """Lines of a file without its docstrings, comments and blank lines."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    heads = [
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+    ]
+    prose = {line for head in heads for line in range(head.lineno, (head.end_lineno or head.lineno) + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return sum(1 for number, line in lines if number not in prose and line.strip() and not line.strip().startswith("#"))
+
+
+FOREIGN = {
+    *("_asdict", "_fields", "_replace", "_is_owned", "_getvalue", "_getframe"),
+    *("_cache", "_rebuild", "_reduce", "_unserialize", "_pass_builder"),
+}
+"""What named tuples, locks, sys and Numba have, whose names are theirs."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_module_touches_private_members_of_another(path: Path) -> None:
+    tree = tree_of(path)
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    private = [node for node in attributes if node.attr.startswith("_") and not node.attr.startswith("__")]
+    own = {node.attr for node in private if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    wrong = [f"line {node.lineno}: {ast.unparse(node)}" for node in private if node.attr not in own | FOREIGN]
+    assert not wrong, f"{path}: {wrong}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_opens_with_its_purpose_and_fits(path: Path) -> None:
+    text, tree = path.read_text(encoding="utf-8"), tree_of(path)
+    assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"
+    assert code_lines(text, tree) <= 600, f"{path} has more than 600 lines of code"
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [node.name for node in functions if node.end_lineno is not None and node.end_lineno - node.lineno >= 70]
+    assert not long, f"{path}: more than 70 lines in {long}"
+
+
+def test_package_imports_without_gpu_packages_and_without_jit() -> None:
+    script = f"import sys; sys.modules.update(dict.fromkeys({sorted(GPU_PACKAGES)})); import kvpool"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_cuda_sources_hide_no_nvidia_package(tmp_path: Path) -> None:
+    folder = ROOT / "cuda"
+    assert not list(folder.rglob("*.py"))
+    assert not {"bindings", "core", "pathfinder"} & {entry.name for entry in folder.iterdir()}
+    for name in ("bindings", "core", "pathfinder"):
+        (tmp_path / "cuda" / name).mkdir(parents=True)
+        (tmp_path / "cuda" / name / "__init__.py").write_text("", encoding="utf-8")
+    # With -c the working directory comes first on the path, as it does for `python -m` from the root.
+    script = "import cuda, cuda.bindings, cuda.core, cuda.pathfinder; assert cuda.__file__ is None"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=True)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if name_of(path).startswith("state.")], ids=name_of)
+def test_an_edit_outside_the_state_compiles_no_state_anew(path: Path) -> None:
+    stamped = jit._visible(f"kvpool.{name_of(path)}", jit._SOURCES)
+    assert all(
+        file.startswith("state/") or file in ("jit.py", "errors.py", "arrays/pool_ids.py") for file in stamped
+    ), sorted(stamped)

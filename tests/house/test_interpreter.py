@@ -1,0 +1,44 @@
+"""Under NUMBA_DISABLE_JIT the pool runs in the interpreter, slowly, and decides the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+KEYS = """
+import kvpool
+layout = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=5, dtype="uint8")
+with kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", secret=bytes(range(32))) as cache:
+    for extra in (None, [0] * 20 + [-(2**63), 2**63 - 1]):
+        print(cache.block_keys([2**31 - 1, -(2**31), *range(-10, 10)], salt="s", extra_ids=extra).keys.tolist())
+"""
+
+
+def python(*arguments: str, jit: bool) -> str:
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "0" if jit else "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_interpreter_computes_the_keys_of_machine_code() -> None:
+    assert python("-c", KEYS, jit=False) == python("-c", KEYS, jit=True)
+
+
+def test_scenarios_hold_in_the_interpreter() -> None:
+    python(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/state/test_scenarios_tiers.py",
+        "tests/sequences/test_beams.py",
+        jit=False,
+    )

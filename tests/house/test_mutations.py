@@ -1,0 +1,94 @@
+"""Every rule in the list of mutations is where it says, and so are the tests that must fail without it; a few are taken
+out."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool.state import guards
+from tests.mutations import MUTATIONS, PARTS
+from tests.mutations.__main__ import main
+from tests.mutations.bench import bench
+from tests.mutations.mutation import ROOT, Mutation
+
+SOME = 3
+
+
+@functools.cache
+def defined_in(path: Path) -> frozenset[str]:
+    return frozenset(
+        node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)
+    )
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.name)
+def test_a_mutation_fits_its_file_and_names_tests_that_exist(mutation: Mutation) -> None:
+    text = (ROOT / "kvpool" / mutation.file).read_text(encoding="utf-8")
+    changed = mutation.applied_to(text)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), "it changes nothing"
+    assert mutation.tests and mutation.harm.endswith(".")
+    for test in mutation.tests:
+        file, _, name = test.partition("::")
+        assert name.partition("[")[0] in defined_in(ROOT / file), f"there is no {test}"
+
+
+def test_names_of_mutations_are_their_own() -> None:
+    assert len(MUTATIONS) == sum(len(part.MUTATIONS) for part in PARTS)
+
+
+def test_every_rule_with_a_switch_has_a_mutation() -> None:
+    sources = " ".join(mutation.before for mutation in MUTATIONS.values())
+    in_words = {"namespace_in_key": "in_key", "namespace_at_hit": ".namespace != namespace",
+                "tokens_at_hit": "own[b, i] ^ tokens", "ticket_at_loss": ".ticket != ticket"}  # fmt: skip
+    assert not [name for name in guards.GUARDS if in_words.get(name, name.upper()) not in sources]
+
+
+def test_some_mutations_are_killed() -> None:
+    """Of those in the interpreter, since a changed module is compiled anew. ``KVPOOL_MUTATIONS_SEED`` draws others."""
+    seed = int(os.environ.get("KVPOOL_MUTATIONS_SEED", "0"))
+    print(f"seed {seed}: python -m tests.mutations --sample {SOME} --seed {seed}")
+    assert main(["--sample", str(SOME), "--seed", str(seed)]) == 0
+
+
+def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> None:
+    test = "tests/state/test_index.py::test_every_key_has_a_bucket"
+    harmless = Mutation("harmless", "state/guards.py", '"""The guards: named', '"""The guards:', "None.", (test,))
+    before = (ROOT / "kvpool" / "state" / "guards.py").read_bytes()
+    with bench() as copy:
+        assert copy.run(harmless).lived == (test,)
+        with pytest.raises(RuntimeError, match="did not run"):
+            copy.run(harmless._replace(tests=("tests/state/test_index.py::test_of_nothing",)))
+        with pytest.raises(ValueError, match="harmless: kvpool/state/guards.py has 0 times"):
+            copy.run(harmless._replace(before="what is not there"))
+        assert (copy.folder / "kvpool" / "state" / "guards.py").read_bytes() == before
+    assert (ROOT / "kvpool" / "state" / "guards.py").read_bytes() == before and not copy.folder.exists()
+
+
+def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = "tests/state/test_index.py::test_every_key_has_a_bucket"
+    harmless = Mutation("harmless", "state/guards.py", '"""The guards: named', '"""The guards:', "None.", (test,))
+    with bench() as copy:
+        copy.check([harmless])
+        path = copy.folder / "tests" / "state" / "test_index.py"
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("    count = buckets(blocks)\n", "    count = 0\n"), encoding="utf-8")
+        with pytest.raises(RuntimeError, match="without a mutation fail tests/state/test_index.py"):
+            copy.check([harmless])
+
+
+def test_the_command_lists_mutations_and_refuses_names_that_are_none() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-m", "tests.mutations", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert [line.partition(":")[0] for line in listed.stdout.splitlines()] == [*MUTATIONS]
+    for wrong in ([], ["no_such_rule"]):
+        with pytest.raises(SystemExit) as raised:
+            main(wrong)
+        assert raised.value.code == 2

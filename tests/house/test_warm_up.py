@@ -1,0 +1,106 @@
+"""Warming up: afterwards, no call of an engine compiles or loads anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+import kvpool
+from kvpool.__main__ import main
+
+def ready():
+    return {
+        f"{name}.{key}": len(value.overloads)
+        for name, module in list(sys.modules.items()) if name.startswith("kvpool") and "replay" not in name
+        for key, value in vars(module).items() if isinstance(value, Dispatcher) and value.__module__ == name
+    }
+
+kvpool.warm_up()
+before = ready()
+for device in ("cpu", "sim"):
+    main(["replay", "--limit", "12", "--device-blocks", "40", "--host-blocks", "40", "--device", device, "--json"])
+with kvpool.KVCacheManager(kvpool.BlockLayout(1, 1, 1, 4), device_blocks=8, host_blocks=4, device="sim") as cache:
+    a = cache.add_sequence(list(range(9)), retention=[(0, 4, 80, None)])
+    cache.commit(a)
+    b = cache.add_sequence([*range(8), 7, 7])
+    cache.rewind([a, b], [1, 2])
+    c = cache.fork(a)
+    cache.append_tokens([a, *c], [1, 2, 3, 4], [2, 2])
+    cache.keep([a, *c], [2, 2], [1, 0], [1, 1])
+    cache.reorder([a, *c], [1, 1])
+    cache.release([a, b, *c], store=False)
+    cache.offload(list(range(9)))
+    cache.reset()
+
+
+def layout(tokens=4, heads=1):
+    return kvpool.BlockLayout(1, heads, 1, tokens)
+
+
+GROUPS = [
+    kvpool.LayerGroup([layout(), layout(heads=3)]),
+    kvpool.LayerGroup(layout(heads=2), window=6, sinks=4),
+    kvpool.LayerGroup(layout(1), kind="recurrent", snapshot_tokens=8),
+    kvpool.LayerGroup(layout(), kind="cross"),
+]
+prompt = list(range(9))
+for device in ("cpu", "sim"):
+    with kvpool.KVCacheManager(
+        groups=GROUPS,
+        device_blocks=[8] * 4,
+        host_blocks=[5] * 4,
+        device=device,
+        event_capacity=64,
+        max_sequence_tokens=64,
+    ) as cache:
+        a = cache.add_sequence(prompt, encoder_tokens=5)
+        cache.match_prefix(prompt)
+        cache.plan_batch([prompt], encoder_tokens=[5])
+        cache.commit(a)
+        for g in range(4):
+            cache.blocks_needed(prompt, group=g, encoder_tokens=5 if g == 3 else None)
+            cache.copy_batch_block_offsets(np.zeros((1, 16), np.int32), [a], group=g)
+            cache.block_table(a, stream=0 if device == "cpu" else cache.core.device.create_stream("b"), group=g)
+            if g != 2:
+                first, blocks, last = np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(1, np.int32)
+                cache.copy_batch_block_csr(first, blocks, last, [a], group=g)
+                cache.copy_step_tables(cache.step_tables([a], [0], [4], group=g), [a], [0], [4], group=g)
+        cache.free_blocks
+        cache.state_blocks(a, group=2)
+        cache.loadable(a)
+        cache.append_tokens(a, [1, 2, 3])
+        cache.rewind(a, [1])
+        b = cache.fork(a)
+        cache.append_tokens([a, *b], [1, 2, 3, 4], [2, 2])
+        cache.keep([a, *b], [2, 2], [1, 0], [1, 1])
+        cache.reorder([a, *b], [1, 1], store=True)
+        cache.evictable_if_released([a, *b], group=0)
+        cache.release([a, *b])
+        cache.offload(prompt)
+        for start in (100, 200):
+            cache.release(cache.add_sequence([*range(start, start + 20)], encoder_tokens=5))
+        cache.prefetch(prompt)
+        cache.reserve([*range(500, 513)], encoder_tokens=5).abort()
+        cache.reserve([*range(500, 513)], encoder_tokens=5).commit()
+        cache.pin(cache.block_keys([*range(500, 512)]).keys[2:]).close()
+        for g in range(3):
+            cache.import_blocks(cache.block_keys([*range(900, 904)]), [bytes(cache.groups[g].block_bytes)], group=g)
+        cache.refresh()
+        cache.events(snapshot=True)
+        cache.stats()
+        cache.add_sequence(cache.block_keys(prompt, salt="s", extra_ids=prompt), encoder_tokens=5)
+        cache.reset(force=True)
+after = ready()
+print(json.dumps({name: after[name] for name in after if after[name] != before.get(name)}))
+"""
+
+
+def test_after_a_warm_up_nothing_is_compiled_or_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}

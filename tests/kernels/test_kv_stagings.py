@@ -1,0 +1,99 @@
+"""Several stagings in one call are one staging that was cut: the slots and the skipped prefix run over all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import Stagings, gather_kv, scatter_kv
+from tests.kernels.caches import Sizes, make_cache
+from tests.kernels.shim import ShimLauncher
+from tests.kernels.test_kv_copy import as_memory, reference_copy, slots_for, staging_for
+from tests.kernels.test_kv_copy import options as options
+
+NAMES = ["vllm_flash_attention", "flashinfer_hnd", "mla", "vllm_fused"]
+
+
+def cut(staging: np.ndarray, ends: list[int]) -> list[np.ndarray]:
+    """Memory of its own for the tokens up to each end."""
+    return [np.ascontiguousarray(staging[:, :, first:end]) for first, end in pairwise([0, *ends])]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_skip_is_exact_to_the_token_over_all_stagings(name: str, gather: bool, options: dict[str, Any]) -> None:
+    random, memory = np.random.default_rng(4), options["memory"]
+    for skip in range(12):
+        cache = make_cache(name, Sizes(), 2)
+        slots, whole = slots_for(cache, 11, random), staging_for(cache, 11, random, "plain")
+        parts = cut(whole, [4, 4, 5, 11])
+        expected_cache, expected = cache.copy(), whole.copy()
+        reference_copy(gather, expected_cache, slots, expected, skip)
+        given = Stagings([as_memory(part, memory) for part in parts])
+        call = gather_kv if gather else scatter_kv
+        call(cache.paged(memory), as_memory(slots, memory), given, skip_prefix_n_tokens=skip, **options_of(options))
+        np.testing.assert_array_equal(cache.buffer, expected_cache.buffer)
+        for part, wanted in zip(parts, cut(expected, [4, 4, 5, 11]), strict=True):
+            np.testing.assert_array_equal(part, wanted)
+
+
+def options_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "memory"}
+
+
+def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
+    random = np.random.default_rng(5)
+    cache = make_cache("vllm_flash_attention", Sizes(), 2)
+    slots, first = slots_for(cache, 7, random), staging_for(cache, 3, random, "tokens first")
+    second = staging_for(cache, 4, random, "heads apart")
+    expected = [first.copy(), second.copy()]
+    for part, own in zip(expected, (slots[:3], slots[3:]), strict=True):
+        reference_copy(True, cache, own, part, 0)
+    gather_kv(cache.paged("host"), slots, Stagings([first, list(second)]))
+    np.testing.assert_array_equal(first, expected[0])
+    np.testing.assert_array_equal(second, expected[1])
+
+
+def test_slots_that_the_host_has_are_uploaded_once() -> None:
+    cache, launcher = make_cache("mla", Sizes(), 2), ShimLauncher()
+    parts = cut(staging_for(cache, 6, np.random.default_rng(0), "plain"), [2, 6])
+    given = Stagings([as_memory(part, "device") for part in parts])
+    gather_kv(cache.paged("device"), np.arange(6), given, launcher=launcher)
+    assert len(launcher.launches) == 2
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_bad_stagings_are_named_and_nothing_is_copied(gather: bool) -> None:
+    cache = make_cache("vllm_flash_attention", Sizes(), 2)
+    whole = staging_for(cache, 8, np.random.default_rng(0), "plain")
+    one, other = cut(whole, [4, 8])
+    before, paged, slots = cache.buffer.copy(), cache.paged("host"), np.arange(8)
+    call, name = (gather_kv, "out") if gather else (scatter_kv, "source")
+    for bad, error, message in (
+        (Stagings([]), ValueError, f"{name}: no staging"),
+        (Stagings([one, other[:, :1]]), ValueError, rf"{name}\[1\]"),
+        (Stagings([one, None]), TypeError, rf"{name}\[1\]"),
+        (Stagings([one, as_memory(other, "device")]), ValueError, "one memory"),
+        (Stagings([one, Stagings([other])]), ValueError, rf"{name}\[1\]"),
+    ):
+        with pytest.raises(error, match=message):
+            call(paged, slots, bad)
+    with pytest.raises(ValueError, match="n at least 8"):
+        call(paged, slots[:7], Stagings([one, other]))
+    with pytest.raises(ValueError, match="skip_prefix_n_tokens=9: must be 0 to 8"):
+        call(paged, slots, Stagings([one, other]), skip_prefix_n_tokens=9)
+    np.testing.assert_array_equal(cache.buffer, before)
+
+
+def test_stagings_that_are_written_share_no_bytes() -> None:
+    cache = make_cache("vllm_flash_attention", Sizes(), 2)
+    whole = staging_for(cache, 8, np.random.default_rng(0), "tokens first")
+    views, slots = [whole[:, :, :5], whole[:, :, 5:]], np.arange(8)
+    gather_kv(cache.paged("host"), slots, Stagings(views))
+    overlapping = Stagings([whole[:, :, :5], whole[:, :, 4:7]])
+    with pytest.raises(ValueError, match="out: stagings 0 and 1 share bytes"):
+        gather_kv(cache.paged("host"), slots, overlapping)
+    scatter_kv(cache.paged("host"), slots, overlapping)

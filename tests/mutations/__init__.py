@@ -1,0 +1,22 @@
+"""Mutations of the package, and the tests that must fail with them: rules that anyone may take out to see.
+``README.md`` says how."""
+
+from __future__ import annotations
+
+from tests.mutations import (
+    content,
+    control,
+    engines,
+    eviction,
+    hostcache,
+    remote,
+    sequences,
+    steps,
+    swaps,
+    tiers,
+    transfer,
+)
+from tests.mutations.mutation import Mutation
+
+PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines)
+MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

@@ -1,0 +1,105 @@
+"""A workbench: a copy of the tree in a temporary folder, in which one mutation at a time is made and its tests are
+run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutations.mutation import ROOT, Mutation
+
+_COPIED = ("kvpool", "tests", "cuda", "examples", "setup.cfg")
+SECONDS = 600.0
+
+
+class Verdict(NamedTuple):
+    """``lived``: the tests that ought to have failed, and did not. ``text``: what pytest said."""
+
+    mutation: Mutation
+    lived: tuple[str, ...]
+    text: str
+
+
+class Bench:
+    """The copy of the tree. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in _COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, folder / name)
+
+    def check(self, mutations: Iterable[Mutation]) -> None:
+        """Raise RuntimeError where a test of these fails with no mutation made: it would kill any."""
+        files: dict[tuple[str, bool], set[str]] = {}
+        for mutation in mutations:
+            for test in mutation.tests:
+                files.setdefault((test.partition("::")[0], mutation.compiled), set()).add(test)
+        for (_, compiled), tests in files.items():
+            failed, said = self.failed(sorted(tests), compiled)
+            if failed:
+                raise RuntimeError(f"without a mutation fail {', '.join(failed)}:\n{said}")
+
+    def run(self, mutation: Mutation) -> Verdict:
+        """Make a mutation, run its tests, take it back. Raises ValueError for one that fits its file no more,
+        RuntimeError where the tests did not run, or not on the copy."""
+        path = self.folder / "kvpool" / mutation.file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(mutation.applied_to(text), encoding="utf-8")
+        try:
+            failed, said = self.failed(mutation.tests, mutation.compiled)
+        finally:
+            path.write_text(text, encoding="utf-8")
+        return Verdict(mutation, tuple(test for test in mutation.tests if not _names_one_of(test, failed)), said)
+
+    def failed(self, tests: Iterable[str], compiled: bool) -> tuple[list[str], str]:
+        """The tests that fail in the copy as it is, and what pytest said; all of them, where the interpreter died or
+        hung."""
+        seen = self.folder / "witness.json"
+        seen.unlink(missing_ok=True)
+        environment = {
+            **os.environ,
+            "KVPOOL_WITNESS": str(seen),
+            "NUMBA_DISABLE_JIT": "0" if compiled else "1",
+            "PYTHONPATH": str(self.folder),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in a second
+        }
+        options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutations.witness"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        try:
+            done = subprocess.run(
+                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return [*tests], f"did not end within {SECONDS:.0f} s"
+        said = done.stdout + done.stderr
+        if done.returncode < 0:
+            return [*tests], f"{said}\nended by signal {-done.returncode}"
+        if done.returncode > 1 or not seen.exists():
+            raise RuntimeError(f"the tests did not run:\n{said}")
+        found = json.loads(seen.read_text(encoding="utf-8"))
+        if not Path(found["package"]).is_relative_to(self.folder.resolve()):
+            raise RuntimeError(f"the tests imported {found['package']}, not the copy in {self.folder}")
+        return found["failed"], said
+
+
+def _names_one_of(test: str, failed: Iterable[str]) -> bool:
+    """Whether a node id is one of these, or a test with parameters that is."""
+    return any(one == test or one.startswith(f"{test}[") for one in failed)
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    """A workbench that is gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-mutations-") as folder:
+        yield Bench(Path(folder))

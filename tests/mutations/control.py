@@ -1,0 +1,156 @@
+"""Mutations of what callers do to cached content by its name, of keys that grow, and of what several groups fetch."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+_CONTROL, _KEYS, _REMOTE = (
+    "tests/sequences/test_control.py::",
+    "tests/sequences/test_keys.py::",
+    "tests/remote/test_remote_groups.py::",
+)
+
+MUTATIONS = (
+    Mutation(
+        "who_computes_it_twice_brings_forgotten_content_back",
+        "state/control.py",
+        "        sequence.private, sequence.duplicates = 1, NONE\n",
+        "        pass\n",
+        "A tenant has left, and what its last requests held is found again.",
+        (f"{_CONTROL}test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end",),
+    ),
+    Mutation(
+        "forgetting_leaves_the_host_copy",
+        "state/control.py",
+        "        forget_both(h, device, np.int64(blocks_of(h)[device].twin))\n",
+        "        forget(h, device, NONE)\n",
+        "Content that was to be forgotten comes back from the host.",
+        (f"{_CONTROL}test_forgetting_is_told",),
+    ),
+    Mutation(
+        "forgetting_a_prompt_leaves_its_tail",
+        "state/control.py",
+        "while finds_parts(h) and start < request.length:",
+        "while False:",
+        "The last tokens of a prompt that was to be forgotten are copied for others.",
+        (f"{_CONTROL}test_the_stored_tail_of_a_prompt_goes_with_it",),
+    ),
+    Mutation(
+        "a_longer_tail_goes_with_a_prompt",
+        "state/index.py",
+        "if blocks[b].flags & TAIL and count <= left and _is_child",
+        "if blocks[b].flags & TAIL and _is_child",
+        "Forgetting one prompt reads behind its end, and forgets what others have.",
+        (f"{_CONTROL}test_the_stored_tail_of_a_prompt_goes_with_it",),
+    ),
+    Mutation(
+        "a_tenant_that_leaves_takes_all_others_along",
+        "state/control.py",
+        "blocks[b].flags & INDEXED and blocks[b].namespace == namespace",
+        "blocks[b].flags & INDEXED",
+        "One tenant empties the cache of all.",
+        (f"{_CONTROL}test_other_namespaces_and_other_prompts_stay",),
+    ),
+    Mutation(
+        "a_fork_publishes_what_its_parent_must_not",
+        "state/forks.py",
+        "sequence.priority, sequence.ttl, sequence.private = other.priority, other.ttl, other.private",
+        "sequence.priority, sequence.ttl = other.priority, other.ttl",
+        "A request that was to leave no trace leaves that of its beams.",
+        (f"{_CONTROL}test_a_fork_of_a_withdrawn_sequence_publishes_nothing_either",),
+    ),
+    Mutation(
+        "who_publishes_nothing_leaves_a_tail",
+        "state/commit.py",
+        "if not store or sequence.private or sequence.failed",
+        "if not store or sequence.failed",
+        "A request that was to leave no trace leaves its last tokens.",
+        (f"{_CONTROL}test_a_request_that_publishes_nothing_leaves_no_tail_either",),
+    ),
+    Mutation(
+        "who_reuses_nothing_reuses",
+        "state/requests.py",
+        "return 0 if request.fresh else reusable(request)",
+        "return reusable(request)",
+        "Logprobs of a prompt are missing, since its tokens were not computed.",
+        (f"{_CONTROL}test_a_request_that_reuses_nothing_computes_all_and_leaves_it_to_others",),
+    ),
+    Mutation(
+        "a_priority_that_is_given_later_never_ends",
+        "state/control.py",
+        "    if listed:\n        start_clock(h, b, NONE)\n",
+        "",
+        "Content that was to be kept for a minute is kept for ever, and the expiries are wrong.",
+        (f"{_CONTROL}test_the_time_of_a_priority_begins_now_or_at_release",),
+    ),
+    Mutation(
+        "what_was_computed_twice_is_not_counted",
+        "state/commit.py",
+        "    sequences_of(h)[slot].recomputed += count\n",
+        "",
+        "A scheduler does not see that requests compute the same prefix at the same time.",
+        (
+            "tests/sequences/test_request_stats.py::"
+            "test_tokens_that_two_requests_compute_at_the_same_time_are_recomputed_by_the_second",
+        ),
+    ),
+    Mutation(
+        "a_next_turn_hashes_all_again",
+        "sequences/keys.py",
+        "requests.hash_request(heads, self._request, len(known))",
+        "requests.hash_request(heads, self._request, 0)",
+        "Each turn of a conversation hashes all turns before it.",
+        (
+            f"{_KEYS}test_a_next_turn_hashes_the_blocks_that_it_fills_and_no_others",
+            f"{_KEYS}test_what_was_hashed_is_not_looked_at_again",
+        ),
+    ),
+    Mutation(
+        "extended_keys_lose_the_extra_ids_of_before",
+        "sequences/keys.py",
+        "(zeros[0] if own is None else own, ",
+        "(zeros[0], ",
+        "The block in which an image ends is found by prompts with another image.",
+        (f"{_KEYS}test_extended_keys_are_those_of_the_whole_prompt",),
+    ),
+    Mutation(
+        "keys_of_a_sequence_are_taken_from_behind_a_gap",
+        "state/row_keys.py",
+        "if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:",
+        "if i < keys.shape[0]:",
+        "A next turn is looked up under keys that no block has.",
+        (f"{_KEYS}test_full_blocks_that_are_not_committed_are_hashed",),
+    ),
+    Mutation(
+        "a_loader_is_not_told_of_sinks",
+        "state/lookup.py",
+        "i < most and (i < sinks or i >= kept)",
+        "i < most and i >= kept",
+        "What was fetched of a windowed group is no prefix that can be reused.",
+        (f"{_REMOTE}test_a_group_gets_what_the_prefix_needs_of_it_and_no_more",),
+    ),
+    Mutation(
+        "a_group_is_served_from_the_rows_of_the_first",
+        "remote/server.py",
+        "self._cache.groups[group].first_host_block",
+        "self._cache.groups[0].first_host_block",
+        "A client gets memory that is not the block it asked for, or none.",
+        (f"{_REMOTE}test_what_is_here_already_is_not_fetched_again",),
+    ),
+    Mutation(
+        "pools_with_other_windows_serve_each_other",
+        "remote/served.py",
+        "(group.kind, group.window, group.sinks, [layout",
+        "(group.kind, [layout",
+        "KV that another model computed is taken for this one's.",
+        (f"{_REMOTE}test_pools_whose_groups_differ_are_refused",),
+    ),
+    Mutation(
+        "a_request_may_have_more_bytes_than_its_client",
+        "remote/underway.py",
+        "if limits.bytes_per_client is not None and request.nbytes > limits.bytes_per_client:",
+        "if False:",
+        "A request of large blocks waits for ever, and its client with it.",
+        (f"{_REMOTE}test_limits_hold_for_the_bytes_of_each_group",),
+    ),
+)

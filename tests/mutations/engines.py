@@ -1,0 +1,53 @@
+"""Mutations of what an engine's worker copies: what a load may bring, and when a job is over."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+TESTS = "tests/engines/test_transfers.py::"
+MUTATIONS = (
+    Mutation(
+        "a_load_brings_what_nobody_stored",
+        "engines/transfers.py",
+        "if not self._written[self._places(part)].all()",
+        "if False",
+        "A prompt gets the KV that a host block had before, or none at all.",
+        (
+            f"{TESTS}test_a_host_block_that_no_store_has_filled_is_not_loaded",
+            f"{TESTS}test_a_place_that_a_store_left_out_is_not_loaded",
+            f"{TESTS}test_a_load_of_what_a_failed_store_should_have_brought_fails",
+        ),
+    ),
+    Mutation(
+        "a_chunk_keeps_the_places_of_the_last_one",
+        "engines/transfers.py",
+        "            self._written[part.host_blocks] = False\n",
+        "            pass\n",
+        "A prompt gets the KV of the chunk that was in the host block before.",
+        (f"{TESTS}test_a_chunk_that_is_stored_again_has_nothing_of_what_was_there",),
+    ),
+    Mutation(
+        "a_failed_store_counts_as_stored",
+        "engines/transfers.py",
+        "if job.store and error is None:",
+        "if job.store:",
+        "A prompt gets the KV that a host block had before.",
+        (f"{TESTS}test_a_load_of_what_a_failed_store_should_have_brought_fails",),
+    ),
+    Mutation(
+        "a_job_is_over_with_its_first_copy",
+        "engines/transfers.py",
+        "return all(copy.done for copy in job.copies)",
+        "return True",
+        "The engine computes with KV that has not come.",
+        (f"{TESTS}test_a_job_is_not_over_before_its_copies_are",),
+    ),
+    Mutation(
+        "a_load_in_the_middle_of_a_chunk_begins_at_its_start",
+        "engines/transfers.py",
+        "placed[first % per :] = blocks[at : at + count]",
+        "placed[:count] = blocks[at : at + count]",
+        "A prompt gets the KV of tokens before its own.",
+        (f"{TESTS}test_a_load_may_begin_and_end_within_a_chunk",),
+    ),
+)

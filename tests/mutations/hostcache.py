@@ -1,0 +1,135 @@
+"""Mutations of the host tier of an engine that keeps its own blocks: who finds what, which bytes a copy is about, and
+what it waits for."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+
+def _index(test: str) -> str:
+    return f"tests/hostcache/test_index.py::{test}"
+
+
+_MODEL = ("tests/hostcache/test_model.py::test_a_cache_does_what_its_model_does[0]",)
+
+MUTATIONS = (
+    Mutation(
+        "what_is_pending_is_here",
+        "state/hostcache.py",
+        "        return ABSENT if flags & LOST else WAITING\n",
+        "        return HERE\n",
+        "A reader gets a block that nobody has written yet: whatever was there before.",
+        (_index("test_a_key_is_pending_until_its_bytes_are_published"), *_MODEL),
+    ),
+    Mutation(
+        "the_identity_is_not_in_the_key",
+        "hostcache/index.py",
+        "namespace_root(own, self.identity.content, None)",
+        'namespace_root(own, b"", None)',
+        "Two models that share a secret have the same hashes for the same keys.",
+        (_index("test_keys_of_another_model_are_never_found"),),
+    ),
+    Mutation(
+        "a_victim_is_what_the_call_offers",
+        "state/hostcache.py",
+        "            hit(h, found[i, 2])\n            pin_block(h, found[i, 2])\n    count, taken",
+        "            hit(h, found[i, 2])\n    count, taken",
+        "A store evicts what the same request was told to be there.",
+        (_index("test_what_is_offered_is_not_evicted_by_the_same_call"),),
+    ),
+    Mutation(
+        "a_forgotten_write_is_published",
+        "state/hostcache.py",
+        "        elif block.flags & LOST:\n",
+        "        elif False:\n",
+        "What was cleared, since the weights are other ones now, is found again.",
+        (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[clear]"),),
+    ),
+    Mutation(
+        "a_forgotten_write_gives_its_key_to_another_writer",
+        "state/hostcache.py",
+        "        coming = blocks[b].flags & LOST == 0\n        blocks[b].flags |= LOST\n",
+        "        coming = True\n        _drop(h, b)\n",
+        "Two writers have one block: a prompt gets bytes of both.",
+        (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[forget]"),),
+    ),
+    Mutation(
+        "a_host_cache_takes_the_newest",
+        "state/hostcache.py",
+        "    for i in range(words.shape[0] - 1, -1, -1):\n        if _answer(h, found[i, 2]) == HERE:",
+        "    for i in range(words.shape[0]):\n        if _answer(h, found[i, 2]) == HERE:",
+        "The beginning of a prompt is evicted before its end, which then is of no use.",
+        (_index("test_the_end_of_a_prompt_goes_before_its_beginning"),),
+    ),
+    Mutation(
+        "a_key_is_the_hash_alone",
+        "state/index.py",
+        "    if not h.guards & TOKENS_AT_HIT:\n        return True\n",
+        "    if not h.guards & TOKENS_AT_HIT or h.device_blocks == 0:\n        return True\n",
+        "Whoever finds two keys with one hash reads another's KV.",
+        (_index("test_a_hash_alone_is_never_a_hit"),),
+    ),
+    Mutation(
+        "a_copy_does_not_wait_for_the_engine",
+        "hostcache/copies.py",
+        "        device.wait(stream, device.record(after))\n",
+        "",
+        "The host keeps what stood in the block before the engine's kernel wrote it.",
+        (
+            "tests/hostcache/test_copies_sim.py::"
+            "test_a_copy_comes_after_the_work_on_the_stream_that_is_named[0-0.0]",
+            "tests/hostcache/test_copies_sim.py::test_a_prompt_goes_down_and_comes_back[1-0.5]",
+        ),
+    ),
+    Mutation(
+        "done_before_it_is_enqueued",
+        "hostcache/copies.py",
+        "        device.copy_fragments(fragments, stream)\n        return device.record(stream)\n",
+        "        event = device.record(stream)\n"
+        "        device.copy_fragments(fragments, stream)\n        return event\n",
+        "A key is published, and a block reused, while its bytes are on their way.",
+        ("tests/hostcache/test_copies_sim.py::test_a_prompt_goes_down_and_comes_back[0-0.0]",),
+    ),
+    Mutation(
+        "a_skip_is_cut_to_whole_blocks",
+        "hostcache/pages.py",
+        "max(span.first_token - i * width, 0),",
+        "0,",
+        "A load overwrites tokens that the engine has computed and others are reading.",
+        ("tests/hostcache/test_copies.py::test_tokens_are_exact_and_counted_over_all_blocks_of_a_call[L | P B T H D]",),
+    ),
+    Mutation(
+        "slots_of_another_cache_are_copied",
+        "hostcache/copies.py",
+        "if host_blocks.fingerprint != self.tier.fingerprint:",
+        "if False:",
+        "A worker reads the blocks of another model.",
+        ("tests/hostcache/test_copies.py::test_bad_arguments_copy_nothing[arguments13-options13-ValueError-these slots "
+         "are of another model]",),
+    ),
+    Mutation(
+        "a_skip_counts_anew_in_each_staging",
+        "arrays/kv_copy.py",
+        "        first, end = max(skip, begin), begin + staging.tokens\n",
+        "        first, end = begin + min(skip, staging.tokens), begin + staging.tokens\n",
+        "Of each chunk of a prompt the first tokens are missing.",
+        ("tests/kernels/test_kv_stagings.py::test_the_skip_is_exact_to_the_token_over_all_stagings"
+         "[cpu-vllm_flash_attention-True]",),
+    ),
+    Mutation(
+        "a_lease_is_closed_in_halves",
+        "hostcache/leases.py",
+        "        with DeferSignals(), self._lock:\n",
+        "        with self._lock:\n",
+        "An interrupt leaves blocks pinned that no lease names: they are never free again.",
+        ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
+    ),
+    Mutation(
+        "no_tokens_are_some",
+        "hostcache/copies.py",
+        "(first, end) if first < end else (0, 0)",
+        "(first, end)",
+        "A copy of nothing is refused for a block that it does not touch, and has a GPU copy no bytes.",
+        ("tests/hostcache/test_copies.py::test_where_no_token_is_left_nothing_is_looked_at[L | B D]",),
+    ),
+)  # fmt: skip

@@ -1,0 +1,65 @@
+"""Mutations of what workers tell each other: what is pinned while it is sent, and under which keys it enters the other
+pool."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "a_server_unpins_what_it_has_not_sent_yet",
+        "remote/server.py",
+        "if copied or not self._cache.core.transfer.guards & guards.UNPIN_AFTER_RELEASE:",
+        "if True:",
+        "A slow client gets blocks that others have written into meanwhile.",
+        ("tests/remote/test_remote_leases.py::test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on",),
+    ),
+    Mutation(
+        "a_revoked_lease_was_whole",
+        "remote/server.py",
+        "        except LeaseExpired:\n            whole = False\n",
+        "        except LeaseExpired:\n            pass\n",
+        "A client imports blocks that the server's owner has given to others while they were sent.",
+        ("tests/remote/test_remote_leases.py::test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void",),
+    ),
+    Mutation(
+        "blocks_of_another_layout_are_served",
+        "remote/server.py",
+        "if request.layout != self._layout:",
+        "if False:",
+        "A client imports blocks whose heads and layers lie elsewhere.",
+        ("tests/remote/test_remote_refusals.py::test_pools_that_do_not_fit_together_are_refused_with_the_reason",),
+    ),
+    Mutation(
+        "blocks_enter_before_they_are_said_to_be_whole",
+        "remote/exchange.py",
+        "return self.whole and",
+        "return",
+        "Bytes that were overwritten on their way are cached as a prompt's.",
+        ("tests/remote/test_remote_client.py::test_blocks_without_the_word_that_they_are_whole_do_not_enter_the_pool",),
+    ),
+    Mutation(
+        "a_later_message_has_the_keys_of_the_first",
+        "remote/client.py",
+        "places[offset : offset + there]",
+        "places[:there]",
+        "Blocks are cached under the keys of others: a prompt gets another part of itself.",
+        ("tests/remote/test_remote_fetch.py::test_a_client_keeps_to_the_limits_that_the_server_names",),
+    ),
+    Mutation(
+        "a_hole_moves_what_is_behind_it",
+        "remote/exchange.py",
+        '[next(blocks) if one == "1" else None for one in request.found or ""]',
+        '[*blocks, *(None for one in request.found or "" if one != "1")]',
+        "Blocks are cached under the keys of others: a prompt gets another part of itself.",
+        ("tests/remote/test_remote_fetch.py::test_unknown_keys_among_known_ones_are_missing_in_place",),
+    ),
+    Mutation(
+        "a_block_goes_under_the_key_of_the_next_one",
+        "state/imports.py",
+        "b, at = ids[i], first + i",
+        "b, at = ids[i], first + i + (i == 0)",
+        "An import stores KV of one part of a prompt as that of another.",
+        ("tests/holders/test_import_blocks.py::test_the_next_request_with_the_prefix_hits",),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Mutations of swapping, sequences that wait on the host, and of operations that are done together."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MUTATIONS = (
+    # -- swaps ---------------------------------------------------------------------------------------------
+    Mutation(
+        "a_refused_swap_keeps_what_it_claimed",
+        "state/swaps.py",
+        "            unhold(h, np.int64(there[i]))\n",
+        "            pass\n",
+        "A swap that raises costs host blocks for good.",
+        ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
+    ),
+    Mutation(
+        "a_refused_swap_keeps_its_marks",
+        "state/swaps.py",
+        "            blocks_of(h)[here[i]].flags &= ~ONBOARDING\n        there[i] = NONE\n",
+        "            pass\n        there[i] = NONE\n",
+        "The next swap after one that raised takes blocks that it has not counted.",
+        ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
+    ),
+    Mutation(
+        "an_end_that_is_not_committed_is_left_behind",
+        "state/swaps.py",
+        "tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)",
+        "tokens = h.width if has_states(h) else min(h.width, sequence.committed - i * h.width)",
+        "A sequence that was swapped out goes on with tokens whose KV is somebody else's.",
+        ("tests/sequences/test_swaps.py::test_drafts_come_back_and_a_path_of_them_is_kept",),
+    ),
+    Mutation(
+        "forks_that_leave_together_are_copied_one_by_one",
+        "state/swaps.py",
+        "        elif here[i] != NONE and not blocks[here[i]].flags & ONBOARDING:\n",
+        "        elif here[i] != NONE:\n",
+        "A family of forks is refused though the host has room for it.",
+        ("tests/sequences/test_swaps.py::test_forks_that_leave_together_share_on_the_host_and_when_they_are_back",),
+    ),
+    Mutation(
+        "what_a_swapped_sequence_holds_is_forgotten_with_its_other_copy",
+        "state/commit.py",
+        "    if other == NONE or blocks_of(h)[other].word & REFS == 0:\n",
+        "    if True:\n",
+        "Content is computed again though a sequence has it.",
+        ("tests/sequences/test_swaps.py::test_what_others_compute_is_forgotten_but_not_what_a_swapped_sequence_holds",),
+    ),
+    Mutation(
+        "a_lost_copy_on_the_host_is_not_noticed",
+        "state/upkeep.py",
+        "row = (swapped_of(h) if sequences_of(h)[slot].live == SWAPPED else table_of(h))[slot]",
+        "row = table_of(h)[slot]",
+        "A sequence comes back with KV that never arrived on the host.",
+        ("tests/sequences/test_swaps.py::test_a_sequence_whose_copy_to_the_host_was_refused_can_only_be_released[0]",),
+    ),
+    Mutation(
+        "a_copy_to_the_host_does_not_wait_for_what_is_not_committed",
+        "state/swaps.py",
+        "            emit_access(h, WROTE, stream, np.int64(row[i]))\n",
+        "            pass\n",
+        "A sequence comes back with KV that was still being computed when it left.",
+        ("tests/race/test_swaps_race.py::test_nothing_races[a_sequence_leaves_while_the_engine_still_writes_it]",),
+    ),
+    Mutation(
+        "what_waits_on_the_host_is_not_forgotten",
+        "state/swaps.py",
+        "        if not store and i >= sequence.reused and word & REFS == 0:\n            forget_everywhere(h, b)\n",
+        "",
+        "What a tenant asked to be forgotten is reused.",
+        ("tests/sequences/test_swaps.py::test_a_swapped_sequence_is_released_beside_others[False]",),
+    ),
+    # -- operations together ------------------------------------------------------------------------------
+    Mutation(
+        "a_refused_list_stays_half_done",
+        "state/undo.py",
+        "            np.copyto(array, copy)\n",
+        "            pass\n",
+        "A call that raised has released, appended and evicted.",
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[2-append]",),
+    ),
+    Mutation(
+        "rows_of_a_refused_list_stay_changed",
+        "state/undo.py",
+        "            view[rows] = kept\n",
+        "            pass\n",
+        "A block table names blocks that its sequence does not hold.",
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[4-append]",),
+    ),
+    Mutation(
+        "a_refused_list_is_enqueued",
+        "sequences/together.py",
+        "                    forget()\n",
+        "                    pass\n",
+        "Copies of a call that raised overwrite what is cached.",
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[5-append]",),
+    ),
+    Mutation(
+        "leases_of_a_refused_list_stay_closed",
+        "sequences/together.py",
+        "                    self._leases.restore(leases)\n",
+        "                    pass\n",
+        "A reader's lease is gone, and its blocks are pinned for good.",
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[5-append]",),
+    ),
+    Mutation(
+        "a_list_is_taken_to_have_room",
+        "sequences/together.py",
+        "        return blocks <= int(free.min()) and rows <= int(",
+        "        return rows <= int(",
+        "A call that raised for want of blocks has changed the pool.",
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[2-append]",),
+    ),
+)

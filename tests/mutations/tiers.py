@@ -1,0 +1,189 @@
+"""Mutations of who holds a block and where its content goes: references and pins, leases, lists."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+_EVICTION, _TIERS = "tests/state/test_scenarios_eviction.py", "tests/state/test_scenarios_tiers.py"
+_LATE = f"{_TIERS}::test_a_failure_late_in_a_batch_leaves_every_byte_of_state"
+_FITS = "tests/state/test_lists.py::test_what_does_not_fit_raises"
+_BACK = "tests/state/test_lists.py::test_unlinked_blocks_come_back_where_they_were"
+
+MUTATIONS = (
+    # -- references and pins, one word -----------------------------------------------------------------
+    Mutation(
+        "an_exchange_that_failed_counts",
+        "state/records.py",
+        "if compare_exchange(words, b, old, new):",
+        "if compare_exchange(words, b, old, new) or True:",
+        "Of two holds that are taken at once one is lost, and its block is given away under its holder.",
+        (
+            (
+                "tests/race/test_interleavings.py::test_every_interleaving_keeps_the_promise[a word gains a reference "
+                "and a pin]"
+            ),
+        ),
+    ),
+    Mutation(
+        "a_word_falls_below_zero",
+        "state/records.py",
+        "if new_refs < 0 or new_pins < 0:",
+        "if False:",
+        "An unpin too many borrows from the references, and a block that is in use looks free.",
+        (
+            (
+                "tests/race/test_interleavings.py::test_every_interleaving_keeps_the_promise[a word loses its last "
+                "reference once]"
+            ),
+        ),
+    ),
+    Mutation(
+        "the_last_reference_takes_the_pins_along",
+        "state/records.py",
+        "    if load(words, b) == 1:\n",
+        "    if load(words, b) & REFS == 1:\n",
+        "A block that a reader has pinned is evicted when its sequence ends.",
+        ("tests/holders/test_reservation_ends.py::test_a_pin_by_id_outlives_an_abort",),
+    ),
+    Mutation(
+        "the_first_reference_drops_the_pins",
+        "state/records.py",
+        "if load(words, b) == 0:",
+        "if load(words, b) & REFS == 0:",
+        "A hit on a block that a reader has pinned takes the pin away.",
+        ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
+    ),
+    Mutation(
+        "an_unpin_frees_what_is_still_held",
+        "state/pins.py",
+        "np.int64(-1)) == 0:",
+        "np.int64(-1)) >= 0:",
+        "A block of a running sequence is a victim once a reader lets go of it.",
+        ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
+    ),
+    Mutation(
+        "a_pinned_block_stays_a_victim",
+        "state/pins.py",
+        "        unlink(blocks, lists_of(h), b)\n",
+        "",
+        "A block is evicted under its reader.",
+        ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
+    ),
+    Mutation(
+        "a_pinned_block_stays_among_the_expiries",
+        "state/pins.py",
+        "        heap_remove(blocks, heap_of(h), b)\n",
+        "",
+        "A block expires while it is pinned, and is in two lists.",
+        ("tests/state/test_scenarios_eviction.py::test_a_pinned_block_does_not_expire",),
+    ),
+    Mutation(
+        "a_block_that_holds_nothing_is_pinned",
+        "state/pins.py",
+        "bad = block.flags & LOST != 0 or (block.word == 0 and not block.flags & INDEXED)",
+        "bad = False",
+        "A lease promises bytes of a block that has none.",
+        ("tests/state/test_safety.py::test_what_holds_nothing_cannot_be_pinned",),
+    ),
+    # -- leases ------------------------------------------------------------------------------------------
+    Mutation(
+        "a_lease_shows_what_it_unpins",
+        "holders/leases.py",
+        "            blocks.copy(),\n            groups,\n",
+        "            blocks,\n            groups,\n",
+        "Whoever writes into what a lease shows unpins the blocks of others.",
+        ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
+    ),
+    Mutation(
+        "a_lease_is_closed_twice",
+        "holders/leases.py",
+        "            if not self.is_open(lease):\n                raise LeaseExpired",
+        "            if False:\n                raise LeaseExpired",
+        "The second close takes somebody else's pin.",
+        ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
+    ),
+    Mutation(
+        "a_revoke_closes_the_leases_of_all",
+        "holders/leases.py",
+        "held.lease.owner == owner and",
+        "",
+        "Readers lose their pins since another one was revoked.",
+        ("tests/state/test_scenarios_tiers.py::test_a_revoked_lease_takes_nobody_elses_pin",),
+    ),
+    Mutation(
+        "a_lease_of_bytes_that_never_came",
+        "holders/leases.py",
+        "if lost is not None:",
+        "if False:",
+        "A reader copies whatever stood in a block that a failed device did not fill.",
+        (
+            "tests/copying/test_failures.py::test_a_reader_gets_no_lease_of_bytes_that_never_came",
+            "tests/state/test_safety.py::test_a_pin_whose_copy_failed_is_no_pin",
+        ),
+    ),
+    Mutation(
+        "a_closed_lease_says_nothing_of_its_stream",
+        "holders/leases.py",
+        "        self._core.note(ACCESSED, stream, held.ids)\n",
+        "",
+        "A block is overwritten while a copy that its reader enqueued is still reading it.",
+        ("tests/race/test_races.py::test_nothing_races[a_host_block_reused_while_a_copy_of_its_reader_is_pending]",),
+    ),
+    # -- lists -------------------------------------------------------------------------------------------
+    Mutation(
+        "a_held_block_forgets_the_list_that_it_left",
+        "state/lists.py",
+        "    blocks[b].list = ~which\n",
+        "    blocks[b].list = NONE\n",
+        "A call that raises leaves content in the list of another priority.",
+        (_BACK, _LATE),
+    ),
+    Mutation(
+        "a_block_comes_back_behind_all_others",
+        "state/lists.py",
+        "    _link(blocks, lists, b, ~blocks[b].list)\n",
+        "    push_back(blocks, lists, b, ~blocks[b].list)\n",
+        "A call that raises changes who is evicted next.",
+        (_BACK, f"{_LATE}[hits follow each other in a list]"),
+    ),
+    Mutation(
+        "a_block_comes_back_before_all_others",
+        "state/lists.py",
+        "    _link(blocks, lists, b, ~blocks[b].list)\n",
+        "    push_front(blocks, lists, b, ~blocks[b].list)\n",
+        "A call that raises changes who is evicted next.",
+        (_BACK,),
+    ),
+    Mutation(
+        "a_block_is_taken_out_of_no_list",
+        "state/lists.py",
+        "    if which < 0:\n",
+        "    if False:\n",
+        "A defect of the lists writes into memory of others in place of an error.",
+        (f"{_FITS}[unlink]",),
+    ),
+    Mutation(
+        "a_block_is_put_into_two_lists",
+        "state/lists.py",
+        "    if blocks[b].list >= 0:\n",
+        "    if False:\n",
+        "A defect of the lists gives one block to two sequences in place of an error.",
+        (f"{_FITS}[relink]", f"{_FITS}[push_back]", f"{_FITS}[push_front]"),
+    ),
+    Mutation(
+        "a_block_is_put_into_the_expiries_twice",
+        "state/lists.py",
+        "    if blocks[b].heap != NONE:\n        raise",
+        "    if False:\n        raise",
+        "A defect of the expiries takes a held block for a free one in place of an error.",
+        (f"{_FITS}[heap_push]",),
+    ),
+    Mutation(
+        "the_search_for_victims_starts_too_high",
+        "state/lists.py",
+        "    if priority < lists[LOWEST + tier, 0]:\n",
+        "    if False:\n",
+        "What matters least is never evicted, once something else was.",
+        (f"{_EVICTION}::test_a_block_of_the_lowest_priority_is_found_again",),
+    ),
+)

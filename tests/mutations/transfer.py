@@ -1,0 +1,188 @@
+"""Mutations of what moves bytes: waits between accesses, levels, tickets, staging, and what becomes of a copy that
+failed."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+
+def _race(scenario: str, file: str = "test_races.py", test: str = "test_nothing_races") -> str:
+    return f"tests/race/{file}::{test}[{scenario}]"
+
+
+MUTATIONS = (
+    # -- each of kvpool.state.guards about copies, taken out of the code and not by its switch ------------
+    Mutation(
+        "copies_read_before_copies_wrote",
+        "copying/waits.py",
+        "guards & g.COPY_READS_AFTER_COPIES != 0",
+        "False",
+        "An onboard reads a host block before the offload that fills it: another prompt's KV.",
+        (_race("onboard_from_a_host_block_whose_offload_is_pending"),),
+    ),
+    Mutation(
+        "copies_read_before_the_engine_wrote",
+        "copying/waits.py",
+        "guards & g.COPY_READS_AFTER_ENGINE != 0",
+        "False",
+        "An offload keeps what stood in the block before the engine's kernel wrote it.",
+        (_race("offload_of_a_block_that_the_engine_is_still_writing"),),
+    ),
+    Mutation(
+        "copies_write_before_copies_read",
+        "copying/waits.py",
+        "guards & g.COPY_WRITES_AFTER_COPIES != 0",
+        "False",
+        "An offload overwrites a host block that an onboard is still reading.",
+        (_race("eviction_into_a_host_block_that_is_being_onboarded"),),
+    ),
+    Mutation(
+        "copies_write_before_the_engine_read",
+        "copying/waits.py",
+        "guards & g.COPY_WRITES_AFTER_ENGINE != 0",
+        "False",
+        "An onboard overwrites a block under the kernel of its last reader.",
+        (_race("onboard_into_a_block_whose_last_reader_is_queued"),),
+    ),
+    Mutation(
+        "the_engine_reads_before_copies_wrote",
+        "copying/waits.py",
+        "guards & g.ENGINE_READS_AFTER_COPIES != 0",
+        "False",
+        "A kernel attends to a block before the onboard has brought it.",
+        (_race("read_of_a_block_that_is_being_onboarded"),),
+    ),
+    Mutation(
+        "the_engine_reads_before_another_stream_wrote",
+        "copying/waits.py",
+        "guards & g.ENGINE_READS_AFTER_ENGINE != 0",
+        "False",
+        "A hit on another stream reads KV that its writer has not written yet.",
+        (_race("hit_on_a_block_whose_write_is_queued_on_another_stream"),),
+    ),
+    Mutation(
+        "the_engine_writes_before_copies_read",
+        "copying/waits.py",
+        "guards & g.ENGINE_WRITES_AFTER_COPIES != 0",
+        "False",
+        "A new sequence overwrites an evicted block before its offload has read it.",
+        (_race("reuse_of_an_evicted_block_before_its_offload_has_read_it"),),
+    ),
+    Mutation(
+        "the_engine_writes_before_another_stream_read",
+        "copying/waits.py",
+        "guards & g.ENGINE_WRITES_AFTER_ENGINE != 0",
+        "False",
+        "A released block is overwritten while a kernel of its last sequence reads it.",
+        (_race("reuse_of_a_released_block_on_another_stream"),),
+    ),
+    Mutation(
+        "a_batch_is_one_level",
+        "copying/transfer.py",
+        "self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]",
+        "[batch.moves]",
+        "Two evictions into one host block in one step leave either content under either key.",
+        (_race("two_evictions_into_one_host_block_in_one_step"),),
+    ),
+    Mutation(
+        "a_pin_waits_for_its_own_batch_alone",
+        "copying/transfer.py",
+        "bool(self.guards & guards.OTHERS_BATCHES_TOO)",
+        "False",
+        "A lease is given before another thread has enqueued the copy that fills its block.",
+        (_race("a_pin_between_decision_and_enqueue"),),
+    ),
+    Mutation(
+        "batches_in_any_order",
+        "copying/transfer.py",
+        "self._enqueued + 1 if self.guards & guards.TICKET_ORDER else max(self._queue, default=-1)",
+        "max(self._queue, default=-1)",
+        "A copy is enqueued before an earlier decision's copy that fills its source.",
+        (_race("a_second_admission_between_decision_and_enqueue"),),
+    ),
+    Mutation(
+        "a_reader_does_not_wait",
+        "copying/transfer.py",
+        "self.order is None or not self.guards & guards.READER_WAITS",
+        "True",
+        "A reader on the host gets a lease of bytes that are still on their way.",
+        (
+            _race("a_pin_between_the_start_of_an_onboard_and_its_end"),
+            _race("an_import_into_a_block_that_is_being_onboarded"),
+        ),
+    ),
+    Mutation(
+        "what_was_lost_stays_findable",
+        "copying/transfer.py",
+        "if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:",
+        "if False:",
+        "A prompt hits a block whose copy failed: whatever stood there is its KV.",
+        ("tests/race/test_races.py::test_a_failure_at_each_move_of_a_batch_hands_out_nothing_that_never_came",),
+    ),
+    Mutation(
+        "tokens_are_overwritten_before_they_moved",
+        "copying/transfer.py",
+        "self.guards & guards.TOKENS_MOVE_BEFORE_REUSE",
+        "False",
+        "A block that accepted drafts are moved out of is another's before they were read.",
+        ("tests/race/test_drafts_race.py::test_nothing_races",),
+    ),
+    Mutation(
+        "staged_buffers_are_taken_at_once",
+        "tables/staging.py",
+        "not self._transfer.guards & guards.STAGED_BUFFERS_RETIRE_BY_EVENT",
+        "True",
+        "A sequence's table on the device has the rows of another.",
+        ("tests/race/test_staging.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),
+    ),
+    Mutation(
+        "what_was_copied_from_a_lost_block_counts_as_there",
+        "copying/transfer.py",
+        "stale = self._lost.get(source) == moves[i, TICKET]",
+        "stale = False",
+        "A block is found whose bytes were copied from one that never came.",
+        ("tests/copying/test_failures.py::test_what_builds_on_a_block_that_never_came_is_lost_too",),
+    ),
+    # -- order ---------------------------------------------------------------------------------------
+    Mutation(
+        "a_stream_that_is_busy_gives_its_number_away",
+        "copying/waits.py",
+        "(self._complete == self._points) & idle()[:known]",
+        "idle()[:known]",
+        "Of many streams, one takes the number of another that still works: waits for it are waits for nobody.",
+        ("tests/race/test_order.py::test_a_stream_that_still_works_keeps_its_number",),
+    ),
+    Mutation(
+        "a_stream_in_use_gives_its_number_away",
+        "copying/waits.py",
+        "(self._complete == self._points) & idle()[:known]",
+        "self._complete == self._points",
+        "A sequence goes on on a stream of somebody else.",
+        ("tests/race/test_order.py::test_a_stream_that_a_sequence_is_on_keeps_its_number",),
+    ),
+    # -- levels ----------------------------------------------------------------------------------------
+    Mutation(
+        "a_partial_copy_counts_as_the_whole_block",
+        "copying/levels.py",
+        "if _is_whole(moves[i], width, states):",
+        "if True:",
+        "A move is dropped whose target a later one overwrites only in part.",
+        ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
+    ),
+    Mutation(
+        "a_target_that_is_read_counts_as_unread",
+        "copying/levels.py",
+        "        scratch[source, 0] = _LIVE\n",
+        "",
+        "A move is dropped though another of its batch reads what it writes.",
+        ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
+    ),
+    Mutation(
+        "levels_forget_reads",
+        "copying/levels.py",
+        "scratch[target, 0], scratch[target, 1]) + 1",
+        "scratch[target, 0]) + 1",
+        "A block is overwritten in the level in which it is read.",
+        ("tests/state/test_levels.py::test_moves_of_one_level_do_not_depend_on_each_other",),
+    ),
+)

@@ -1,0 +1,247 @@
+"""Events name what they are about, and a snapshot of them is what is cached, parents first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, EventReplay
+from kvpool import Event
+from kvpool.observe.events import Names
+
+Make = Callable[..., Engine]
+
+
+def rebuilt(events: Iterable[Event]) -> dict[str, set[bytes]]:
+    replay = EventReplay()
+    replay.feed(events)
+    return replay.cached
+
+
+def cached(engine: Engine) -> dict[str, set[bytes]]:
+    return {tier: set(engine.cached(tier)) for tier in ("device", "host")}
+
+
+def busy(make: Make, seed: int, **options: Any) -> Engine:
+    """A pool whose content is spread over both tiers, in prompts that share beginnings and have lost some blocks."""
+    print(f"seed {seed}")
+    random, engine = Random(seed), make(**{"P": 12, "S": 16, "event_capacity": 4096} | options)
+    for _ in range(40):
+        prompt = [random.randrange(2) for _ in range(random.randrange(1, 6)) for _ in range(4)]
+        engine.seed(prompt + [9], committed=len(prompt), retention=[(0, 8, random.choice([35, 50]), None)])
+        if random.random() < 0.3:
+            engine.cache.offload(prompt)
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_snapshot_is_what_is_cached(make: Make, seed: int) -> None:
+    engine = busy(make, seed)
+    events = engine.cache.events(snapshot=True)
+    assert rebuilt(events) == cached(engine), "all events and the snapshot behind them"
+    assert events[events.before_snapshot].kind == "cleared"
+    assert rebuilt(events[events.before_snapshot :]) == cached(engine), "the snapshot alone"
+    assert all(cached(engine).values()), "both tiers have something"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_snapshot_tells_parents_before_their_children(make: Make, seed: int) -> None:
+    events = busy(make, seed, S=0, P=24).cache.events(snapshot=True)
+    stored = [event for event in events[events.before_snapshot :] if event.keys is not None]
+    known: set[bytes] = set()
+    all_keys = {key.tobytes() for event in stored for key in np.asarray(event.keys)}
+    children = 0
+    for event in stored:
+        if event.parent is not None and event.parent.tobytes() in all_keys:
+            assert event.parent.tobytes() in known
+            children += 1
+        known.update(key.tobytes() for key in np.asarray(event.keys))
+    assert children, "some chains begin at a block of another"
+    assert len(stored) < len(all_keys), "chains are told in one event"
+
+
+def test_a_snapshot_says_of_each_block_what_storing_it_said(make: Make) -> None:
+    engine = make(P=16, event_capacity=64)
+    engine.seed(range(9), committed=8, salt="s", adapter_id="a")
+    engine.seed(range(20, 29), committed=8, extra_ids=[7, 0, 0, 0, 0, 0, 0, 0, 0])
+    engine.seed(range(13), committed=12, retention=[(0, 4, 90, None)])
+
+    def facts(events: Iterable[Event]) -> set[object]:
+        found: set[object] = set()
+        for event in events:
+            for i, key in enumerate(np.asarray(event.keys)):
+                assert event.tokens is not None
+                extra = None if event.extra_ids is None else event.extra_ids[i].tobytes()
+                names = (event.namespace, event.salt, event.adapter_id, event.priority, event.tier)
+                parent = event.parent if i == 0 else event.keys[i - 1] if event.keys is not None else None
+                found.add(
+                    (
+                        key.tobytes(),
+                        None if parent is None else parent.tobytes(),
+                        event.tokens[i].tobytes(),
+                        extra,
+                        *names,
+                    )
+                )
+        return found
+
+    events = engine.cache.events(snapshot=True)
+    told = facts(event for event in events[: events.before_snapshot] if event.kind == "stored")
+    assert len(told) == 7
+    assert facts(events[events.before_snapshot + 1 :]) == told
+
+
+def test_numbers_go_on_behind_a_snapshot(make: Make) -> None:
+    engine = make(P=8, event_capacity=4)
+    replay = EventReplay()
+    engine.seed(range(5), committed=4)
+    replay.feed(engine.cache.events(snapshot=True))
+    engine.seed(range(10, 19), committed=8)
+    replay.feed(engine.cache.events())
+    replay.feed(engine.cache.events(snapshot=True))
+    assert replay.cached == cached(engine)
+    assert engine.cache.stats().events_dropped == 0
+
+
+def test_every_prompt_and_every_call_begins_an_event_of_its_own(make: Make) -> None:
+    engine = make(event_capacity=100)
+    first, second = engine.add(range(4)), engine.add(range(20, 24))
+    engine.cache.commit([first.id, second.id])
+    engine.append(second, range(24, 32))
+    engine.cache.commit([first.id, second.id])
+    told = [event for event in engine.cache.events() if event.kind == "stored"]
+    assert [[key.tobytes() for key in event.keys] for event in told] == [
+        engine.keys(range(4)), engine.keys(range(20, 24)), engine.keys(range(20, 32))[1:],
+    ]  # fmt: skip
+    assert [None if event.parent is None else event.parent.tobytes() for event in told] == [
+        None,
+        None,
+        engine.keys(range(20, 24))[0],
+    ]
+
+
+def test_no_event_is_of_two_tiers(make: Make) -> None:
+    """A block is offloaded right after its parent has come to the device: the parent's event says "device", and the
+    block's "host"."""
+    engine = make(P=2, S=4, event_capacity=100)
+    engine.seed(range(8), committed=8)
+    with engine.cache.pin(engine.prompt(range(8)).keys[1:], tier="device"):
+        engine.release(engine.add([100]), store=False)
+    told = EventReplay()
+    told.feed(engine.cache.events())
+    assert set(engine.cached("host")) == {engine.keys(range(4))[0]}
+    engine.add([*range(4), 50])
+    events = engine.cache.events()
+    assert [(event.kind, event.tier) for event in events] == [
+        ("stored", "device"),
+        ("stored", "host"),
+        ("removed", "device"),
+    ]
+    told.feed(events)
+    assert told.cached == cached(engine)
+
+
+def test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes(make: Make) -> None:
+    engine = make(P=2, S=2, event_capacity=100)
+    engine.seed(range(4), committed=4)
+    engine.cache.offload(list(range(4)))
+    engine.release(engine.add(range(5), retention=[(0, None, 80, None)]), store=False)
+    engine.cache.events()
+    engine.add(range(100, 108))
+    told = [(event.kind, event.tier, event.priority) for event in engine.cache.events() if event.kind == "updated"]
+    assert told == [("updated", "host", 80)]
+
+
+def test_a_reader_that_lost_events_is_whole_after_a_snapshot(make: Make) -> None:
+    engine = busy(make, 1, event_capacity=3)
+    events = engine.cache.events(snapshot=True)
+    assert engine.cache.stats().events_dropped and events.number > 0
+    assert rebuilt(events[events.before_snapshot :]) == cached(engine)
+
+
+def test_an_empty_pool_has_a_snapshot(make: Make) -> None:
+    engine = make(event_capacity=4)
+    assert [event.kind for event in engine.cache.events(snapshot=True)] == ["created", "cleared"]
+
+
+def test_a_pool_without_events_has_no_snapshot(make: Make) -> None:
+    engine = make()
+    assert not engine.cache.events()
+    with pytest.raises(ValueError, match="event_capacity"):
+        engine.cache.events(snapshot=True)
+    with pytest.raises(TypeError, match="snapshot=1"):
+        engine.cache.events(snapshot=1)
+
+
+def test_events_name_salt_adapter_and_where_a_prompt_begins(make: Make) -> None:
+    engine = make(P=16, event_capacity=64)
+    engine.cache.events()
+    engine.seed(range(9), committed=8, salt=b"s", adapter_id=3)
+    engine.seed(range(13), committed=12, salt=b"s", adapter_id=3)
+    engine.seed(range(5), committed=4)
+    first, second, third = engine.cache.events()
+    assert [(event.salt, event.adapter_id) for event in (first, second, third)] == [(b"s", 3), (b"s", 3), (None, None)]
+    assert first.parent is None and third.parent is None
+    assert second.parent is not None and second.parent.tobytes() == np.asarray(first.keys)[1].tobytes()
+    assert first.namespace == second.namespace != third.namespace
+
+
+@pytest.mark.parametrize("names", [{}, {"salt": "s", "adapter_id": 3}], ids=str)
+@pytest.mark.parametrize("way", ["sequence", "reservation", "import"])
+def test_events_name_where_a_prompt_begins_whoever_brings_it(make: Make, way: str, names: dict[str, Any]) -> None:
+    cache = make(P=8, S=8, event_capacity=64).cache
+    cache.events()
+    prompt = cache.block_keys(list(range(9)), **names)
+    if way == "sequence":
+        sequence = cache.add_sequence(prompt)
+        cache.commit(sequence)
+        cache.release(sequence)
+    elif way == "reservation":
+        cache.reserve(prompt).commit()
+    else:
+        cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)] * 2)
+    events = cache.events(snapshot=True)
+    stored = [event for event in events if event.kind == "stored"]
+    assert len(stored) == 2, "once when it was stored, once in the snapshot"
+    for event in stored:
+        assert event.parent is None and (event.salt, event.adapter_id) == (names.get("salt"), names.get("adapter_id"))
+
+
+def test_stored_events_have_the_extra_ids(make: Make) -> None:
+    engine = make(P=16, event_capacity=64)
+    engine.cache.events()
+    extra = [0, 0, 0, 5, 5, 0, 0, 0, 0]
+    engine.seed(range(9), committed=8, extra_ids=extra)
+    engine.seed(range(20, 29), committed=8)
+    first, second = engine.cache.events()
+    assert np.asarray(first.extra_ids).ravel().tolist() == extra[:8]
+    assert second.extra_ids is None
+
+
+def test_names_of_what_is_gone_are_forgotten_and_others_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Names, "LEAST", 4)
+    engine = make(P=8, event_capacity=4)
+    engine.seed(range(5), committed=4, adapter_id="kept")
+    for adapter in range(50):
+        engine.seed(range(5), committed=4, adapter_id=adapter)
+        engine.seed(range(5), committed=4, adapter_id="kept")
+        assert {event.adapter_id for event in engine.cache.events() if event.kind == "stored"} <= {"kept", adapter}
+    assert len(engine.cache.core.names.known) < 30
+    snapshot = engine.cache.events(snapshot=True)
+    assert "kept" in {event.adapter_id for event in snapshot} and None not in {
+        e.adapter_id for e in snapshot if e.kind == "stored"
+    }
+
+
+def test_events_are_a_sequence(make: Make) -> None:
+    engine = busy(make, 0)
+    events = engine.cache.events()
+    assert len(events) == len(list(events)) == len(events[:])
+    assert events[-1].number == events[len(events) - 1].number
+    assert events.next == events[-1].next
+    with pytest.raises(IndexError, match="event"):
+        events[len(events)]

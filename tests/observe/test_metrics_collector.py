@@ -1,0 +1,323 @@
+"""The collector: pools come and go, nothing runs between scrapes, what is scraped is valid, and the dashboard shows all
+of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import json
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition, parser
+
+from engine import Engine, small_layout
+from kvpool import KVCacheManager, PoolClosed
+from kvpool.__main__ import main
+from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, PoolMetrics, served
+from kvpool.observe.stats import GroupStats, Histogram, Stats, TierStats
+from kvpool.replay import Replay
+
+Make = Callable[..., Engine]
+# Derived from others, or in other units.
+LEFT_OUT = {"reused_device_blocks", "reused_host_blocks", "partial_blocks", "missed_blocks"}
+LEFT_OUT |= {"offloaded_blocks", "onboarded_blocks", "copied_blocks"}
+
+
+def scrape(registry: CollectorRegistry) -> list[Any]:
+    """All samples, as a strict parser reads them."""
+    text = exposition.generate_latest(registry).decode()
+    return [sample for family in parser.text_string_to_metric_families(text) for sample in family.samples]
+
+
+def pools(registry: CollectorRegistry) -> set[str]:
+    return {sample.labels["pool"] for sample in scrape(registry)}
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def small_pool() -> KVCacheManager:
+    return KVCacheManager(small_layout(4), device_blocks=2, host_blocks=2, device="cpu")
+
+
+def test_pools_have_a_label_and_go_when_they_are_closed() -> None:
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics, small_pool() as a:
+        b = small_pool()
+        metrics.add("a", a)
+        metrics.add("b", b)
+        assert pools(registry) == {"a", "b"}
+        b.close()
+        assert pools(registry) == {"a"}
+        with small_pool() as again:
+            metrics.add("b", again)
+            assert pools(registry) == {"a", "b"}
+            metrics.remove("a")
+            assert pools(registry) == {"b"}
+
+
+def test_a_name_of_a_closed_pool_can_be_given_before_the_next_scrape() -> None:
+    with PoolMetrics(CollectorRegistry()) as metrics, small_pool() as b:
+        with small_pool() as a:
+            metrics.add("x", a)
+        metrics.add("x", b)
+
+
+def test_a_collector_keeps_no_pool_alive() -> None:
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics:
+        metrics.add("a", small_pool())
+        gc.collect()
+        assert pools(registry) == set()
+
+
+def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics, small_pool() as a, small_pool() as b:
+        metrics.add("a", a)
+        metrics.add("a", a)
+        with pytest.raises(ValueError, match="pool='a': an open pool has this name"):
+            metrics.add("a", b)
+        with pytest.raises(ValueError, match=r"pool='c': accepted are .*\['a'\]"):
+            metrics.remove("c")
+        with pytest.raises(TypeError, match="pool=1: accepted is a string"):
+            metrics.add(1, b)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="cache=None: accepted are a KVCacheManager and a HostCache"):
+            metrics.add("b", None)  # type: ignore[arg-type]
+        assert pools(registry) == {"a"}
+
+
+def test_what_would_never_be_shown_is_refused() -> None:
+    registry, closed = CollectorRegistry(), small_pool()
+    closed.close()
+    with PoolMetrics(registry) as metrics, small_pool() as cache:
+        with pytest.raises(PoolClosed, match="pool='a'"):
+            metrics.add("a", closed)
+        with pytest.raises(ValueError, match=r"pool='\\udc80': accepted is what UTF-8 can say"):
+            metrics.add("\udc80", cache)
+        assert generate_latest(registry)
+        metrics.close()
+        with pytest.raises(ValueError, match="pool='a': the collector is closed"):
+            metrics.add("a", cache)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_is_one_that_clients_read() -> None:
+    with served(0, "::1") as (metrics, address), small_pool() as cache:
+        metrics.add("six", cache)
+        assert address.startswith("http://[::1]:")
+        assert b'pool="six"' in urlopen(address, timeout=20).read()
+
+
+def test_closing_takes_the_collector_out_of_its_registry() -> None:
+    registry = CollectorRegistry()
+    metrics = PoolMetrics(registry)
+    with pytest.raises(ValueError, match="kvpool_blocks"):
+        PoolMetrics(registry)
+    with small_pool() as cache:
+        metrics.add("a", cache)
+        metrics.close()
+        metrics.close()
+        assert generate_latest(registry) == b""
+        PoolMetrics(registry).close()
+
+
+def test_a_pool_is_read_once_for_each_scrape_and_at_no_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    stats = KVCacheManager.stats
+    monkeypatch.setattr(KVCacheManager, "stats", lambda self: asked.append(self) or stats(self))
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics, small_pool() as cache:
+        metrics.add("a", cache)
+        assert asked == []
+        scrape(registry)
+        assert asked == [cache]
+
+
+def test_every_scrape_is_of_one_moment_while_the_pool_works(make: Make) -> None:
+    engine, registry, done = make(P=6, S=3), CollectorRegistry(), threading.Event()
+    sums: list[tuple[float, float]] = []
+    failures: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            while not done.is_set():
+                blocks = [s for s in scrape(registry) if s.name == "kvpool_blocks"]
+                sums.append(
+                    tuple(sum(s.value for s in blocks if s.labels["tier"] == tier) for tier in ("device", "host"))
+                )  # type: ignore[arg-type]
+        except BaseException as error:
+            failures.append(error)
+
+    with PoolMetrics(registry) as metrics:
+        metrics.add("a", engine.cache)
+        thread = threading.Thread(target=watch)
+        thread.start()
+        for round_ in range(100):
+            engine.seed(range(9 * (round_ % 4), 9 * (round_ % 4) + 9), committed=9)
+        done.set()
+        thread.join()
+    assert not failures and sums and set(sums) == {(6, 3)}
+
+
+def test_names_follow_the_conventions() -> None:
+    for kind, name, text, labels, _ in DEFINITIONS:
+        assert re.fullmatch(r"kvpool_[a-z_]+[a-z]", name) and text.endswith(".")
+        assert not name.endswith(("_total", "_count", "_sum", "_bucket")), "the exposition adds these"
+        assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", name), "base units"
+        assert set(labels) <= {"group", "tier", "state", "direction", "reason", "kind"} and kind is not None
+    assert len({definition.name for definition in DEFINITIONS}) == len(DEFINITIONS)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, TierStats):
+        return dataclasses.replace(value, used=value.used + 1)
+    if isinstance(value, Histogram):
+        return Histogram(value.bins + np.eye(1, len(value.bins), 3, np.int64)[0], value.total_ms + 5)
+    return 1 if value is None else value + 1
+
+
+OF_GROUPS = {field.name for field in dataclasses.fields(GroupStats)}
+
+
+@pytest.mark.parametrize("field", sorted({field.name for field in dataclasses.fields(Stats)} - {"groups"}))
+def test_every_figure_of_stats_is_in_a_metric(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = TierStats(9, 5, 4, 3, 1, 2, 1)
+    group = GroupStats(tier, tier)
+    shown = Stats(tier, tier, prompt_tokens=9, groups=(group, group))
+    monkeypatch.setattr(KVCacheManager, "stats", lambda self: shown)
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics, small_pool() as cache:
+        metrics.add("a", cache)
+        before = scrape(registry)
+        if field in OF_GROUPS:
+            group = dataclasses.replace(group, **{field: changed(getattr(group, field))})
+            shown = dataclasses.replace(shown, groups=(shown.groups[0], group))
+        else:
+            shown = dataclasses.replace(shown, **{field: changed(getattr(shown, field))})
+        told = [sample for sample in scrape(registry) if sample not in before]
+        assert bool(told) == (field not in LEFT_OUT)
+        assert {sample.labels.get("group") for sample in told} <= ({"1"} if field in OF_GROUPS else {None})
+
+
+# -- the dashboard -------------------------------------------------------------------------------
+
+
+def exposed_names() -> dict[str, str]:
+    """Names of series in queries, with the name of the metric."""
+    suffixes = {"CounterMetricFamily": "_total", "GaugeMetricFamily": "", "HistogramMetricFamily": "_bucket"}
+    return {definition.name + suffixes[definition.kind.__name__]: definition.name for definition in DEFINITIONS}
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    shown = {name for query in queries() for name in re.findall(r"kvpool_\w+", query)}
+    assert shown == set(exposed_names())
+
+
+def test_queries_select_and_name_labels_that_the_metrics_have() -> None:
+    labels = {definition.name: {"pool", *definition.labels} for definition in DEFINITIONS}
+    names = exposed_names()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            used = [names[name] for name in re.findall(r"kvpool_\w+", target["expr"])]
+            known = set.intersection(*(labels[name] for name in used)) | {"le"}
+            named = {
+                label.strip() for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in group.split(",")
+            }
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert named <= known and shown <= known - {"le"}, target["expr"]
+            assert "by (" not in target["expr"] or shown <= named, "a label that was summed away is shown"
+            selectors = re.findall(r"kvpool_\w+{([^}]*)}", target["expr"])
+            assert len(selectors) == len(used) and all('pool=~"$pool"' in selector for selector in selectors)
+            assert all(
+                ('group=~"$group"' in selector) == ("group" in labels[name])
+                for name, selector in zip(used, selectors, strict=True)
+            )
+
+
+def test_panels_do_not_overlap_and_have_a_purpose() -> None:
+    taken: set[tuple[int, int]] = set()
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken and max(x for x, _ in cells) < 24 and panel["title"] and panel["description"]
+        taken |= cells
+
+
+# -- the command and the extra -------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(tmp_path: Any) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"tokens": list(range(40)), "output_length": 3}) + "\n" for _ in range(4)))
+    return str(path)
+
+
+SMALL = ["--device-blocks", "40", "--host-blocks", "10", "--block-bytes", "64", "--device", "cpu"]
+
+
+def test_replay_serves_its_pool_while_it_runs(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    finish = Replay._check_idle
+
+    def look(self: Replay) -> None:
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", capsys.readouterr().err)
+        seen.extend([address, urlopen(address, timeout=10).read().decode()])
+        finish(self)
+
+    monkeypatch.setattr(Replay, "_check_idle", look)
+    before = threading.active_count()
+    assert main(["replay", trace, *SMALL, "--metrics-port", "0"]) == 0
+    address, text = seen
+    assert 'kvpool_query_tokens_total{pool="replay",tier="device"} 160.0' in text
+    assert threading.active_count() == before
+    with pytest.raises(URLError):
+        urlopen(address, timeout=10)
+
+
+def test_a_port_that_is_taken_or_none_is_wrong_usage(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["replay", trace, *SMALL, "--metrics-port", port]) == 2
+    assert f"error: metrics at 127.0.0.1, port {port}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", trace, *SMALL, "--metrics-port", "65536"])
+    assert caught.value.code == 2 and "65536 is not within 0..65535" in capsys.readouterr().err
+
+
+def test_without_the_extra_the_error_names_it(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "kvpool.observe.metrics")
+    with pytest.raises(ImportError, match=r"kvpool\[metrics\]"):
+        importlib.import_module("kvpool.observe.metrics")
+    assert main(["replay", trace, *SMALL, "--metrics-port", "0"]) == 2
+    assert "kvpool[metrics]" in capsys.readouterr().err
+    assert main(["replay", trace, *SMALL]) == 0

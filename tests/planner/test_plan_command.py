@@ -1,0 +1,338 @@
+"""`python -m kvpool plan`: text, JSON and charts that say the same, wrong usage, interruption."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.__main__ import main
+from kvpool.arrays.layout import PRESETS, BlockLayout
+from kvpool.device import cuda
+from kvpool.device.cuda import calibration
+from kvpool.planner import Machine, Plan, Surveyor, survey_of
+from kvpool.replay import synthetic
+
+ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
+GIB = 1 << 30
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == "", "nobody watches, so there is no progress bar"
+    return out
+
+
+def test_json_has_every_figure(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(
+        capsys, trace, "--device-blocks", "40", "--host-blocks", "60", "--prefill-tokens-per-second", "10000"
+    )
+    assert set(plan) == {
+        "trace",
+        "model",
+        "link",
+        "interrupted",
+        "requests",
+        "prompt_tokens",
+        "output_tokens",
+        "prompt_blocks",
+        "tokens_per_block",
+        "sample",
+        "longest_request_blocks",
+        "distinct_blocks",
+        "machine",
+        "ceiling",
+        "table",
+        "reach",
+        "pool",
+        "break_even",
+        "curve",
+        "reuse_gaps",
+        "prefixes",
+        "tenants",
+    }
+    # The first id is shared by all, each second id is seen twice; their last 88 tokens are five blocks and a half.
+    tokens = 5 * 512 + 3 * 80
+    ceiling = plan["ceiling"]
+    assert (ceiling["hit_tokens"], ceiling["hit_blocks"]) == (tokens, tokens // 16)
+    assert ceiling["token_rate"] == pytest.approx(tokens / 3600) and ceiling["block_rate"] == pytest.approx(
+        tokens / 16 / 228
+    )
+    assert (plan["requests"], plan["prompt_tokens"], plan["output_tokens"], plan["prompt_blocks"]) == (
+        6,
+        3600,
+        120,
+        228,
+    )
+    assert (
+        plan["trace"] == "trace.jsonl (mooncake)"
+        and plan["model"] == "llama-3-8b, bfloat16"
+        and not plan["interrupted"]
+    )
+    assert plan["machine"]["block_bytes"] == 16 * 128 * 1024
+    pool = plan["pool"]
+    assert (pool["device"]["blocks"], pool["both"]["blocks"]) == (40, 100)
+    assert pool["host_hit_tokens"] == pool["both"]["hit_tokens"] - pool["device"]["hit_tokens"]
+    hits = [tokens for _, tokens in plan["curve"]]
+    assert hits == sorted(hits) and hits[-1] == tokens
+    assert [row["of_ceiling"] for row in plan["reach"]] == [0.5, 0.75, 0.9, 0.95, 0.99]
+    assert plan["table"][-1]["of_ceiling"] == 1 and plan["table"][0]["blocks"] >= plan["longest_request_blocks"]
+    assert sum(count for _, count in plan["reuse_gaps"]["seconds"]) == tokens // 16
+    assert plan["prefixes"]["top"][0]["tokens"] == 512 and plan["tenants"] == []
+
+
+def test_text_says_what_json_says(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = ["--device-memory", "80MiB", "--host-memory", "120MiB"]
+    arguments = [trace, *pool, "--prefill-tokens-per-second", "10000", "--link-bandwidth", "25"]
+    plan, text = plan_of(capsys, *arguments), text_of(capsys, *arguments)
+    assert (
+        f"{plan['ceiling']['token_rate']:.2%} of prompt tokens, {plan['ceiling']['block_rate']:.2%} of prompt blocks"
+        in text
+    )
+    for row in plan["table"]:
+        assert re.search(rf" {row['blocks']:,} +{row['token_rate']:.2%} ", text)
+    for row in plan["reach"]:
+        assert f"to reach {row['of_ceiling']:.0%} of the ceiling you need {row['gib']:.3g} GiB" in text
+    assert f"device + host  0.195 GiB: {plan['pool']['both']['token_rate']:.2%}" in text
+    assert "link: 25 GB/s (as given), 50 µs" in text and "beats recomputing for hits of 1 token or more" in text
+    assert "below 3 s" in text and "0 to 512" in text and "interrupted" not in text
+
+
+def test_without_a_prefill_speed_no_time_is_made_up(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, text = plan_of(capsys, trace), text_of(capsys, trace)
+    assert plan["break_even"] is None and plan["ceiling"]["saved_seconds_per_request"] is None and plan["pool"] is None
+    assert "saved per request" not in text and "--prefill-tokens-per-second" in text
+
+
+def test_time_saved_counts_prefill_and_what_crosses_the_link() -> None:
+    survey = survey_of(synthetic(120, seed=4).requests)
+    layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=16)
+    plan = Plan(survey, Machine(layout, 10_000.0, 20.0, device_blocks=500, host_blocks=4_000))
+    device, both = survey.hit_tokens(500), survey.hit_tokens(4_500)
+    assert 0 < device < both
+    crossing = (both - device) * 131_072 / 20e9
+    assert plan.saved_seconds(4_500, 500) == pytest.approx((both / 10_000 - crossing) / 120)
+    assert plan.saved_seconds(500, 500) == pytest.approx(device / 10_000 / 120)
+    row, step = plan.row(500), survey.hit_tokens(500 + 16 * GIB // layout.block_bytes)
+    assert row["next_16_gib"] == pytest.approx((step - device) / survey.prompt_tokens) and row["next_16_gib"] > 0
+
+
+def test_onboarding_beats_recomputing_from_where_its_latency_is_earned() -> None:
+    survey = survey_of(synthetic(20).requests)
+    layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=16)
+    plan = Plan(survey, Machine(layout, 100_000.0, 20.0, link_latency=500.0))
+    found = plan.break_even()
+    # A token takes 10 µs to compute and 6.55 µs to cross.
+    assert found is not None and found["tokens"] == 146
+    assert 145 * 10 < 500 + 145 * 6.5536 and 146 * 10 > 500 + 146 * 6.5536
+    assert found["worthwhile_above_gb_per_second"] == pytest.approx(13.1072)
+    slow = Plan(survey, Machine(layout, 100_000.0, 13.0)).break_even()
+    assert slow is not None and slow["tokens"] is None
+
+
+def test_every_preset_and_explicit_numbers_give_their_bytes(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in PRESETS:
+        plan = plan_of(capsys, trace, "--model", name, "--tokens-per-block", "32")
+        assert plan["machine"]["block_bytes"] == BlockLayout.for_model(name, tokens_per_block=32).block_bytes
+    shape = ["--layers", "10", "--kv-heads", "2", "--head-dim", "64"]
+    assert plan_of(capsys, trace, *shape)["machine"]["token_bytes"] == 10 * 2 * 64 * 2 * 2
+    assert (
+        plan_of(capsys, trace, *shape, "--planes", "1", "--dtype", "float8_e4m3fn")["machine"]["token_bytes"]
+        == 10 * 2 * 64
+    )
+    assert plan_of(capsys, trace, "--model", "llama-3-8b", "--dtype", "int8")["machine"]["token_bytes"] == 65_536
+
+
+def test_a_column_tenant_gives_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tenants.jsonl"
+    path.write_text("".join(json.dumps({**row, "tenant": f"t{n % 2}"}) + "\n" for n, row in enumerate(ROWS)))
+    plan = plan_of(capsys, str(path))
+    assert {(tenant["name"], tenant["requests"]) for tenant in plan["tenants"]} == {("t0", 3), ("t1", 3)}
+    assert sum(tenant["ceiling_tokens"] for tenant in plan["tenants"]) == plan["ceiling"]["hit_tokens"]
+    assert re.search(r"t1 +3 +1,800 .*%", text_of(capsys, str(path)))
+
+
+def test_a_sample_shows_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    plan, text = plan_of(capsys, "--sample", "0.2"), text_of(capsys, "--sample", "0.2")
+    assert plan["sample"] == 0.2 and plan["ceiling"]["standard_error"] > 0
+    assert f"{2 * plan['table'][-1]['standard_error']:.2%}" in text and "±" in text
+    assert "±" not in text_of(capsys)
+
+
+def test_standard_input_and_a_limit(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(Path(trace).read_bytes()))))  # type: ignore[arg-type]
+    plan = plan_of(capsys, "-", "--limit", "4")
+    assert plan["requests"] == 4 and plan["trace"] == "<stdin> (mooncake)"
+
+
+def test_nothing_reused_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"tokens": [1]}\n')
+    assert "nothing is found again" in text_of(capsys, str(path))
+    assert plan_of(capsys, str(path))["ceiling"]["hit_tokens"] == 0
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+@pytest.mark.parametrize("arguments", [["--sample", "0.5"], ["--device-blocks", "1500", "--host-blocks", "3000"]])
+def test_charts_are_drawn(
+    suffix: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    path = tmp_path / f"plan.{suffix}"
+    text_of(capsys, *arguments, "--plot", str(path))
+    drawn = path.read_bytes()
+    if suffix == "png":
+        assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000
+        return
+    text = drawn.decode()
+    assert "What more KV memory buys" in text and "unbounded memory" in text
+    assert suffix == "svg" or ("<pre>plan " in text and text.startswith("<!DOCTYPE html>"))
+    assert (
+        ("two standard errors of the sample" in text)
+        == ("--sample" in arguments)
+        == ("device + host</text>" not in text)
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--sample", "0.5"], ["--device-blocks", "1500", "--host-blocks", "3000"]])
+def test_labels_of_a_chart_lie_on_no_curve(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    text_of(capsys, *arguments, "--plot", str(tmp_path / "plan.png"))
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    curves = [line.get_transform().transform_path(line.get_path()) for line in figure.axes[0].get_lines()]
+    labels = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+    assert len(curves) >= 4 and len(labels) > 10
+    on_curves = [
+        text.get_text()
+        for text in labels
+        if any(curve.intersects_bbox(text.get_window_extent(), filled=False) for curve in curves)
+    ]
+    assert not on_curves
+
+
+def test_a_chart_of_nothing_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"tokens": [1]}\n')
+    text_of(capsys, str(path), "--plot", str(tmp_path / "one.svg"))
+    assert (tmp_path / "one.svg").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", trace, "--plot", str(tmp_path / "a.png")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "pip install 'kvpool[plot]'" in err
+
+
+def test_a_chart_that_cannot_be_written_is_an_error_behind_the_plan(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    assert main(["plan", trace, "--plot", str(tmp_path / "nowhere" / "a.svg")]) == 2
+    out, err = capsys.readouterr()
+    assert "ceiling" in out and "nowhere" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--plot", "plan.pdf"], r"--plot: 'plan.pdf' does not end in .png, .svg, .html"),
+        (["--model", "gpt-5"], "'gpt-5' is neither a config.json nor one of"),
+        (["--model", "llama-3-8b", "--layers", "3"], "--layers is instead of --model"),
+        (["--layers", "3"], "--kv-heads, --head-dim must be given too"),
+        (["--layers", "3", "--kv-heads", "1", "--head-dim", "8", "--planes", "3"], "planes=3: must be 1 to 2"),
+        (["--dtype", "float7"], "dtype='float7'"),
+        (["--host-memory", "1GiB"], "a host tier needs --device-memory or --device-blocks"),
+        (["--device-memory", "1"], "--device-memory: 1 bytes do not hold one block"),
+        (["--prefill-tokens-per-second", "0"], "prefill_tokens_per_second=0.0: must be a number above 0"),
+        (["--link-bandwidth", "nan"], "link_bandwidth=nan"),
+        (["--link-latency", "-1"], "link_latency=-1.0"),
+        (["--sample", "2"], "2.0 is not within 0..1"),
+        (["--tokens-per-block", "0"], "0 is not within 1"),
+        (["--format", "qwen"], "--format describes a TRACE, and none is given"),
+    ],
+)
+def test_wrong_usage_says_what_is_accepted(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    assert caught.value.code == 2
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def test_a_broken_trace_and_an_empty_sample_are_errors(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", trace, "--sample", "0"]) == 2
+    assert "sample=0.0: must be 1e-06 to 1" in capsys.readouterr().err
+    with open(trace, "a") as file:
+        file.write('{"timestamp": 1}\n')
+    assert main(["plan", trace]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"error: {trace}, line 7: column 'input_length' is missing" in err
+
+
+def test_control_c_prints_the_plan_so_far(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Surveyor._record
+
+    def interrupted(self: Surveyor, request: Any) -> None:
+        if request.index == 3:
+            signal.raise_signal(signal.SIGINT)
+        record(self, request)
+
+    monkeypatch.setattr(Surveyor, "_record", interrupted)
+    plan = plan_of(capsys, trace, status=130)
+    # The request that was under way is taken whole.
+    assert plan["interrupted"] and plan["requests"] == 4 and "interrupted after 4 requests" in plan["trace"]
+
+
+def test_bandwidth_is_what_the_gpu_was_calibrated_with(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu:
+        name, driver = "H1", 13000
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda, "unusable", lambda: None)
+    monkeypatch.setattr(cuda, "describe_gpus", lambda: [Gpu])
+    assert plan_of(capsys, trace)["machine"]["link_gb_per_second"] == 50
+    speeds = (("onboard", 30.0), ("onboard", 41.0), ("offload", 99.0))
+    rows = tuple(calibration.Measurement(direction, 1 << 20, 64, "batched", speed) for direction, speed in speeds)
+    calibration.store(
+        calibration.place("H1", 13000, {"XDG_CACHE_HOME": str(tmp_path)}), calibration.Calibration("H1", 13000, rows)
+    )
+    plan = plan_of(capsys, trace)
+    assert plan["machine"]["link_gb_per_second"] == 41 and plan["link"] == "as calibrated on H1"

@@ -1,0 +1,258 @@
+"""The planner's curves are those of an LRU cache written down in plain Python, at every capacity; its sample knows its
+error."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.planner import Curve, survey_of
+from kvpool.planner import distances as distances_module
+from kvpool.planner.curve import coarse_limits
+from kvpool.planner.distances import BUCKETS
+from kvpool.planner.stack import bucket_of
+from kvpool.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor
+from kvpool.replay.tokens import Request
+from kvpool.replay.workload import synthetic
+
+Chain = tuple[Any, ...]
+
+
+def chains(request: Request, size: int) -> list[Chain]:
+    """What tells each full block of a request apart: namespace and all tokens up to its end."""
+    tokens = [*request.prompt().tolist(), *request.output().tolist()]
+    return [(request.salt, request.adapter_id, *tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+
+
+def lru_hits(requests: list[Request], size: int, capacity: int) -> list[int]:
+    """Blocks that each request finds in an LRU cache: all hits are claimed, then everything is touched from the
+    tail."""
+    cache: OrderedDict[Chain, None] = OrderedDict()
+    found = []
+    for request in requests:
+        blocks = chains(request, size)
+        hits = 0
+        while hits < (request.input_length - 1) // size and blocks[hits] in cache:
+            hits += 1
+        found.append(hits)
+        for block in reversed(blocks):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return found
+
+
+def native(seed: int, count: int = 60) -> list[Request]:
+    """Requests that repeat, extend and vary each other's prompts and answers."""
+    random = Random(seed)
+    texts: list[list[int]] = [[]]
+    requests = []
+    for index in range(count):
+        tokens = random.choice(texts)[: random.randint(0, 60)] + [
+            random.randint(0, 2) for _ in range(random.randint(1, 9))
+        ]
+        answer = [random.randint(0, 2) for _ in range(random.randint(0, 9))]
+        texts.append(tokens + answer)
+        outputs = np.array(answer, np.int32) if random.random() < 0.6 else None
+        requests.append(
+            Request(
+                index,
+                0,
+                len(tokens),
+                len(answer),
+                tokens=np.array(tokens, np.int32),
+                outputs=outputs,
+                salt=random.choice((None, None, "a")),
+                adapter_id=random.choice((None, None, None, 1, "1")),
+                timestamp=float(index),
+            )
+        )
+    return requests
+
+
+def by_ids(seed: int, tokens_per_id: int, count: int = 60) -> list[Request]:
+    """The same with ids for prompts, whose last one covers more than the prompt."""
+    random = Random(seed)
+    lists: list[list[int]] = [[]]
+    requests = []
+    for index in range(count):
+        ids = random.choice(lists)[: random.randint(0, 12)] + [
+            random.randint(0, 40) for _ in range(random.randint(1, 4))
+        ]
+        lists.append(ids)
+        length = len(ids) * tokens_per_id - random.randint(0, tokens_per_id - 1)
+        requests.append(
+            Request(
+                index, 0, length, random.randint(0, 30), hash_ids=np.array(ids, np.uint64), tokens_per_id=tokens_per_id
+            )
+        )
+    return requests
+
+
+def assert_equals_lru(requests: list[Request], size: int) -> None:
+    survey = survey_of(requests, tokens_per_block=size)
+    distinct = {chain for request in requests for chain in chains(request, size)}
+    assert survey.distinct_blocks == len(distinct)
+    for capacity in range(len(distinct) + 3):
+        assert survey.curve.hits(capacity) == sum(lru_hits(requests, size, capacity)), capacity
+    assert survey.curve.ceiling == survey.curve.hits(len(distinct)) and survey.curve.error(5) == 0
+    for wanted in (1, survey.curve.ceiling / 2, survey.curve.ceiling, survey.curve.ceiling + 1):
+        capacity, reachable = survey.curve.capacity_for(wanted), min(wanted, survey.curve.ceiling)
+        assert survey.curve.hits(capacity) >= reachable > survey.curve.hits(capacity - 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_curve_of_tokens_is_that_of_an_lru_cache(size: int, seed: int) -> None:
+    assert_equals_lru(native(seed), size)
+
+
+@pytest.mark.parametrize(("tokens_per_id", "size"), [(8, 4), (4, 8), (6, 4), (5, 7), (8, 8)])
+def test_curve_of_ids_is_that_of_an_lru_cache(tokens_per_id: int, size: int) -> None:
+    assert_equals_lru(by_ids(4, tokens_per_id), size)
+
+
+def test_tables_that_grow_and_are_compacted_all_the_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distances_module, "_START", 1)
+    assert_equals_lru(native(5, 150), 2)
+
+
+def test_last_token_of_a_prompt_is_never_found_and_answers_are() -> None:
+    tokens = np.arange(8, dtype=np.int32)
+    first = Request(0, 0, 8, 4, tokens=tokens, outputs=np.arange(8, 12, dtype=np.int32))
+    again = Request(1, 0, 8, 0, tokens=tokens)
+    longer = Request(2, 0, 13, 0, tokens=np.arange(13, dtype=np.int32))
+    survey = survey_of([first, again, longer], tokens_per_block=4)
+    assert survey.curve.ceiling == 1 + 3
+    assert (survey.prompt_blocks, survey.longest_blocks, survey.distinct_blocks) == (2 + 2 + 4, 4, 3)
+    assert (survey.prompt_tokens, survey.output_tokens, survey.ceiling_tokens) == (29, 4, 16)
+
+
+def test_each_tenant_has_the_curve_of_its_own_requests_in_the_shared_cache() -> None:
+    requests = native(6, 80)
+    survey = survey_of(requests, tokens_per_block=3)
+    assert {tenant.name for tenant in survey.tenants} == {"a", NOBODY}
+    for capacity in (1, 5, 20, 60, 150, 10_000):
+        found = lru_hits(requests, 3, capacity)
+        for tenant in survey.tenants:
+            own = [
+                hits for hits, request in zip(found, requests, strict=True) if (request.salt or NOBODY) == tenant.name
+            ]
+            assert tenant.curve.hits(capacity) == sum(own)
+            assert tenant.requests == len(own)
+
+
+def test_tenants_are_named_by_their_column_before_the_salt_and_share_a_line_when_too_many() -> None:
+    tokens = np.arange(9, dtype=np.int32)
+    requests = [Request(n, 0, 9, 0, tokens=tokens, tenant=f"t{n}", salt="s") for n in range(TENANTS_MAX + 5)]
+    tenants = {tenant.name: tenant for tenant in survey_of(requests, tokens_per_block=4).tenants}
+    assert len(tenants) == TENANTS_MAX + 1 and tenants[OTHERS].requests == 5
+    assert tenants["t0"].curve.ceiling == 0 and tenants["t1"].curve.ceiling == 2 and tenants[OTHERS].curve.ceiling == 10
+    assert survey_of([Request(0, 0, 9, 0, tokens=tokens)]).tenants == []
+
+
+def test_coarse_distances_are_kept_within_a_hundredth() -> None:
+    limits = coarse_limits(BUCKETS)
+    random = Random(7)
+    for distance in [*range(1, 600), *(random.randint(1, 2**31) for _ in range(500))]:
+        bucket = bucket_of(distance)
+        assert limits[bucket - 1] < distance <= limits[bucket] <= distance * 1.01
+        assert distance > 255 or limits[bucket] == distance
+
+
+def test_reuse_gaps_are_counted_by_requests_and_by_seconds() -> None:
+    tokens = np.arange(9, dtype=np.int32)
+    times = [0.0, 0.5, 20.0, 100_000.0]
+    requests = [Request(n, 0, 9, 0, tokens=tokens, timestamp=time) for n, time in enumerate(times)]
+    requests.append(Request(4, 0, 9, 0, tokens=tokens))
+    gaps = survey_of(requests, tokens_per_block=4).gaps
+    assert gaps.requests == [(2, 8)]
+    assert [row for row in gaps.seconds if row[1]] == [(1.0, 2), (30.0, 2), (604_800.0, 2)]
+
+
+def test_prefixes_that_carry_the_reuse_are_named() -> None:
+    shared, deeper = list(range(8)), list(range(100, 112))
+    prompts = [shared + [200 + n] * 5 for n in range(4)] + [shared + deeper + [300 + n] for n in range(3)]
+    requests = [Request(n, 0, len(p), 0, tokens=np.array(p, np.int32)) for n, p in enumerate(prompts)]
+    found = survey_of(requests, tokens_per_block=4).prefixes
+    first, second = found.top
+    assert (first.first_request, first.start, first.tokens, first.reuses, first.hit_tokens) == (0, 0, 8, 6, 48)
+    assert (second.first_request, second.start, second.tokens, second.reuses, second.hit_tokens) == (4, 8, 12, 2, 24)
+    assert first.share == pytest.approx(2 / 3) and (found.reused_blocks, found.distinct_blocks) == (5, 9)
+    assert (found.blocks_for_half, found.blocks_for_most) == (2, 5)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_sample_is_as_good_as_it_says(seed: int) -> None:
+    requests = synthetic(900, seed=seed).requests
+    exact = survey_of(requests)
+    for share in (0.1, 0.3):
+        sampled = survey_of(requests, sample=share)
+        curve, lookups = sampled.curve, exact.curve.lookups
+        assert sampled.prompt_tokens == exact.prompt_tokens and sampled.curve.lookups == lookups
+        assert sampled.distinct_blocks == pytest.approx(exact.distinct_blocks, rel=0.1)
+        for capacity in (1_000, 3_000, 10_000, exact.distinct_blocks):
+            difference, error = abs(curve.hits(capacity) - exact.curve.hits(capacity)), curve.error(capacity)
+            assert difference <= 3.5 * error, (seed, share, capacity)
+            assert 0 < error < 0.1 * lookups
+        assert curve.error(exact.distinct_blocks) < 0.01 * lookups
+        assert curve.hits(0) == 0
+        capacity = curve.capacity_for(curve.ceiling / 2)
+        assert curve.hits(capacity) >= curve.ceiling / 2 * 0.999 >= curve.hits(int(capacity * 0.97)) * 0.999
+
+
+def test_two_standard_errors_hold_most_of_the_time_where_the_curve_is_steep() -> None:
+    beyond = []
+    for seed in range(16):
+        requests = synthetic(300, seed=seed).requests
+        exact, sampled = survey_of(requests).curve, survey_of(requests, sample=0.1).curve
+        beyond += [abs(sampled.hits(c) - exact.hits(c)) > 2 * sampled.error(c) for c in (1_000, 1_500, 2_000, 2_500)]
+    assert sum(beyond) <= 0.15 * len(beyond)
+
+
+def test_a_sample_that_follows_next_to_nothing_is_refused() -> None:
+    requests = synthetic(100).requests
+    with pytest.raises(ValueError, match=r"sample=0\.001 follows \d+ distinct blocks.*at least 128"):
+        survey_of(requests, sample=0.001)
+    assert survey_of([], sample=0.001).requests == 0
+
+
+def test_what_a_sample_needs_for_some_hits_is_enough() -> None:
+    curve = Curve(np.array([0, 1, 3, 3]), followed=4, lookups=10, sample=0.5)
+    for hits in (1.0, 2.0, 5.0, 8.0):
+        assert curve.hits(curve.capacity_for(hits)) >= hits > curve.hits(curve.capacity_for(hits) - 1)
+
+
+def test_a_sample_of_everything_is_exact() -> None:
+    requests = native(9)
+    assert survey_of(requests, tokens_per_block=2, sample=1.0).curve.exact
+
+
+def test_an_empty_survey_has_figures() -> None:
+    survey = Surveyor(16).survey()
+    assert survey.requests == survey.ceiling_tokens == survey.distinct_blocks == survey.hit_tokens(10) == 0
+    assert survey.prefixes.top == [] and survey.gaps.requests == [] and survey.tenants == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"tokens_per_block": 0}, "tokens_per_block=0: must be 1 to 2147483647"),
+        ({"tokens_per_block": 16, "sample": 0.0}, "sample=0.0: must be 1e-06 to 1"),
+        ({"tokens_per_block": 16, "sample": 1.5}, "sample=1.5"),
+        ({"tokens_per_block": 16, "sample": float("nan")}, "sample=nan"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Surveyor(**arguments)
+
+
+def test_a_negative_capacity_is_refused() -> None:
+    with pytest.raises(ValueError, match="capacity=-1"):
+        survey_of(native(1)).curve.hits(-1)

@@ -1,0 +1,192 @@
+"""The bytes that the replay writes tell namespace, prefix, token, layer, plane and head apart, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.memory import MemoryPools
+from kvpool.device import get_device
+from kvpool.device.reference import block_view
+from kvpool.replay.content import KVBytes, token_states
+
+LAYOUTS = [
+    BlockLayout(2, 3, 8, 4, dtype="float16", order=order, tokens=tokens)
+    for order in ("layer_first", "block_first")
+    for tokens in ("NHD", "HND")
+] + [
+    BlockLayout(3, 1, 5, 4, dtype="float8_e4m3fn", planes=1),
+    BlockLayout(2, 2, 3, 4, dtype="bfloat16", tokens="HND"),
+    BlockLayout(1, 2, 1, 4, dtype="float32", order="block_first"),
+    BlockLayout(2, 1, 2, 1, dtype="int64"),
+]
+BLOCKS = 6
+TIERS = ["device", "host"]
+
+
+def names(layout: BlockLayout) -> str:
+    return f"{layout.order}-{layout.tokens}-{layout.dtype_name}-{layout.planes}x{layout.kv_heads}x{layout.head_dim}"
+
+
+def open_tier(layout: BlockLayout, tier: str) -> tuple[Any, KVBytes]:
+    pools = MemoryPools(get_device("cpu"), layout, BLOCKS, BLOCKS)
+    if tier == "device":
+        return pools, KVBytes(layout, pools.device_pool, layout.device_strides(BLOCKS), BLOCKS)
+    return pools, KVBytes(layout, pools.host_pool, layout.host_strides(BLOCKS), BLOCKS)
+
+
+def view_of(pools: Any, layout: BlockLayout, tier: str, block: int) -> Any:
+    """One block as [layers, planes, tokens, heads, head_dim]."""
+    return block_view(layout, pools.device_pool, pools.host_pool, block + BLOCKS * (tier == "host"))
+
+
+def states_of(layout: BlockLayout, blocks: int, first: int = 0) -> Any:
+    size = layout.tokens_per_block
+    return token_states(np.arange(first, first + blocks * size), size).reshape(blocks, size)
+
+
+# The state of a token.
+
+
+def test_state_is_decided_by_everything_up_to_the_token_and_by_nothing_after() -> None:
+    tokens = np.arange(37, dtype=np.int32)
+    states = token_states(tokens, 8)
+    assert states.shape == (37,) and len(np.unique(states)) == 37
+    for at in (0, 7, 8, 20, 36):
+        changed = tokens.copy()
+        changed[at] += 1
+        same = token_states(changed, 8) == states
+        assert same[:at].all() and not same[at:].any()
+
+
+def test_state_of_a_prefix_does_not_depend_on_where_the_prompt_ends() -> None:
+    tokens = np.arange(40, dtype=np.int32)
+    for length in (1, 8, 9, 39):
+        assert (token_states(tokens[:length], 8) == token_states(tokens, 8)[:length]).all()
+
+
+def test_state_differs_between_namespaces() -> None:
+    namespaces: list[dict[str, Any]] = [
+        {},
+        {"salt": "a"},
+        {"salt": "b"},
+        {"salt": "1"},
+        {"adapter_id": 1},
+        {"adapter_id": "1"},
+        {"adapter_id": 0},
+        {"salt": "a", "adapter_id": 1},
+        {"salt": "None"},
+    ]
+    found = [int(token_states([1, 2, 3], 4, **namespace)[0]) for namespace in namespaces]
+    assert len(set(found)) == len(namespaces)
+    assert token_states([1], 4, salt="a") == token_states([1], 4, salt=b"a")
+
+
+def test_no_tokens_have_no_states() -> None:
+    assert token_states([], 4).shape == (0,)
+
+
+# Their bytes.
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=names)
+def test_bytes_of_a_token_are_the_same_in_every_block_tier_and_way_of_writing(layout: BlockLayout, tier: str) -> None:
+    pools, memory = open_tier(layout, tier)
+    states = states_of(layout, 3)
+    memory.write_blocks(np.array([4, 0, 2]), states)
+    rows, tokens = (axis.reshape(-1) for axis in np.indices(states.shape))
+    memory.write_tokens(np.array([1, 5, 3])[rows], tokens, states.reshape(-1))
+    whole = [view_of(pools, layout, tier, block) for block in (4, 0, 2)]
+    pieces = [view_of(pools, layout, tier, block) for block in (1, 5, 3)]
+    # As bytes: floats that are no numbers differ from themselves.
+    raw, pieces = ([np.ascontiguousarray(view).view(np.uint8) for view in views] for views in (whole, pieces))
+    assert np.array_equal(raw, pieces)
+    plain = BlockLayout(
+        layout.layers, layout.kv_heads, layout.head_dim, layout.tokens_per_block, layout.dtype, layout.planes
+    )
+    others, other_memory = open_tier(plain, "host")
+    other_memory.write_blocks(np.array([4, 0, 2]), states)
+    other = [np.ascontiguousarray(view_of(others, plain, "host", block)).view(np.uint8) for block in (4, 0, 2)]
+    assert np.array_equal(raw, other)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=names)
+def test_every_single_changed_byte_is_found_and_placed(layout: BlockLayout, tier: str) -> None:
+    pools, memory = open_tier(layout, tier)
+    states = states_of(layout, 3)
+    blocks = np.array([5, 1, 2])
+    memory.write_blocks(blocks, states)
+    assert memory.check_blocks(blocks, states) is None
+    rows, tokens = (axis.reshape(-1) for axis in np.indices(states.shape))
+    view = view_of(pools, layout, tier, 1)
+    for place in np.ndindex(view.shape[:-1]):
+        element = view[place].view(np.uint8)
+        for byte in (0, len(element) - 1):
+            element[byte] ^= 1
+            layer, plane, token, head = place
+            for found in (
+                memory.check_blocks(blocks, states),
+                memory.check_tokens(blocks[rows], tokens, states.reshape(-1)),
+            ):
+                assert found is not None and (found.token, found.layer, found.plane, found.head) == (
+                    token,
+                    layer,
+                    plane,
+                    head,
+                )
+                assert found.found != found.expected
+            difference = memory.check_blocks(blocks, states)
+            assert difference is not None and difference.row == 1
+            element[byte] ^= 1
+    assert memory.check_blocks(blocks, states) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=names)
+def test_content_in_the_wrong_place_is_found(layout: BlockLayout) -> None:
+    pools, memory = open_tier(layout, "device")
+    states = states_of(layout, 1)
+    block = np.array([3])
+    view = view_of(pools, layout, "device", 3)
+    for axis in range(4):
+        memory.write_blocks(block, states)
+        assert memory.check_blocks(block, states) is None
+        view[...] = np.roll(view, 1, axis=axis)
+        assert memory.check_blocks(block, states) is not None, f"axis {axis} rolled unseen"
+    memory.write_blocks(block, states_of(layout, 1, first=1))
+    assert memory.check_blocks(block, states) is not None
+
+
+def test_more_blocks_than_one_step_holds_are_written_and_checked() -> None:
+    layout = BlockLayout.of_block_bytes(1 << 16, 16)
+    blocks = 100
+    pools = MemoryPools(get_device("cpu"), layout, blocks)
+    memory = KVBytes(layout, pools.device_pool, layout.device_strides(blocks), blocks)
+    order = np.random.default_rng(0).permutation(blocks)
+    states = states_of(layout, blocks)
+    memory.write_blocks(order, states)
+    assert memory.check_blocks(order, states) is None
+    pools.device_pool[-1, -1, order[77], 3] ^= 1
+    found = memory.check_blocks(order, states)
+    assert found is not None and (found.row, found.token, found.layer, found.plane) == (77, 3, 1, 1)
+
+
+def test_writing_tokens_leaves_all_others_as_they_are() -> None:
+    layout = LAYOUTS[1]
+    pools, memory = open_tier(layout, "device")
+    states = states_of(layout, 1)[0]
+    memory.write_tokens(np.array([2, 2]), np.array([1, 3]), states[[1, 3]])
+    view = view_of(pools, layout, "device", 2)
+    assert not view[:, :, [0, 2]].any() and view[:, :, [1, 3]].any()
+    assert not any(view_of(pools, layout, "device", block).any() for block in (0, 1, 3, 4, 5))
+
+
+def test_a_pool_that_is_not_contiguous_is_refused() -> None:
+    layout = LAYOUTS[0]
+    pool = np.zeros((2 * BLOCKS, *layout.host_shape(1)[1:]), np.float16)[::2]
+    with pytest.raises(ValueError, match="not contiguous"):
+        KVBytes(layout, pool, layout.host_strides(BLOCKS), BLOCKS)

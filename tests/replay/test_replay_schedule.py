@@ -1,0 +1,127 @@
+"""The window admits in file order, never more than fits the device tier in the worst case, as the shared protocol
+says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
+from kvpool.replay.tokens import Request
+
+HARNESS = Path(__file__).resolve().parents[3] / "shared" / "peerbench" / "replay.py"
+
+
+def requests_of(*lengths: tuple[int, int]) -> list[Request]:
+    return [Request(i, 0, *pair, hash_ids=None) for i, pair in enumerate(lengths)]
+
+
+def random_requests(seed: int, count: int = 200) -> list[Request]:
+    print(f"seed {seed}")
+    random = Random(seed)
+    return requests_of(*((random.randint(1, 300), random.randint(0, 90)) for _ in range(count)))
+
+
+def steps_of(requests: list[Request], device_blocks: int, active: int) -> list[tuple[Any, ...]]:
+    result: list[tuple[Any, ...]] = []
+    for step in schedule(requests, device_blocks=device_blocks, active=active, tokens_per_block=16):
+        match step:
+            case Admit(request):
+                result.append(("admit", request.index))
+            case Append(items):
+                result.append(("append", [(request.index, start, count) for request, start, count in items]))
+            case Finish(request):
+                result.append(("finish", request.index))
+            case Skip(request, blocks):
+                result.append(("skip", request.index, blocks))
+    return result
+
+
+def test_small_schedule_is_as_written_by_hand() -> None:
+    requests = requests_of((16, 20), (1, 0), (200, 0), (40, 5))
+    assert steps_of(requests, device_blocks=6, active=2) == [
+        ("admit", 0),
+        ("append", [(0, 0, 16)]),
+        ("admit", 1),
+        ("append", [(0, 16, 4)]),
+        ("skip", 2, 13),
+        ("finish", 0),
+        ("admit", 3),
+        ("append", [(3, 0, 5)]),
+        ("finish", 1),
+        ("finish", 3),
+    ]
+
+
+def test_output_that_is_left_follows_a_block_at_a_time_before_the_finish() -> None:
+    assert steps_of(requests_of((8, 40)), device_blocks=3, active=1) == [
+        ("admit", 0),
+        ("append", [(0, 0, 16)]),
+        ("append", [(0, 16, 16)]),
+        ("append", [(0, 32, 8)]),
+        ("finish", 0),
+    ]
+
+
+@pytest.mark.parametrize(("device_blocks", "active"), [(24, 4), (60, 64), (23, 1)])
+def test_worst_case_of_the_running_requests_always_fits(device_blocks: int, active: int) -> None:
+    requests = random_requests(seed=device_blocks)
+    running: set[int] = set()
+    order, skipped = [], []
+    for name, first, *_ in steps_of(requests, device_blocks, active):
+        if name == "admit":
+            running.add(first)
+            order.append(first)
+        elif name == "finish":
+            assert first == min(running), "the oldest finishes first"
+            running.remove(first)
+        elif name == "skip":
+            skipped.append(first)
+        assert len(running) <= active
+        assert sum(worst_blocks(requests[i], 16) for i in running) <= device_blocks
+    assert not running
+    assert sorted(order + skipped) == list(range(len(requests))) and order == sorted(order)
+    assert skipped == [r.index for r in requests if worst_blocks(r, 16) > device_blocks]
+
+
+def test_every_output_token_is_appended_once_and_in_order() -> None:
+    requests = random_requests(seed=7)
+    done = [0] * len(requests)
+    for name, items, *_ in steps_of(requests, 100, 8):
+        if name == "append":
+            assert len({index for index, _, _ in items}) == len(items)
+            for index, start, count in items:
+                assert start == done[index] and 1 <= count <= 16
+                done[index] += count
+    assert done == [request.output_length for request in requests]
+
+
+@pytest.mark.parametrize(("device_blocks", "active"), [(40, 64), (300, 8)])
+def test_schedule_equals_that_of_the_peer_benchmark(device_blocks: int, active: int) -> None:
+    if not HARNESS.exists():
+        pytest.skip(f"no {HARNESS}")
+    spec = importlib.util.spec_from_file_location("peer_replay", HARNESS)
+    assert spec is not None and spec.loader is not None
+    peer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peer)
+    calls: list[tuple[Any, ...]] = []
+
+    class Recorder(peer.Adapter):  # type: ignore[name-defined]
+        def admit(self, req: Any) -> int:
+            calls.append(("admit", req.rid))
+            return 0
+
+        def append_batch(self, items: list[Any]) -> None:
+            calls.append(("append", [(req.rid, start, n) for req, start, n in items]))
+
+        def finish(self, req: Any) -> None:
+            calls.append(("finish", req.rid))
+
+    requests = random_requests(seed=active)
+    twins = [peer.Req(r.index, [r.index], r.input_length, r.output_length, 16) for r in requests]
+    peer.replay(Recorder(), twins, device_blocks, 16, active)
+    assert [step for step in steps_of(requests, device_blocks, active) if step[0] != "skip"] == calls

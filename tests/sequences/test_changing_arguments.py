@@ -1,0 +1,253 @@
+"""Arguments that change, lie or call back: each of these once corrupted memory, or let something out that it should
+not."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from kvpool import BlockKeys, OutOfSequences, PagedKV, UnknownSequence, scatter_kv
+from kvpool.device.base import Stream
+from kvpool.planner.distances import StackDistances
+from kvpool.replay.tokens import Request
+
+Make = Callable[..., Engine]
+
+FLIPPED_COUNTS = """
+import mmap, os, time
+import numpy as np
+shared = mmap.mmap(-1, 8 * 64)
+counts = np.frombuffer(shared, np.int64)
+counts[:] = 1
+parent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        for _ in range(10_000):
+            counts[-1] = 2_000_000
+            counts[-1] = 1
+    os._exit(0)
+import kvpool
+layout = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4, dtype="uint8")
+cache = kvpool.KVCacheManager(layout, device_blocks=512, device="cpu", max_sequences=64, max_sequence_tokens=64)
+ids = cache.add_sequence_batch([[i] for i in range(64)]).ids
+tokens, one, stop = np.arange(64, dtype=np.int32), np.ones(64, np.int64), time.monotonic() + 2
+while time.monotonic() < stop:
+    try:
+        cache.append_tokens(ids, tokens, counts)
+    except ValueError:
+        continue
+    cache.verify()
+    cache.rewind(ids, one)
+print("whole")
+"""
+"""Memory that another process writes to: no lock of the interpreter's orders that."""
+
+
+def test_counts_that_change_during_the_call_break_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", FLIPPED_COUNTS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "whole" in done.stdout, (done.returncode, done.stderr[-500:])
+
+
+def test_slots_that_change_behind_their_check_write_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, slots = np.zeros((2, 2, 8, 4, 2, 3), np.uint16), np.arange(6)
+    paged = PagedKV.of(memory[:, :, :4], "| L P B T H D")
+    module = sys.modules[scatter_kv.__module__]
+    check = vars(module)["_check_slots"]
+
+    def check_and_change(*args: Any) -> None:
+        check(*args)
+        slots[:] = 24
+
+    monkeypatch.setattr(module, "_check_slots", check_and_change)
+    scatter_kv(paged, slots, np.ones((2, 2, 6, 6), np.uint16))
+    assert memory[:, :, :4].any() and not memory[:, :, 4:].any(), "written behind the cache"
+
+
+# -- BlockKeys ---------------------------------------------------------------------------------------
+
+
+def test_unpickled_keys_do_not_sit_on_the_memory_of_their_sender(make: Make) -> None:
+    engine = make()
+    buffers: list[Any] = []
+    data = pickle.dumps(
+        engine.cache.block_keys(list(range(9)), extra_ids=[1] * 9), protocol=5, buffer_callback=buffers.append
+    )
+    mine = [bytearray(buffer.raw()) for buffer in buffers]
+    keys = pickle.loads(data, buffers=mine)
+    for buffer in mine:
+        buffer[:] = b"\xff" * len(buffer)
+    assert keys.tokens.tolist() == list(range(9)) and keys.extra_ids.tolist() == [1] * 9
+    assert keys.keys.tolist() == engine.cache.block_keys(list(range(9)), extra_ids=[1] * 9).keys.tolist()
+
+
+@pytest.mark.parametrize("name", ["tokens", "keys", "extra_ids"])
+def test_nobody_makes_arrays_of_keys_writable(make: Make, name: str) -> None:
+    found = getattr(make().cache.block_keys(list(range(9)), extra_ids=[1] * 9), name)
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        found.flags.writeable = True
+    assert not isinstance(found.base, np.ndarray)
+
+
+@pytest.mark.parametrize("name", ["request", "origin", "salt", "adapter_id", "namespace", "root"])
+def test_keys_have_nothing_that_can_be_set(make: Make, name: str) -> None:
+    keys = make().cache.block_keys(list(range(9)))
+    with pytest.raises(AttributeError):
+        setattr(keys, name, getattr(make(T=2).cache.block_keys([1]), name, 0))
+
+
+def test_keys_that_are_not_those_of_their_tokens_are_refused(make: Make) -> None:
+    keys = make().cache.block_keys(list(range(9)))
+    right = [keys.tokens, keys.keys, None, None, None, (keys.namespace, *keys.root), keys.origin]
+    assert BlockKeys(*right).keys.tolist() == keys.keys.tolist()  # type: ignore[arg-type]
+    wrong: list[tuple[int, Any, type[Exception]]] = [
+        (0, np.arange(400), ValueError),
+        (0, np.zeros(9), TypeError),
+        (1, keys.keys[:1], ValueError),
+        (1, keys.keys[:0], ValueError),
+        (1, keys.keys.astype(np.int64), ValueError),
+        (2, 5, TypeError),
+        (4, np.ones(8, np.int64), ValueError),
+        (5, (1, 2), TypeError),
+        (5, (1 << 64, 2, 3), ValueError),
+        (6, ("x", 0), ValueError),
+        (6, ("x", 2), ValueError),
+        (6, "x", TypeError),
+    ]
+    for place, value, error in wrong:
+        with pytest.raises(error):
+            BlockKeys(*right[:place], value, *right[place + 1 :])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="subclasses"):
+        type("Longer", (BlockKeys,), {"__len__": lambda self: 1_000_000})
+
+
+# -- objects that lie --------------------------------------------------------------------------------
+
+
+def test_a_subclass_of_an_array_is_asked_for_nothing(make: Make) -> None:
+    class Lying(np.ndarray[Any, Any]):
+        def __len__(self) -> int:
+            return 1_000_000
+
+        shape = property(lambda self: (1_000_000,))  # type: ignore[assignment]
+
+    engine = make()
+    assert engine.cache.block_keys(np.arange(9, dtype=np.int32).view(Lying)).tokens.tolist() == list(range(9))
+    ids = engine.cache.add_sequence_batch([[1, 2], [3]]).ids
+    assert engine.cache.sequence_length(ids.view(Lying)).tolist() == [2, 1]
+    engine.cache.release(ids)
+
+
+def test_a_list_that_its_own_numbers_change_counts_as_it_was(make: Make) -> None:
+    class Number:
+        def __index__(self) -> int:
+            tokens.clear()
+            return 7
+
+    tokens: list[Any] = [Number(), 2, 3]
+    assert make().cache.block_keys(tokens).tokens.tolist() == [7, 2, 3]
+
+
+def test_an_object_that_gives_its_own_memory_is_copied(make: Make) -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.memory = np.arange(9, dtype=np.int32)
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            return self.memory
+
+    own = Own()
+    keys = make().cache.block_keys(own)
+    own.memory[:] = 5
+    assert keys.tokens.tolist() == list(range(9))
+
+
+def test_the_clock_is_never_asked_inside_the_state_lock(make: Make) -> None:
+    engine = make(max_sequences=4)
+    cache = engine.cache
+
+    def clock() -> int:
+        assert not cache.core.lock._is_owned()  # type: ignore[attr-defined]
+        return 5
+
+    cache.core.clock = clock
+    one = cache.add_sequence([1, 2, 3])
+    cache.append_tokens(one, [4, 5, 6])
+    cache.keep(one, [3], [0, 2])
+    cache.commit(one)
+    cache.rewind(one, [1])
+    cache.release(one)
+    cache.reset()
+
+
+def test_a_stream_that_is_asked_for_its_handle_is_asked_outside_the_lock(make: Make) -> None:
+    engine = make()
+    with pytest.raises(TypeError, match="stream"):
+        engine.cache.add_sequence([1], stream=Stream("x"))  # type: ignore[arg-type]
+
+
+# -- what was let out --------------------------------------------------------------------------------
+
+
+def test_addresses_of_a_paged_cache_cannot_be_changed() -> None:
+    paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        paged.bases.flags.writeable = True
+    given = np.array(paged.bases)
+    other = PagedKV(given, paged.planes, paged.blocks, paged.tokens_per_block, paged.memory, paged.writable)
+    given[:] = 0
+    assert other.bases.tolist() == paged.bases.tolist()
+    with pytest.raises(ValueError, match="bases"):
+        PagedKV(given[:1], paged.planes, paged.blocks, paged.tokens_per_block, paged.memory, paged.writable)
+
+
+def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -> None:
+    cache = make().cache
+    one = cache.add_sequence([1, 2, 3])
+    with cache.reserve(list(range(20, 25))) as reservation:
+        for found in (cache.block_table(one).table, reservation.blocks, cache.loadable(one)[0].blocks):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                found.flags.writeable = True
+
+
+def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:
+    cache = make(max_sequences=4).cache
+    ids = cache.add_sequence_batch([[1], [2]]).ids
+    tracemalloc.start()
+    try:
+        with pytest.raises(OutOfSequences) as raised:
+            cache.fork(ids, 1 << 24)
+        with pytest.raises(UnknownSequence):
+            cache.fork([int(ids[0]), 1 << 40], 1 << 24)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (raised.value.needed, raised.value.free) == (2 << 24, 2) and peak < 1 << 20
+    cache.release(ids)
+
+
+@pytest.mark.parametrize("index", [1 << 70, -(1 << 70), (0, 1 << 70), np.uint64(1 << 63)], ids=str)
+def test_an_index_beyond_64_bits_is_an_index_error(make: Make, index: Any) -> None:
+    with pytest.raises(IndexError):
+        make().cache.export("device")[index]
+
+
+def test_a_request_with_fewer_ids_than_tokens_is_refused() -> None:
+    distances = StackDistances(4)
+    for request in (
+        Request(0, 0, 1_000_000, 0, hash_ids=np.arange(2, dtype=np.uint64), tokens_per_id=4),
+        Request(0, 0, 1_000_000, 0, tokens=np.arange(8, dtype=np.int32)),
+        Request(0, 0, 8, -8, tokens=np.arange(8, dtype=np.int32)),
+    ):
+        with pytest.raises(ValueError, match="accepted are ids for all"):
+            distances.record(request)
+    with pytest.raises(ValueError, match="tenant -5"):
+        distances.record(Request(0, 0, 8, 0, tokens=np.arange(8, dtype=np.int32)), tenant=-5)
+    assert distances.requests == 0

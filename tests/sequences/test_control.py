@@ -1,0 +1,459 @@
+"""What callers do to cached content by its name: forget it, value it; and requests that reuse or publish nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from group_engine import GroupsEngine
+from kvpool import KVCacheManager, PoolClosed
+from kvpool.state import debug
+from tests.race.lab import Lab
+
+Make = Callable[..., Engine]
+Open = Callable[..., GroupsEngine]
+A, B = list(range(13)), list(range(100, 113))
+"""Three full blocks, and a token."""
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "full": [{}],
+    "window": [{"window": 6, "sinks": 1}],
+    "states": [{"kind": "recurrent", "snapshot_tokens": 4}],
+    "several": [{}, {"window": 6}, {"kind": "recurrent", "snapshot_tokens": 4}, {"kind": "cross"}],
+}
+
+
+def encoder(engine: GroupsEngine) -> dict[str, int]:
+    return {"encoder_tokens": 3} if any(side.kind == "cross" for side in engine.sides) else {}
+
+
+def fill(engine: Engine, tokens: Sequence[int], tier: str, **names: Any) -> None:
+    """Have a prompt cached on the device, on both tiers, or on the host alone."""
+    options = encoder(engine) if isinstance(engine, GroupsEngine) else {}
+    engine.seed(tokens, **names, **options)
+    keys = engine.prompt(tokens, **names)
+    if tier != "device":
+        engine.cache.offload(keys)
+    if tier == "host":
+        held = [engine.cache.add_sequence([7], **options)]
+        while True:
+            try:
+                engine.cache.append_tokens(held[0], [7])
+            except Exception:
+                break
+        engine.cache.release(held, store=False)
+
+
+# -- forget ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("tier", ["device", "both", "host"])
+@pytest.mark.parametrize("how", ["prompt", "keys", "namespace"])
+def test_what_is_forgotten_is_found_by_nobody_and_its_blocks_are_empty(
+    open_: Open, kinds: list[dict[str, Any]], tier: str, how: str
+) -> None:
+    engine = open_(*({"host_blocks": 12} | kind for kind in kinds), max_sequence_tokens=4 * 40)
+    cache = engine.cache
+    fill(engine, A, tier, salt="leaves")
+    engine.seed(B, salt="stays", **encoder(engine))
+    keys, other = engine.prompt(A, salt="leaves"), engine.prompt(B, salt="stays")
+    promised, before = cache.match_prefix(other), cache.stats()
+    assert cache.match_prefix(keys).tokens == 12
+    cached = int(cache.cached_blocks(keys).sum())
+    done = {
+        "prompt": lambda: cache.forget(keys),
+        "keys": lambda: cache.forget(keys.keys),
+        "namespace": lambda: cache.forget(namespace=("leaves", None)),
+    }[how]()
+    after = cache.stats()
+    assert done == cached > 0 and after.forgotten_by_call_blocks == done
+    assert not cache.cached_blocks(keys).any() and cache.match_prefix(keys).tokens == 0
+    assert cache.find_and_pin_host(keys.keys[0]) is None
+    assert cache.match_prefix(other) == promised
+    copies = 2 * done if tier == "both" else done
+    assert after.device.empty + after.host.empty == before.device.empty + before.host.empty + copies
+    assert after.device.evictable + after.host.evictable == before.device.evictable + before.host.evictable - copies
+    assert cache.forget(keys) == cache.forget(namespace=("leaves", None)) == 0
+
+
+def test_other_namespaces_and_other_prompts_stay(make: Make) -> None:
+    engine = make(T=4, P=32)
+    names: list[dict[str, Any]] = [{}, {"salt": "A"}, {"salt": "A", "adapter_id": 1}, {"salt": b"A"}, {"adapter_id": 1}]
+    for one in names:
+        engine.seed(A, **one)
+    assert engine.cache.forget(namespace=("A", 1)) == 3
+    assert [engine.reusable(A, **one) for one in names] == [12, 12, 0, 12, 12]
+    assert engine.cache.forget(namespace=(None, None)) == 3
+    assert [engine.reusable(A, **one) for one in names] == [0, 12, 0, 12, 12]
+    assert engine.cache.forget(engine.prompt(A)) == 0
+    assert engine.cache.forget(engine.prompt(A[:4], salt="A")) == 1
+    assert engine.reusable(A, salt="A") == 0, "the second block is not found without the first"
+    engine.seed(A[:5], salt="A")
+    assert engine.reusable(A, salt="A") == 12, "and is when that comes back"
+
+
+def test_the_stored_tail_of_a_prompt_goes_with_it(make: Make) -> None:
+    engine = make(T=4, P=16)
+    engine.seed(A[:8])  # one full block, and a tail of three tokens
+    engine.seed([*A[:4], 77, 78, 79])
+    assert engine.reusable(A) == 7
+    assert engine.cache.forget(engine.prompt([*A[:4], 77])) == 1, "the block; the tail has more tokens than the prompt"
+    engine.seed(A[:5])
+    assert engine.reusable(A) == 7 and engine.cache.forget(engine.prompt(A[:7])) == 2
+    engine.seed(A[:5])
+    assert engine.reusable(A) == 4
+
+
+def test_tails_of_a_namespace_go_with_it(make: Make) -> None:
+    engine = make(T=4, P=16)
+    engine.seed(A[:7], salt="A")
+    engine.seed(A[:7])
+    assert engine.cache.forget(namespace=("A", None)) == 2
+    assert engine.reusable(A, salt="A") == 0 and engine.reusable(A) == 6
+
+
+@pytest.mark.parametrize("how", ["prompt", "namespace"])
+def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: Make, how: str) -> None:
+    engine = make(T=4, P=16, event_capacity=100)
+    one = engine.add(A, salt="A")
+    engine.commit(one)
+    twin = engine.add(A, salt="A")
+    fresh = engine.admitted(
+        engine.cache.add_sequence(engine.cache.block_keys(A, salt="A", reuse=False)), A, salt="A"
+    )  # computes the same content again: its blocks wait to be published
+    engine.commit(fresh)
+    engine.cache.forget(engine.prompt(A, salt="A")) if how == "prompt" else engine.cache.forget(namespace=("A", None))
+    assert engine.reusable(A, salt="A") == 0 and not engine.cached()
+    engine.append(one, [1, 2, 3, 4, 5, 6, 7])
+    for sequence in (one, twin, fresh):
+        engine.commit(sequence)
+        assert not engine.cached(), "nothing comes back"
+        engine.release(sequence)
+        assert not engine.cached()
+    assert engine.free() == 16 and engine.cache.stats().device.empty == 16
+    assert engine.seed(A, salt="A") == 0, "a new request begins anew"
+    assert engine.reusable(A, salt="A") == 12
+
+
+def test_a_fork_of_a_withdrawn_sequence_publishes_nothing_either(make: Make) -> None:
+    engine = make(T=4, P=16)
+    one = engine.add(A, salt="A")
+    engine.cache.forget(namespace=("A", None))
+    (two,) = engine.fork(one)
+    engine.append(two, [5, 5, 5, 5])
+    engine.reorder([one, two], [1, 1])
+    engine.finish(two)
+    engine.finish(one)
+    assert not engine.cached() and engine.reusable(A, salt="A") == 0
+
+
+def test_a_reservation_of_the_namespace_publishes_nothing(make: Make) -> None:
+    engine = make(T=4, P=16)
+    with engine.cache.reserve(engine.prompt(A, salt="A")) as reservation:
+        assert engine.cache.forget(namespace=("A", None)) == 0
+        reservation.commit()
+    assert not engine.cached() and engine.free() == 16
+
+
+def test_a_lease_keeps_its_bytes_and_its_block_is_empty_after_it(make: Make) -> None:
+    engine = make(T=4, P=8, S=8)
+    fill(engine, A, "both")
+    keys = engine.prompt(A)
+    with engine.cache.pin(keys, tier="host") as lease:
+        blocks = lease.blocks.tolist()
+        assert engine.cache.forget(keys) == 3
+        for i, block in enumerate(blocks):
+            engine.check_content(block, (None, None), [(token, 0) for token in A[: 4 * (i + 1)]], 4 * i)
+        assert engine.cache.stats().host.used == 3
+        engine.cache.verify()
+    assert engine.cache.stats().host.empty == 8
+
+
+def test_forgetting_is_told(make: Make) -> None:
+    engine = make(T=4, P=8, S=8, event_capacity=100)
+    fill(engine, A, "both")
+    engine.cache.events()
+    assert engine.cache.forget(engine.prompt(A)) == 3
+    told = [(event.kind, event.tier, len(event.keys)) for event in engine.cache.events() if event.kind == "removed"]
+    assert sorted(told) == [("removed", "device", 1)] * 3 + [("removed", "host", 1)] * 3
+
+
+def test_forgetting_counts_what_is_left_nowhere(make: Make) -> None:
+    engine = make(T=4, P=8, S=8)
+    fill(engine, A, "both")
+    fill(engine, B, "device")
+    assert engine.cache.forget(engine.prompt(A)) + engine.cache.forget(engine.prompt(B)) == 6
+    stats = engine.cache.stats()
+    assert stats.forgotten_device_blocks + stats.forgotten_host_blocks == stats.forgotten_by_call_blocks == 6
+    assert stats.evicted_host_blocks == stats.lifetime_ms.count == 0, "that is no eviction"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "reason"),
+    [
+        ({}, TypeError, "exactly one"),
+        ({"prompt": [1], "namespace": (None, None)}, TypeError, "exactly one"),
+        ({"namespace": "A"}, TypeError, "a pair"),
+        ({"namespace": ("A",)}, TypeError, "a pair"),
+        ({"namespace": (1, None)}, TypeError, "salt=1"),
+        ({"namespace": (None, 1.5)}, TypeError, "adapter_id=1.5"),
+        ({"prompt": []}, ValueError, "empty"),
+        ({"prompt": [b"short"]}, ValueError, "5 bytes"),
+        ({"prompt": np.zeros((2, 3), np.uint64)}, ValueError, "shape"),
+        ({"prompt": "text"}, TypeError, "prompt"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_forget_are_named_and_change_nothing(
+    make: Make, arguments: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    engine = make()
+    engine.seed(A[:5])
+    before = debug.dump(engine.cache.core.tokens)
+    with pytest.raises(error, match=reason):
+        engine.cache.forget(**arguments)
+    assert debug.dump(engine.cache.core.tokens) == before
+
+
+def test_keys_of_another_pool_are_refused_and_closed_pools_say_so(make: Make) -> None:
+    engine, other = make(), make()
+    with pytest.raises(ValueError, match="another secret"):
+        engine.cache.forget(other.prompt(A))
+    with pytest.raises(ValueError, match="another secret"):
+        engine.cache.set_priority(other.prompt(A), 5)
+    engine.cache.close()
+    for call in (
+        lambda: engine.cache.forget(namespace=("A", None)),
+        lambda: engine.cache.forget(bytes(16)[None:] and [bytes(16)]),
+        lambda: engine.cache.set_priority([bytes(16)], 5),
+        lambda: engine.cache.cached_blocks([bytes(16)]),
+    ):
+        with pytest.raises(PoolClosed):
+            call()
+
+
+@pytest.mark.parametrize("without", [None, "copy_writes_after_engine", "engine_writes_after_engine"])
+def test_an_emptied_block_is_not_written_before_its_last_reader_has_run(without: str | None) -> None:
+    """On the sim device, with the first stream stalled; without the rule, the device sees the race."""
+    lab = Lab(2, 0, guard=without)
+    first = lab.add([1, 2, 3, 4])
+    lab.commit(first)
+    lab.release(first)
+    assert lab.cache.forget(lab.prompt([1, 2, 3, 4])) == 2
+    with lab.on(lab.b):
+        second = lab.add([5, 6, 7, 8])
+    lab.release(second)
+    findings = lab.findings()
+    assert bool(findings) == (without == "engine_writes_after_engine"), findings
+
+
+# -- priorities --------------------------------------------------------------------------------------------------------
+
+
+def test_content_is_kept_longer_or_goes_first_as_it_is_valued_later(make: Make) -> None:
+    engine = make(T=4, P=8)
+    engine.seed(A)
+    engine.seed(B)
+    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
+    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in engine.order()] == [35] * 5 + [80] * 3
+    engine.seed(list(range(200, 220)))
+    assert engine.reusable(A) == 12 and engine.reusable(B) == 0
+    assert engine.cache.set_priority(engine.prompt(A).keys[1:2], 0) == 1
+    engine.seed(list(range(300, 304)))
+    assert engine.reusable(A) == 4 and engine.cache.cached_blocks(engine.prompt(A)).tolist() == [[True, False, True]]
+
+
+def test_a_block_with_the_same_priority_keeps_its_place(make: Make) -> None:
+    engine = make(T=4, P=8)
+    engine.seed(A)
+    engine.seed(B)
+    before = engine.order()
+    assert engine.cache.set_priority(engine.prompt(A), 35, ttl_ms=5) == 3
+    assert engine.order() == before
+
+
+def test_the_time_of_a_priority_begins_now_or_at_release(make: Make) -> None:
+    engine = make(T=4, P=8)
+    engine.seed(A)
+    running = engine.add(B)
+    engine.commit(running)
+    engine.clock.now = 100
+    assert engine.cache.set_priority(engine.prompt(A), 80, ttl_ms=50) == 3
+    assert engine.cache.set_priority(engine.prompt(B), 90, ttl_ms=50) == 3
+    engine.clock.now = 149
+    assert engine.cache.refresh() == 0
+    engine.release(running)
+    engine.clock.now = 150
+    assert engine.cache.refresh() == 3
+    engine.clock.now = 199
+    assert engine.cache.refresh() == 3
+    assert engine.cache.set_priority(engine.prompt(A), 80, ttl_ms=50) == 3
+    assert engine.cache.set_priority(engine.prompt(A), 80) == 3, "for ever"
+    engine.clock.now = 1000
+    assert engine.cache.refresh() == 0
+
+
+def test_what_is_on_the_host_alone_is_valued_there_and_takes_it_along(make: Make) -> None:
+    engine = make(T=4, P=4, S=8)
+    fill(engine, A, "host")
+    fill(engine, B[:9], "host")
+    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
+    on_host = engine.order("host")
+    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in on_host][-3:] == [80] * 3
+    request = engine.add(A)
+    assert engine.priorities(request)[:3] == [80] * 3
+    engine.release(request)
+
+
+def test_the_copy_that_remains_takes_the_priority_over(make: Make) -> None:
+    engine = make(T=4, P=4, S=8)
+    fill(engine, A, "both")
+    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
+    engine.seed(list(range(200, 216)))  # the device copies go
+    cached = engine.cached("host")
+    own = [cached[key] for key in engine.keys(A)]
+    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in own] == [80] * 3
+
+
+def test_a_priority_is_told_once(make: Make) -> None:
+    engine = make(T=4, P=8, event_capacity=100)
+    engine.seed(A)
+    engine.cache.events()
+    engine.cache.set_priority(engine.prompt(A), 80)
+    engine.cache.set_priority(engine.prompt(A), 80)
+    told = [(event.kind, event.tier, event.priority) for event in engine.cache.events()]
+    assert told == [("updated", "device", 80)] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [((101,), ValueError), ((-1,), ValueError), ((None,), TypeError), ((50, 0), ValueError), ((50, "x"), TypeError)],
+)
+def test_wrong_priorities_are_refused(make: Make, arguments: tuple[Any, ...], error: type[Exception]) -> None:
+    engine = make()
+    ttl = {"ttl_ms": arguments[1]} if len(arguments) > 1 else {}
+    with pytest.raises(error, match="priority" if not ttl else "ttl_ms"):
+        engine.cache.set_priority(A, arguments[0], **ttl)
+
+
+# -- requests that reuse or publish nothing ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_a_request_that_reuses_nothing_computes_all_and_leaves_it_to_others(
+    open_: Open, kinds: list[dict[str, Any]]
+) -> None:
+    engine = open_(*({"host_blocks": 6} | kind for kind in kinds))
+    cache, options = engine.cache, encoder(engine)
+    engine.seed(A, **options)
+    engine.cache.offload(engine.prompt(A))
+    before, fresh = cache.stats(), cache.block_keys(A, reuse=False)
+    assert cache.match_prefix(fresh).tokens == 0 and cache.prefetch(fresh) == 0 and not fresh.reuse and fresh.publish
+    if not options:
+        needs = [cache.blocks_needed(fresh, **engine.named(side.index)) for side in engine.sides]
+        assert needs == [cache.blocks_needed(list(range(500, 513)), **engine.named(s.index)) for s in engine.sides]
+    request = engine.admitted(cache.add_sequence(fresh, **options), A, **options)
+    assert request.cached == 0
+    engine.finish(request)
+    after = cache.stats()
+    assert after.bypassed_tokens - before.bypassed_tokens == 13
+    for name in ("prompt_tokens", "missed_blocks", "reused_device_tokens", "reused_host_tokens", "partial_tokens"):
+        assert getattr(after, name) == getattr(before, name), name
+    engine.cache.forget(engine.prompt(A))
+    engine.finish(engine.admitted(cache.add_sequence(fresh, **options), A, **options))
+    assert engine.reusable(A) == 12, "what it computed is cached"
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_a_request_that_publishes_nothing_leaves_no_trace(open_: Open, kinds: list[dict[str, Any]]) -> None:
+    engine = open_(*kinds)
+    cache, options = engine.cache, encoder(engine)
+    engine.seed(A[:9], **options)
+    cached = cache.cached_blocks(engine.prompt(A)).tolist()
+    private = cache.block_keys(A, publish=False)
+    request = engine.admitted(cache.add_sequence(private, **options), A, **options)
+    assert request.cached == 8, "it reuses what is there"
+    engine.append(request, [1] * 9)
+    engine.commit(request)
+    (fork,) = engine.fork(request)
+    engine.append(fork, [2] * 7)
+    engine.finish(fork)
+    assert not cache.keys_of(request.id).publish if kinds == KINDS["full"] else True
+    engine.release(request)
+    assert cache.cached_blocks(engine.prompt(A)).tolist() == cached
+    assert engine.reusable([*A, *[1] * 9, *[2] * 7]) == 8
+
+
+def test_a_request_that_publishes_nothing_leaves_no_tail_either(make: Make) -> None:
+    engine = make(T=4, P=8)
+    engine.seed(A[:5])
+    engine.finish(engine.admitted(engine.cache.add_sequence(engine.cache.block_keys(A[:8], publish=False)), A[:8]))
+    assert engine.reusable(A) == 4
+
+
+def test_a_batch_mixes_them(make: Make) -> None:
+    engine = make(T=4, P=32)
+    engine.seed(A)
+    prompts = [engine.cache.block_keys(A, reuse=reuse, publish=reuse) for reuse in (True, False, True)]
+    admitted = engine.cache.add_sequence_batch(prompts)
+    assert admitted.cached_tokens.tolist() == [12, 0, 12]
+    engine.cache.release(admitted.ids)
+
+
+def test_a_loader_that_reuses_nothing_gets_blocks_for_all(make: Make) -> None:
+    engine = make(T=4, P=16)
+    engine.seed(A)
+    with engine.cache.reserve(engine.cache.block_keys(A, reuse=False)) as reservation:
+        assert reservation.skip_prefix_n_tokens == 0
+        reservation.abort()
+
+
+@pytest.mark.parametrize("name", ["reuse", "publish"])
+def test_switches_are_flags(make: Make, name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        make().cache.block_keys(A, **{name: 1})  # type: ignore[arg-type]
+
+
+# -- what is cached, and what could be brought -------------------------------------------------------------------------
+
+
+def test_cached_blocks_are_told_by_tier_and_group(open_: Open) -> None:
+    engine = open_({"host_blocks": 4}, {"host_blocks": 4, "kind": "recurrent"})
+    engine.seed(A)
+    keys = engine.prompt(A)
+    assert engine.cache.cached_blocks(keys).tolist() == [[True] * 3, [False, False, True]]
+    assert not engine.cache.cached_blocks(keys, tier="host").any()
+    assert engine.cache.offload(keys) == 4
+    assert engine.cache.cached_blocks(keys.keys, tier="host").tolist() == [[True] * 3, [False, False, True]]
+    assert (
+        engine.cache.cached_blocks([keys.keys[2].tobytes(), bytes(16)], tier="device").tolist() == [[True, False]] * 2
+    )
+    assert engine.cache.cached_blocks(A[:3]).shape == (2, 0)
+    with pytest.raises(ValueError, match="tier='disk'"):
+        engine.cache.cached_blocks(keys, tier="disk")
+
+
+def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
+    engine = open_({}, {"window": 6}, {"kind": "recurrent"})
+    prompt = list(range(25))
+    engine.seed(prompt[:9])
+    there = np.ones((3, 6), np.bool_)
+    tokens, blocks = engine.cache.lacking(prompt, there)
+    assert tokens == 24 and [own.tolist() for own in blocks] == [[2, 3, 4, 5], [4, 5], [5]]
+    there[2, 5] = False
+    tokens, blocks = engine.cache.lacking(prompt, there)
+    assert tokens == 20 and [own.tolist() for own in blocks] == [[2, 3, 4], [3, 4], [4]]
+    assert engine.cache.lacking(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
+    assert all(len(own) == 0 for own in engine.cache.lacking(prompt, np.zeros((3, 6), np.bool_)).blocks)
+    for wrong in (there[:2], there.astype(np.int8), [[True]], "x"):
+        with pytest.raises((TypeError, ValueError), match="there"):
+            engine.cache.lacking(prompt, wrong)
+
+
+def test_names_are_public() -> None:
+    for verb in ("keys_of", "forget", "set_priority", "cached_blocks", "lacking", "request_stats"):
+        assert callable(getattr(KVCacheManager, verb))

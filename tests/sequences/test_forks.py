@@ -1,0 +1,377 @@
+"""Forks share blocks until one writes: what is copied and when, what is counted, and that nothing is lost or leaked."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, Request
+from failing import Rig, on_host_only
+from kvpool import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
+from kvpool.state import debug, verbs
+
+Make = Callable[..., Engine]
+
+
+def beams(engine: Engine, tokens: list[int], count: int) -> list[Request]:
+    """A prompt that is computed, and sequences that go on from it."""
+    first = engine.commit(engine.add(tokens))
+    return [first, *engine.fork(first, count - 1)]
+
+
+def copied(engine: Engine) -> int:
+    return int(engine.cache.stats().copied_blocks)
+
+
+def append(engine: Engine, sequences: list[Request], tokens: list[list[int]]) -> None:
+    """Several in one call."""
+    flat = [token for new in tokens for token in new]
+    engine.cache.append_tokens([one.id for one in sequences], flat, [len(new) for new in tokens])
+    for one, new in zip(sequences, tokens, strict=True):
+        engine.appended(one, new)
+    engine.check_all()
+
+
+# -- fork ------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_takes_no_block_and_has_all_that_its_parent_has(make: Make) -> None:
+    engine = make(P=4)
+    parent = engine.commit(engine.add(range(6)), 5)
+    ids = engine.cache.fork(parent.id, 3)
+    assert ids.dtype == np.int64 and ids.shape == (3,) and engine.free() == 2
+    for new in ids.tolist():
+        told = [getattr(engine.cache, name)(new) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
+        assert told == [6, 5, 0] and engine.table(engine.forked(parent, new)) == engine.table(parent)
+
+
+def test_several_sequences_are_forked_in_one_call(make: Make) -> None:
+    engine = make()
+    parents = engine.add_batch([range(5), range(10, 12)])
+    ids = engine.cache.fork([one.id for one in parents], 2)
+    assert ids.shape == (2, 2) and len({*ids.ravel().tolist(), *(one.id for one in parents)}) == 6
+    for parent, new in zip(parents, ids.tolist(), strict=True):
+        assert all(engine.table(engine.forked(parent, i)) == engine.table(parent) for i in new)
+
+
+def test_each_writer_copies_the_shared_end_and_the_last_holder_writes_in_place(make: Make) -> None:
+    engine = make()
+    a, b, c = beams(engine, [*range(6)], 3)
+    shared, end = engine.table(a)
+    engine.append(b, [7])
+    assert engine.table(b)[0] == shared and engine.table(b)[1] != end and copied(engine) == 1
+    append(engine, [c, a], [[8], [9]])
+    assert engine.table(c)[1] != end and engine.table(a) == [shared, end] and copied(engine) == 2
+
+
+def test_full_blocks_are_never_copied(make: Make) -> None:
+    engine = make()
+    append(engine, beams(engine, [*range(8)], 3), [[1], [2], [3]])
+    assert copied(engine) == 0 and engine.free() == 3
+
+
+def test_appending_nothing_copies_nothing(make: Make) -> None:
+    engine = make()
+    a, b = beams(engine, [*range(6)], 2)
+    append(engine, [b, a], [[], [1]])
+    assert copied(engine) == 1 and engine.free() == 5
+
+
+def test_forks_of_forks_share_until_they_write(make: Make) -> None:
+    engine = make()
+    (first,) = beams(engine, [1, 2], 1)
+    second = engine.fork(engine.append(engine.fork(first)[0], [3]))[0]
+    engine.append(second, [4, 5])
+    assert [len(engine.table(one)) for one in engine.live.values()] == [1, 1, 2] and copied(engine) == 2
+
+
+def test_sampling_may_fork_before_the_prompt_is_computed(make: Make) -> None:
+    engine = make()
+    prompt = engine.add(range(6))
+    forked = engine.fork(prompt, 2)
+    engine.commit(prompt)
+    for i, one in enumerate(forked):
+        engine.commit(engine.append(engine.commit(one), [i, 9, 9]))
+    engine.release(prompt, *forked)
+    assert engine.reusable([*range(6), 1, 9, 9]) == 8 and engine.free() == 8
+
+
+def test_a_copy_keeps_namespace_extra_ids_and_priority(make: Make) -> None:
+    engine = make()
+    names = {"salt": "s", "extra_ids": [0, 0, 0, 0, 7, 0]}
+    parent = engine.add(range(6), retention=[(0, None, 80, None)], **names)
+    one = engine.commit(engine.append(engine.fork(parent)[0], [6, 7]))
+    assert engine.priorities(one) == [80, 80]
+    engine.release(one, parent)
+    assert engine.reusable([*range(9)], salt="s", extra_ids=[0, 0, 0, 0, 7, 0, 0, 0, 0]) == 8
+    assert engine.reusable([*range(9)], salt="s") == 4
+
+
+# -- what is counted -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_growth_takes_as_many_blocks_as_were_announced(make: Make, seed: int) -> None:
+    random = Random(seed)
+    engine = make(T=3, P=60)
+    for first in range(3):
+        beams(engine, [first] * random.randint(1, 7), random.randint(1, 5))
+    for _ in range(6):
+        some = random.sample([*engine.live.values()], random.randint(1, len(engine.live)))
+        new = [[random.randrange(100) for _ in range(random.choice((0, 1, 2, 5)))] for _ in some]
+        needed = engine.cache.blocks_needed(sequences=[one.id for one in some], new_tokens=[len(each) for each in new])
+        before = engine.free()
+        append(engine, some, new)
+        assert before - engine.free() == needed, f"seed {seed}"
+
+
+def test_without_a_block_for_every_copy_nothing_has_changed(make: Make) -> None:
+    engine = make(P=4)
+    group = beams(engine, [*range(6)], 4)
+    before = debug.dump(engine.cache.core.tokens)
+    with pytest.raises(OutOfBlocks) as raised:
+        engine.cache.append_tokens([one.id for one in group], [1, 2, 3, 4], [1] * 4)
+    assert (raised.value.needed, raised.value.free) == (3, 2)
+    assert debug.dump(engine.cache.core.tokens) == before
+    append(engine, group[:2], [[1], [2]])
+    engine.release(group[3])
+    engine.append(group[2], [3])
+    assert engine.free() == 0 and copied(engine) == 2
+
+
+def test_copies_may_evict_and_offload_in_the_same_call(make: Make) -> None:
+    """A copy and an offload for each sequence: as many moves as a call of one token each can make."""
+    engine = make(P=40, S=40, max_sequences=64)
+    group = beams(engine, [1, 2], 39)
+    for i in range(39):
+        engine.seed([100 + i] * 4, committed=4)
+    before = engine.cache.stats().offloaded_blocks
+    append(engine, group, [[i] for i in range(39)])
+    assert copied(engine) == 38 and engine.cache.stats().offloaded_blocks - before == 38
+
+
+def test_blocks_that_forks_keep_are_not_evictable_by_a_release(make: Make) -> None:
+    engine = make()
+    a, b = beams(engine, [*range(6)], 2)
+    engine.append(b, [1])
+    assert [engine.cache.evictable_if_released(ids) for ids in (a.id, b.id, [a.id, b.id])] == [1, 1, 3]
+
+
+def test_a_pin_alone_makes_no_copy(make: Make) -> None:
+    engine = make()
+    a, b = beams(engine, [*range(6)], 2)
+    with engine.cache.pin_blocks(engine.table(a)):
+        engine.append(b, [1])
+        engine.append(a, [2])
+    assert copied(engine) == 1
+
+
+# -- keys ------------------------------------------------------------------------------------------------
+
+
+def test_what_forks_share_is_published_once(make: Make) -> None:
+    engine = make(event_capacity=100)
+    a = engine.add(range(3))
+    b = engine.fork(engine.append(a, [3, 4]))[0]
+    assert engine.cached() == {}
+    for one in (a, b):
+        engine.commit(one)
+        assert [len(event.keys) for event in engine.cache.events() if event.kind == "stored"] == (
+            [1] if one is a else []
+        )
+    engine.release(a, b)
+    assert engine.reusable(range(6)) == 5
+
+
+def test_equal_ends_of_forks_are_published_once(make: Make) -> None:
+    engine = make()
+    group = beams(engine, [*range(6)], 3)
+    append(engine, group, [[6, 7]] * 3)
+    for one in group:
+        engine.commit(one)
+    assert len(engine.cached()) == 2
+    engine.release(group[0], store=False)
+    engine.commit(group[1])
+    assert len(engine.cached()) == 2, "the next one takes over"
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_rewind_into_shared_blocks_leaves_them_to_the_others(make: Make, committed: bool) -> None:
+    engine = make()
+    a = engine.add(range(3))
+    engine.append(a, [3, 4, 5])
+    if committed:
+        engine.commit(a)
+    b = engine.fork(a)[0]
+    table, cached = engine.table(a), engine.cached()
+    engine.append(engine.rewind(b, 3), [7])
+    engine.append(engine.rewind(a, 1), [8])
+    assert engine.table(a) == table and engine.cached() == cached and copied(engine) == 1
+
+
+# -- the end ---------------------------------------------------------------------------------------------
+
+
+def test_releases_in_any_order_leak_nothing(make: Make) -> None:
+    for order in itertools.permutations(range(4)):
+        engine = make()
+        group = beams(engine, [*range(6)], 3)
+        engine.commit(engine.append(group[1], [6, 7, 8]))
+        group += engine.fork(group[1])
+        for i in order:
+            engine.release(group[i])
+        assert engine.free() == 8 and engine.reusable(range(10)) == 9
+
+
+def test_the_last_holder_stores_the_shared_end(make: Make) -> None:
+    engine = make()
+    a, b = beams(engine, [*range(6)], 2)
+    engine.release(a)
+    assert engine.reusable(range(7)) == 4
+    engine.release(b)
+    assert engine.reusable(range(7)) == 6
+
+
+def test_a_forced_reset_ends_forks_too(make: Make) -> None:
+    engine = make()
+    beams(engine, [*range(6)], 3)
+    engine.live.clear()
+    engine.cache.reset(force=True)
+    assert engine.free() == 8
+
+
+def test_arguments_of_forks_are_checked_before_anything_changes(make: Make) -> None:
+    engine = make(max_sequences=4)
+    a, b = beams(engine, [*range(6)], 2)
+    reservation = engine.cache.reserve([50, 51])
+    before = debug.dump(engine.cache.core.tokens)
+    refused: list[tuple[Any, type[Exception], str]] = [
+        (lambda: engine.cache.fork(a.id, -1), ValueError, "n"),
+        (lambda: engine.cache.fork(a.id, 5), OutOfSequences, "5 .*1"),
+        (lambda: engine.cache.fork(a.id, 1.5), TypeError, "n"),
+        (lambda: engine.cache.fork(a.id, 2), OutOfSequences, "2 .*1"),
+        (lambda: engine.cache.fork([a.id, b.id]), OutOfSequences, "2 .*1"),
+        (lambda: engine.cache.fork([a.id, a.id]), ValueError, "twice"),
+        (lambda: engine.cache.fork(reservation.id), UnknownSequence, str(reservation.id)),
+        (lambda: engine.cache.reorder([a.id, reservation.id], [0, 0]), UnknownSequence, str(reservation.id)),
+        (lambda: engine.cache.reorder([a.id, b.id], [0]), ValueError, "parents has 1"),
+        (lambda: engine.cache.reorder([a.id, b.id], [0, 2]), ValueError, "parents: 2"),
+        (lambda: engine.cache.reorder([a.id, b.id], [0, -1]), ValueError, "parents: -1"),
+        (lambda: engine.cache.reorder([a.id, b.id], [0, 0.5]), TypeError, "parents"),
+        (lambda: engine.cache.reorder([a.id, b.id], [0, 0], store=1), TypeError, "store"),
+        (lambda: engine.cache.reorder([a.id, a.id], [0, 0]), ValueError, "twice"),
+    ]
+    for call, error, text in refused:
+        with pytest.raises(error, match=text):
+            call()
+        assert debug.dump(engine.cache.core.tokens) == before
+    reservation.abort()
+
+
+def test_no_beams_are_forked_and_reordered_without_an_error(make: Make) -> None:
+    engine = make()
+    assert engine.cache.fork(engine.add([1]).id, 0).shape == (0,) and engine.cache.fork([]).shape == (0, 1)
+    engine.cache.reorder([], [])
+
+
+# -- what fails ------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_fails_fails_its_writer_alone() -> None:
+    rig = Rig(8, 0)
+    a, b = beams(rig, [*range(6)], 2)
+    rig.device.arm(lambda place: True)
+    rig.cache.append_tokens(b.id, [1])
+    rig.device.arm()
+    del rig.live[b.id]
+    rig.failed.append(b.id)
+    rig.append(a, [2])
+    for call in (lambda: rig.cache.fork(b.id), lambda: rig.cache.reorder([a.id, b.id], [0, 0])):
+        with pytest.raises(DeviceError, match=str(b.id)):
+            call()
+    rig.check_failed()
+    rig.release(a)
+    assert rig.free() == 8
+    rig.cache.close()
+
+
+def test_a_lost_block_fails_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(8, 8)
+    on_host_only(rig, 0, 8)
+    rig.device.arm(lambda place: True)
+    with monkeypatch.context() as patched:
+        # The fork is decided before the failed copy is made.
+        drain = rig.cache.core.transfer.drain
+        patched.setattr(rig.cache.core.transfer, "drain", lambda: None)
+        parent = rig.cache.add_sequence(rig.prompt(range(9)))
+        patched.setattr(rig.cache.core.transfer, "drain", drain)
+        ids = [parent, *rig.cache.fork(parent, 2).tolist()]
+    rig.device.arm()
+    for i in ids:
+        with pytest.raises(DeviceError):
+            rig.cache.sequence_length(i)
+    rig.cache.release(ids)
+    rig.check_everything()
+    rig.cache.close()
+
+
+def test_an_interrupted_fork_leaves_no_sequence_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    (parent,) = beams(engine, [*range(6)], 1)
+    changed = verbs.fork
+
+    def fork(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return changed(*args)
+
+    monkeypatch.setattr(verbs, "fork", fork)
+    with pytest.raises(KeyboardInterrupt):
+        engine.cache.fork(parent.id, 3)
+    assert engine.cache.stats().sequences == 1 and engine.free() == 6
+
+
+# -- a fork that has committed more ----------------------------------------------------------------------
+
+
+def test_what_a_fork_has_published_stays_when_one_that_committed_less_of_it_is_released_last(make: Make) -> None:
+    engine = make(T=4, P=8)
+    parent = engine.append(engine.commit(engine.add([1, 2])), [3, 4, 5])
+    (child,) = engine.fork(parent)
+    engine.commit(child)
+    engine.release(child)
+    engine.release(parent)
+    assert engine.reusable([1, 2, 3, 4, 5, 6]) == 4
+
+
+def test_drafts_do_not_move_into_what_a_fork_has_published(make: Make) -> None:
+    engine = make(T=4, P=8)
+    parent = engine.draft(engine.commit(engine.add([1, 2, 3])), [10, 11, 12], [-1, -1, 1])
+    (child,) = engine.fork(parent)
+    engine.commit(engine.rewind(child, 2))
+    engine.release(child)
+    assert engine.reusable([1, 2, 3, 10, 9]) == 4
+    engine.keep(parent, 3, [1, 2])
+    assert engine.reusable([1, 2, 3, 10, 9]) == 0
+    engine.finish(parent)
+    assert engine.reusable([1, 2, 3, 11, 9]) == 4
+
+
+def test_decoded_blocks_of_a_fork_have_the_retention_of_its_parents(make: Make) -> None:
+    engine = make()
+    kept = engine.commit(engine.add(range(3), decode_priority=80, decode_ttl_ms=10))
+    other = engine.commit(engine.add(range(20, 23), decode_priority=5))
+    (fork,) = engine.fork(kept)
+    engine.append(fork, [3, 4])
+    assert engine.priorities(fork) == [35, 80]
+    engine.reorder([kept, other], [1, 0])
+    engine.append(kept, [3, 4])
+    engine.append(other, [3, 4, 5])
+    assert [engine.priorities(one)[1] for one in (kept, other)] == [5, 80]
+    engine.finish(engine.append(fork, [5, 6, 7, 8]))
+    assert engine.cache.refresh(9) == 0 and engine.cache.refresh(10) == 1

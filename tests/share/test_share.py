@@ -1,0 +1,333 @@
+"""A tier of a pool is attached by what describes it: in place, by whoever may, for as long as the pool is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import mmap
+import os
+import pickle
+import resource
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, PoolClosed, SharedTier, attach
+from kvpool.device.shared import is_there, open_shared
+from tests.share.pools import LAYOUT, open_pool
+from tests.share.processes import attach_as_nobody, hold, own
+from tests.share.spawned import Spawn
+from tests.share.spawned import spawn as spawn
+
+
+def descriptors() -> set[str]:
+    """Files of shared memory that this process has open."""
+    gc.collect()
+    links = {
+        fd: os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    return {fd for fd, link in links.items() if "memfd:kvpool" in link}
+
+
+def in_a_fork(run: Callable[[], object]) -> int:
+    """How a forked child ended that did this: 0, 1 where it raised, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("channel", [lambda one: one, lambda one: pickle.loads(pickle.dumps(one)), SharedTier.to_json])
+def test_an_attachment_is_the_tier_in_place(device: str, tier: str, channel: Any) -> None:
+    with open_pool(device) as cache, attach(channel(cache.share(tier))) as attached:
+        pool = cache.device_pool if tier == "device" else cache.host_pool
+        assert (attached.pool.shape, attached.pool.dtype) == (pool.shape, pool.dtype) and not np.shares_memory(
+            attached.pool, pool
+        )
+        rows = [(block, 0, 4) for block in range(11)]
+        with cache.core.device.host_access(writes=rows):
+            attached.pool[...] = np.random.default_rng(0).integers(0, 2**16, pool.shape)
+        np.testing.assert_array_equal(pool, attached.pool)
+        with cache.core.device.host_access(writes=rows):
+            pool[...] = 3
+        assert (attached.pool == 3).all() and attached.alive
+
+
+def test_every_group_and_part_has_its_array() -> None:
+    wide = [BlockLayout(2, 2, 8, 4), BlockLayout(1, 4, 16, 4, dtype="bfloat16", order="block_first", tokens="HND")]
+    groups = [LayerGroup(wide), LayerGroup(BlockLayout(3, 1, 8, 4, planes=1), window=8)]
+    options: dict[str, Any] = {"device": "cpu", "shared": True, "max_sequence_tokens": 64}
+    with KVCacheManager(groups=groups, device_blocks=[6, 7], host_blocks=[5, 0], **options) as cache:
+        for tier, pools in (("device", cache.device_pools), ("host", cache.host_pools)):
+            with attach(cache.share(tier)) as attached:
+                assert [[p.shape for p in parts] for parts in attached.pools] == [
+                    [p.shape for p in parts] for parts in pools
+                ]
+                assert [[p.dtype for p in parts] for parts in attached.pools] == [
+                    [p.dtype for p in parts] for parts in pools
+                ]
+                assert attached.layouts == (tuple(wide), groups[1].layouts)
+                for number, part in enumerate(part for parts in attached.pools for part in parts):
+                    part[...] = number + 1
+                assert [int(part.max(initial=0)) for parts in pools for part in parts] == (
+                    [1, 2, 3] if tier == "device" else [1, 2, 0]
+                )
+                with pytest.raises(ValueError, match=r"pools\[group\]\[part\]"):
+                    attached.pool  # noqa: B018
+
+
+def test_the_fingerprint_is_that_of_the_arrays() -> None:
+    with open_pool() as one, open_pool() as same, open_pool(device_blocks=7) as longer:
+        assert one.share().fingerprint == same.share().fingerprint
+        with KVCacheManager(
+            dataclasses.replace(LAYOUT, order="block_first"), device_blocks=6, device="cpu", shared=True
+        ) as other:
+            found = [cache.share().fingerprint for cache in (one, longer, other)] + [one.share("host").fingerprint]
+    assert len(set(found)) == 4
+
+
+def test_a_shared_pool_serves_as_any_other() -> None:
+    with open_pool() as cache:
+        for _ in range(2):
+            for first in (0, 100, 200):
+                sequence = cache.add_sequence(list(range(first, first + 17)))
+                table, cached = cache.block_table(sequence).dense()[0], int(cache.cached_tokens(sequence))
+                assert (cache.device_pool[:, :, table[: cached // 4]] == first + 1).all()
+                cache.device_pool[:, :, table[cached // 4 :]] = first + 1
+                cache.commit(sequence)
+                cache.release(sequence)
+        assert cache.stats().onboarded_blocks
+        cache.verify()
+
+
+# -- what cannot be shared ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_memory_that_others_cannot_open_is_refused_by_name(device: str) -> None:
+    mine = np.frombuffer(mmap.mmap(-1, 6 * LAYOUT.block_bytes), np.uint8)
+    with open_pool(device, device_memory=mine) as cache:
+        with pytest.raises(ValueError, match="cannot be shared.*shared=True"):
+            cache.share()
+        cache.share("host")
+    with open_pool(device, shared=False) as cache, pytest.raises(ValueError, match="cannot be shared.*shared=True"):
+        cache.share()
+    with open_pool(device, host_blocks=0) as cache:
+        cache.share()
+        with pytest.raises(ValueError, match="no blocks"):
+            cache.share("host")
+        with pytest.raises(ValueError, match="tier='gpu'"):
+            cache.share("gpu")
+    with pytest.raises(PoolClosed):
+        cache.share()
+
+
+def test_shared_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="shared=1"):
+        open_pool(shared=1)
+
+
+# -- when the pool is gone ---------------------------------------------------------------------------------------------
+
+
+def close(cache: KVCacheManager) -> None:
+    cache.close()
+
+
+def drop(cache: KVCacheManager) -> None:
+    """Nobody closes it."""
+
+
+@pytest.mark.parametrize("end", [close, drop])
+def test_a_pool_that_is_gone_says_so_and_what_was_attached_stays(end: Callable[[KVCacheManager], None]) -> None:
+    cache = open_pool()
+    cache.device_pool[...] = 9
+    one, host = cache.share(), cache.share("host")
+    attached = attach(one)
+    end(cache)
+    del cache
+    gc.collect()
+    for description in (one, host):
+        with pytest.raises(PoolClosed, match="the pool is gone"):
+            attach(description)
+    assert not attached.alive and (attached.pool == 9).all()
+    with open_pool() as another:
+        fds = {another.share(tier).groups[0].parts[0].memory.fd for tier in ("device", "host")} | {
+            another.share().sign.fd
+        }
+        assert one.sign.fd in fds, "its number means other memory now"
+        with pytest.raises(PoolClosed, match="the pool is gone"):
+            attach(one)
+        assert not attached.alive
+
+
+def test_a_pool_that_is_closed_under_a_view_is_gone_for_others() -> None:
+    cache = open_pool()
+    one, view = cache.share(), cache.device_pool
+    places = [one.sign, one.groups[0].parts[0].memory]
+    assert all(is_there(one.pid, place) for place in places)
+    cache.close()
+    assert not any(is_there(one.pid, place) for place in places)
+    with pytest.raises(PoolClosed, match="the pool is gone"):
+        attach(one)
+    assert not view.any()
+
+
+def test_memory_that_was_given_back_is_not_opened_under_its_number() -> None:
+    """Between a look at the pool's sign and the opening of its memory."""
+    with open_pool() as cache:
+        one = cache.share()
+    place = one.groups[0].parts[0].memory
+    with open_pool() as other:
+        used = other.share().groups[0].parts[0].memory
+        assert place.fd == used.fd
+        with pytest.raises(PoolClosed):
+            open_shared(one.pid, place, 6 * LAYOUT.block_bytes)
+
+
+def test_when_the_pools_process_is_killed_attached_arrays_stay_and_nothing_else_does(spawn: Spawn) -> None:
+    before = set(os.listdir("/dev/shm"))
+    owner = spawn(own)
+    description = owner.recv()
+    attached = attach(description)
+    assert attached.alive and (attached.pool == 7).all()
+    owner.kill()
+    assert not attached.alive and (attached.pool == 7).all()
+    attached.pool[...] = 8
+    with pytest.raises(PoolClosed, match="the pool is gone"):
+        attach(description)
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_a_loader_that_is_killed_leaves_the_pool_whole(spawn: Spawn) -> None:
+    with open_pool() as cache:
+        held = cache.add_sequence(list(range(9)))
+        table = cache.block_table(held).dense()[0]
+        cache.device_pool[:, :, table] = 4
+        reservation = cache.reserve(list(range(100, 108)), owner="loader")
+        loader = spawn(hold)
+        loader.send((cache.share(), reservation.blocks, 5))
+        assert loader.recv() is True
+        while not (cache.device_pool[:, :, reservation.blocks] == 5).all():
+            pass
+        loader.kill()
+        assert (cache.device_pool[:, :, table] == 4).all()
+        assert [one.owner for one in cache.reservations] == ["loader"] and cache.revoke("loader") == 1
+        assert cache.match_prefix([*range(100, 108), 1]).tokens == 0
+        cache.verify()
+        cache.release(held)
+        assert cache.stats().device.free == 6
+
+
+# -- who may, and what they cannot -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_refused(spawn: Spawn) -> None:
+    with open_pool() as cache:
+        other = spawn(attach_as_nobody)
+        other.send(cache.share())
+        assert other.recv().startswith(
+            f"PermissionError: process {os.getpid()} has the pool and belongs to another user"
+        )
+
+
+def test_the_memory_is_for_its_user_alone_and_nobody_cuts_it_off() -> None:
+    with open_pool() as cache:
+        for tier in ("device", "host"):
+            path = f"/proc/{os.getpid()}/fd/{cache.share(tier).groups[0].parts[0].memory.fd}"
+            assert os.stat(path).st_mode & 0o777 == 0o600
+            fd = os.open(path, os.O_RDWR)
+            for size in (0, 1 << 20):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, size)
+            os.close(fd)
+            assert not os.get_inheritable(cache.share(tier).groups[0].parts[0].memory.fd)
+        cache.host_pool[...] = 1
+
+
+def test_names_are_new_each_time() -> None:
+    with open_pool() as one, open_pool() as other:
+        names = [
+            cache.share(tier).groups[0].parts[0].memory.name for cache in (one, other) for tier in ("device", "host")
+        ]
+    assert len(set(names)) == 4 and all(len(name) == len("kvpool-") + 32 for name in names)
+
+
+# -- lifetimes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_attachment_that_is_closed_gives_nothing_and_its_views_live() -> None:
+    with open_pool() as cache:
+        cache.device_pool[...] = 6
+        attached = attach(cache.share())
+        view = attached.pool[0, 1]
+        with attached:
+            assert not attached.closed
+        assert attached.closed
+        with pytest.raises(PoolClosed, match="attachment is closed"):
+            attached.pools  # noqa: B018
+        attached.close()
+        assert (view == 6).all()
+        cache.device_pool[...] = 7
+        assert (view == 7).all()
+
+
+def test_nothing_is_kept_open() -> None:
+    before = descriptors()
+    cache = open_pool()
+    for _ in range(20):
+        attach(cache.share()).close()
+        attach(cache.share("host")).close()
+        with pytest.raises(ValueError, match="accepted are exactly"):
+            one = cache.share()
+            attach(dataclasses.replace(one, groups=(one.groups[0]._replace(blocks=5),)))
+    assert len(descriptors() - before) <= 6, "two descriptors for each tier, and for the sign"
+    cache.close()
+    del cache
+    assert descriptors() == before
+    open_pool()
+    assert descriptors() == before, "nor by a pool that nobody closed"
+
+
+def test_a_forked_child_attaches_and_uses_what_was_attached() -> None:
+    with open_pool() as cache:
+        one = cache.share()
+        attached = attach(one)
+
+        def write() -> None:
+            attached.pool[:, :, 1] = 11
+            with attach(one) as mine:
+                mine.pool[:, :, 2] = 12
+
+        assert in_a_fork(write) == 0
+        assert cache.device_pool[0, 0, :, 0, 0, 0].tolist() == [0, 11, 12, 0, 0, 0]
+        assert attached.alive and (attached.pool[:, :, 1] == 11).all()
+
+
+def test_a_forked_child_cannot_write_into_the_pool_of_its_parent() -> None:
+    with open_pool() as cache:
+        assert in_a_fork(lambda: cache.device_pool.fill(13)) == -signal.SIGSEGV
+        assert not cache.device_pool.any()
+        cache.close()
+    with open_pool(shared=False) as cache:
+        assert in_a_fork(lambda: cache.device_pool.fill(13)) == 0
+        assert not cache.device_pool.any()

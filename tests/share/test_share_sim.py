@@ -1,0 +1,258 @@
+"""What another process writes into a pool on the sim device: a reservation declares it, to the token, and nothing else
+is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groups_lab import CROSS, FULL, RECURRENT, WINDOWED
+from kvpool import KVCacheManager, PagedKV, Reservation, attach, scatter_kv
+from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
+from kvpool.device.sim.mirror import Mirrors
+from tests.race.lab import Lab
+from tests.race.test_races import RUNS, Scenario, X, Y, cached, run
+
+Make = Callable[..., Lab]
+
+
+@pytest.fixture
+def lab() -> Iterator[Make]:
+    """Opens shared pools of tiny blocks (two tokens)."""
+    opened: list[Lab] = []
+
+    def build(P: int = 6, S: int = 4, **options: Any) -> Lab:
+        opened.append(Lab(P, S, shared=True, **options))
+        return opened[-1]
+
+    yield build
+    for one in opened:
+        if not one.cache.closed:
+            assert one.findings() == []
+
+
+def write(lab: Lab, table: Sequence[int], tokens: Sequence[int], start: int) -> None:
+    """Another process brings tokens from ``start`` on. It declares nothing to the device: it does not know of it."""
+    with attach(lab.cache.share()) as there:
+        expected = lab.expected.of((None, None), [(token, 0) for token in tokens])
+        for i in range(start, len(tokens)):
+            there.pool.view(np.uint8).reshape(*there.pool.shape[:-1], -1)[:, :, table[i // lab.T], i % lab.T] = (
+                expected[i]
+            )
+
+
+def serve(lab: Lab, first: int) -> None:
+    """Admits, writes, commits, evicts, and onboards again."""
+    for prompt in ([first, 1, 2, 3, 4], [first + 50, 1, 2, 3, 4], [first, 1, 2, 3, 4]):
+        lab.release(lab.add(prompt))
+    lab.sim.run()
+
+
+@pytest.mark.parametrize(("seed", "progress"), RUNS)
+def test_a_reservation_declares_what_another_process_writes_until_it_is_committed(
+    lab: Make, seed: int, progress: float
+) -> None:
+    one = lab(P=7, seed=seed, progress=progress)
+    cached(one, X)
+    with one.cache.reserve(one.prompt([*X[:2], 7, 8, 9])) as reservation:
+        assert reservation.skip_prefix_n_tokens == 2
+        for done in (3, 5):
+            write(one, reservation.blocks.tolist(), [*X[:2], 7, 8, 9][:done], 2)
+            serve(one, 100 * done)
+            one.sim.check()
+        reservation.commit()
+    serve(one, 900)
+    assert one.add([*X[:2], 7, 8, 9, 10]).cached == 5, "the engine compares every byte of it"
+
+
+def nothing(lab: Lab, reservation: Reservation) -> None:
+    """The reservation goes on."""
+
+
+def commit(lab: Lab, reservation: Reservation) -> None:
+    reservation.commit()
+
+
+def abort(lab: Lab, reservation: Reservation) -> None:
+    reservation.abort()
+
+
+def revoke(lab: Lab, reservation: Reservation) -> None:
+    assert lab.cache.revoke("loader") == 1
+
+
+def reset(lab: Lab, reservation: Reservation) -> None:
+    lab.cache.reset(force=True)
+
+
+ENDS = [commit, abort, revoke, reset]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_another_process_writes_after_the_end_is_found(lab: Make, end: Callable[[Lab, Reservation], None]) -> None:
+    one = lab()
+    reservation = one.cache.reserve(one.prompt(Y), owner="loader")
+    table = reservation.blocks.tolist()
+    write(one, table, Y, 0)
+    end(one, reservation)
+    one.sim.check()
+    write(one, table, [31, 32, 33], 0)
+    with pytest.raises(UndeclaredWrite, match=f"block {table[0]} tokens \\[0, 1\\]"):
+        one.sim.check()
+
+
+@pytest.mark.parametrize("prompt", [X[:2], Y])
+def test_what_another_process_writes_without_a_reservation_is_found(lab: Make, prompt: list[int]) -> None:
+    one = lab()
+    write(one, [0, 1, 2], prompt, 0)
+    with pytest.raises(UndeclaredWrite, match="block 0 tokens"):
+        one.sim.check()
+
+
+def test_of_a_reserved_prompt_the_tokens_that_the_pool_has_and_those_behind_its_end_are_not_declared(lab: Make) -> None:
+    """A block of which the pool has one token: the loader may write the other one."""
+    one = lab()
+    cached(one, X)
+    reservation = one.cache.reserve(one.prompt([X[0], 8, 9]))
+    assert reservation.skip_prefix_n_tokens == 1
+    first, last = reservation.blocks.tolist()
+    pool = one.cache.device_pool
+    pool[:, :, first, 1], pool[:, :, last, 0] = 5, 5
+    one.sim.check()
+    for block, token in ((first, 0), (last, 1)):
+        pool[:, :, block, token] = 5
+        with pytest.raises(UndeclaredWrite, match=f"block {block} tokens \\[{token}\\]"):
+            one.sim.check()
+    reservation.abort()
+
+
+def test_a_loader_that_names_its_stream_declares_itself(lab: Make) -> None:
+    one = lab()
+    with one.cache.reserve(one.prompt(Y), stream=one.b) as reservation:
+        write(one, reservation.blocks.tolist(), Y, 0)
+        with pytest.raises(UndeclaredWrite):
+            one.sim.check()
+
+
+def test_in_a_pool_that_is_not_shared_nobody_else_writes() -> None:
+    with Lab(4, 0).cache as cache:
+        reservation = cache.reserve([1, 2])
+        cache.device_pool[:, :, reservation.blocks] = 3
+        with pytest.raises(UndeclaredWrite):
+            cache.core.device.check()  # type: ignore[attr-defined]
+        reservation.abort()
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
+def test_a_kernel_in_a_block_that_another_process_fills_is_a_race(lab: Make, what: str) -> None:
+    one = lab()
+    reservation = one.cache.reserve(one.prompt(Y))
+    rows = one.rows(reservation.blocks.tolist(), 2, 4)
+    one.sim.launch(one.a, lambda: None, **{what: rows})
+    with pytest.raises(RaceError, match="another process"):
+        one.sim.check()
+    with one.sim.host_access(reads=rows):
+        pass
+    with pytest.raises(RaceError, match="another process"):
+        one.sim.check()
+    reservation.abort()
+    one.sim.launch(one.a, lambda: None, **{what: rows})
+    one.sim.check()
+
+
+def another_process_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
+    cached(lab, X)
+    with lab.cache.reserve(lab.prompt(Y)) as reservation:
+        write(lab, reservation.blocks.tolist(), Y, 0)
+        reservation.commit()
+    assert lab.cache.stats().offloaded_blocks == 1
+    lab.add([*Y, 6])
+
+
+def another_process_behind_tokens_that_are_being_copied(lab: Lab) -> None:
+    cached(lab, X)
+    with lab.cache.reserve(lab.prompt([X[0], 9])) as reservation:
+        assert reservation.skip_prefix_n_tokens == 1
+        write(lab, reservation.blocks.tolist(), [X[0], 9], 1)
+        reservation.commit()
+    assert lab.add([X[0], 9, 5]).cached == 2
+
+
+RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
+    another_process_in_a_block_that_is_being_offloaded: ("reader_waits", {"P": 3, "S": 2}),
+}
+
+
+SCENARIOS = [*RACES, another_process_behind_tokens_that_are_being_copied]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_another_process_races_with_nobody(scenario: Scenario) -> None:
+    for seed, progress in RUNS:
+        found = run(scenario, {"P": 4, "S": 2, **RACES.get(scenario, ("", {}))[1], "shared": True}, seed, progress)
+        assert not found, f"seed {seed}, progress {progress}: {found}"
+
+
+@pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
+def test_the_race_with_another_process_is_found_without_its_guard(scenario: Scenario) -> None:
+    guard, options = RACES[scenario]
+    for seed, progress in RUNS:
+        assert run(scenario, {**options, "shared": True}, seed, progress, guard), (
+            f"seed {seed}, progress {progress}: nothing was found"
+        )
+
+
+def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
+    lab: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks of the device at one block."""
+    one = lab(P=8)
+    reservation = one.cache.reserve(one.prompt(Y))
+    block, other = int(reservation.blocks[0]), one.add([40, 41])
+    compare, values = Mirrors.differences, iter(range(1, 1000))
+
+    def writes_first(self: Mirrors) -> Any:
+        one.cache.device_pool[:, :, block] = next(values)
+        return compare(self)
+
+    monkeypatch.setattr(Mirrors, "differences", writes_first)
+    serve(one, 100)
+    one.sim.check()
+    one.cache.device_pool[:, :, one.table(other)[0]] += 1
+    with pytest.raises(UndeclaredWrite, match=f"block {one.table(other)[0]}"):
+        one.sim.check()
+    monkeypatch.undo()
+    one.write(other, 0)
+    reservation.abort()
+
+
+def test_every_group_declares_what_its_loader_writes() -> None:
+    sim = SimDevice(progress=0.3)
+    groups, tokens = [FULL, WINDOWED, RECURRENT, CROSS], list(range(22))
+    options: dict[str, Any] = {"device": sim, "shared": True, "max_sequence_tokens": 64, "secret": bytes(16)}
+    with (
+        KVCacheManager(groups=groups, device_blocks=[12, 12, 8, 4], **options) as cache,
+        attach(cache.share()) as there,
+    ):
+        reservation = cache.reserve(tokens, encoder_tokens=7)
+        for group, layouts in enumerate(there.layouts):
+            slots = reservation.slot_mapping_of(group)
+            for layout, pool in zip(layouts, there.pools[group], strict=True):
+                shape = (layout.planes, layout.layers, len(slots), layout.kv_heads, layout.head_dim)
+                scatter_kv(PagedKV.of_pool(layout, pool), slots, np.ones(shape, layout.storage_dtype))
+            assert (
+                np.count_nonzero(slots >= 0) == (22, 22, np.count_nonzero(reservation.blocks_of(group) >= 0), 7)[group]
+            )
+        sim.check()
+        reservation.commit()
+        assert cache.match_prefix([*tokens, 1]).tokens > 0
+        for group in range(len(groups)):
+            block = int(reservation.blocks_of(group)[reservation.blocks_of(group) >= 0][0])
+            for pool in there.pools[group]:
+                pool[0, 0, block] += 1
+                with pytest.raises(UndeclaredWrite):
+                    sim.check()
+    sim.close()

@@ -1,0 +1,45 @@
+"""verify() checks every group of layers and names the one that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from grouped import pool_of, seed
+from kvpool import IntegrityError
+from kvpool.state import debug
+from kvpool.state.records import EMPTY
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_verify_checks_every_group_and_names_the_one_that_is_wrong(group: int) -> None:
+    with pool_of("full window recurrent") as cache:
+        seed(cache, range(9))
+        lists = cache.core.states[group].lists
+        lists[EMPTY, 2] += 1
+        with pytest.raises(IntegrityError, match=f"^list links: group {group}: ") as caught:
+            cache.verify()
+        assert caught.value.check == "list links"
+        lists[EMPTY, 2] -= 1
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_verify_compares_pins_of_every_group_with_its_leases(group: int) -> None:
+    with pool_of("full window full") as cache:
+        seed(cache, range(9))
+        with cache.pin(cache.block_keys(list(range(9))).keys):
+            words = cache.core.states[group].blocks["word"]
+            held = words.nonzero()[0][0]
+            words[held] += 1 << 32
+            with pytest.raises(IntegrityError, match=f"^pins: group {group}: "):
+                cache.verify()
+            words[held] -= 1 << 32
+
+
+def test_a_dump_of_all_groups_shows_a_change_in_any() -> None:
+    with pool_of("full window full") as cache:
+        before = debug.dump_all(cache.core.states)
+        for state in cache.core.states:
+            state.blocks["uses"][3] += 1
+            assert debug.dump_all(cache.core.states) != before
+            state.blocks["uses"][3] -= 1
+        assert debug.dump_all(cache.core.states) == before

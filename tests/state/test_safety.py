@@ -1,0 +1,398 @@
+"""What callers do by accident or on purpose must not break memory, mix up prompts, or wedge the pool."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from kvpool import BlockKeys
+from kvpool.device.base import Device
+from kvpool.device.cpu import CpuDevice
+from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolClosed, UnknownSequence
+from kvpool.sequences.keys import Scope
+from kvpool.state import debug, records
+
+Make = Callable[..., Engine]
+SECRET = b"0123456789abcdef"
+
+
+class Interceptor(CpuDevice):
+    """Runs ``before`` once, ahead of the next copy."""
+
+    before: Callable[[], Any] | None = None
+
+    def copy_blocks(self, moves: Any, stream: Any = None) -> None:
+        hook, self.before = self.before, None
+        if hook is not None:
+            hook()
+        super().copy_blocks(moves, stream)
+
+
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: a[:], memoryview, lambda a: a.view(np.recarray)])
+def test_keys_survive_a_reused_token_buffer(make: Make, wrap: Callable[[Any], Any]) -> None:
+    engine = make()
+    buffer = np.arange(9, dtype=np.int32)
+    keys = engine.cache.block_keys(wrap(buffer))
+    buffer[:] = 99
+    assert keys.tokens.tolist() == list(range(9))
+    sequence = engine.cache.add_sequence(keys)
+    engine.cache.commit(sequence)
+    engine.cache.release(sequence)
+    assert engine.cache.match_prefix([99] * 9).tokens == 0
+    assert engine.cache.match_prefix(list(range(9))).tokens == 8
+
+
+def test_keys_survive_reused_extra_ids(make: Make) -> None:
+    images = np.ones(9, np.int64)
+    keys = make().cache.block_keys(list(range(9)), extra_ids=images)
+    images[:] = 2
+    assert keys.extra_ids is not None and keys.extra_ids.tolist() == [1] * 9
+
+
+def forged_keys(engine: Engine, tokens: Iterable[int], like: Iterable[int]) -> Any:
+    """A prompt whose keys are those of another one, and which the pool believes to have hashed."""
+    own, other = engine.cache.block_keys(list(tokens)), engine.cache.block_keys(list(like))
+    scope = Scope(None, None, (own.namespace, *own.root), own.origin)
+    return BlockKeys.of_private(own.tokens.copy(), other.keys.copy(), None, scope, engine.cache.core.states.heads)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_key_that_collides_is_no_hit(make: Make, guarded: bool) -> None:
+    """With the comparison of tokens taken out, the prompt would get the other's KV."""
+    engine = make()
+    engine.seed(range(9), committed=8)
+    forged = forged_keys(engine, range(50, 59), range(9))
+    if not guarded:
+        engine.cache.core.states.disable_guard("tokens_at_hit")
+    assert engine.cache.match_prefix(forged).tokens == (0 if guarded else 8)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_content_whose_key_collides_is_not_published(make: Make, tier: str) -> None:
+    """What has the key stays, on either tier, and is no copy of what came later."""
+    engine = make(P=4, S=4)
+    engine.seed(range(9), committed=8)
+    if tier == "host":
+        engine.release(engine.add(range(100, 116)), store=False)
+    other = engine.cache.add_sequence(forged_keys(engine, range(50, 59), range(9)))
+    engine.cache.commit(other)
+    engine.cache.release(other, store=False)
+    assert engine.add(range(9)).cached == 8, "and its bytes were compared"
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_a_pickle_with_keys_of_another_prompt_is_refused(make: Make, batch: bool) -> None:
+    """Its block would be found behind the other prompt's beginning, where its tokens never stood."""
+    engine = make()
+    theirs, mine = engine.cache.block_keys([*range(8), 9]), engine.cache.block_keys([*range(50, 54), *range(4, 8), 9])
+    build, given = mine.__reduce__()
+    keys, root = np.stack([mine.keys[0], theirs.keys[1]]), engine.cache.block_keys([1], salt="theirs")
+    lies = [(1, keys), (2, "theirs"), (3, 7), (4, [1] * 9), (5, (root.namespace, *root.root))]
+    for place, lie in lies:
+        forged = build(*given[:place], lie, *given[place + 1 :])
+        with pytest.raises(ValueError, match="are not those of their tokens"):
+            engine.cache.add_sequence_batch([mine, forged]) if batch else engine.cache.block_keys(forged)
+    assert engine.cache.add_sequence(build(*given)) >= 0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda keys: pickle.loads(pickle.dumps(keys))])
+def test_copied_keys_own_what_they_point_to(make: Make, duplicate: Callable[[Any], Any]) -> None:
+    engine = make()
+    engine.seed(range(9), committed=8)
+    keys = engine.cache.block_keys(list(range(9)), extra_ids=None)
+    other = duplicate(keys)
+    del keys
+    gc.collect()
+    filler = [np.full(9, 7777, np.int32) for _ in range(1000)]
+    assert engine.cache.match_prefix(other).tokens == 8 and len(filler) == 1000
+    with pytest.raises(ValueError, match="read-only"):
+        other.tokens[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        other.keys[0, 0] = 1
+
+
+def test_keys_are_refused_by_a_pool_with_another_secret(make: Make) -> None:
+    keys = make().cache.block_keys([1, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="another secret"):
+        make().cache.add_sequence(keys)
+    one, other = make(secret=SECRET), make(secret=SECRET)
+    assert other.cache.add_sequence(one.cache.block_keys([1, 2, 3, 4, 5])) >= 0
+
+
+def test_subclasses_of_builtins_do_not_share_a_namespace(make: Make) -> None:
+    class Named(int):
+        def __str__(self) -> str:
+            return "adapter"
+
+        def __repr__(self) -> str:
+            return "adapter"
+
+    class Same(str):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 1
+
+    cache = make().cache
+    namespaces = [cache.block_keys([1], adapter_id=a).namespace for a in (Named(1), Named(2), 1, "1")]
+    assert namespaces[0] == namespaces[2] and len(set(namespaces)) == 3
+    assert cache.block_keys([1], salt=Same("a")).namespace != cache.block_keys([1], salt=Same("b")).namespace
+    assert cache.block_keys([1], salt="a").namespace != cache.block_keys([1], salt=b"a").namespace
+
+
+@pytest.mark.parametrize("names", [{}, {"salt": "a"}, {"salt": "b", "adapter_id": 1}], ids=str)
+def test_the_namespace_tag_alone_keeps_prompts_apart(make: Make, names: dict[str, Any]) -> None:
+    """Taken out of the keys, as if they collided, it is still compared at a hit of a whole block, and of a part."""
+    engine = make()
+    engine.cache.core.states.disable_guard("namespace_in_key")
+    engine.seed(range(7), committed=7, salt="b")
+    assert engine.prompt(range(7), **names).keys.tolist() == engine.prompt(range(7), salt="b").keys.tolist()
+    for tokens in ([*range(8)], [*range(5)], [*range(3), 9]):
+        assert engine.reusable(tokens, **names) == 0 and engine.add(tokens, **names).cached == 0
+    assert engine.reusable(range(8), salt="b") == 7
+
+
+def test_no_two_names_of_a_namespace_are_taken_for_each_other(make: Make) -> None:
+    cache = make().cache
+    salts, adapters = (None, "", b"", "1", b"1"), (None, "", 1, "1", 0)
+    tags = {cache.block_keys([1], salt=salt, adapter_id=adapter).namespace for salt in salts for adapter in adapters}
+    assert len(tags) == 25
+    roots = {
+        tuple(cache.block_keys([1] * 4, salt=salt, adapter_id=adapter).keys[0].tolist())
+        for salt in salts
+        for adapter in adapters
+    }
+    assert len(roots) == 25
+    assert (
+        cache.block_keys([1], salt="as", adapter_id="b").namespace
+        != cache.block_keys([1], salt="a", adapter_id="sb").namespace
+    )
+
+
+def test_counts_that_would_wrap_are_refused(make: Make) -> None:
+    engine = make(P=8)
+    ids = engine.cache.add_sequence_batch([[i] for i in range(4)]).ids
+    before = debug.dump(engine.cache.core.tokens)
+    with pytest.raises(ValueError, match="counts"):
+        engine.cache.append_tokens(ids, [], [2**62] * 4)
+    with pytest.raises(ValueError, match="new_tokens"):
+        engine.cache.blocks_needed(sequences=ids, new_tokens=2**63 - 1)
+    assert debug.dump(engine.cache.core.tokens) == before
+    engine.cache.release(ids)
+
+
+def test_what_a_lease_shows_is_not_what_it_unpins(make: Make) -> None:
+    engine = make(P=4, S=4)
+    for start in (0, 10):
+        engine.seed(range(start, start + 4), committed=4)
+        engine.cache.offload(list(range(start, start + 4)))
+    one = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]), tier="host")
+    other = engine.cache.pin(engine.cache.block_keys([10, 11, 12, 13]), tier="host")
+    one.blocks[:] = other.blocks
+    one.close()
+    engine.cache.verify()
+    one.blocks[:] = 10**12
+    with pytest.raises(LeaseExpired):
+        one.close()
+    other.close()
+
+
+def test_what_holds_nothing_cannot_be_pinned(make: Make) -> None:
+    engine = make(P=2, S=2)
+    sequence = engine.add(range(4))
+    empty = 1 - engine.table(sequence)[0]
+    for ids in ([empty], [3], [*engine.table(sequence), empty], [4], [-1]):
+        with pytest.raises(BlockNotFound, match=f"block {ids[-1]} is unknown or holds nothing"):
+            engine.cache.pin_blocks(ids)
+        assert engine.cache.leases == [] and engine.cache.stats().device.pinned == 0
+
+
+def test_the_id_of_a_sequence_that_has_ended_is_nobodys(make: Make) -> None:
+    cache = make(max_sequences=1).cache
+    ended = cache.add_sequence([1, 2, 3])
+    cache.release(ended)
+    running = cache.add_sequence([4, 5])
+    assert running & 0xFFFFFFFF == ended & 0xFFFFFFFF, "the same row"
+    for late in (lambda: cache.append_tokens(ended, [9]), lambda: cache.commit(ended), lambda: cache.release(ended)):
+        with pytest.raises(UnknownSequence):
+            late()
+    assert cache.sequence_length(running) == 2
+
+
+def test_a_foreign_sequence_is_unknown(make: Make) -> None:
+    one, other = make().cache, make().cache
+    mine, theirs = one.add_sequence([1]), other.add_sequence([1])
+    with pytest.raises(UnknownSequence, match=str(theirs)):
+        one.release(theirs)
+    one.release(mine)
+    other.release(theirs)
+
+
+def test_a_pin_whose_copy_failed_is_no_pin(make: Make) -> None:
+    from kvpool.errors import DeviceError
+
+    device = Interceptor()
+    from engine import small_layout
+    from kvpool import KVCacheManager
+
+    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device) as cache:
+        keys = cache.block_keys([0, 1, 2, 3])
+        sequence = cache.add_sequence(keys)
+        cache.commit(sequence)
+        cache.release(sequence)
+        transfer = cache.core.transfer
+        drain = transfer.drain
+
+        def fail() -> None:
+            raise DeviceError("no")
+
+        def reader() -> None:
+            # Another thread's pin arrives between the decision to offload and its copy, which then fails.
+            transfer.drain = drain  # type: ignore[method-assign]
+            device.before = fail
+            assert cache.find_and_pin_host(keys.keys[0]) is None
+            drain()
+
+        transfer.drain = reader  # type: ignore[method-assign]
+        cache.release(cache.add_sequence([9]))
+        assert cache.stats().lost_blocks == 1 and not cache.leases
+        cache.verify()
+        with pytest.raises(BlockNotFound):
+            cache.pin(keys)
+    device.close()
+
+
+def test_a_clock_that_fails_leaves_nothing_pinned(make: Make) -> None:
+    engine = make(P=4)
+    engine.seed(range(4), committed=4)
+    keys = engine.cache.block_keys([0, 1, 2, 3])
+    lease = engine.cache.pin(keys)
+    engine.cache.core.clock = lambda: "now"  # type: ignore[assignment, return-value]
+    for call in (lambda: engine.cache.pin(keys), lease.close, lambda: engine.cache.revoke("")):
+        with pytest.raises(TypeError):
+            call()
+    engine.cache.core.clock = engine.clock
+    engine.cache.verify()
+    lease.close()
+
+
+def test_a_failed_copy_is_accounted_for_without_the_callers_clock(make: Make) -> None:
+    from engine import small_layout
+    from kvpool import KVCacheManager
+    from kvpool.errors import DeviceError
+
+    gone: list[bool] = []
+
+    def clock() -> int:
+        assert not gone, "the clock was asked while a failure was accounted for"
+        return 0
+
+    def fail() -> None:
+        gone.append(True)
+        raise DeviceError("no")
+
+    device = Interceptor()
+    with KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device, clock=clock) as cache:
+        sequence = cache.add_sequence([0, 1, 2, 3])
+        cache.commit(sequence)
+        cache.release(sequence)
+        device.before = fail
+        sequence = cache.add_sequence([9])
+        assert gone and cache.stats().lost_blocks == 1 and not cache.core.transfer.waiting
+        cache.verify()
+        gone.clear()
+        cache.release(sequence)
+    device.close()
+
+
+def test_a_lease_closed_by_a_destructor_does_not_wait_for_its_own_thread(make: Make) -> None:
+    engine = make(P=4)
+    engine.seed(range(4), committed=4)
+    lease = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]))
+    with engine.cache.core.lock:
+        lease.close()
+    assert lease.closed
+
+
+def test_an_interrupted_copy_closes_the_pool_rather_than_running_twice(make: Make) -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    from engine import small_layout
+    from kvpool import KVCacheManager
+
+    device = Interceptor()
+    cache = KVCacheManager(small_layout(4), device_blocks=1, host_blocks=2, device=device)
+    sequence = cache.add_sequence([0, 1, 2, 3])
+    cache.commit(sequence)
+    cache.release(sequence)
+    device.before = leave
+    with pytest.raises(SystemExit):
+        cache.add_sequence([9])
+    with pytest.raises(PoolClosed, match="SystemExit"):
+        cache.match_prefix([1])
+    assert cache.close().sequences and cache.closed
+    device.close()
+
+
+def test_a_pool_that_cannot_be_built_gives_its_device_back() -> None:
+    from kvpool import BlockLayout, KVCacheManager
+
+    device: Device = CpuDevice()
+    layout = BlockLayout(1, 1, 1, 1, dtype="uint8", planes=1)
+    with pytest.raises((InsufficientMemory, MemoryError)):
+        KVCacheManager(layout, device_blocks=1 << 20, device=device, max_sequences=1 << 24, max_sequence_tokens=1 << 30)
+    KVCacheManager(layout, device_blocks=4, device=device).close()
+    device.close()
+
+
+def test_release_without_storing_leaves_nothing_on_either_tier(make: Make) -> None:
+    engine = make(P=8, S=4)
+    sequence = engine.cache.add_sequence(list(range(9)))
+    engine.cache.commit(sequence)
+    keys = engine.cache.block_keys(list(range(9)))
+    assert engine.cache.offload(keys) == 2
+    lease = engine.cache.pin(keys, tier="device")
+    engine.cache.release(sequence, store=False)
+    assert engine.cache.match_prefix(keys).tokens == 0 and not engine.cached() and not engine.cached("host")
+    engine.cache.verify()
+    lease.close()
+    assert engine.free() == 8 and engine.free("host") == 4
+
+
+def test_a_rewind_may_use_what_it_gives_back(make: Make) -> None:
+    engine = make(P=4)
+    sequence = engine.cache.add_sequence(list(range(13)))
+    engine.cache.commit(sequence)
+    block = engine.cache.block_table(sequence).dense()[0, 1]
+    with engine.cache.pin_blocks(block):
+        assert engine.free() == 0
+        engine.cache.rewind(sequence, 7)
+        assert engine.cache.block_table(sequence).dense()[0, 1] != block
+        with pytest.raises(OutOfBlocks):
+            engine.cache.append_tokens(sequence, list(range(20)))
+    engine.cache.release(sequence)
+    assert records.NONE not in engine.order()
+
+
+def test_a_closed_pool_takes_no_prompt(make: Make) -> None:
+    cache = make().cache
+    keys = cache.block_keys([1, 2, 3])
+    report = cache.close()
+    assert not any(report) and cache.close() is report and cache.stats().device.capacity == 8
+    for call in (
+        lambda: cache.block_keys([1]),
+        lambda: cache.match_prefix(keys),
+        lambda: cache.add_sequence(keys),
+        cache.verify,
+    ):
+        with pytest.raises(PoolClosed):
+            call()

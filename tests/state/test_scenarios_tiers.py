@@ -1,0 +1,424 @@
+"""Two tiers and pins: offload, onboard, inclusion, leases by key and by block, every byte compared after the move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from kvpool.errors import BlockNotFound, LeaseExpired, OutOfBlocks, PoolBusy
+from kvpool.state import debug
+
+Make = Callable[..., Engine]
+
+
+def seed_block(engine: Engine, first: int, **options: Any) -> bytes:
+    """Cache one full block of tokens first..first+3; its key."""
+    tokens = range(first, first + 4)
+    engine.seed(tokens, committed=4, **options)
+    return engine.keys(tokens)[0]
+
+
+def host_view(engine: Engine, block: int) -> Any:
+    return engine.cache.host_pool[block - engine.cache.device_blocks]
+
+
+def test_counts_stay_within_the_tiers(make: Make) -> None:
+    engine = make(P=8, S=4)
+    for round_ in range(40):
+        engine.seed(range(100 * round_, 100 * round_ + 13), committed=13)
+        stats = engine.cache.stats()
+        for tier, capacity in ((stats.device, 8), (stats.host, 4)):
+            assert 0 <= tier.free <= capacity and tier.used == capacity - tier.free == 0
+    assert stats.offloaded_blocks > 0 and stats.device.capacity == 8 and stats.host.capacity == 4
+
+
+@pytest.mark.parametrize(("priority", "offloaded"), [(29, 0), (30, 1)])
+def test_the_threshold_decides_between_offload_and_forget(make: Make, priority: int, offloaded: int) -> None:
+    engine = make(P=1, S=4, event_capacity=64)
+    key = seed_block(engine, 0, retention=[(0, None, priority, None)])
+    engine.cache.events()
+    engine.add([99])
+    stats = engine.cache.stats()
+    assert (stats.offloaded_blocks, stats.forgotten_device_blocks) == (offloaded, 1 - offloaded)
+    assert (key in engine.cached("host")) == bool(offloaded)
+    kinds = [(event.kind, event.tier) for event in engine.cache.events()]
+    assert kinds == ([("stored", "host")] if offloaded else []) + [("removed", "device")]
+
+
+def test_content_that_nobody_reused_may_be_forgotten(make: Make) -> None:
+    engine = make(P=2, S=2, offload_min_reuse=2)
+    seed_block(engine, 0)
+    key = seed_block(engine, 10)
+    engine.release(engine.add([10, 11, 12, 13, 5]))
+    for token in range(2):
+        engine.add([90 + token])
+    assert list(engine.cached("host")) == [key]
+
+
+def test_uses_are_those_of_the_content_not_of_one_copy(make: Make) -> None:
+    engine = make(P=3, S=1, offload_min_reuse=2)
+    key = seed_block(engine, 0)
+    assert engine.cache.offload(list(range(4))) == 1
+    engine.release(engine.add([0, 1, 2, 3, 5]))
+    engine.release(*engine.add_batch([[90], [91], [92]]))
+    assert engine.cache.prefetch(list(range(4))) == 1
+    seed_block(engine, 10)
+    assert engine.cache.offload(list(range(10, 14))) == 1, "the host copy is given up"
+    engine.add_batch([[90], [91], [92]])
+    assert list(engine.cached("host")) == [key], "used twice, so worth a copy"
+
+
+def test_uses_have_an_end_and_do_not_begin_again(make: Make) -> None:
+    engine = make(P=2, S=2, offload_min_reuse=2)
+    key = seed_block(engine, 0)
+    engine.cache.core.tokens.blocks["uses"][engine.cached()[key]] = 65535
+    engine.release(engine.add([0, 1, 2, 3, 5]))
+    engine.add_batch([[90], [91]])
+    assert list(engine.cached("host")) == [key]
+
+
+def test_the_host_keeps_what_matters_more_than_what_comes(make: Make) -> None:
+    engine = make(P=1, S=1)
+    kept = seed_block(engine, 0, retention=[(0, None, 60, None)])
+    seed_block(engine, 10, retention=[(0, None, 50, None)])
+    equal = seed_block(engine, 20, retention=[(0, None, 60, None)])
+    assert list(engine.cached("host")) == [kept]
+    engine.add([99])
+    assert list(engine.cached("host")) == [equal], "of two that matter as much, what comes last stays"
+
+
+def test_an_unfull_end_is_forgotten_and_not_offloaded(make: Make) -> None:
+    engine = make(P=2, S=2)
+    engine.seed(range(6), committed=6)
+    engine.release(engine.add(range(100, 108)), store=False)
+    assert set(engine.cached("host")) == {engine.keys(range(4))[0]} and engine.cache.stats().offloaded_blocks == 1
+    assert engine.reusable(range(6)) == 4
+
+
+def test_two_evictions_into_one_host_block_leave_the_second_whole(make: Make) -> None:
+    engine = make(P=2, S=1)
+    seed_block(engine, 0)
+    second = seed_block(engine, 10)
+    batch = engine.add_batch([[50], [60]])
+    assert list(engine.cached("host")) == [second]
+    engine.release(*batch)
+    assert engine.add([10, 11, 12, 13, 5]).cached == 4
+
+
+def test_a_kept_host_copy_saves_the_second_offload(make: Make) -> None:
+    engine = make(P=1, S=2)
+    key = seed_block(engine, 0)
+    engine.release(engine.add([99]))
+    assert engine.cache.prefetch(list(range(4))) == 1
+    assert key in engine.cached() and key in engine.cached("host")
+    engine.add([98])
+    stats = engine.cache.stats()
+    assert (stats.offloaded_blocks, stats.onboarded_blocks, stats.offloads_saved) == (1, 1, 1)
+    assert key not in engine.cached() and key in engine.cached("host")
+    assert stats.offloaded_bytes == stats.onboarded_bytes == engine.cache.layout.block_bytes
+
+
+def test_a_host_hit_comes_back_with_its_bytes(make: Make) -> None:
+    engine = make(P=4, S=4)
+    engine.seed(range(13), committed=12)
+    engine.release(engine.add(range(100, 116)))
+    match = engine.cache.match_prefix(list(range(13)))
+    assert (match.device_tokens, match.host_tokens) == (0, 12)
+    sequence = engine.add(range(13))
+    assert sequence.cached == 12
+    assert engine.cache.stats().host.redundant == 3, "the copies stay, as first victims"
+    stats = engine.cache.stats()
+    assert (stats.reused_host_tokens, stats.reused_host_blocks, stats.onboarded_blocks) == (12, 3, 3)
+
+
+def test_redundant_copies_are_the_first_host_victims(make: Make) -> None:
+    engine = make(P=3, S=2)
+    kept = seed_block(engine, 0, retention=[(0, None, 30, None)])
+    copied = seed_block(engine, 10, retention=[(0, None, 100, None)])
+    assert engine.cache.offload([10, 11, 12, 13]) == 1
+    engine.add_batch([[50], [60]])
+    assert set(engine.cached("host")) == {kept, copied}
+    engine = make(P=3, S=1)
+    copied = seed_block(engine, 10, retention=[(0, None, 100, None)])
+    assert engine.cache.offload([10, 11, 12, 13]) == 1
+    seed_block(engine, 20, retention=[(0, None, 30, None)])
+    engine.add_batch([[50], [60]])
+    assert list(engine.cached("host")) == engine.keys(range(20, 24)), "although the copy's priority is 100"
+    assert copied in engine.cached()
+
+
+def test_content_that_is_computed_again_makes_its_host_copy_redundant(make: Make) -> None:
+    engine = make(P=2, S=2)
+    for first in (0, 10):
+        engine.seed(range(first, first + 4), committed=4)
+    engine.release(engine.add(range(100, 108)), store=False)
+    assert len(engine.cached("host")) == 2 and not engine.cached()
+    engine.commit(engine.add(range(10, 14)))  # the last token of a prompt is never reused, and so its block is computed
+    assert engine.order("host")[0] == engine.cached("host")[engine.keys(range(10, 14))[0]]
+    engine.seed(range(20, 24), committed=4)
+    engine.cache.offload(list(range(20, 24)))
+    assert set(engine.cached("host")) == {engine.keys(range(4))[0], engine.keys(range(20, 24))[0]}, (
+        "what is nowhere else stays"
+    )
+
+
+def test_a_duplicate_takes_over_when_the_published_block_is_offloaded(make: Make) -> None:
+    engine = make(P=4, S=4)
+    first, second = engine.add(range(4)), engine.add(range(4))
+    engine.commit(first)
+    engine.commit(second)
+    engine.release(first)
+    engine.release(engine.add(range(100, 112)), store=False)
+    (key,) = engine.keys(range(4))
+    assert key in engine.cached("host") and not engine.cached()
+    engine.commit(second)
+    assert engine.cached()[key] in engine.table(second)
+    assert engine.add(range(5)).cached == 4 and engine.cache.stats().onboarded_blocks == 0
+
+
+def test_a_host_block_that_a_batch_hits_twice_is_onboarded_once(make: Make) -> None:
+    engine = make(P=4, S=4)
+    seed_block(engine, 0)
+    engine.release(engine.add(range(100, 116)))
+    first, second = engine.add_batch([[0, 1, 2, 3, 50], [0, 1, 2, 3, 60]])
+    assert (first.cached, second.cached) == (4, 4)
+    assert engine.table(first)[0] == engine.table(second)[0]
+    stats = engine.cache.stats()
+    assert (stats.onboarded_blocks, stats.reused_host_blocks) == (1, 2)
+
+
+def test_a_partial_source_may_come_from_the_host(make: Make) -> None:
+    engine = make(P=4, S=4)
+    seed_block(engine, 0)
+    engine.release(engine.add(range(100, 116)))
+    match = engine.cache.match_prefix([0, 1, 2, 9])
+    assert (match.host_tokens, match.partial_tokens) == (0, 3)
+    assert engine.add([0, 1, 2, 9]).cached == 3
+
+
+def test_a_partial_copy_sees_the_bytes_of_a_block_still_on_its_way(make: Make) -> None:
+    engine = make(T=8, P=8, S=8)
+    engine.seed(range(17), committed=16)
+    engine.release(engine.add(range(100, 164)))
+    full, part = engine.add_batch([list(range(17)), [*range(11), 99]])
+    assert (full.cached, part.cached) == (16, 11)
+
+
+def test_prefetch_publishes_without_holding(make: Make) -> None:
+    engine = make(P=4, S=4)
+    engine.seed(range(9), committed=8)
+    engine.release(engine.add(range(100, 116)))
+    assert engine.cache.prefetch(list(range(8))) == 2
+    engine.cache.verify()
+    assert engine.free() == 4
+    assert engine.cache.match_prefix(list(range(9))).device_tokens == 8
+    assert engine.cache.prefetch(list(range(8))) == 0
+
+
+def test_offload_keeps_the_device_copy(make: Make) -> None:
+    engine = make(P=4, S=1)
+    engine.seed(range(9), committed=8)
+    assert engine.cache.offload(list(range(8))) == 1, "the host has room for one"
+    engine.cache.verify()
+    assert len(engine.cached()) == 2 and len(engine.cached("host")) == 1
+    assert engine.free("host") == 1
+
+
+@pytest.mark.parametrize("P", [6, 8], ids=["a hit is on the host", "hits follow each other in a list"])
+def test_a_failure_late_in_a_batch_leaves_every_byte_of_state(make: Make, P: int) -> None:
+    engine = make(P=P, S=4)
+    engine.seed(range(9), committed=8)
+    engine.seed(range(20, 29), committed=8)
+    engine.cache.offload(list(range(20, 28)))
+    engine.add(range(100, 112))
+    before = debug.dump(engine.cache.core.tokens)
+    good = [list(range(9)), [*range(6), 77], [20, 21, 22, 23, 5]]
+    with pytest.raises(OutOfBlocks):
+        engine.cache.add_sequence_batch([*good[:2], list(range(200, 216)), good[2]])
+    assert debug.dump(engine.cache.core.tokens) == before
+
+
+def test_a_refused_batch_that_shares_a_beginning_leaves_every_byte_of_state(make: Make) -> None:
+    """The block that two requests hold goes back to its list with the first of them, which is undone last."""
+    engine = make(P=8)
+    long, short, other = list(range(12)), [*range(4), *range(20, 24)], [*range(4), *range(30, 34)]
+    held = []
+    for tokens in (long, short, other):
+        held.append(engine.add(tokens))
+        engine.cache.commit(held[-1].id)
+    engine.release(*held)
+    before = debug.dump(engine.cache.core.tokens)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.add_sequence_batch([[*short, 9], [*long, 9], list(range(200, 216))])
+    assert debug.dump(engine.cache.core.tokens) == before
+
+
+def test_a_refused_batch_lets_go_of_the_sources_of_partial_copies(make: Make) -> None:
+    engine = make(P=6)
+    engine.seed(range(7), committed=7)
+    running = engine.add(range(100, 112))
+    before = debug.dump(engine.cache.core.tokens)
+    for batch in ([[*range(6), 77, *range(30, 40)]], [[*range(6), 77], [*range(6), 78], range(30, 46)]):
+        with pytest.raises(OutOfBlocks):
+            engine.cache.add_sequence_batch([list(tokens) for tokens in batch])
+        assert debug.dump(engine.cache.core.tokens) == before
+    engine.release(running)
+    assert len(engine.order()) == 6
+
+
+def test_a_batch_that_has_no_room_for_its_onboards_is_refused(make: Make) -> None:
+    engine = make(P=3, S=3)
+    engine.seed(range(8), committed=8)
+    engine.release(engine.add(range(100, 112)), store=False)
+    held = engine.add([50])
+    before = debug.dump(engine.cache.core.tokens)
+    with pytest.raises(OutOfBlocks) as raised:
+        engine.add(range(9))
+    assert (raised.value.needed, raised.value.free) == (3, 2) and debug.dump(engine.cache.core.tokens) == before
+    engine.release(held)
+    assert engine.add(range(9)).cached == 8
+
+
+# -- pins --------------------------------------------------------------------------------------
+
+
+def test_pinned_blocks_are_not_free(make: Make) -> None:
+    engine = make(P=4)
+    sequence = engine.add(range(8))
+    engine.commit(sequence)
+    lease = engine.cache.pin_blocks(engine.table(sequence), owner="reader")
+    engine.release(sequence)
+    assert engine.free() == 2 and engine.cache.stats().device.pinned == 2
+    assert [held.owner for held in engine.cache.leases] == ["reader"]
+    lease.close()
+    assert engine.free() == 4 and engine.cache.leases == []
+
+
+def test_a_hit_on_a_pinned_block_leaves_it_pinned(make: Make) -> None:
+    engine = make(P=2)
+    engine.seed(range(4), committed=4)
+    lease = engine.cache.pin(engine.prompt(range(4)).keys)
+    sequence = engine.add(range(5))
+    engine.release(sequence)
+    assert engine.free() == 1 and engine.cache.stats().device.pinned == 1
+    sequence = engine.add(range(5))
+    lease.close()
+    assert engine.free() == 0 and engine.cache.stats().device.pinned == 0
+    engine.release(sequence)
+    assert engine.free() == 2
+
+
+def test_an_unpinned_block_is_handed_out_once(make: Make) -> None:
+    engine = make(P=4)
+    seed_block(engine, 0)
+    free = engine.free()
+    with engine.cache.pin(engine.prompt(range(4)).keys) as lease:
+        assert engine.free() == free - 1
+        pinned = int(lease.blocks[0])
+    assert engine.free() == free
+    assert sorted(engine.table(engine.add(range(100, 116)))).count(pinned) == 1
+
+
+def test_find_and_pin_host_finds_only_what_is_on_the_host(make: Make) -> None:
+    engine = make(P=4, S=2)
+    keys = engine.prompt(range(4)).keys
+    assert engine.cache.find_and_pin_host(keys[0]) is None
+    seed_block(engine, 0)
+    assert engine.cache.find_and_pin_host(keys[0]) is None, "device only"
+    engine.cache.offload(list(range(4)))
+    (block,) = engine.cached("host").values()
+    lease = engine.cache.find_and_pin_host(keys[0])
+    assert lease.blocks.tolist() == [block] and engine.free("host") == 1
+    address = int(lease.addresses[0])
+    assert address == host_view(engine, block).ctypes.data
+    engine.check_content(block, (None, None), [(t, 0) for t in range(4)], 0)
+    second = engine.cache.find_and_pin_host(keys[0])
+    lease.close()
+    assert engine.free("host") == 1, "two leases need two closes"
+    with pytest.raises(LeaseExpired):
+        lease.close()
+    assert engine.free("host") == 1
+    second.close()
+    assert engine.free("host") == 2
+
+
+def test_pinning_what_is_missing_changes_nothing(make: Make) -> None:
+    engine = make(P=4, S=2)
+    seed_block(engine, 0)
+    keys = np.concatenate([engine.prompt(range(4)).keys, engine.prompt(range(50, 54)).keys])
+    before = debug.dump(engine.cache.core.tokens)
+    with pytest.raises(BlockNotFound):
+        engine.cache.pin(keys)
+    with pytest.raises(BlockNotFound):
+        engine.cache.pin(keys[:1], tier="host")
+    assert debug.dump(engine.cache.core.tokens) == before
+
+
+def test_a_request_that_hits_a_pinned_host_block_gets_its_own(make: Make) -> None:
+    engine = make(P=4, S=1)
+    seed_block(engine, 0)
+    engine.cache.offload(list(range(4)))
+    lease = engine.cache.find_and_pin_host(engine.prompt(range(4)).keys[0])
+    pinned = int(lease.blocks[0])
+    before = host_view(engine, pinned).copy()
+    for start in (100, 200, 300):
+        engine.seed(range(start, start + 16), committed=16)
+    assert engine.cache.match_prefix(list(range(5))).host_tokens == 4
+    sequence = engine.add(range(5))
+    assert sequence.cached == 4 and engine.table(sequence)[0] != pinned
+    assert (
+        np.array_equal(host_view(engine, pinned), before) and engine.cached("host")[engine.keys(range(4))[0]] == pinned
+    )
+    lease.close()
+
+
+def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
+    engine = make(P=4, S=2)
+    seed_block(engine, 0)
+    engine.cache.offload(list(range(4)))
+    key = engine.prompt(range(4)).keys[0]
+    lease = engine.cache.find_and_pin_host(key)
+    pinned = int(lease.blocks[0])
+    before = host_view(engine, pinned).copy()
+    engine.live.pop(engine.add(range(5)).id)
+    with pytest.raises(PoolBusy):
+        engine.cache.reset()
+    engine.cache.reset(force=True)
+    engine.cache.verify()
+    assert (engine.free(), engine.free("host")) == (4, 1) and not engine.cached() and not engine.cached("host")
+    assert engine.cache.find_and_pin_host(key) is None
+    seed_block(engine, 0)
+    engine.cache.offload(list(range(4)))
+    assert engine.cached("host") != {key.tobytes(): pinned}, "stored anew elsewhere"
+    assert np.array_equal(host_view(engine, pinned), before)
+    stored = dict(engine.cached("host"))
+    lease.close()
+    engine.cache.verify()
+    assert engine.free("host") == 2 and engine.cached("host") == stored
+
+
+def test_close_reports_what_was_still_held(make: Make) -> None:
+    engine = make(P=4)
+    seed_block(engine, 0)
+    engine.cache.pin(engine.prompt(range(4)).keys, owner="reader")
+    sequence = engine.add([7])
+    engine.live.clear()
+    report = engine.cache.close()
+    assert (report.sequences, report.leases) == ([sequence.id], [("reader", 0)])
+
+
+def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:
+    engine = make(P=4)
+    seed_block(engine, 0)
+    keys = engine.prompt(range(4)).keys
+    gone, kept = engine.cache.pin(keys, owner="gone"), engine.cache.pin(keys, owner="kept")
+    assert engine.cache.revoke("gone") == 1 and engine.cache.revoke("gone") == 0
+    with pytest.raises(LeaseExpired):
+        gone.close()
+    assert engine.free() == 3
+    kept.close()
+    assert engine.free() == 4

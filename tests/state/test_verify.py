@@ -1,0 +1,402 @@
+"""verify() is itself verified: every field that it guards is corrupted, and the right check must see it."""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from engine import Engine, open_engine
+from kvpool.errors import IntegrityError
+from kvpool.state import lists as slab
+from kvpool.state import records as fields
+from kvpool.state import verify as verification
+from kvpool.state.arrays import State
+from kvpool.state.records import (
+    DEVICE,
+    EMPTY,
+    HOST,
+    KEYED,
+    LINKED,
+    LISTS_PER_TIER,
+    LOST,
+    LOWEST,
+    NONE,
+    ONBOARDING,
+    PENDING,
+    PUBLISHED,
+    REDUNDANT,
+    TAIL,
+)
+
+Corrupt = Callable[[State], object]
+T = 4
+
+
+def busy_engine() -> Engine:
+    """Two tiers, all kinds of blocks: shared, shared end, duplicate, redundant, host only, tail, with a ttl on both,
+    pinned, empty."""
+    engine = open_engine(T, 24, 8)
+    engine.seed(range(300, 312), committed=12, retention=[(0, 8, 90, 9000), (8, None, 35, None)])
+    engine.release(engine.add(range(5000, 5096)), store=False)
+    engine.seed(range(12), committed=12)
+    engine.cache.offload(list(range(8)))
+    for i, priority in enumerate((80, 20, 60)):
+        engine.seed(range(1000 * i + 100, 1000 * i + 106), committed=6, retention=[(0, None, priority, 1000 * (3 - i))])
+    engine.seed(range(600, 604), committed=4, retention=[(0, None, 50, None)])
+    engine.add(range(9))
+    engine.commit(engine.add(range(14)))
+    for sequence in [engine.add(range(400, 410)) for _ in range(2)]:
+        engine.commit(sequence)
+    engine.fork(engine.add([700]))
+    keys = engine.prompt(range(8)).keys
+    engine.cache.pin(keys, tier="host", owner="reader")
+    engine.cache.pin(keys[:1], tier="device", owner="reader")
+    engine.cache.verify()
+    return engine
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    opened = busy_engine()
+    yield opened
+    opened.cache.close()
+
+
+class View:
+    """Blocks by what they are; each test takes the first of a kind."""
+
+    def __init__(self, state: State) -> None:
+        blocks = state.blocks
+        self.state, self.flags, self.word = state, blocks["flags"], blocks["word"]
+        self.host = np.arange(len(blocks)) >= state.head.device_blocks
+        self.held = self.word != 0
+        self.empty = ~self.held & (self.flags & fields.INDEXED == 0)
+        self.published, self.tail, self.linked = (self.flags & flag != 0 for flag in (PUBLISHED, TAIL, LINKED))
+        self.twinned = blocks["twin"] != NONE
+        self.timed = blocks["heap"] != NONE
+
+
+def first(state: State, kind: Callable[[View], np.ndarray]) -> np.void:
+    """The record, writable in place, of the first block of a kind."""
+    return state.blocks[number(state, kind)]
+
+
+def number(state: State, kind: Callable[[View], np.ndarray], which: int = 0) -> int:
+    found = np.flatnonzero(kind(View(state)))
+    assert len(found) > which, "the busy pool lacks a kind of block"
+    return int(found[which])
+
+
+def put(name: str, value: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
+    """Overwrite one field of the first block of a kind."""
+
+    def corrupt(state: State) -> None:
+        first(state, kind)[name] = value
+
+    return corrupt
+
+
+def add(name: str, value: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
+    def corrupt(state: State) -> None:
+        first(state, kind)[name] += value
+
+    return corrupt
+
+
+def flip(flag: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
+    def corrupt(state: State) -> None:
+        first(state, kind)["flags"] ^= flag
+
+    return corrupt
+
+
+def header(slot: str, value: int) -> Corrupt:
+    return lambda state: state.head.__setitem__(slot, value)
+
+
+def list_of(tier: int, which: int) -> int:
+    return tier * LISTS_PER_TIER + which
+
+
+def lists(row: int, column: int, value: int) -> Corrupt:
+    return lambda state: state.lists.__setitem__((row, column), value)
+
+
+def move(kind: Callable[[View], np.ndarray], target: int) -> Corrupt:
+    """Take the first block of a kind out of its list and put it at the back of another, with all links right."""
+
+    def corrupt(state: State) -> None:
+        b = number(state, kind)
+        slab.unlink(state.blocks, state.lists, b)
+        slab.push_back(state.blocks, state.lists, b, target)
+
+    return corrupt
+
+
+def unlisted(state: State) -> None:
+    slab.unlink(state.blocks, state.lists, number(state, lambda v: v.empty))
+
+
+def head_of(name: str, value: int) -> Corrupt:
+    """Overwrite the first head of the index or the children that is in use."""
+
+    def corrupt(state: State) -> None:
+        heads = getattr(state, name)
+        heads[np.flatnonzero(heads != NONE)[0]] = value
+
+    return corrupt
+
+
+def swap_heads(name: str) -> Corrupt:
+    """Two buckets exchange what they hold, so that everything is reached, in the wrong place."""
+
+    def corrupt(state: State) -> None:
+        heads = getattr(state, name)
+        a, b = np.flatnonzero(heads != NONE)[:2]
+        heads[[a, b]] = heads[[b, a]]
+
+    return corrupt
+
+
+def tokens(kind: Callable[[View], np.ndarray]) -> Corrupt:
+    """Other tokens, but for the first, which chooses the bucket of children."""
+
+    def corrupt(state: State) -> None:
+        state.tokens[number(state, kind), 2] += 1
+
+    return corrupt
+
+
+def table(column: int, value: Callable[[State], int] | int) -> Corrupt:
+    """Overwrite an entry of the first live row; column -1 is the one behind its end."""
+
+    def corrupt(state: State) -> None:
+        row = int(np.flatnonzero(state.sequences["live"])[0])
+        at = int(state.sequences["blocks"][row]) if column == -1 else column
+        state.table[row, at] = value(state) if callable(value) else value
+
+    return corrupt
+
+
+def sequence(name: str, change: int) -> Corrupt:
+    def corrupt(state: State) -> None:
+        state.sequences[name][int(np.flatnonzero(state.sequences["live"])[1])] += change
+
+    return corrupt
+
+
+def dead_row(state: State) -> None:
+    state.table[int(np.flatnonzero(state.sequences["live"] == 0)[0]), 0] = 0
+
+
+def heap(place: int, value: int) -> Corrupt:
+    return lambda state: state.heap.__setitem__(place, value)
+
+
+def exchanged_heap(state: State) -> None:
+    state.heap[[1, 2]] = state.heap[[2, 1]]
+
+
+def crossed_copies(state: State) -> None:
+    """Two contents, each on both tiers, whose copies name one another's."""
+    a, b = (number(state, lambda v: v.twinned & ~v.host, i) for i in (0, 1))
+    copies = state.blocks["twin"]
+    copies[[a, b]] = copies[[b, a]]
+    copies[copies[[a, b]]] = a, b
+
+
+def empty(v: View) -> np.ndarray:
+    return v.empty & ~v.host
+
+
+def listed(v: View) -> np.ndarray:
+    return ~v.held & v.published & ~v.host & ~v.twinned & v.linked
+
+
+def shared(v: View) -> np.ndarray:
+    return v.word == 2
+
+
+def alone(v: View) -> np.ndarray:
+    return v.published & ~v.twinned
+
+
+def duplicate(v: View) -> np.ndarray:
+    return v.held & (v.flags & KEYED != 0) & ~v.published & (v.state.blocks["filled"] == T)
+
+
+def pinned(v: View) -> np.ndarray:
+    return v.word >> 32 != 0
+
+
+def host_only(v: View) -> np.ndarray:
+    return v.published & v.host & ~v.twinned & ~v.timed
+
+
+CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
+    ("forked", "a sequence takes a shared end for its own", lambda s: s.sequences["forked"].fill(0)),
+    ("list links", "prev", add("prev", 1, lambda v: v.empty & (v.state.blocks["prev"] != NONE))),
+    ("list links", "next is the block itself", lambda s: put("next", number(s, empty), empty)(s)),
+    ("list links", "next is outside", put("next", 1 << 20, empty)),
+    ("list links", "the block names another list", put("list", 0, listed)),
+    ("list links", "length", lists(list_of(DEVICE, EMPTY), 2, 1)),
+    ("list links", "last", lists(list_of(DEVICE, EMPTY), 1, 0)),
+    ("list links", "first is outside", lists(list_of(HOST, EMPTY), 0, -7)),
+    ("listed or held", "a listed block is held", put("word", 1, empty)),
+    ("listed or held", "a held block is let go", put("word", 0, duplicate)),
+    ("listed or held", "a held block names a list", put("list", 5, duplicate)),
+    ("listed or held", "in no list, held by nobody", unlisted),
+    ("tier of list", "a device block among the host's", move(empty, list_of(HOST, EMPTY))),
+    ("tier of list", "a host block among the device's", move(host_only, list_of(DEVICE, 35))),
+    ("list of content", "content among the empty", move(listed, list_of(DEVICE, EMPTY))),
+    ("list of content", "an empty block among content", move(empty, list_of(DEVICE, 35))),
+    ("list of content", "the only copy among the redundant", move(host_only, list_of(HOST, REDUNDANT))),
+    ("list of content", "priority", add("priority", 1, listed)),
+    ("lowest priority", "device", lists(LOWEST + DEVICE, 0, EMPTY)),
+    ("lowest priority", "host", lists(LOWEST + HOST, 0, EMPTY)),
+    ("copies", "one side only", put("twin", NONE, lambda v: v.twinned & ~v.host)),
+    ("copies", "of what is not published", put("twin", 0, duplicate)),
+    ("copies", "on one tier", put("twin", 0, lambda v: alone(v) & ~v.host & (np.arange(len(v.flags)) > 0))),
+    ("copies", "crossed", crossed_copies),
+    ("copies", "keys differ", add("key1", 1, lambda v: v.twinned & v.host)),
+    ("copies", "namespaces differ", add("namespace", 1, lambda v: v.twinned & v.host)),
+    ("copies", "tokens differ", tokens(lambda v: v.twinned & v.host)),
+    ("representative", "none, of one copy", flip(LINKED, alone)),
+    ("representative", "none, of two copies", flip(LINKED, lambda v: v.twinned & v.linked)),
+    ("representative", "both copies", flip(LINKED, lambda v: v.twinned & ~v.linked)),
+    ("representative", "of nothing", flip(LINKED, empty)),
+    ("published", "without a key", flip(KEYED, alone)),
+    ("index", "a head is gone", head_of("index", NONE)),
+    ("index", "two heads are exchanged", swap_heads("index")),
+    ("index", "a chain runs in a circle", lambda s: put("chain", number(s, alone), alone)(s)),
+    ("index", "an outsider in a chain", lambda s: head_of("index", number(s, empty))(s)),
+    ("children", "a head is gone", head_of("children", NONE)),
+    ("children", "two heads are exchanged", swap_heads("children")),
+    ("children", "the way back", add("child_prev", 1, lambda v: v.linked)),
+    ("children", "a circle", lambda s: put("child_next", number(s, alone), alone)(s)),
+    ("key", "tokens", tokens(alone)),
+    ("key", "parent", add("parent1", 1, alone)),
+    ("key", "secret", lambda s: header("secret0", int(s.head.secret0) ^ 1)(s)),
+    ("filled", "published and not full", put("filled", T - 1, alone)),
+    ("filled", "a tail of no token", put("filled", 0, lambda v: v.tail)),
+    ("filled", "a full tail", put("filled", T, lambda v: v.tail)),
+    ("table", "behind the end", table(-1, 0)),
+    ("table", "a hole", table(0, NONE)),
+    ("table", "a host block", table(0, lambda s: len(s.blocks) - 1)),
+    ("table", "outside", table(0, 1 << 20)),
+    ("table", "of a released sequence", dead_row),
+    ("references", "one too many", add("word", 1, shared)),
+    ("references", "one too few", add("word", -1, shared)),
+    ("references", "another block", table(0, lambda s: number(s, duplicate))),
+    ("length", "a block more than there is", sequence("length", T)),
+    ("length", "more committed than there is", sequence("committed", 100)),
+    ("lost", "a lost block unknown to its sequence", flip(LOST, duplicate)),
+    ("committed", "a full committed block without a key", flip(KEYED, duplicate)),
+    ("scratch", "a mark", sequence("mark", 1)),
+    ("scratch", "an onboard", flip(ONBOARDING, duplicate)),
+    ("pending", "what is published", flip(PENDING, alone)),
+    ("rows", "a live one is free", lambda s: s.rows.__setitem__(0, np.flatnonzero(s.sequences["live"])[0])),
+    ("rows", "one is missing", lambda s: header("free_rows", int(s.head.free_rows) - 1)(s)),
+    ("expiries", "size below zero", heap(0, -1)),
+    ("expiries", "size beyond the blocks", heap(0, 1000)),
+    ("expiries", "one is forgotten", lambda s: heap(0, int(s.heap[0]) - 1)(s)),
+    ("expiries", "a member outside", heap(1, 1 << 20)),
+    ("expiries", "two are exchanged", exchanged_heap),
+    ("expiries", "order", lambda s: s.blocks["deadline"].__setitem__(s.heap[1], 1 << 40)),
+    ("expiries", "a block says that it is inside", put("heap", 1, empty)),
+    ("expiries", "a place", add("heap", 1, lambda v: v.timed)),
+    ("expiries", "no ttl", put("ttl", NONE, lambda v: v.timed)),
+    ("expiries", "a ttl that nobody watches", put("ttl", 5, lambda v: listed(v) & (v.state.blocks["priority"] == 50))),
+    ("pins", "one too many", add("word", 1 << 32, pinned)),
+    ("pins", "one too few", add("word", -(1 << 32), lambda v: pinned(v) & (v.word & 0xFFFFFFFF != 0))),
+    ("moves", "left behind", header("moves", 1)),
+]
+
+
+@pytest.mark.parametrize(("check", "corrupt"), [pytest.param(c, f, id=f"{c}: {what}") for c, what, f in CORRUPTIONS])
+def test_a_corrupted_field_is_named(engine: Engine, check: str, corrupt: Corrupt) -> None:
+    corrupt(engine.cache.core.tokens)
+    with pytest.raises(IntegrityError) as raised:
+        engine.cache.verify()
+    assert raised.value.check == check, f"the first to see it: {raised.value}"
+    assert str(raised.value).startswith(f"{check}: ")
+
+
+def test_a_tier_that_does_not_add_up_is_found(engine: Engine) -> None:
+    """Seen by "listed or held" first, which names the block."""
+    unlisted(engine.cache.core.tokens)
+    assert "capacity" in found(engine)
+
+
+def test_pins_are_those_of_the_leases(engine: Engine) -> None:
+    engine.cache._leases._open.popitem()
+    with pytest.raises(IntegrityError, match="pins: block"):
+        engine.cache.verify()
+
+
+def test_all_that_is_wrong_is_found(engine: Engine) -> None:
+    state = engine.cache.core.tokens
+    for check in ("moves", "pins", "rows", "filled", "lowest priority"):
+        next(corrupt for name, _, corrupt in CORRUPTIONS if name == check)(state)
+    assert {"moves", "pins", "rows", "filled", "lowest priority"} <= found(engine)
+
+
+def test_a_sound_pool_has_no_findings(engine: Engine) -> None:
+    assert found(engine) == set()
+
+
+def found(engine: Engine) -> set[str]:
+    leased = np.concatenate([lease.blocks for lease in engine.cache.leases])
+    return {check for check, _ in verification.findings(engine.cache.core.tokens, leased)}
+
+
+def test_every_check_is_tested() -> None:
+    source = inspect.getsource(verification)
+    named = re.findall(r'yield (?:from _first\(\s*)?"([a-z ]+)"', source) + re.findall(
+        r'^        \("([a-z ]+)", _walk', source, re.M
+    )
+    assert set(named) == {check for check, _, _ in CORRUPTIONS} | {"capacity", "window", "states", "chain", "cross"}
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        pytest.param(put("twin", 1 << 20, alone), id="a copy outside"),
+        pytest.param(head_of("index", 1 << 28), id="a head of the index outside"),
+        pytest.param(put("chain", 1 << 28, alone), id="a chain that leads outside"),
+        pytest.param(
+            lambda s: s.blocks["chain"].fill(number(s, lambda v: alone(v) & v.host)), id="a chain into a circle"
+        ),
+        pytest.param(head_of("children", 1 << 28), id="a head of the children outside"),
+        pytest.param(put("child_next", 1 << 28, lambda v: v.linked), id="a child that leads outside"),
+        pytest.param(put("prev", 1 << 28, empty), id="a previous block outside"),
+        pytest.param(lambda s: s.rows.__setitem__(0, 1 << 28), id="a free row outside"),
+        pytest.param(header("free_rows", 1 << 40), id="more free rows than rows"),
+        pytest.param(sequence("blocks", 1 << 20), id="more blocks than columns"),
+        pytest.param(put("list", 1 << 14, lambda v: v.empty), id="a list that is none"),
+    ],
+)
+# Other tests of this process may have loaded JAX, whose threads the child does not have and does not use.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_links_to_nowhere_neither_crash_nor_hang(engine: Engine, corrupt: Corrupt) -> None:
+    """In a process of its own, which may die of it."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        try:
+            corrupt(engine.cache.core.tokens)
+            engine.cache.verify()
+        except IntegrityError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,417 @@
+"""Block tables: the host table in place, dense and CSR forms, and rows that are handed over to a device's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, open_engine, small_layout
+from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
+from kvpool.device import CpuDevice
+from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.tables import StagedRows, Table
+from kvpool.device.wrapper import WrappedDevice
+from kvpool.state import debug
+
+Make = Callable[..., Engine]
+GARBAGE = 1234567
+
+
+def target(*shape: int) -> np.ndarray:
+    return np.full(shape, GARBAGE, np.int32)
+
+
+def whole(engine: Engine, ids: list[int], columns: int) -> np.ndarray:
+    """What rows of so many columns should be, from the state itself."""
+    state = engine.cache.core.tokens
+    return np.array(
+        [
+            [*state.table[i & 0xFFFFFFFF, : state.sequences["blocks"][i & 0xFFFFFFFF]], *[-1] * columns][:columns]
+            for i in ids
+        ]
+    )
+
+
+def picture(engine: Engine) -> tuple[bytes, int, int]:
+    """All that a refused call may not change."""
+    cache = engine.cache
+    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._tables.staging._retained)
+
+
+# -- on the host ---------------------------------------------------------------------------------------
+
+
+def test_the_host_table_keeps_its_address_and_layout(make: Make) -> None:
+    engine = make(T=2, P=16, max_sequences=4)
+    table = engine.cache.block_table([]).table
+    pointer, shape, strides = table.ctypes.data, table.shape, table.strides
+    for turn in range(20):
+        sequence = engine.add(range(turn, turn + 5))
+        engine.append(sequence, [1, 2, 3])
+        found = engine.cache.block_table(sequence.id)
+        assert (found.table.ctypes.data, found.table.shape, found.table.strides) == (pointer, shape, strides)
+        assert not found.table.flags.writeable
+        np.testing.assert_array_equal(table[found.rows[0], :4], found.dense()[0])
+        engine.release(sequence)
+    engine.cache.reset()
+    assert engine.cache.block_table([]).table.ctypes.data == pointer
+
+
+def test_a_row_that_shrank_has_no_stale_ids(make: Make) -> None:
+    engine = make(T=2, P=16)
+    sequence = engine.add(range(9))
+    out = target(1, 8)
+    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    engine.rewind(sequence, 6)
+    found = engine.cache.block_table(sequence.id)
+    assert found.dense().shape == (1, 2) and (found.table[found.rows[0], 2:] == -1).all()
+    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    np.testing.assert_array_equal(out, whole(engine, [sequence.id], 8))
+    assert (out[0, 2:] == -1).all()
+
+
+def test_dense_is_as_wide_as_asked_and_refuses_what_does_not_fit(make: Make) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    found = engine.cache.block_table(ids)
+    np.testing.assert_array_equal(found.dense(), whole(engine, ids, 3))
+    for width in (3, 4, 40):
+        wide = found.dense(width)
+        np.testing.assert_array_equal(wide, whole(engine, ids, width))
+        assert wide.flags.c_contiguous and wide.dtype == np.int32
+    for bad, error in ((2, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="width="):
+            found.dense(bad)  # type: ignore[arg-type]
+    assert engine.cache.block_table([]).dense().shape == (0, 0)
+
+
+def test_csr_is_the_dense_table_without_padding(make: Make) -> None:
+    engine = make(T=3, P=32)
+    sequences = [engine.add(range(100 * n, 100 * n + n)) for n in (1, 3, 4, 7)]
+    sequences.append(engine.rewind(engine.add([7, 7]), 2))
+    found = engine.cache.block_table([s.id for s in sequences])
+    indptr, indices, last = found.csr()
+    assert [array.dtype for array in (indptr, indices, last)] == [np.int32] * 3
+    assert indptr.tolist() == [0, 1, 2, 4, 7, 7] and last.tolist() == [1, 3, 1, 1, 0]
+    dense = found.dense()
+    for i in range(len(sequences)):
+        assert indices[indptr[i] : indptr[i + 1]].tolist() == dense[i][dense[i] >= 0].tolist()
+    empty = engine.cache.block_table([]).csr()
+    assert empty.indptr.tolist() == [0] and len(empty.indices) == len(empty.last_page_len) == 0
+
+
+# -- handed over -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [3, 4, 5, 7, 8, 13])
+@pytest.mark.parametrize("lengths", [(1, 5, 6), (2, 2, 2), (6, 1, 1)])
+def test_rows_are_written_whole_for_any_number_of_columns(make: Make, columns: int, lengths: tuple[int, ...]) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add(range(10 * n, 10 * n + length)).id for n, length in enumerate(lengths)]
+    out = target(5, columns)
+    engine.cache.copy_batch_block_offsets(out, ids)
+    np.testing.assert_array_equal(out[:3], whole(engine, ids, columns))
+    assert (out[3:] == GARBAGE).all()
+
+
+def test_sequences_go_to_the_rows_that_are_named(make: Make) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add(range(10 * n, 10 * n + n + 1)).id for n in range(3)]
+    out, rows = target(6, 4), np.array([5, 0, 2], np.uint8)
+    engine.cache.copy_batch_block_offsets(out, ids, rows=rows)
+    np.testing.assert_array_equal(out[rows], whole(engine, ids, 4))
+    assert (out[[1, 3, 4]] == GARBAGE).all()
+    engine.cache.copy_batch_block_offsets(out, ids[2], rows=3)
+    np.testing.assert_array_equal(out[3], out[2])
+
+
+def test_max_blocks_leaves_the_other_columns_alone(make: Make) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add(range(7)).id, engine.add([50]).id]
+    out = target(2, 3)
+    engine.cache.copy_batch_block_offsets(out, ids, max_blocks=2)
+    np.testing.assert_array_equal(out[:, :2], whole(engine, ids, 2))
+    assert (out[:, 2] == GARBAGE).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "v_offset"),
+    [(3, None), (3, 1000), ([2, 7], None), ((2, 7), 1000), (np.array([2, 7]), [1000, 5]), ([5], [1])],
+)
+def test_ids_are_scaled_and_offset_per_pool_and_plane_and_none_stays_none(
+    make: Make, scale: Any, v_offset: Any
+) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    pools = [scale] if isinstance(scale, int) else scale
+    shape = ([] if isinstance(scale, int) else [len(pools)]) + ([] if v_offset is None else [2]) + [3, 5]
+    out = target(*shape)
+    engine.cache.copy_batch_block_offsets(out, ids, scale=scale, v_offset=v_offset)
+    expected, planes = whole(engine, ids, 5), out.reshape(-1, 3, 5)
+    offsets = v_offset if isinstance(v_offset, list) else [v_offset] * len(pools)
+    wanted = [
+        (one, each)
+        for one, offset in zip(pools, offsets, strict=True)
+        for each in ([0] if v_offset is None else [0, offset])
+    ]
+    assert len(planes) == len(wanted)
+    for plane, (one, offset) in zip(planes, wanted, strict=True):
+        np.testing.assert_array_equal(plane[:2], np.where(expected < 0, -1, expected * one + offset))
+        assert (plane[2] == GARBAGE).all()
+
+
+def test_targets_may_be_strided(make: Make) -> None:
+    """[pools, rows, 2, columns], as engines keep it, seen with the planes in front; and a part of a larger table."""
+    engine = make(T=2, P=16)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    out = target(2, 6, 2, 9)
+    engine.cache.copy_batch_block_offsets(
+        out.transpose(0, 2, 1, 3)[:, :, 1:4, 2:6], ids, rows=[2, 0], scale=[1, 4], v_offset=3
+    )
+    expected, untouched = whole(engine, ids, 4), np.ones(out.shape, bool)
+    for pool, scale in enumerate((1, 4)):
+        for plane, offset in enumerate((0, 3)):
+            for row, wanted in ((3, expected[0]), (1, expected[1])):
+                np.testing.assert_array_equal(
+                    out[pool, row, plane, 2:6], np.where(wanted < 0, -1, wanted * scale + offset)
+                )
+                untouched[pool, row, plane, 2:6] = False
+    assert (out[untouched] == GARBAGE).all() and untouched.sum() == out.size - 2 * 2 * 2 * 4
+
+
+def test_any_tables_are_those_of_the_state(make: Make) -> None:
+    for seed in range(40):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        engine = make(T=int(rng.integers(1, 4)), P=80, max_sequences=6)
+        ids = [engine.add(rng.integers(0, 99, rng.integers(1, 12)).tolist()).id for _ in range(rng.integers(1, 6))]
+        ids = rng.permutation(ids)[: rng.integers(1, len(ids) + 1)].tolist()
+        columns, available = int(rng.integers(12, 20)), int(rng.integers(len(ids), 9))
+        rows, cut = rng.permutation(available)[: len(ids)], int(rng.integers(1, 13))
+        out, short = target(available, columns), target(available, columns)
+        engine.cache.copy_batch_block_offsets(out, ids, rows=rows)
+        engine.cache.copy_batch_block_offsets(short, np.array(ids), rows=rows.tolist(), max_blocks=cut)
+        expected, expected_short = target(available, columns), target(available, columns)
+        expected[rows] = whole(engine, ids, columns)
+        expected_short[rows, :cut] = expected[rows, :cut]
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(short, expected_short)
+
+
+def test_no_sequence_is_no_work(make: Make) -> None:
+    engine, out = make(), target(2, 2)
+    engine.cache.copy_batch_block_offsets(out, [])
+    assert (out == GARBAGE).all() and not engine.cache._tables.staging._buffers
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+LIVE = 5
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (None, {}, TypeError, "target.*NoneType"),
+    ([[1]], {}, TypeError, "target.*list"),
+    (np.zeros((2, LIVE), np.int64), {}, TypeError, "target.*int64"),
+    (np.zeros((2, LIVE), ">i4"), {}, TypeError, "target.*>i4"),
+    (np.zeros(LIVE, np.int32), {}, ValueError, r"target.*shape.*\(5,\)"),
+    (np.zeros((0, LIVE), np.int32), {}, ValueError, "target.*shape"),
+    (np.zeros((2, 2 * LIVE), np.int32)[:, ::2], {}, ValueError, "target.*strides"),
+    (np.zeros((LIVE, 2), np.int32).T, {}, ValueError, "target.*strides"),
+    (np.zeros((2, LIVE), np.int32)[::-1], {}, ValueError, "target.*strides"),
+    (np.lib.stride_tricks.as_strided(np.zeros(9, np.int32), (2, LIVE), (16, 4)), {}, ValueError, "target.*overlap"),
+    (np.broadcast_to(np.zeros(LIVE, np.int32), (2, LIVE)), {}, ValueError, "target.*read-only"),
+    (
+        np.frombuffer(bytearray(41), np.uint8)[1:].view(np.int32).reshape(2, LIVE),
+        {},
+        ValueError,
+        "target.*multiple of 4",
+    ),
+    (np.zeros((1, LIVE), np.int32), {}, ValueError, "target has 1 rows"),
+    (np.zeros((2, 2), np.int32), {}, ValueError, "target has 2 columns.*3 blocks"),
+    (np.zeros((2, 2, LIVE), np.int32), {}, ValueError, r"target has shape \[2, 2, 5\].*\[rows, columns\]"),
+    (np.zeros((2, LIVE), np.int32), {"v_offset": 1}, ValueError, r"target has shape.*\[2, rows, columns\]"),
+    (np.zeros((2, LIVE), np.int32), {"scale": [1, 2]}, ValueError, r"target has shape.*\[2, rows, columns\]"),
+    (
+        np.zeros((3, 2, LIVE), np.int32),
+        {"scale": [1, 2, 3], "v_offset": 4},
+        ValueError,
+        r"target has shape.*\[3, 2, rows, columns\]",
+    ),
+    *(((2, LIVE), {"scale": bad}, TypeError, "scale=") for bad in (None, 1.5, True, "1", [[1]])),
+    *(((2, LIVE), {"scale": bad}, ValueError, "scale=") for bad in (0, -1, 2**31)),
+    *(((2, 2, LIVE), {"v_offset": bad}, TypeError, "v_offset=") for bad in (1.5, True, "1", [None])),
+    *(((2, 2, LIVE), {"v_offset": bad}, ValueError, "v_offset=") for bad in (-1, 2**31)),
+    ((2, 2, LIVE), {"v_offset": [1]}, ValueError, "v_offset has 1"),
+    ((2, 2, 2, LIVE), {"scale": [1, 2], "v_offset": [1]}, ValueError, "v_offset has 1"),
+    ((2, LIVE), {"scale": 2**29}, ValueError, "scale=536870912.*int32"),
+    ((2, 2, LIVE), {"v_offset": 2**31 - 2}, ValueError, "v_offset=2147483646.*int32"),
+    *(((2, LIVE), {"max_blocks": bad}, ValueError, "max_blocks=") for bad in (0, -1, LIVE + 1)),
+    *(((2, LIVE), {"max_blocks": bad}, TypeError, "max_blocks=") for bad in (1.5, True, "1")),
+    *(((2, LIVE), {"rows": bad}, ValueError, "rows has") for bad in ([], [0], [0, 1, 2], 1)),
+    *(((2, LIVE), {"rows": bad}, ValueError, rf"rows\[1\]={bad[1]}") for bad in ([0, 2], [0, -1], [1, 1], [0, 2**40])),
+    *(((2, LIVE), {"rows": bad}, TypeError, "rows") for bad in ("ab", [0.0, 1.0], [True, False], 1.5)),
+    *(((2, LIVE), {"stream": bad}, TypeError, "stream=") for bad in ("x", 1.5, True)),
+]
+
+
+@pytest.mark.parametrize(("out", "options", "error", "message"), REFUSED, ids=lambda value: f"{value!r:.40}")
+def test_bad_arguments_are_named_and_change_nothing(
+    make: Make, out: Any, options: dict[str, Any], error: type, message: str
+) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    out = target(*out) if isinstance(out, tuple) else out
+    before, written = picture(engine), np.array(out)
+    with pytest.raises(error, match=message):
+        engine.cache.copy_batch_block_offsets(out, ids, **options)
+    assert picture(engine) == before
+    np.testing.assert_array_equal(out, written)
+
+
+def test_wrong_sequences_are_named_and_change_nothing(make: Make) -> None:
+    engine, stranger = make(T=2, P=16), open_engine(2, 4, 0)
+    live, gone, foreign = engine.add([1]).id, engine.add(range(5)), stranger.add([1]).id
+    engine.release(gone)
+    out = target(3, 4)
+    for ids, error in (
+        ([live, live], ValueError),
+        ([live, gone.id], UnknownSequence),
+        (foreign, UnknownSequence),
+        (-1, UnknownSequence),
+        ([live, 2**63 - 1], UnknownSequence),
+        ([1.5], TypeError),
+        (None, TypeError),
+        ([[1]], (TypeError, ValueError)),
+    ):
+        before = picture(engine)
+        with pytest.raises(error):  # type: ignore[call-overload]
+            engine.cache.copy_batch_block_offsets(out, ids)
+        assert picture(engine) == before and (out == GARBAGE).all()
+    stranger.cache.close()
+
+
+@pytest.mark.parametrize("depth", [0, -1, 2**16 + 1, 1.5, True, None])
+def test_a_bad_staging_depth_is_refused(depth: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="staging_depth="):
+        open_engine(2, 4, 0, staging_depth=depth)
+
+
+def test_a_closed_pool_hands_nothing_over(make: Make) -> None:
+    engine = make(T=2, P=16)
+    sequence, out = engine.add([1]), target(2, 4)
+    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    engine.cache.close()
+    for ids in (sequence.id, []):
+        with pytest.raises(PoolClosed):
+            engine.cache.copy_batch_block_offsets(out, ids)
+    assert not engine.cache._tables.staging._buffers
+
+
+# -- devices that fail, and sequences that grow meanwhile ------------------------------------------------------
+
+
+class Refusing(WrappedDevice):
+    """A CPU device that fails to stage, or to take memory, as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.stages = self.allocations = 0
+        self.sticky = False
+
+    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        self.stages -= 1
+        if self.stages >= 0:
+            raise DeviceError("staging refused", sticky=self.sticky)
+        super().stage_rows(table, staged, stream)
+
+    def allocate_staging(self, nbytes: int) -> Any:
+        self.allocations -= 1
+        if self.allocations >= 0:
+            raise MemoryError("no memory")
+        return super().allocate_staging(nbytes)
+
+
+def test_only_columns_in_use_travel() -> None:
+    engine, device = refusing()
+    ids, out, widths = [engine.add(range(n)).id for n in (1, 5)], target(2, 9), list[tuple[int, int]]()
+    stage = device.stage_rows
+
+    def noted(table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+        widths.append((staged.width, staged.columns))
+        stage(table, staged, stream)
+
+    device.stage_rows = noted  # type: ignore[method-assign]
+    for most in (None, 2, 5):
+        engine.cache.copy_batch_block_offsets(out, ids, max_blocks=most)
+    engine.cache.copy_batch_block_offsets(out, ids[0])
+    assert widths == [(3, 9), (2, 2), (3, 5), (1, 9)]
+    engine.cache.release(ids)
+    engine.cache.close()
+
+
+def refusing() -> tuple[Engine, Refusing]:
+    device = Refusing()
+    return Engine(KVCacheManager(small_layout(2), device_blocks=16, host_blocks=0, device=device)), device
+
+
+def test_a_hand_over_that_the_device_refuses_is_reported_and_the_next_one_goes_through() -> None:
+    engine, device = refusing()
+    sequence, out = engine.add(range(5)), target(1, 4)
+    for refused in ("allocations", "stages"):
+        setattr(device, refused, 1)
+        with pytest.raises((DeviceError, MemoryError), match="refused|no memory"):
+            engine.cache.copy_batch_block_offsets(out, sequence.id)
+        assert (out == GARBAGE).all() and engine.cache._tables.staging.retained == 0
+        engine.cache.verify()
+    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    np.testing.assert_array_equal(out, whole(engine, [sequence.id], 4))
+    engine.release(sequence)
+    engine.cache.close()
+
+
+def test_a_device_that_is_lost_while_staging_closes_the_pool() -> None:
+    engine, device = refusing()
+    sequence, out = engine.add(range(5)), target(1, 4)
+    device.stages, device.sticky = 1, True
+    with pytest.raises(DeviceError, match="staging refused"):
+        engine.cache.copy_batch_block_offsets(out, sequence.id)
+    with pytest.raises(PoolClosed, match="staging refused"):
+        engine.cache.copy_batch_block_offsets(out, sequence.id)
+    engine.cache.stats()
+    engine.cache.close()
+
+
+def test_a_sequence_that_outgrows_its_buffer_before_the_snapshot_is_staged_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(T=1, P=1100)
+    sequence, out = engine.add([1]), target(1, 1100)
+    take, grown = engine.cache._tables.staging.take, []
+
+    def meanwhile(nbytes: int, stream: Stream) -> Any:
+        buffer = take(nbytes, stream)
+        if not grown:
+            grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
+        return buffer
+
+    monkeypatch.setattr(engine.cache._tables.staging, "take", meanwhile)
+    engine.cache.copy_batch_block_offsets(out, sequence.id)
+    np.testing.assert_array_equal(out, whole(engine, [sequence.id], 1100))
+    assert (out >= 0).sum() == 1051
+    engine.cache.rewind(sequence.id, 1050)
+
+
+def test_buffers_are_taken_again_and_never_more_than_may_be_under_way(make: Make) -> None:
+    engine = make(T=1, P=4000, staging_depth=2, max_sequences=40)
+    ids = [engine.cache.add_sequence(range(k, k + 90)) for k in range(0, 3600, 90)]
+    sizes: list[int] = []
+    for count in (1, 15, 40, 3, 20, 40, 1):
+        out = target(count, 90)
+        engine.cache.copy_batch_block_offsets(out, ids[:count])
+        np.testing.assert_array_equal(out, whole(engine, ids[:count], 90))
+        engine.cache.verify()
+        sizes.append(len(engine.cache._tables.staging._buffers))
+    assert max(sizes) <= 2
+    engine.cache.release(ids)

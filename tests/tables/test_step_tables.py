@@ -1,0 +1,418 @@
+"""Tables of a step: what they say in pools of every kind, on the host and handed over, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import steps
+from engine import Engine, small_layout
+from group_engine import GroupsEngine
+from kvpool import DeviceError, KVCacheManager, PoolClosed, StepTables, UnknownSequence
+from kvpool.device import CpuDevice
+from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.steps import StagedStep, StepTargets
+from kvpool.device.wrapper import WrappedDevice
+from kvpool.state import debug
+from steps import GARBAGE, NAMES, arrays, check, expected, same, spans
+
+Make = Callable[..., Engine]
+Open = Callable[..., GroupsEngine]
+
+
+def both(cache: KVCacheManager, out: StepTables, *given: Any, **more: Any) -> list[StepTables]:
+    """What the two verbs write into arrays like ``out``."""
+    other = StepTables(**{name: None if (array := getattr(out, name)) is None else array.copy() for name in NAMES})
+    assert cache.step_tables(*given, out=out, **more) is out
+    cache.copy_step_tables(other, *given, **more)
+    return [out, other]
+
+
+def picture(engine: Engine) -> tuple[bytes, int, int]:
+    """All that a refused call may not change."""
+    cache = engine.cache
+    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._tables.staging._retained)
+
+
+# -- what they say -------------------------------------------------------------------------------------------
+
+
+def test_tables_of_a_step_are_those_of_the_reference(make: Make) -> None:
+    for seed in range(25):
+        print("seed", seed)
+        random = np.random.default_rng(seed)
+        engine = make(T=int(random.integers(1, 5)), P=80, max_sequences=6)
+        lengths = random.integers(1, 14, random.integers(1, 6)).tolist()
+        ids = [engine.add(random.integers(0, 99, length).tolist()).id for length in lengths]
+        order = random.permutation(len(ids))[: random.integers(0, len(ids) + 1)]
+        which, (first, counts) = [ids[i] for i in order], spans(random, [lengths[i] for i in order])
+        wanted = expected(engine.cache, which, first, counts)
+        same(engine.cache.step_tables(which, first, counts), wanted)
+        spare = int(random.integers(0, 3))
+        sizes = (
+            len(which) + spare,
+            sum(counts) + spare,
+            wanted["table"].shape[1] + spare,
+            len(wanted["indices"]) + spare,
+        )
+        if min(sizes):
+            some = [name for name in NAMES if random.random() < 0.8]
+            for found in both(engine.cache, arrays(*sizes, wanted=some), which, first, counts):
+                check(found, wanted)
+
+
+def test_by_default_a_step_computes_what_is_not_committed(make: Make) -> None:
+    engine = make(T=4, P=16)
+    one, two = engine.add(range(6)), engine.add(range(10, 19))
+    engine.commit(one)
+    engine.append(one, [7])
+    engine.commit(two, 5)
+    ids = [one.id, two.id]
+    wanted = expected(engine.cache, ids, [6, 5], [1, 4])
+    same(engine.cache.step_tables(ids), wanted)
+    same(engine.cache.step_tables(ids, counts=[1, 4]), wanted)
+    same(engine.cache.step_tables(ids, [6, 5]), wanted)
+    same(engine.cache.step_tables(one.id, 6, 1), expected(engine.cache, [one.id], [6], [1]))
+    check(both(engine.cache, arrays(2, 5, 3, 5), ids)[1], wanted)
+
+
+def test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_behind(make: Make) -> None:
+    engine = make(T=4, P=16)
+    sequence = engine.add(range(14))
+    blocks = engine.cache.block_table(sequence.id).dense()[0].tolist()
+    for first, count in ((0, 5), (5, 3), (8, 4), (12, 2), (14, 0), (0, 0)):
+        found = engine.cache.step_tables(sequence.id, first, count)
+        end = first + count
+        assert found.slot_mapping.tolist() == [blocks[t // 4] * 4 + t % 4 for t in range(first, end)]
+        assert found.seq_lens.tolist() == [end] and found.table.tolist() == [blocks[: -(-end // 4)]]
+        assert found.last_page_len.tolist() == [(end - 1) % 4 + 1 if end else 0]
+        assert found.indices.tolist() == found.table[0].tolist() and found.indptr.tolist() == [0, -(-end // 4)]
+
+
+def test_nothing_to_compute_is_written_as_nothing(make: Make) -> None:
+    engine = make(T=2, P=8)
+    empty = engine.rewind(engine.add([7, 7]), 2)
+    for ids, n in (([], 0), ([empty.id], 1)):
+        found = engine.cache.step_tables(ids)
+        assert found.query_start_loc.tolist() == found.indptr.tolist() == [0] * (n + 1)
+        assert found.table.shape == (n, 0) and found.last_page_len.tolist() == found.seq_lens.tolist() == [0] * n
+        out = arrays(n + 1, 0, 1, 0)
+        for one in both(engine.cache, out, ids):
+            assert one.query_start_loc[: n + 1].tolist() == [0] * (n + 1) and (one.seq_lens[n:] == GARBAGE).all()
+
+
+def test_rows_may_lie_apart_and_parts_of_one_buffer_are_accepted(make: Make) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add(range(5)).id, engine.add([1]).id]
+    wide, line = np.full((3, 9), GARBAGE, np.int32), np.full(12, GARBAGE, np.int32)
+    out = StepTables(table=wide[:2, 2:6], indptr=line[:3], indices=line[3:7], seq_lens=line[7:9])
+    for call in (lambda: engine.cache.step_tables(ids, out=out), lambda: engine.cache.copy_step_tables(out, ids)):
+        wide[:], line[:] = GARBAGE, GARBAGE
+        call()
+        check(out, expected(engine.cache, ids, [0, 0], [5, 1]))
+        assert (wide[:, :2] == GARBAGE).all() and (wide[:, 6:] == GARBAGE).all() and (line[9:] == GARBAGE).all()
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 5])
+def test_blocks_that_a_window_has_passed_are_holes_and_left_out_of_the_pages(make: Make, sinks: int) -> None:
+    for seed in range(8):
+        print("seed", seed)
+        random = np.random.default_rng(seed)
+        engine = make(T=4, P=40, window=6, sinks=sinks)
+        ids, lengths, committed = [], [], []
+        for length in random.integers(1, 40, 3).tolist():
+            sequence = engine.add(random.integers(0, 99, length).tolist())
+            done = int(random.integers(0, length + 1))
+            engine.commit(sequence, done)
+            ids.append(sequence.id)
+            lengths.append(length)
+            committed.append(done)
+        first, counts = spans(random, lengths, committed)
+        wanted = expected(engine.cache, ids, first, counts)
+        same(engine.cache.step_tables(ids, first, counts), wanted)
+        assert (wanted["slot_mapping"] >= 0).all()
+        for found in both(engine.cache, arrays(4, sum(counts) + 1, 11, 33), ids, first, counts):
+            check(found, wanted)
+        engine.release(*[engine.live[one] for one in ids])
+
+
+def test_tokens_that_a_window_has_passed_have_no_slots(make: Make) -> None:
+    engine = make(T=4, P=12, window=6, sinks=2)
+    sequence = engine.add(range(30))
+    engine.commit(sequence)
+    gone = engine.table(sequence).index(-1), len(engine.table(sequence)) - engine.table(sequence)[::-1].index(-1)
+    assert gone == (1, 6)
+    engine.cache.step_tables(sequence.id, 24, 6)
+    for first in (0, 4, 23):
+        before = picture(engine)
+        for call in (
+            lambda first=first: engine.cache.step_tables(sequence.id, first, 1),
+            lambda first=first: engine.cache.copy_step_tables(arrays(1, 9, 9, 9), sequence.id, first, 1),
+        ):
+            with pytest.raises(
+                ValueError, match=rf"first: the window of sequence {sequence.id} has passed; accepted are 24 and more"
+            ):
+                call()
+        assert picture(engine) == before
+
+
+def test_each_group_has_tables_of_its_own(open_: Open) -> None:
+    engine = open_({}, {"window": 6}, {"kind": "recurrent"}, {"kind": "cross"})
+    one, two = engine.add(range(21), encoder_tokens=7), engine.add(range(50, 59), encoder_tokens=0)
+    engine.commit(one, 17)
+    ids = [one.id, two.id]
+    for group in (0, 1):
+        wanted = expected(engine.cache, ids, [17, 0], [4, 9], group)
+        same(engine.cache.step_tables(ids, group=group), wanted)
+        check(both(engine.cache, arrays(2, 13, 6, 9), ids, group=group)[1], wanted)
+    # Of a group for cross attention the tokens are the encoder's: first they are written, later they are seen.
+    for first, counts in (([0, 0], [7, 0]), ([7, 0], [0, 0])):
+        wanted = expected(engine.cache, ids, first, counts, 3)
+        same(engine.cache.step_tables(ids, first, counts, group=3), wanted)
+        check(both(engine.cache, arrays(2, 7, 2, 2), ids, first, counts, group=3)[1], wanted)
+    for bad in ({"group": 2}, {}, {"group": 4}, {"group": True}):
+        for call in (
+            engine.cache.step_tables,
+            lambda *given, **more: engine.cache.copy_step_tables(arrays(2, 13, 6, 9), *given, **more),
+        ):
+            with pytest.raises((ValueError, TypeError), match="group"):
+                call(ids, **bad)
+
+
+def test_beams_share_blocks_until_they_write(make: Make) -> None:
+    engine = make(T=4, P=16)
+    parent = engine.add(range(6))
+    engine.commit(parent)
+    forks = engine.cache.fork(parent.id, 2).tolist()
+    beams = [parent.id, *forks]
+    engine.cache.append_tokens(beams, [1, 2, 3], [1, 1, 1])
+    engine.cache.reorder(beams, [1, 1, 2])
+    engine.cache.append_tokens(beams, [4, 5, 6], [1, 1, 1])
+    found = engine.cache.step_tables(beams, [7] * 3, [1] * 3)
+    same(found, expected(engine.cache, beams, [7] * 3, [1] * 3))
+    assert len(set(found.slot_mapping.tolist())) == 3 and len(set(found.table[:, 0].tolist())) == 1
+    engine.cache.release(forks)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+I32 = np.int32
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"slot_mapping": np.zeros(6, I32)}, TypeError, "slot_mapping: accepted is an int64 array, not int32"),
+    ({"seq_lens": np.zeros(2, np.int64)}, TypeError, "seq_lens: accepted is an int32 array, not int64"),
+    ({"query_start_loc": [0, 0, 0]}, TypeError, "query_start_loc.*list"),
+    ({"table": np.zeros(8, I32)}, ValueError, r"table has shape \(8,\)"),
+    ({"table": np.zeros((1, 2, 4), I32)}, ValueError, r"table has shape \[1, 2, 4\]: accepted is \[rows, columns\]"),
+    ({"table": np.zeros((2, 8), I32)[:, ::2]}, ValueError, "table has strides"),
+    ({"slot_mapping": np.zeros(12, np.int64)[::2]}, ValueError, "slot_mapping has strides"),
+    (
+        {"slot_mapping": np.frombuffer(bytearray(60), I32)[1:13].view(np.int64)},
+        ValueError,
+        "slot_mapping is at .* multiple of 8",
+    ),
+    ({"indptr": np.broadcast_to(np.zeros(1, I32), 3)}, ValueError, "indptr is read-only"),
+    ({"seq_lens": np.zeros(1, I32)}, ValueError, "seq_lens has 1 entries: accepted are 2 or more"),
+    ({"query_start_loc": np.zeros(2, I32)}, ValueError, "query_start_loc has 2 entries: accepted are 3 or more"),
+    ({"last_page_len": np.zeros(0, I32)}, ValueError, "last_page_len has 0 entries: accepted are 2 or more"),
+    ({"indptr": np.zeros(2, I32)}, ValueError, "indptr has 2 entries: accepted are 3 or more"),
+    ({"table": np.zeros((1, 4), I32)}, ValueError, "table has 1 rows: accepted are 2 or more"),
+    ({"table": np.zeros((2, 2), I32)}, ValueError, "table: accepted are 3 columns or more"),
+    ({"slot_mapping": np.zeros(5, np.int64)}, ValueError, "slot_mapping: accepted are 6 entries or more"),
+    ({"indices": np.zeros(3, I32)}, ValueError, "indices: accepted are 4 entries or more"),
+]
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_bad_arrays_are_named_and_nothing_is_written(
+    make: Make, bad: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    good = arrays(2, 6, 4, 4)
+    out = StepTables(**{name: bad.get(name, getattr(good, name)) for name in NAMES})
+    was = {name: np.array(array) for name, array in bad.items()}
+    before = picture(engine)
+    for call in (lambda: engine.cache.step_tables(ids, out=out), lambda: engine.cache.copy_step_tables(out, ids)):
+        with pytest.raises(error, match=message):
+            call()
+        assert picture(engine) == before
+        assert all((getattr(good, name) == GARBAGE).all() for name in NAMES)
+        assert all(np.array_equal(np.array(array), was[name]) for name, array in bad.items())
+
+
+def test_arrays_that_share_memory_are_refused(make: Make) -> None:
+    engine = make(T=2, P=16)
+    sequence, buffer = engine.add(range(5)), np.full(16, GARBAGE, np.int32)
+    for pair in (
+        {"table": buffer[:8].reshape(2, 4), "indices": buffer[7:]},
+        {"seq_lens": buffer[:2], "slot_mapping": buffer[:10].view(np.int64)},
+    ):
+        with pytest.raises(ValueError, match="share memory"):
+            engine.cache.step_tables(sequence.id, out=StepTables(**pair))
+        with pytest.raises(ValueError, match="share memory"):
+            engine.cache.copy_step_tables(StepTables(**pair), sequence.id)
+        assert (buffer == GARBAGE).all()
+
+
+SPANS = [
+    ({"first": [0]}, ValueError, "first has 1 entries"),
+    ({"counts": [1, 1, 1]}, ValueError, "counts has 3 entries"),
+    ({"first": [0.5, 0]}, TypeError, "first"),
+    ({"first": [-1, 0]}, ValueError, "first, counts: accepted are tokens of sequence .*, which has 1"),
+    ({"first": [0, 6]}, ValueError, "which has 5"),
+    ({"counts": [0, -1]}, ValueError, "which has 5"),
+    ({"first": [0, 3], "counts": [1, 3]}, ValueError, "which has 5"),
+    ({"first": [0, 1], "counts": [1, 2**63 - 1]}, ValueError, "which has 5"),
+    ({"first": [0, 2**63 - 1], "counts": [1, 2**63 - 1]}, ValueError, "which has 5"),
+    ({"first": [0, -(2**63)], "counts": [1, 2**63 - 1]}, ValueError, "which has 5"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), SPANS)
+def test_tokens_that_a_sequence_has_not_are_refused(
+    make: Make, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    engine, out = make(T=2, P=16), arrays(2, 9, 9, 9)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    before = picture(engine)
+    for call in (
+        lambda: engine.cache.step_tables(ids, **given),
+        lambda: engine.cache.step_tables(ids, **given, out=out),
+        lambda: engine.cache.copy_step_tables(out, ids, **given),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+        assert picture(engine) == before and all((getattr(out, name) == GARBAGE).all() for name in NAMES)
+
+
+def test_wrong_sequences_are_refused_and_nothing_is_written(make: Make) -> None:
+    engine, out = make(T=2, P=16), arrays(4, 9, 9, 9)
+    live, gone = engine.add([1]).id, engine.add([2])
+    engine.release(gone)
+    calls = (
+        engine.cache.step_tables,
+        lambda ids: engine.cache.step_tables(ids, out=out),
+        lambda ids: engine.cache.copy_step_tables(out, ids),
+    )
+    for ids, error in (
+        ([live, live], ValueError),
+        ([live, gone.id], UnknownSequence),
+        (None, TypeError),
+        ([1.5], TypeError),
+    ):
+        before = picture(engine)
+        for call in calls:
+            with pytest.raises(error):
+                call(ids)
+        assert picture(engine) == before and (out.table == GARBAGE).all()
+    for wrong in (None, {}, [out.table], tuple(getattr(out, name) for name in NAMES)):
+        with pytest.raises(TypeError, match=r"(?s)target=.*StepTables"):
+            engine.cache.copy_step_tables(wrong, live)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"(?s)out=.*StepTables"):
+        engine.cache.step_tables(live, out=out.table)
+    engine.cache.close()
+    for ids in ([], [live]):
+        for call in calls:
+            with pytest.raises(PoolClosed):
+                call(ids)
+
+
+def test_arrays_of_a_step_cannot_be_exchanged() -> None:
+    """They are looked at once: another array in the same place would not be seen."""
+    out = arrays(1, 1, 1, 1)
+    with pytest.raises(AttributeError):
+        out.table = np.zeros((1, 1), np.int32)  # type: ignore[misc]
+
+
+def test_a_sequence_whose_copy_failed_has_no_tables(make: Make) -> None:
+    engine = make(T=2, P=16)
+    sequence = engine.add([1])
+    engine.cache.core.tokens.sequences["failed"][sequence.id & 0xFFFFFFFF] = 1
+    for call in (
+        lambda: engine.cache.step_tables(sequence.id),
+        lambda: engine.cache.copy_step_tables(arrays(1, 1, 1, 1), sequence.id),
+    ):
+        with pytest.raises(DeviceError, match="lost a block"):
+            call()
+    engine.cache.core.tokens.sequences["failed"][sequence.id & 0xFFFFFFFF] = 0
+
+
+def test_a_sequence_that_waits_on_the_host_has_no_tables(make: Make) -> None:
+    engine = make(T=2, P=16, S=8)
+    sequence = engine.add([1, 2, 3])
+    engine.cache.swap_out(sequence.id)
+    for call in (
+        lambda: engine.cache.step_tables(sequence.id),
+        lambda: engine.cache.copy_step_tables(arrays(1, 3, 3, 3), sequence.id),
+    ):
+        with pytest.raises((ValueError, UnknownSequence), match="swap"):
+            call()
+    engine.cache.resume(sequence.id)
+
+
+# -- hand-overs ----------------------------------------------------------------------------------------------
+
+
+def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(T=1, P=1100)
+    sequence, out = engine.add([1]), arrays(1, 1100, 1100, 1100)
+    take, grown = engine.cache._tables.staging.take, []
+
+    def meanwhile(nbytes: int, stream: Stream) -> Any:
+        buffer = take(nbytes, stream)
+        if not grown:
+            grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
+        return buffer
+
+    monkeypatch.setattr(engine.cache._tables.staging, "take", meanwhile)
+    engine.cache.copy_step_tables(out, sequence.id)
+    check(out, expected(engine.cache, [sequence.id], [0], [1051]))
+    engine.cache.rewind(sequence.id, 1050)
+
+
+class Late(WrappedDevice):
+    """Stages at once; events are complete when a test says so. ``refusals`` hand-overs are refused."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.synchronous, self.done, self.refusals = False, set[Event](), 0
+
+    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise DeviceError("staging refused")
+        super().stage_step(targets, staged, stream)
+
+    def record(self, stream: Stream) -> Event:
+        return Event()
+
+    def query(self, event: Event) -> bool:
+        return event in self.done
+
+    def synchronize(self, event: Event | None = None) -> None:
+        pass
+
+
+def test_a_buffer_that_a_failed_hand_over_may_still_read_waits_for_its_event() -> None:
+    device = Late()
+    cache = KVCacheManager(small_layout(2), device_blocks=16, host_blocks=0, device=device)
+    sequence, out = cache.add_sequence(range(5)), arrays(1, 5, 3, 3)
+    device.refusals = 1
+    with pytest.raises(DeviceError, match="staging refused"):
+        cache.copy_step_tables(out, sequence)
+    assert cache.stats().hand_overs == 1 and not cache._tables.staging._free
+    cache.verify()
+    cache.copy_step_tables(out, sequence)
+    check(out, expected(cache, [sequence], [0], [5]))
+    assert len(cache._tables.staging._buffers) == 2
+    cache.release(sequence)
+    cache.close()
+
+
+def test_steps_share_the_module_of_names() -> None:
+    assert NAMES == steps.NAMES == tuple(name for name in StepTables.__dataclass_fields__ if not name.startswith("_"))
