@@ -60,6 +60,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Over the emulated driver nothing is collected by itself (see ``numba_twins.register``)."""
+    if emulated.running():
+        gc.collect()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def interruptible() -> Iterator[None]:
     """A run that was started in the background ignores SIGINT, which some tests raise."""

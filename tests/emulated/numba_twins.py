@@ -7,6 +7,7 @@ launch.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import traceback
 import types
@@ -94,9 +95,13 @@ _kept: dict[str, Any] = {}
 
 
 def register(kernel: Any) -> None:
-    """Have the emulated driver run this compiled kernel, a ``_Kernel`` of numba-cuda, by its Python function."""
+    """Have the emulated driver run this compiled kernel, a ``_Kernel`` of numba-cuda, by its Python function.
+
+    From now on nothing is collected by itself. The driver's threads run that function. A finalizer that frees GPU
+    memory on such a thread would wait for the thread that it runs on."""
     if kernel.entry_name in _kept:
         return
+    gc.disable()
     kinds = kernel.argument_types
     sizes = [size for kind in kinds for size in _sizes(kind)]
     cuda = _Cuda()
