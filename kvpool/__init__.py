@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvpool.errors import PoolBusy as PoolBusy
     from kvpool.errors import PoolClosed as PoolClosed
     from kvpool.errors import ReservationExpired as ReservationExpired
+    from kvpool.errors import StoreBusy as StoreBusy
     from kvpool.errors import UnknownSequence as UnknownSequence
     from kvpool.holders.leases import Lease as Lease
     from kvpool.holders.reservations import Loadable as Loadable
@@ -93,6 +94,7 @@ _MODULES = {
     "PoolBusy": "kvpool.errors",
     "PoolClosed": "kvpool.errors",
     "ReservationExpired": "kvpool.errors",
+    "StoreBusy": "kvpool.errors",
     "UnknownSequence": "kvpool.errors",
     "Lease": "kvpool.holders.leases",
     "Loadable": "kvpool.holders.reservations",

@@ -60,6 +60,15 @@ class PoolBusy(KVPoolError):
     """The call needs a pool that has no live sequences and no open reservations, or no exported memory in use."""
 
 
+class StoreBusy(KVPoolError):
+    """More blocks wait for a store than its queue takes. Attributes: ``store``, ``kind`` of the job, ``queued`` blocks,
+    and ``accepted`` blocks."""
+
+    def __init__(self, store: str, kind: str, queued: int, accepted: int) -> None:
+        super().__init__(f"store {store!r}: {queued} blocks wait for a {kind}, {accepted} are accepted")
+        self.store, self.kind, self.queued, self.accepted = store, kind, queued, accepted
+
+
 class ForkedProcess(KVPoolError, RuntimeError):
     """The object belongs to the process that made it. A child of ``os.fork()`` has neither its threads nor its
     sockets."""

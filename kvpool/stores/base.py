@@ -1,0 +1,86 @@
+"""Store: the interface of what keeps blocks behind the host tier, by key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES, SEAL_BYTES, TAG_BYTES = 32, 16, 16
+
+ABSENT, OK, FAILED, DAMAGED, LATE, CANCELLED, REFUSED = range(7)
+"""Codes of a block in a job.
+
+ABSENT: the store does not have it. OK: it is there, was saved or was loaded. FAILED: the store gave an error.
+DAMAGED: it gave other bytes than were saved. LATE: the deadline came first. CANCELLED: by the caller, or by closing.
+REFUSED: the store is full, or the block's namespace has all that it may have.
+"""
+
+Bytes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.int64]
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a store keeps blocks of.
+
+    ``fingerprint``: 16 bytes, of the ModelIdentity. ``memory`` uint8[slots, block_bytes]: the rows that blocks are
+    saved from and loaded into. It stays where it is until ``close`` has returned.
+    """
+
+    fingerprint: bytes
+    memory: Bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.memory.shape[1])
+
+
+class Store(Protocol):
+    """Keeps blocks by key. Implement this to keep blocks in one more place; ``StoreQueue`` does the rest.
+
+    Calls may block and may raise OSError, which fails all blocks of the call. They come on the queue's threads,
+    ``threads`` of them at a time. ``close`` comes once, when no other call is under way. What a store answers is not
+    trusted: a block counts only if its bytes have the seal that was made for its key.
+
+    ``keys`` uint8[n, KEY_BYTES] say nothing about the content. ``rows`` int64[n] index ``Space.memory``. ``seals``
+    uint8[n, SEAL_BYTES] are kept with the blocks, and given back. ``stop()`` turns true when nobody waits for the call
+    any more. A long call asks it between blocks, and gives CANCELLED for the rest.
+    """
+
+    name: str
+    """for metrics and logs: 1 to 64 of the characters a-z, 0-9, _ and -"""
+    threads: int
+    """how many calls it can use at a time"""
+
+    def open(self, space: Space) -> bytes:
+        """Begin. Returns the store's secret, 32 bytes: the same for all who share its content, and known to nobody
+        else. Raises ValueError for content that cannot be used with this space, and OSError."""
+
+    def find(self, keys: Bytes) -> Bytes:
+        """OK or ABSENT for each key: uint8[n]. Other codes mean that it is not known."""
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        """Keep the blocks. Returns the codes: uint8[n]. OK means that the block is kept as firmly as this store ever
+        does, or was there before.
+
+        ``tag``: TAG_BYTES bytes that name the namespace. ``limit``: how many blocks with this tag the store may have;
+        beyond it the store drops older blocks of the tag, or gives REFUSED.
+        """
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        """Write blocks into the rows. Returns the codes uint8[n], and the seals uint8[n, SEAL_BYTES] kept with them. A
+        row whose code is not OK may have any content. Nothing is written after the call has returned."""
+
+    def forget(self, keys: Bytes) -> int:
+        """Drop blocks. Returns how many were there."""
+
+    def stats(self) -> dict[str, int]:
+        """Figures of its own, such as ``capacity``, ``blocks`` and ``evicted``. Fast; on any thread."""
+
+    def close(self) -> None:
+        """End. Content that outlives the process stays."""

@@ -1,0 +1,99 @@
+"""MemoryStore: keeps blocks in the memory of this process. For tests, and as the shortest store to read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.stores.base import ABSENT, CANCELLED, OK, REFUSED, SEAL_BYTES, Bytes, Rows, Space, Stop
+
+
+class _Block(NamedTuple):
+    content: bytes
+    seal: bytes
+    tag: bytes
+
+
+class MemoryStore:
+    """A ``Store`` of up to ``capacity`` bytes. The least recently used block goes first. Thread-safe."""
+
+    name = "memory"
+    threads = 2
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)
+        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
+        self._of_tag: Counter[bytes] = Counter()
+        self._lock, self._secret, self._evicted = threading.Lock(), os.urandom(32), 0
+
+    def open(self, space: Space) -> bytes:
+        self._memory, self._most = space.memory, self._capacity // space.block_bytes
+        return self._secret
+
+    def find(self, keys: Bytes) -> Bytes:
+        with self._lock:
+            return np.array([OK if key.tobytes() in self._blocks else ABSENT for key in keys], np.uint8)
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        codes = np.full(len(keys), CANCELLED, np.uint8)
+        for place, (key, row, seal) in enumerate(zip(keys, rows.tolist(), seals, strict=True)):
+            if stop():
+                break
+            content = self._memory[row].tobytes()
+            with self._lock:
+                codes[place] = self._put(key.tobytes(), _Block(content, seal.tobytes(), tag), limit)
+        return codes
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        for place, (key, row) in enumerate(zip(keys, rows.tolist(), strict=True)):
+            if stop():
+                break
+            with self._lock:
+                block = self._blocks.get(key.tobytes())
+                if block is not None:
+                    self._blocks.move_to_end(key.tobytes())
+            codes[place] = ABSENT if block is None else OK
+            if block is not None:
+                self._memory[row] = np.frombuffer(block.content, np.uint8)
+                seals[place] = np.frombuffer(block.seal, np.uint8)
+        return codes, seals
+
+    def forget(self, keys: Bytes) -> int:
+        with self._lock:
+            return sum(self._drop(key.tobytes()) for key in keys)
+
+    def stats(self) -> dict[str, int]:
+        return {"capacity": self._most, "blocks": len(self._blocks), "evicted": self._evicted}
+
+    def close(self) -> None:
+        """Content stays for the next ``open`` of this object."""
+
+    def _put(self, key: bytes, block: _Block, limit: int) -> int:
+        """Keep one block. The lock is held."""
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return OK
+        if limit < 1 or self._most < 1:
+            return REFUSED
+        while self._of_tag[block.tag] >= limit:
+            self._evict(next(key for key, other in self._blocks.items() if other.tag == block.tag))
+        while len(self._blocks) >= self._most:
+            self._evict(next(iter(self._blocks)))
+        self._blocks[key] = block
+        self._of_tag[block.tag] += 1
+        return OK
+
+    def _evict(self, key: bytes) -> None:
+        self._evicted += self._drop(key)
+
+    def _drop(self, key: bytes) -> bool:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self._of_tag[block.tag] -= 1
+        return block is not None

@@ -1,0 +1,141 @@
+"""What every store must do, whatever it is made of. A test of a store gives these functions a way to open one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvpool.stores import ABSENT, OK, REFUSED
+from kvpool.stores.base import Store
+from kvpool.stores.seals import Secret
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, content, fill, names, open_queue, saved
+
+Open = Callable[[int], Store]
+"""Opens a new, empty store with room for this many blocks of BLOCK_BYTES."""
+
+
+class StoreContract:
+    """Inherit it in a test class with a fixture ``make``: Callable[[int], Store], a new and empty store for that many
+    blocks, and, for stores that outlive a process, a fixture ``again``: Callable[[], Store], the same store once more
+    after it was closed."""
+
+    def test_what_was_saved_is_found_and_loaded_byte_for_byte(self, make: Open) -> None:
+        with open_queue(make(32)) as queue:
+            keys = saved(queue, 20)
+            found = queue.find(queue.secret.opaque(names(24)))
+            assert found.wait(60) and found.codes.tolist() == [OK] * 20 + [ABSENT] * 4
+            loaded = queue.load(keys, np.arange(30, 50))
+            assert loaded.wait(60, returned=True) and loaded.ok == 20, loaded.error
+            for number in range(20):
+                assert np.array_equal(queue.memory[30 + number], content(number))
+
+    def test_a_block_that_is_not_there_is_absent(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            job = queue.load(queue.secret.opaque(names(3)), np.arange(3))
+            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 3
+
+    def test_a_prefix_of_a_load_can_be_used(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            saved(queue, 3)
+            job = queue.load(queue.secret.opaque(names(5)), np.arange(10, 15))
+            assert job.wait(60) and job.leading == 3
+
+    def test_saving_twice_changes_nothing(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            keys = saved(queue, 4)
+            assert np.array_equal(keys, saved(queue, 4))
+            assert queue.load(keys, np.arange(4)).wait(60)
+            assert np.array_equal(queue.memory[3], content(3))
+
+    def test_other_bytes_under_a_key_that_is_there_are_not_an_error(self, make: Open) -> None:
+        """Two workers may compute a block with other rounding."""
+        with open_queue(make(8)) as queue:
+            keys = saved(queue, 1)
+            fill(queue.memory, 1, first=100)
+            assert queue.save(keys, np.arange(1)).wait(60, returned=True)
+            job = queue.load(keys, np.arange(1, 2))
+            assert job.wait(60, returned=True) and job.ok == 1
+            assert any(np.array_equal(queue.memory[1], content(number)) for number in (0, 100))
+
+    def test_what_is_forgotten_is_absent(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            keys = saved(queue, 4)
+            assert queue.forget(keys[:2]).wait(60)
+            job = queue.load(keys, np.arange(4))
+            assert job.wait(60) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+
+    def test_nothing_of_another_model_is_found(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            keys = saved(queue, 4)
+        other = [Secret(bytes(32), identity).opaque(names(4)) for identity in (IDENTITY, OTHER)]
+        assert len({row.tobytes() for row in (*keys, *other[0], *other[1])}) == 12
+
+    def test_a_store_that_is_full_drops_or_refuses_and_serves_no_wrong_byte(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            codes = []
+            for first in range(0, 48, 8):
+                fill(queue.memory, 8, first)
+                job = queue.save(queue.secret.opaque(names(8, first)), np.arange(8))
+                assert job.wait(60, returned=True)
+                codes += job.codes.tolist()
+            assert set(codes) <= {OK, REFUSED}
+            job = queue.load(queue.secret.opaque(names(48)), np.arange(48))
+            assert job.wait(60, returned=True)
+            for number in np.flatnonzero(job.codes == OK).tolist():
+                assert np.array_equal(queue.memory[number], content(number))
+
+    def test_a_namespace_has_no_more_than_its_limit(self, make: Open) -> None:
+        with open_queue(make(32)) as queue:
+            fill(queue.memory, 20)
+            keys, tag = queue.secret.opaque(names(20)), queue.secret.tag(b"tenant")
+            for first in range(0, 20, 4):
+                job = queue.save(keys[first : first + 4], np.arange(first, first + 4), tag=tag, limit=6)
+                assert job.wait(60, returned=True)
+            found = queue.find(keys)
+            assert found.wait(60) and found.ok <= 6
+
+    def test_many_threads_save_and_load_at_once(self, make: Open) -> None:
+        with open_queue(make(64), piece_bytes=4 * BLOCK_BYTES) as queue:
+            keys = queue.secret.opaque(names(16))
+            fill(queue.memory, 16)
+            saves = [queue.save(keys, np.arange(16)) for _ in range(4)]
+            assert all(job.wait(60, returned=True) for job in saves)
+            loads = [queue.load(keys, np.arange(16 * i, 16 * i + 16)) for i in (1, 2, 3)]
+            assert all(job.wait(60, returned=True) and job.ok == 16 for job in loads), [job.error for job in loads]
+            for number in range(48):
+                assert np.array_equal(queue.memory[16 + number], content(number % 16))
+
+    def test_stats_count_what_it_has(self, make: Open) -> None:
+        with open_queue(make(8)) as queue:
+            saved(queue, 4)
+            stats = queue.stats()
+            assert stats.blocks["save", "ok"] == 4 and stats.nbytes["save"] == 4 * BLOCK_BYTES
+            assert all(isinstance(value, int) for value in stats.store.values())
+
+    def test_the_secret_is_in_no_repr(self, make: Open) -> None:
+        store = make(8)
+        with open_queue(store) as queue:
+            assert queue.secret.tag(b"").hex() not in repr(queue) + repr(store) + repr(queue.secret)
+            assert repr(queue.secret) == "Secret()"
+
+
+class LastingContract(StoreContract):
+    """Of a store that outlives a process."""
+
+    def test_what_was_saved_is_there_after_it_was_closed(self, make: Open, again: Callable[[], Store]) -> None:
+        with open_queue(make(32)) as queue:
+            keys = saved(queue, 20)
+        with open_queue(again()) as queue:
+            assert np.array_equal(queue.secret.opaque(names(20)), keys)
+            job = queue.load(keys, np.arange(20))
+            assert job.wait(60, returned=True) and job.ok == 20, job.error
+            for number in range(20):
+                assert np.array_equal(queue.memory[number], content(number))
+
+    def test_another_model_finds_nothing_in_it(self, make: Open, again: Callable[[], Store]) -> None:
+        with open_queue(make(32)) as queue:
+            saved(queue, 4)
+        with open_queue(again(), OTHER) as queue:
+            job = queue.load(queue.secret.opaque(names(4)), np.arange(4))
+            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 4

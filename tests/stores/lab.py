@@ -1,0 +1,105 @@
+"""What the tests of stores share: identities, memory, blocks of known bytes, a store that does wrong on purpose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool import ModelIdentity
+from kvpool.stores import OK, StoreQueue
+from kvpool.stores.base import Bytes, Rows, Space, Stop, Store
+
+BLOCK_BYTES = 4096
+SLOTS = 64
+IDENTITY = ModelIdentity("tiny", "rev 1", "float32", "2 layers", "test 1")
+OTHER = ModelIdentity("tiny", "rev 2", "float32", "2 layers", "test 1")
+
+
+def memory(slots: int = SLOTS, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
+    """Page-aligned rows, as direct I/O wants them."""
+    raw = np.zeros(slots * block_bytes + 4096, np.uint8)
+    start = -raw.ctypes.data % 4096
+    return raw[start : start + slots * block_bytes].reshape(slots, block_bytes)
+
+
+def content(number: int, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
+    """The bytes of a block with this number."""
+    return np.random.default_rng(number).integers(0, 256, block_bytes, np.uint8)
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    return [b"block %d" % number for number in range(first, first + count)]
+
+
+def open_queue(store: Store, identity: ModelIdentity = IDENTITY, **options: Any) -> StoreQueue:
+    return StoreQueue(store, memory(), identity, **options)
+
+
+def fill(rows: np.ndarray, count: int, first: int = 0) -> None:
+    for place in range(count):
+        rows[place] = content(first + place, rows.shape[1])
+
+
+class Wrong:
+    """A store in front of another. ``before[kind]`` is called before a call of that kind; ``after[kind]`` gets what it
+    answered and gives what is answered instead. Kinds are "open", "find", "save", "load", "forget", "close"."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner, self.name, self.threads = inner, "wrong", inner.threads
+        self.before: dict[str, Callable[[], None]] = {}
+        self.after: dict[str, Callable[[Any], Any]] = {}
+        self.calls: list[str] = []
+
+    def _do(self, kind: str, call: Callable[[], Any]) -> Any:
+        self.calls.append(kind)
+        self.before.get(kind, lambda: None)()
+        answer = call()
+        return self.after[kind](answer) if kind in self.after else answer
+
+    def open(self, space: Space) -> bytes:
+        self.memory = space.memory
+        return self._do("open", lambda: self.inner.open(space))
+
+    def find(self, keys: Bytes) -> Bytes:
+        return self._do("find", lambda: self.inner.find(keys))
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        return self._do("save", lambda: self.inner.save(keys, rows, seals, tag, limit, stop))
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        return self._do("load", lambda: self.inner.load(keys, rows, stop))
+
+    def forget(self, keys: Bytes) -> int:
+        return self._do("forget", lambda: self.inner.forget(keys))
+
+    def stats(self) -> dict[str, int]:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        self._do("close", self.inner.close)
+
+
+class Gate:
+    """Holds the calls that come to it until it is opened."""
+
+    def __init__(self) -> None:
+        self._open, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self._open.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def saved(queue: StoreQueue, count: int, first: int = 0) -> Bytes:
+    """Save blocks of known content from the first rows. Returns their keys."""
+    keys = queue.secret.opaque(names(count, first))
+    fill(queue.memory, count, first)
+    job = queue.save(keys, np.arange(count))
+    assert job.wait(60, returned=True) and (job.codes == OK).all(), (job.codes, job.error)
+    return keys

@@ -1,0 +1,279 @@
+"""A queue answers in time and believes nothing, whatever its store does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import ForkedProcess, PoolClosed, StoreBusy
+from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
+from kvpool.stores.seals import Secret
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    IDENTITY,
+    OTHER,
+    SLOTS,
+    Gate,
+    Wrong,
+    content,
+    fill,
+    memory,
+    names,
+    open_queue,
+    saved,
+)
+
+
+@pytest.fixture
+def store() -> Wrong:
+    return Wrong(MemoryStore(64 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def queue(store: Wrong) -> Iterator[StoreQueue]:
+    with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
+        yield made
+    assert made.close(10)
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(5, "I/O error")
+
+
+# -- a store that lies ---------------------------------------------------------------------------------
+
+
+def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue) -> None:
+    keys = saved(queue, 4)
+
+    def flip(answer: Any) -> Any:
+        queue.memory[11, 77] ^= 1
+        return answer
+
+    store.after["load"] = flip
+    job = queue.load(keys, np.arange(10, 14))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [OK, DAMAGED, OK, OK]
+    del store.after["load"]
+    job = queue.load(keys, np.arange(10, 14))
+    assert job.wait(60) and job.codes.tolist() == [OK, ABSENT, OK, OK]
+    assert queue.stats().blocks["load", "damaged"] == 1
+
+
+def test_the_blocks_of_other_keys_are_damaged(store: Wrong, queue: StoreQueue) -> None:
+    """Whole blocks with valid seals, under each other's keys."""
+    keys = saved(queue, 2)
+
+    def swap(answer: Any) -> Any:
+        queue.memory[10:12] = queue.memory[[11, 10]]
+        return answer[0], answer[1][::-1]
+
+    store.after["load"] = swap
+    job = queue.load(keys, np.arange(10, 12))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] * 2
+
+
+def test_a_block_that_another_model_has_saved_is_damaged(queue: StoreQueue) -> None:
+    """The same secret, key and bytes, but another identity."""
+
+    keys = queue.secret.opaque(names(1))
+    one, other = (Secret(bytes(32), identity).seal(keys, np.arange(1), queue.memory) for identity in (IDENTITY, OTHER))
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, [OK], [OK] * 5, [OK, OK, OK, 9], [255] * 4, "four", [[OK] * 4]],
+    ids=["none", "short", "long", "code", "waiting", "text", "shape"],
+)
+@pytest.mark.parametrize("kind", ["find", "save", "load"])
+def test_an_answer_of_the_wrong_form_fails_its_blocks(store: Wrong, queue: StoreQueue, kind: str, answer: Any) -> None:
+    keys = saved(queue, 4)
+    store.after[kind] = lambda right: (answer, right[1]) if kind == "load" else answer
+    job = {
+        "find": lambda: queue.find(keys),
+        "save": lambda: queue.save(keys, np.arange(4)),
+        "load": lambda: queue.load(keys, np.arange(4)),
+    }[kind]()
+    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4 and job.error
+
+
+@pytest.mark.parametrize(
+    "seals", [None, np.zeros((4, 1), np.uint8), np.zeros(3, np.uint8), np.zeros((4, 16), np.uint8)]
+)
+def test_seals_of_the_wrong_form_or_content_make_no_block_valid(store: Wrong, queue: StoreQueue, seals: Any) -> None:
+    keys = saved(queue, 4)
+    store.after["load"] = lambda right: (right[0], seals)
+    job = queue.load(keys, np.arange(4))
+    assert job.wait(60, returned=True) and job.ok == 0
+
+
+# -- a store that is late, hangs or is dead ------------------------------------------------------------
+
+
+def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(store: Wrong, queue: StoreQueue) -> None:
+    keys, gate = saved(queue, 4), Gate()
+    queue.finished()
+    store.before["load"] = gate
+    job = queue.load(keys, np.arange(4), deadline=queue.now() + 0.05)
+    assert job.wait(60) and job.codes.tolist() == [LATE] * 4
+    assert not job.returned and queue.finished() == [job]
+    gate.open()
+    assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
+    assert queue.wait(60) and queue.finished() == [job]
+
+
+def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:
+    keys, gate = saved(queue, 4), Gate()
+    store.before["save"] = gate
+    saves = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for _ in range(8)]
+    assert gate.reached.wait(60)
+    assert queue.load(keys, np.arange(10, 14)).wait(60)
+    gate.open()
+    assert all(job.wait(60, returned=True) for job in saves)
+
+
+def test_loads_go_before_saves_that_came_earlier(store: Wrong, queue: StoreQueue) -> None:
+    keys, gate = saved(queue, 4), Gate()
+    store.before["find"] = gate
+    held = [queue.find(keys) for _ in range(store.threads)]
+    assert gate.reached.wait(60)
+    jobs = [queue.save(keys, np.arange(4)), queue.load(keys, np.arange(10, 14))]
+    store.calls.clear()
+    gate.open()
+    assert all(job.wait(60) for job in held + jobs)
+    assert [call for call in store.calls if call != "find"] == ["load", "save"]
+
+
+def test_an_error_of_the_store_fails_the_blocks_of_that_call_only(store: Wrong, queue: StoreQueue) -> None:
+    keys = saved(queue, 8)
+    store.before["load"] = lambda: fail() if store.calls.count("load") == 1 else None
+    job = queue.load(keys, np.arange(8))
+    assert job.wait(60, returned=True)
+    assert sorted(job.codes.tolist()) == [OK] * 4 + [FAILED] * 4 and "I/O error" in job.error
+
+
+def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreQueue) -> None:
+    job = queue.find(queue.secret.opaque(names(4)), deadline=queue.now() - 1)
+    assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
+    assert "find" not in store.calls
+
+
+def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, queue: StoreQueue) -> None:
+    keys, gate = saved(queue, 4), Gate()
+    store.before["load"] = gate
+    jobs = [queue.load(keys, np.arange(4 * i, 4 * i + 4)) for i in range(4)]
+    assert gate.reached.wait(60)
+    for job in jobs:
+        job.cancel()
+        assert job.done and job.codes.tolist() == [CANCELLED] * 4
+    assert sum(job.returned for job in jobs) >= 2
+    gate.open()
+    assert all(job.wait(60, returned=True) for job in jobs)
+    assert queue.stats().blocks["load", "cancelled"] == 16
+
+
+# -- bounds, closing, forking --------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
+    with open_queue(store, queued_blocks=8) as queue:
+        gate, keys = Gate(), queue.secret.opaque(names(4))
+        store.before["save"] = gate
+        held = [queue.save(keys, np.arange(4))]
+        assert gate.reached.wait(60)
+        held += [queue.save(keys, np.arange(4)) for _ in range(2)]
+        with pytest.raises(StoreBusy, match="8 blocks wait"):
+            queue.save(keys, np.arange(4))
+        assert queue.find(keys).wait(60), "other jobs have room of their own"
+        assert queue.stats().refused_jobs == 1
+        gate.open()
+        assert all(job.wait(60) for job in held)
+
+
+def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
+    queue, gate = open_queue(store), Gate()
+    store.before["save"] = gate
+    job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
+    assert gate.reached.wait(60)
+    assert not queue.close(0.05) and job.codes.tolist() == [CANCELLED] * 4 and not job.returned
+    assert "close" not in store.calls
+    gate.open()
+    assert queue.close(60) and queue.close(60) and store.calls.count("close") == 1
+    with pytest.raises(PoolClosed, match="wrong"):
+        queue.find(queue.secret.opaque(names(1)))
+
+
+def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
+    with open_queue(store, report=False) as queue:
+        keys = queue.secret.opaque(names(1))
+        for _ in range(3000):
+            assert queue.find(keys, deadline=queue.now() + 1000).wait(60)
+        assert queue.finished() == [] and not queue.wait(0)
+
+
+def test_a_child_gets_an_error_and_does_not_hang(queue: StoreQueue) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            queue.find(queue.secret.opaque(names(1)))
+        except ForkedProcess:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("find", ([b"key"],), "keys: accepted"),
+        ("find", (np.zeros((2, 31), np.uint8),), "keys: accepted"),
+        ("load", (np.zeros((2, 32), np.uint8), [0]), "rows has 1 elements"),
+        ("load", (np.zeros((2, 32), np.uint8), [0, 0]), "rows that differ"),
+        ("load", (np.zeros((2, 32), np.uint8), [0, SLOTS]), "accepted are 0 to 63"),
+        ("save", (np.zeros((2, 32), np.uint8), [0, -1]), "accepted are 0 to 63"),
+    ],
+)
+def test_bad_arguments_are_named(queue: StoreQueue, kind: str, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(queue, kind)(*arguments)
+    assert queue.stats().queued_blocks == 0
+
+
+@pytest.mark.parametrize("bad", [None, np.zeros((2, 8)), np.zeros(8, np.uint8), np.zeros((4, 8), np.uint8)[:, ::2]])
+def test_bad_memory_is_named(bad: Any) -> None:
+
+    with pytest.raises(ValueError, match="memory: accepted"):
+        StoreQueue(MemoryStore(1 << 20), bad, IDENTITY)
+
+
+def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreQueue) -> None:
+    keys, gate, rows = saved(queue, 4).copy(), Gate(), np.arange(10, 14)
+    store.before["load"] = gate
+    job = queue.load(keys, rows)
+    rows[:], keys[:] = 10_000, 0
+    gate.open()
+    assert job.wait(60, returned=True) and job.ok == 4
+    assert np.array_equal(queue.memory[13], content(3))
+
+
+def test_threads_end_with_the_queue() -> None:
+    before = threading.active_count()
+    with open_queue(MemoryStore(1 << 20)) as queue:
+        fill(queue.memory, 1)
+    assert queue.close(60)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvpool-memory"):
+            thread.join(60)
+    assert threading.active_count() <= before
+
+
+def test_memory_is_used_in_place() -> None:
+    rows = memory(4)
+    with StoreQueue(MemoryStore(1 << 20), rows, IDENTITY) as queue:
+        saved(queue, 2)
+        assert np.shares_memory(rows, queue.memory)
