@@ -1,0 +1,56 @@
+"""Stores as texts, for command lines and configuration files: ``disk:/path?capacity=100GiB``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+from urllib.parse import parse_qsl
+
+from kvpool.arguments import text_argument
+from kvpool.stores.base import Store
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_KINDS = {
+    "disk": ("kvpool.stores.disk", "DiskStore"),
+    "memory": ("kvpool.stores.memory", "MemoryStore"),
+    "mooncake": ("kvpool.stores.mooncake", "MooncakeStore"),
+    "peer": ("kvpool.stores.peer", "PeerStore"),
+}
+_SIZES = ("capacity", "segment")
+"""options in bytes"""
+
+
+def open_store(text: Any) -> Store:
+    """The store that a text names: ``kind:place?option=value&...``.
+
+    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``. Options are the keyword arguments
+    of that class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. Raises TypeError, ValueError, and
+    ImportError, which names the extra.
+    """
+    kind, colon, rest = text_argument("store", text).partition(":")
+    if not colon or kind not in _KINDS:
+        accepted = ", ".join(f"{name}:..." for name in _KINDS)
+        raise ValueError(f"store={text!r:.80}: accepted are {accepted}")
+    place, _, query = rest.partition("?")
+    try:
+        options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError:
+        raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
+    for name in set(options) & set(_SIZES):
+        options[name] = bytes_argument(name, options[name])
+    module, name = _KINDS[kind]
+    make = getattr(import_module(module), name)
+    try:
+        found: Store = make(*([place] if place else []), **options)
+    except TypeError as error:
+        raise ValueError(f"store={text!r:.80}: {error}") from None
+    return found
+
+
+def bytes_argument(name: str, value: Any) -> int:
+    """A size in bytes: an integer, or a text such as ``"64GiB"``. Raises ValueError."""
+    digits = str(value).rstrip("KMGTiB")
+    unit = str(value)[len(digits) :]
+    if not digits.isdecimal() or unit not in UNITS:
+        raise ValueError(f"{name}={value!r:.80}: accepted are bytes, such as 1048576 or 64GiB")
+    return int(digits) * UNITS[unit]

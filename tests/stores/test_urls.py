@@ -1,0 +1,27 @@
+"""A text names a store, and a wrong text names what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.stores import MemoryStore
+from kvpool.stores.urls import open_store
+
+
+def test_a_text_opens_a_store() -> None:
+    store = open_store("memory:?capacity=2MiB")
+    assert isinstance(store, MemoryStore) and repr(store)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "disk", "floppy:/a", "memory:?capacity=2MB", "memory:?capacity=-1", "memory:?capacity", "memory:?a=1"]
+)
+def test_a_wrong_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"store=|capacity="):
+        open_store(text)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"disk:/a"])
+def test_no_text_is_refused(text: object) -> None:
+    with pytest.raises(TypeError, match="store"):
+        open_store(text)
