@@ -24,8 +24,8 @@ def open_store(text: Any) -> Store:
     """The store that a text names: ``kind:place?option=value&...``.
 
     ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``. Options are the keyword arguments
-    of that class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. Raises TypeError, ValueError, and
-    ImportError, which names the extra.
+    of that class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. Raises TypeError, ValueError,
+    and ImportError, which names the extra.
     """
     kind, colon, rest = text_argument("store", text).partition(":")
     if not colon or kind not in _KINDS:
