@@ -96,7 +96,11 @@ class Index:
     def complete(self, keys: list[bytes]) -> None:
         """The table has become durable: from now on these keys are found."""
         for key in reversed(keys):
-            self._here[key] = self._pending.pop(key).slot
+            slot, tag = self._pending.pop(key)
+            self._here[key] = slot
+            members = self._tags.get(tag)
+            if members is not None:
+                members.move_to_end(key)
 
     def abort(self, keys: list[bytes]) -> None:
         """The bytes of these keys will not come, and nobody writes to their slots."""

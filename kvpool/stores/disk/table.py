@@ -55,13 +55,16 @@ class Table:
 
     def check(self, slots: int) -> int:
         """Empty the entries that cannot be true, and those beyond this many slots. Returns how many."""
-        self._all[len(self.entries) :] = np.zeros(1, ENTRY)
+        beyond = int(np.count_nonzero(self._all["used"][len(self.entries) :]))
+        if beyond:
+            self._all[len(self.entries) :] = np.zeros(1, ENTRY)
+            self._changed.add(len(self.entries) // PER_PAGE)
         wrong = (self._used < 0) | (self._used > USED_MAX)
         wrong[slots:] |= self._used[slots:] != 0
         for slot in np.flatnonzero(wrong).tolist():
             self.clear(slot)
         self._now = int(self._used.max(initial=0))
-        return int(np.count_nonzero(wrong))
+        return beyond + int(np.count_nonzero(wrong))
 
     def now(self) -> int:
         """The next number for a last use."""
