@@ -234,6 +234,31 @@ def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, 
         assert here(queue, 2, 50) == [50, 51]
 
 
+def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, faulty: Faulty) -> None:
+    """The kernel tells of a failure once. What was written before it may be lost, and the next sync says nothing."""
+    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+        gate = Gate()
+
+        def fail_once() -> None:
+            gate()
+            if faulty.count["fdatasync"] == 1:
+                raise OSError(5, "I/O error")
+
+        faulty.before["fdatasync"] = fail_once
+        fill(queue.memory, 2)
+        keys = queue.secret.opaque(names(2))
+        jobs = [queue.save(keys[:1], np.arange(1))]
+        assert gate.reached.wait(60)
+        written = threading.Event()
+        faulty.before["pwritev"] = written.set
+        jobs.append(queue.save(keys[1:], np.arange(1, 2)))
+        assert written.wait(60)
+        gate.open()
+        assert all(job.wait(60, returned=True) and not job.ok for job in jobs), "the second was synced without an error"
+        assert here(queue, 2) == []
+        saved(queue, 2)
+
+
 def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
         gate = Gate()

@@ -60,9 +60,9 @@ class DiskStore:
         self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
         system: System | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if not isinstance(self._path, str) or not self._path:
             raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
-        self._path = os.fspath(path)
         self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, CAPACITY_MAX)
         threads = int(threads) if isinstance(threads, str) and threads.isdecimal() else threads
         self.threads = integer_argument("threads", threads, 1, 256)
@@ -71,7 +71,7 @@ class DiskStore:
         self._counts = dict.fromkeys(
             ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "damaged_files", "commits"), 0
         )
-        self._slots = 0
+        self._slots = self._failed_syncs = 0
 
     def __repr__(self) -> str:
         return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
@@ -170,13 +170,16 @@ class DiskStore:
               stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
         """Save what no other call is writing. Wait for what another writes, and return its places."""
         with self._lock:
-            answers = self._index.reserve([names[place] for place in places], tag, limit)
+            answers, failed_syncs = (
+                self._index.reserve([names[place] for place in places], tag, limit),
+                self._failed_syncs,
+            )
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
         for place, answer in zip(places, answers, strict=True):
             codes[place] = {index.HERE: OK, index.REFUSED: REFUSED}.get(answer, CANCELLED)
         try:
             self._transfer(self._slab.write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
-            self._finish(own, names, seals, codes)
+            self._finish(own, names, seals, codes, failed_syncs)
         except BaseException:
             with self._lock:
                 self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
@@ -187,7 +190,8 @@ class DiskStore:
             self._lock.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
         return pending
 
-    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes) -> None:
+    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
+                failed_syncs: int) -> None:  # fmt: skip
         """Make durable what was written, and give up what was not. The keys are still pending."""
         written = [place for place, _ in own if codes[place] == OK]
         with self._lock:
@@ -198,6 +202,9 @@ class DiskStore:
             return
         self._commits.wait()
         with self._lock:
+            # A sync that fails is not made up for by the next one: what was written before it may be lost for good.
+            if self._failed_syncs != failed_syncs:
+                raise OSError(errno.EIO, "a sync has failed since the blocks were written", self._path)
             self._index.complete([names[place] for place in written])
             self._lock.notify_all()
 
@@ -268,11 +275,14 @@ class DiskStore:
             pages = self._table.take(everything)
         if not pages:
             return
+        synced = False
         try:
             self._slab.sync()
+            synced = True
             self._database.write(pages)
         except BaseException:
             with self._lock:
+                self._failed_syncs += not synced
                 self._table.give_back(pages)
             raise
         self._counts["commits"] += 1
