@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.stores.crash import proof
-from tests.stores.crash.log import ROOT, Missing
+from tests.stores.crash.log import Missing
 
 FAST = Path("/dev/shm")
 """Where crash states are built, if it is there: nothing is lost if this is in memory."""
@@ -47,9 +45,7 @@ def states(count: int, recoveries: int, seed: int) -> int:
 def kills(count: int, seed: int) -> int:
     """Kill so many processes. The failures."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.stores.crash.kills", f"{folder}/store", str(count), str(seed)]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(done.stdout)
+        found = proof.killed(Path(folder) / "store", count, seed)
     moments = ", ".join(f"{number} while {name}" for name, number in sorted(found["moments"].items()))
     wrong = found["wrong"]
     print(f"{found['kills']} kills: {moments}; {found['checked']} promised blocks checked, {len(wrong)} failures")

@@ -1,7 +1,7 @@
 """Real kills: processes save without end and are killed at any moment; the next one finds all that was acknowledged.
 
-``python -m tests.stores.crash.kills FOLDER COUNT SEED`` prints what came of it, as JSON. It forks, so it is a process
-of its own that has no threads. Its children tell through a pipe what they begin and what was acknowledged.
+``python -m tests.stores.crash.kills FOLDER COUNT SEED [BREAKAGE]`` prints what came of it, as JSON. It forks, so it
+is a process of its own that has no threads. Its children tell through a pipe what they begin and what was acknowledged.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvpool.stores import ABSENT, DAMAGED, OK
+from tests.stores.crash.breakages import BREAKAGES
 from tests.stores.crash.session import ROWS, Session, disk_store
 
 CAPACITY = 64
@@ -157,6 +158,7 @@ def one_life(folder: Path, ledger: Ledger, moment: str, rng: random.Random) -> N
 
 def main(arguments: list[str]) -> None:
     folder, count, seed = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    BREAKAGES[arguments[3] if len(arguments) > 3 else ""]()
     rng, ledger = random.Random(seed), Ledger()
     for number in range(count):
         one_life(folder, ledger, MOMENTS[number % len(MOMENTS)], rng)

@@ -91,15 +91,16 @@ def recorder() -> Path:
 def record(
     programs: Iterable[Sequence[str]], folder: Path, log: Path, pause_us: int = 0, skip: str = ""
 ) -> list[Record]:
-    """Run Python programs (module and arguments) one after the other, and record what they do to the folder. One that
-    kills itself is no error. ``skip``: syncs of files whose names end so do nothing."""
+    """Run Python programs, each given as arguments of the interpreter, one after the other, and record what they do to
+    the folder. One that kills itself is no error. ``skip``: syncs of files whose names end so do nothing. Raises
+    Missing."""
     library = recorder()
     added = {"LD_PRELOAD": str(library), "CRASH_FOLDER": str(folder), "CRASH_LOG": str(log), "CRASH_SKIP": skip}
     environment: Mapping[str, str] = os.environ | added | {"CRASH_PAUSE_US": str(pause_us)}
     for program in programs:
-        command = [sys.executable, "-m", *program]
+        command = [sys.executable, *program]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode in (0, -9), f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        assert done.returncode in (0, -9), f"{program} ended with {done.returncode}:\n{done.stderr}"
     records = read(log) if log.exists() else []
     if not any(entry.kind == Kind.WRITE for entry in records):
         raise Missing("nothing was recorded: this Python or its SQLite makes system calls without the C library")

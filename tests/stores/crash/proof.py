@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.stores.crash.check import Checker
-from tests.stores.crash.log import Missing, Record, record
+from tests.stores.crash.log import ROOT, Missing, Record, record
 from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State
 from tests.stores.crash.promises import Promises
 from tests.stores.crash.session import ROWS
 from tests.stores.lab import memory
 
-WORKLOAD = "tests.stores.crash.workload"
+WORKLOAD = "-m", "tests.stores.crash.workload"
 PAUSE_US = 300
 
 
@@ -55,8 +59,8 @@ def recorded(folder: Path, seed: int, skip: str = "", breakage: str = "") -> Rec
     """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``: as in ``workload``."""
     root = folder.resolve() / "recorded"
     root.mkdir(mode=0o700)
-    parts = [(WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in ("first", "second")]
-    return _explained(Recording(root, record(parts, root, folder / "log", PAUSE_US, skip)))
+    parts = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in ("first", "second")]
+    return explained(Recording(root, record(parts, root, folder / "log", PAUSE_US, skip)))
 
 
 def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
@@ -67,11 +71,11 @@ def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
     copy = Folder(root)
     copy.become(disk.state(Fate.drawn(rng), rng))
     there, promised = copy.there(), frozenset(recording.promises().at(point))
-    records = record([(WORKLOAD, str(root / "store"), "recovery", str(seed))], root, folder / "log", PAUSE_US)
-    return _explained(Recording(root, records, there, promised))
+    records = record([(*WORKLOAD, str(root / "store"), "recovery", str(seed))], root, folder / "log", PAUSE_US)
+    return explained(Recording(root, records, there, promised))
 
 
-def _explained(recording: Recording) -> Recording:
+def explained(recording: Recording) -> Recording:
     """Raises Missing if the log does not lead to what is in the folder, files aside that are mapped."""
     disk = recording.disk()
     disk.apply(recording.records)
@@ -141,3 +145,11 @@ def whole(recording: Recording, point: int) -> State:
     disk = recording.disk()
     disk.apply(recording.records[:point])
     return disk.state(ALL, random.Random(0))
+
+
+def killed(folder: Path, count: int, seed: int, breakage: str = "") -> dict[str, Any]:
+    """Kill so many processes over a store. What ``kills`` prints."""
+    command = [sys.executable, "-m", "tests.stores.crash.kills", str(folder), str(count), str(seed), breakage]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

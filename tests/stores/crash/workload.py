@@ -1,9 +1,9 @@
 """What is recorded: a program that saves, loads and forgets blocks in every way that changes files.
-``python -m tests.stores.crash.workload FOLDER PART SEED``
+``python -m tests.stores.crash.workload FOLDER PART SEED [BREAKAGE]``
 
 Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, closes and opens
 again, and is killed in mid-work. "second" opens what that one left, and acknowledges blocks that are there already.
-"recovery" does only this, over a folder as a crash has left it.
+"recovery" does only this, over a folder as a crash has left it. A breakage is one of ``breakages``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.stores import OK
+from tests.stores.crash.breakages import BREAKAGES
 from tests.stores.crash.session import CAPACITY, Session, disk_store
 
 RECORDER = ctypes.CDLL(None)
@@ -149,4 +150,5 @@ def recovery(folder: Path, rng: random.Random) -> None:
 
 if __name__ == "__main__":
     PARTS = {"first": first_part, "second": second_part, "recovery": recovery}
+    BREAKAGES[sys.argv[4] if len(sys.argv) > 4 else ""]()
     PARTS[sys.argv[2]](Path(sys.argv[1]), random.Random(int(sys.argv[3])))
