@@ -59,6 +59,7 @@ class Database:
             )
             self._connection.execute("CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, content BLOB)")
             self.header = self._header()
+            self._pages = [Page(*row) for row in self._connection.execute("SELECT number, content FROM pages")]
             self._folder.sync()
         except BaseException:
             self._connection.close()
@@ -85,12 +86,9 @@ class Database:
             raise self._error(error) from error
 
     def pages(self) -> list[Page]:
-        """All pages, in any order, and of any content. Raises OSError."""
-        try:
-            found = self._connection.execute("SELECT number, content FROM pages").fetchall()
-        except sqlite3.Error as error:
-            raise self._error(error) from error
-        return [Page(*row) for row in found]
+        """All pages that it had when it was opened, in any order, and of any content. They are given once."""
+        found, self._pages = self._pages, []
+        return found
 
     def begin(self, header: Header, dropped: Iterable[int]) -> None:
         """Write the header, and drop pages, durably. Raises OSError."""

@@ -29,6 +29,7 @@ class Folder:
         self.path, made = path, False
         try:
             os.mkdir(path, 0o700)
+            os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
             made = True
         except FileExistsError:
             pass
@@ -36,7 +37,6 @@ class Folder:
         self._lock_fd, self._entry = -1, (0, 0, 0)
         try:
             if made:
-                os.fchmod(self._fd, 0o700)
                 _sync_path(os.path.dirname(os.path.abspath(path)))
             check_private(path, os.fstat(self._fd))
             self._lock()

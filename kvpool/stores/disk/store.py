@@ -57,7 +57,7 @@ class DiskStore:
     name = "disk"
 
     def __init__(
-        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 8,
+        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
         system: System | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
@@ -94,6 +94,8 @@ class DiskStore:
             slab = Slab(folder, self._slots, space.memory, self._system)
             undo.append(slab.close)
             check = hashlib.blake2b(b"kvpool disk store", key=secret, digest_size=16).digest()
+            # Bytes without rows are lost: nobody knows whose they are.
+            self._counts["damaged_files"] += database.header is None and not database.damaged and slab.had > 0
             header = Header(VERSION, space.block_bytes, self._slots, check)
             self._read(database, header, slab.had, space.fingerprint)
             folder.sync()
