@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from kvpool.stores.disk.commits import GroupCommit
@@ -20,23 +21,24 @@ def row_first() -> None:
     def commit_and_write(database: Database, pages: Any) -> None:
         commit(database, pages)
         for slab, slots, rows in late:
-            write(slab, slots, rows)
-            slab.sync()
+            with suppress(OSError):  # The slab was closed meanwhile.
+                write(slab, slots, rows)
+                slab.sync()
         late[:], later[:] = later, []
 
-    Slab.write, Database.write = write_later, commit_and_write  # type: ignore[method-assign]
+    Slab.write, Database.write = write_later, commit_and_write  # type: ignore
 
 
 def acknowledged_first() -> None:
-    """A save does not wait for its commit, which comes later."""
+    """Most saves do not wait for their commit, which comes with that of a later one."""
     wait, count = GroupCommit.wait, [0]
 
     def sometimes(commits: GroupCommit) -> None:
         count[0] += 1
-        if count[0] % 3 == 0:
+        if count[0] % 20 == 0:
             wait(commits)
 
-    GroupCommit.wait = sometimes  # type: ignore[method-assign]
+    GroupCommit.wait = sometimes  # type: ignore
 
 
 BREAKAGES = {"row first": row_first, "acknowledged first": acknowledged_first, "": lambda: None}
