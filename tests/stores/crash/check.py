@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from kvpool.stores import ABSENT, DAMAGED, OK
-from kvpool.stores.base import Bytes, Store
-from tests.stores.crash.session import ROWS, Session, disk_store
+from kvpool.stores.base import Bytes
+from tests.stores.crash.session import GROWN, ROWS, Session, disk_store
 
 FRESH = range(1_000_000, 1_000_003)
 """Numbers of blocks that no recorded program has saved."""
@@ -17,8 +17,8 @@ FRESH = range(1_000_000, 1_000_003)
 class Checker:
     """Checks folders, one at a time. ``numbers``: all blocks that may ever have been saved."""
 
-    def __init__(self, numbers: Collection[int], rows: Bytes, make: Callable[[Path], Store] = disk_store) -> None:
-        self._numbers, self._rows, self._make = sorted(numbers), rows, make
+    def __init__(self, numbers: Collection[int], rows: Bytes) -> None:
+        self._numbers, self._rows = sorted(numbers), rows
         self.loaded = self.damaged = 0
 
     def wrong(self, folder: Path, promised: set[int], rng: random.Random) -> list[str]:
@@ -28,7 +28,7 @@ class Checker:
         acknowledged as if nothing had happened: it loads, also if the crash has left its row without its bytes.
         """
         try:
-            session = Session(self._make(folder), self._rows)
+            session = Session(disk_store(folder, GROWN), self._rows)
         except Exception as error:
             return [f"opening failed: {type(error).__name__}: {error}"]
         with session:
@@ -40,7 +40,7 @@ class Checker:
         """What is wrong with the store in this folder, if somebody has changed its files: then blocks may be lost, also
         those that a damaged row says are there."""
         try:
-            session = Session(self._make(folder), self._rows)
+            session = Session(disk_store(folder, GROWN), self._rows)
         except Exception as error:
             return [f"opening failed: {type(error).__name__}: {error}"]
         with session:

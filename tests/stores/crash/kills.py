@@ -29,7 +29,8 @@ OWN = 6
 LIMIT = 8
 LIMITED = 1 << 20
 """Numbers from here on are of a namespace with a limit, and may be dropped at any time."""
-MOMENTS = "opening", "checking", "saving", "closing", "any"
+DELAYS = {"saving": 0.02, "opening": 0.004, "closing": 0.002, "any": 0.1, "checking": 0.004}
+"""When a child is killed: up to so many seconds after it said so, or, for "any", after its beginning."""
 
 
 class Life:
@@ -132,7 +133,7 @@ def one_life(folder: Path, ledger: Ledger, moment: str, rng: random.Random) -> N
             os.write(into, f"wrong: the child ended by itself, {text[:2000]}\n".encode())
         os._exit(1)
     os.close(into)
-    wait = rng.uniform(0.0, 0.1 if moment == "any" else 0.004)
+    wait = rng.uniform(0.0, DELAYS[moment])
     kill_at = time.monotonic() + (wait if moment == "any" else 20.0)
     rest, alive = b"", True
     while True:
@@ -160,8 +161,9 @@ def main(arguments: list[str]) -> None:
     folder, count, seed = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     BREAKAGES[arguments[3] if len(arguments) > 3 else ""]()
     rng, ledger = random.Random(seed), Ledger()
+    moments = [*DELAYS]
     for number in range(count):
-        one_life(folder, ledger, MOMENTS[number % len(MOMENTS)], rng)
+        one_life(folder, ledger, moments[number % len(moments)], rng)
     with Session(disk_store(folder, CAPACITY)) as session:
         codes, wrong = session.load(list(ledger.promised))
         if wrong or set(codes) - {OK}:

@@ -14,7 +14,8 @@ from kvpool.stores.base import Bytes, Store
 from kvpool.stores.jobs import Job
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, memory, names
 
-CAPACITY = 16
+CAPACITY, GROWN = 16, 24
+"""in blocks; a store is opened with more than before once"""
 ROWS = 96
 KNOWN = functools.cache(content)
 Make = Callable[[Path], Store]

@@ -2,8 +2,9 @@
 ``python -m tests.stores.crash.workload FOLDER PART SEED [BREAKAGE]``
 
 Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, closes and opens
-again, and is killed in mid-work. "second" opens what that one left, and acknowledges blocks that are there already.
-"recovery" does only this, over a folder as a crash has left it. A breakage is one of ``breakages``.
+again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges blocks
+that are there already. "recovery" does only this, over a folder as a crash has left it. A breakage is one of
+``breakages``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from kvpool.stores import OK
 from tests.stores.crash.breakages import BREAKAGES
-from tests.stores.crash.session import CAPACITY, Session, disk_store
+from tests.stores.crash.session import CAPACITY, GROWN, Session, disk_store
 
 RECORDER = ctypes.CDLL(None)
 THREADS = 3
@@ -129,7 +130,7 @@ def first_part(folder: Path, rng: random.Random) -> None:
 
 
 def second_part(folder: Path, rng: random.Random) -> None:
-    with Session(disk_store(folder)) as session:
+    with Session(disk_store(folder, GROWN)) as session:
         marked = Marked(session)
         marked.seen.update(range(500))
         there = marked.look(evicted=False)
@@ -141,7 +142,7 @@ def second_part(folder: Path, rng: random.Random) -> None:
 
 
 def recovery(folder: Path, rng: random.Random) -> None:
-    with Session(disk_store(folder)) as session:
+    with Session(disk_store(folder, GROWN)) as session:
         marked = Marked(session)
         marked.seen.update(range(700))
         marked.save(marked.look(evicted=False))
