@@ -48,8 +48,6 @@ class Index:
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
         self._doubtful = entries["used"] != 0
-        free = np.flatnonzero(entries["used"] == 0)
-        self._free: list[int] = free[::-1].tolist()
         self._free: list[int] = np.flatnonzero(entries["used"] == 0)[::-1].tolist()
 
     def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:

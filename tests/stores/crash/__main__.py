@@ -13,28 +13,22 @@ from pathlib import Path
 from tests.stores.crash import proof
 from tests.stores.crash.log import Missing
 
-FAST = Path("/dev/shm")
-"""Where crash states are built, if it is there: nothing is lost if this is in memory."""
-
 
 def states(count: int, recoveries: int, seed: int) -> int:
     """Record once, replay into so many crash states, and into some of the recoveries from them. The failures."""
-    fast = FAST if FAST.is_dir() else None
-    with tempfile.TemporaryDirectory() as slow, tempfile.TemporaryDirectory(dir=fast) as built:
+    with tempfile.TemporaryDirectory() as slow, proof.in_memory() as built:
         began, work, results = time.monotonic(), Path(slow), []
         recording = proof.recorded(work, seed)
         print(f"{len(recording.records)} records in the log, {len(recording.promises().acknowledged)} acknowledgements")
         if count:
-            results.append(("from the log", proof.replayed(recording, count, seed, Path(built) / "root")))
-            results.append(
-                ("with files of another moment", proof.rolled_back(recording, 20, seed, Path(built) / "old"))
-            )
+            results.append(("from the log", proof.replayed(recording, count, seed, built / "root")))
+            results.append(("with files of another moment", proof.rolled_back(recording, 20, seed, built / "old")))
         for number in range(recoveries):
             folder = work / f"recovery-{number}"
             folder.mkdir()
             again = proof.recovered(recording, folder, seed + number)
             name = f"from recovery {number}"
-            results.append((name, proof.replayed(again, 100, seed + number, Path(built) / f"recovery-{number}")))
+            results.append((name, proof.replayed(again, 100, seed + number, built / f"recovery-{number}")))
         for name, result in results:
             print(f"{name}: {result}")
             print("".join(f"  {failure}\n" for failure in result.failures), end="")

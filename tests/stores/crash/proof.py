@@ -6,7 +6,9 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,14 @@ from tests.stores.lab import memory
 
 WORKLOAD = "-m", "tests.stores.crash.workload"
 PAUSE_US = 300
+FAST = Path("/dev/shm")
+
+
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A temporary folder for crash states, in memory where the system has that: they need not last."""
+    with tempfile.TemporaryDirectory(dir=FAST if FAST.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 @dataclass
