@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
@@ -327,3 +328,41 @@ def test_a_block_that_is_absent_costs_no_read(tmp_path: Path, faulty: Faulty) ->
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
         job = queue.load(np.zeros((3, 32), np.uint8), np.arange(3))
         assert job.wait(60) and job.codes.tolist() == [ABSENT] * 3 and "preadv" not in faulty.count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path, faulty: Faulty, seed: int) -> None:
+    """Saves, loads and forgets of the same 40 keys on 12 slots, while one write and one commit of ten fail."""
+    print("seed", seed)
+    chance = random.Random(seed)
+
+    def sometimes() -> None:
+        if chance.random() < 0.1:
+            raise OSError(5, "I/O error")
+
+    with open_queue(store_of(tmp_path, 12, faulty), piece_bytes=3 * BLOCK_BYTES, report=False) as queue:
+        faulty.before.update(pwritev=sometimes, fdatasync=sometimes)
+        fill(queue.memory, 40)
+        jobs, tags = [], [queue.secret.tag(name) for name in (b"a", b"b")]
+        for _ in range(400):
+            numbers = chance.sample(range(40), chance.choice([1, 4, 8]))
+            keys = queue.secret.opaque([b"block %d" % number for number in numbers])
+            kind = chance.choice(["save", "save", "load", "forget"])
+            if kind == "save":
+                limit = chance.choice([3, 1 << 40])
+                jobs.append(queue.save(keys, np.array(numbers), tag=chance.choice(tags), limit=limit))
+            elif kind == "load":
+                # Loads share rows: their seals are compared, and what another has overwritten is damaged.
+                jobs.append(queue.load(keys[:1], np.array([40 + chance.randrange(24)])))
+            else:
+                jobs.append(queue.forget(keys[:1]))
+        assert all(job.wait(60, returned=True) for job in jobs)
+        faulty.before.clear()
+        assert queue.stats().store["blocks"] == len(here(queue, 40)) <= 12
+        load(queue, *here(queue, 40))
+        assert queue.stats().store["io_errors"]
+    with open_queue(store_of(tmp_path, 12)) as queue:
+        load(queue, *here(queue, 40))
+        saved(queue, 12, first=100)
+        assert here(queue, 12, 100) == list(range(100, 112)), "no slot is lost"
+        assert queue.stats().store["blocks"] == 12
