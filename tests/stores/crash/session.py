@@ -14,9 +14,9 @@ from kvpool.stores.base import Bytes, Store
 from kvpool.stores.jobs import Job
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, memory, names
 
-CAPACITY, GROWN = 16, 24
-"""in blocks; a store is opened with more than before once"""
-ROWS = 96
+CAPACITY, GROWN = 60, 100
+"""In blocks. A store is opened with more than before once. Its table has two pages, and then three."""
+ROWS = 128
 KNOWN = functools.cache(content)
 Make = Callable[[Path], Store]
 
