@@ -26,6 +26,9 @@ class _Pending(NamedTuple):
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
+    An entry that was there at the opening is *doubtful*: its slot may have got other bytes right before a crash. It is
+    not acknowledged again until its bytes were compared.
+
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
     have the lowest priority. A block that is read is no victim.
@@ -44,6 +47,7 @@ class Index:
         own = entries["model"][taken] == np.void(model)
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
+        self._doubtful = entries["used"] != 0
         self._free: list[int] = np.flatnonzero(entries["used"] == 0)[::-1].tolist()
 
     def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:
@@ -91,6 +95,24 @@ class Index:
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
+
+    def doubtful(self, keys: list[bytes]) -> list[int]:
+        """The slots of those keys that are doubtful, -1 for others. They stay as they are until ``settle``."""
+        if not self._doubtful.any():
+            return [-1] * len(keys)
+        found = (self._here.get(key, -1) for key in keys)
+        slots = [slot if slot >= 0 and self._doubtful[slot] else -1 for slot in found]
+        self._pins.update(slot for slot in slots if slot >= 0)
+        return slots
+
+    def settle(self, keys: list[bytes], slots: list[int], right: Collection[int]) -> None:
+        """What ``doubtful`` gave was compared: entries of slots in ``right`` are right, and others are dropped."""
+        for key, slot in zip(keys, slots, strict=True):
+            if slot in right:
+                self._doubtful[slot] = False
+            elif slot >= 0 and self._here.get(key) == slot:
+                self._drop(self._here, key)
+        self.unpin(slots)
 
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
@@ -169,6 +191,7 @@ class Index:
         if not self._free:
             return REFUSED
         slot = self._free.pop()
+        self._doubtful[slot] = False
         self._pending[key] = _Pending(slot, tag)
         if members is not None:
             members[key] = None
