@@ -1,4 +1,4 @@
-"""Mutations of DiskStore: what is durable before a save is told, whose slot may be written, who may use a folder."""
+"""Mutations of DiskStore: when a save is told, whose slot may be written, what is evicted, who may use a folder."""
 
 from __future__ import annotations
 
@@ -19,28 +19,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "rows_are_durable_before_their_bytes",
-        "stores/disk/store.py",
-        "            self._slab.sync()\n",
-        "",
-        "After a power failure blocks that an engine was told of are damaged.",
-        (f"{DAMAGE}test_a_crash_while_a_slot_gets_other_bytes[fdatasync]",),
-    ),
-    Mutation(
         "a_sync_makes_up_for_one_that_failed",
         "stores/disk/store.py",
         "if self._failed_syncs != failed_syncs:",
         "if False:",
         "A block that an engine was told of is gone after a power failure.",
         (f"{BLOCKS}test_a_sync_that_fails_is_not_made_up_for_by_the_next_one",),
-    ),
-    Mutation(
-        "a_commit_begins_before_all_who_share_it_have_come",
-        "stores/disk/commits.py",
-        "            if not batch.done:\n                self._running, self._next = True, _Batch()",
-        "            if not batch.done:\n                self._running = True",
-        "A save is told that has come after its commit had begun.",
-        (f"{BLOCKS}test_saves_that_wait_share_one_commit",),
     ),
     Mutation(
         "pages_of_a_failed_commit_are_forgotten",
@@ -53,8 +37,8 @@ MUTATIONS = (
     Mutation(
         "a_block_that_is_read_can_be_evicted",
         "stores/disk/index.py",
-        "        self._pins.update(slot for slot in slots if slot >= 0)\n",
-        "        self._pins.update(())\n",
+        "slots = [self._here.get(key, -1) for key in keys]\n        self._pins.update(slot for slot in slots if slot >= 0)",
+        "slots = [self._here.get(key, -1) for key in keys]\n        self._pins.update(slot for slot in slots if slot > 99)",
         "A load gets bytes of another block, and the block counts as damaged.",
         (f"{BLOCKS}test_a_block_that_is_read_is_not_overwritten",),
     ),

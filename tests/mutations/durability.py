@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation(
         "a_folder_that_is_not_durable",
         "stores/disk/folder.py",
-        "                _sync_path(os.path.dirname(os.path.abspath(path)))\n",
-        "                pass\n",
+        "            _sync_path(os.path.dirname(os.path.abspath(path)))\n",
+        "            pass\n",
         "Power fails soon after the first opening, and the whole store is gone.",
         _STATES,
     ),
