@@ -37,8 +37,8 @@ MUTATIONS = (
     Mutation(
         "a_block_that_is_read_can_be_evicted",
         "stores/disk/index.py",
-        "slots = [self._here.get(key, -1) for key in keys]\n        self._pins.update(slot for slot in slots if slot >= 0)",
-        "slots = [self._here.get(key, -1) for key in keys]\n        self._pins.update(slot for slot in slots if slot > 99)",
+        " for key in keys]\n        self._pins.update(slot for slot in slots if slot >= 0)",
+        " for key in keys]\n        self._pins.update(())",
         "A load gets bytes of another block, and the block counts as damaged.",
         (f"{BLOCKS}test_a_block_that_is_read_is_not_overwritten",),
     ),

@@ -193,11 +193,25 @@ def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(tmp
         assert job.wait(60, returned=True) and job.ok == 1 and np.array_equal(queue.memory[1], content(0))
 
 
+def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
+    """A save of what is there costs no read after the store was closed."""
+    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
+        saved(queue, 2)
+        crash(tmp_path / "store", tmp_path / "left")
+    for name, reads in (("store", 0), ("left", 2)):
+        faulty = Faulty()
+        with open_queue(DiskStore(tmp_path / name, system=faulty.system)) as queue:
+            saved(queue, 2)
+            saved(queue, 2)
+            assert faulty.count.get("preadv", 0) == reads and "pwritev" not in faulty.count
+
+
 def test_a_slot_that_cannot_be_read_is_written_anew(tmp_path: Path) -> None:
     with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
         saved(queue, 2)
+        left = crash(tmp_path / "store", tmp_path / "left")
     faulty = Faulty()
-    with open_queue(DiskStore(tmp_path / "store", system=faulty.system)) as queue:
+    with open_queue(DiskStore(left, system=faulty.system)) as queue:
         faulty.before["preadv"] = raising(OSError(errno.EIO, "I/O error"))
         keys = saved(queue, 2)
         del faulty.before["preadv"]

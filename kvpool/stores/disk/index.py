@@ -26,15 +26,15 @@ class _Pending(NamedTuple):
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
-    An entry that was there at the opening is *doubtful*: its slot may have got other bytes right before a crash. It is
-    not acknowledged again until its bytes were compared.
+    After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
+    right before. A save of it is not acknowledged until its bytes were compared.
 
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
     have the lowest priority. A block that is read is no victim.
     """
 
-    def __init__(self, table: Table, model: bytes) -> None:
+    def __init__(self, table: Table, model: bytes, in_doubt: bool) -> None:
         self._table, self._model = table, model
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()
@@ -47,7 +47,7 @@ class Index:
         own = entries["model"][taken] == np.void(model)
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
-        self._doubtful = entries["used"] != 0
+        self._doubtful = (entries["used"] != 0) & in_doubt
         self._free: list[int] = np.flatnonzero(entries["used"] == 0)[::-1].tolist()
 
     def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:

@@ -46,8 +46,8 @@ class DiskStore:
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that. So the first save of a block that was there at the opening reads it, and writes it again if it
-    has other bytes.
+    its seal finds that. So after a crash the first save of a block that was there at the opening reads it, and writes
+    it again if it has other bytes.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
@@ -97,7 +97,7 @@ class DiskStore:
             check = hashlib.blake2b(b"kvpool disk store", key=secret, digest_size=16).digest()
             # Bytes without rows are lost: nobody knows whose they are.
             self._counts["damaged_files"] += database.header is None and not database.damaged and slab.had > 0
-            header = Header(VERSION, space.block_bytes, self._slots, check)
+            header = Header(VERSION, space.block_bytes, self._slots, check, closed=0)
             self._read(database, header, slab.had, space.fingerprint)
             folder.sync()
         except BaseException:
@@ -131,8 +131,9 @@ class DiskStore:
         table, dropped = Table(self._slots), PER_PAGE * len(wrong)
         table.fill(right)
         dropped += table.check(min(had, self._slots))
+        in_doubt = database.header is not None and not database.header.closed
         database.begin(header, [number for number, _ in wrong])
-        self._table, self._index = table, Index(table, model)
+        self._table, self._index = table, Index(table, model, in_doubt)
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
 
@@ -252,7 +253,7 @@ class DiskStore:
             opened, self._opened = self._opened, False
         if not opened:
             return
-        for end in (lambda: self._write(everything=True), self._database.close):
+        for end in (self._write_all, self._database.close):
             try:
                 end()
             except OSError:  # What was promised is durable already.
@@ -309,6 +310,13 @@ class DiskStore:
                 self._table.give_back(pages)
             raise
         self._counts["commits"] += 1
+
+    def _write_all(self) -> None:
+        """Leave the store as one whose rows name the bytes that are there."""
+        self._write(everything=True)
+        header = self._database.header
+        if header is not None:
+            self._database.begin(header._replace(closed=1))
 
     def _count_error(self) -> None:
         with self._lock:
