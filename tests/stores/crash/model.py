@@ -104,7 +104,7 @@ class Disk:
             file = File(folder=content is None, data=bytearray(content or b""))
             parent, name = self._place(f"{folder}/{path}")
             parent.names[name] = self._files[number] = file
-        self._calls: dict[int, tuple[File, Record, list[Change]]] = {}
+        self._calls: dict[int, tuple[Record, dict[File, list[Change]]]] = {}
         self.point = 0
 
     def apply(self, records: Iterable[Record]) -> None:
@@ -122,13 +122,13 @@ class Disk:
         elif kind in (Kind.WRITE, Kind.TRUNCATE, Kind.ALLOCATE):
             file, change = self._file(record.file), Change(record)
             file.pending.append((change, None))
-            self._calls[record.call] = file, record, [change]
+            self._calls[record.call] = record, {file: [change]}
         elif kind == Kind.MAP:
             self._file(record.file).mapped = True
         elif kind in (Kind.SYNC, Kind.SYNC_ALL):
-            everywhere = [self._root, *self._files.values()]
-            for file in everywhere if kind == Kind.SYNC_ALL else [self._file(record.file)]:
-                self._calls[record.call] = file, record, [change for change, _ in file.pending if change.ended]
+            files = [self._root, *self._files.values()] if kind == Kind.SYNC_ALL else [self._file(record.file)]
+            covered = {file: [change for change, _ in file.pending if change.ended] for file in files}
+            self._calls[record.call] = record, covered
         elif kind == Kind.END:
             self._end(record)
 
@@ -136,12 +136,12 @@ class Disk:
         return self._files.get(number, self._root)
 
     def _end(self, record: Record) -> None:
-        file, begun, changes = self._calls.pop(record.call)
+        begun, covered = self._calls.pop(record.call)
         if begun.kind in (Kind.SYNC, Kind.SYNC_ALL):
-            if record.length == 0:
+            for file, changes in covered.items() if record.length == 0 else ():
                 self._keep(file, changes)
             return
-        (change,) = changes
+        ((file, (change,)),) = covered.items()
         if record.length < 0:
             file.pending = [entry for entry in file.pending if entry[0] is not change]
             return
@@ -149,7 +149,7 @@ class Disk:
             raise Unsupported(f"a write of {begun.length} bytes that wrote {record.length}")
         change.ended = True
         if begun.kind == Kind.WRITE and begun.flags:
-            self._keep(file, changes)
+            self._keep(file, [change])
 
     def _keep(self, file: File, changes: list[Change]) -> None:
         """These changes are durable from now on."""

@@ -114,6 +114,7 @@ def points(recording: Recording, promises: Promises, states: int, rng: random.Ra
 def replayed(recording: Recording, states: int, seed: int, folder: Path, stop_after: int = 20) -> Result:
     """Build crash states in this folder and check them, until so many have failed."""
     rng, promises, result = random.Random(seed), recording.promises(), Result()
+    result.failures += promises.lost
     checker, disk, copy = Checker(promises.numbers, memory(ROWS)), recording.disk(), Folder(folder)
     for point, fate in points(recording, promises, states, rng):
         disk.apply(recording.records[disk.point : point])

@@ -405,6 +405,18 @@ int fsync(int fd) { return sync_in(fd, SYS_fsync); }
 int fdatasync(int fd) { return sync_in(fd, SYS_fdatasync); }
 int syncfs(int fd) { return sync_in(fd, SYS_syncfs); }
 
+void sync(void) {
+    if (!recording()) {
+        syscall(SYS_sync);
+        return;
+    }
+    pthread_rwlock_rdlock(&under_way);
+    uint64_t call = append_alone((struct record){.kind = SYNC_ALL}, NULL, NULL);
+    syscall(SYS_sync);
+    end(call, 0);
+    pthread_rwlock_unlock(&under_way);
+}
+
 // sync_file_range() makes nothing durable: it is not recorded.
 
 // -- what is not known to the replay ------------------------------------------------------------------
