@@ -65,12 +65,15 @@ class Recording:
         return Promises(self.records, self.promised)
 
 
-def recorded(folder: Path, seed: int, skip: str = "", breakage: str = "") -> Recording:
-    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``: as in ``workload``."""
+def recorded(
+    folder: Path, seed: int, skip: str = "", breakage: str = "", parts: Sequence[str] = ("first", "second")
+) -> Recording:
+    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``, ``parts``: as in
+    ``workload``."""
     root = folder.resolve() / "recorded"
     root.mkdir(mode=0o700)
-    parts = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in ("first", "second")]
-    return explained(Recording(root, record(parts, root, folder / "log", PAUSE_US, skip)))
+    programs = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in parts]
+    return explained(Recording(root, record(programs, root, folder / "log", PAUSE_US, skip)))
 
 
 def recovered(recording: Recording, folder: Path, seed: int) -> Recording:

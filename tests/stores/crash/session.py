@@ -63,9 +63,9 @@ class Session:
         codes = _codes(self.queue.find(self.keys(numbers)))
         return [number for number, code in zip(numbers, codes, strict=True) if code == OK]
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        codes = _codes(self.queue.forget(self.keys(numbers)))
-        assert set(codes) <= {OK}, codes
+    def forget(self, numbers: Sequence[int]) -> list[int]:
+        """The codes."""
+        return _codes(self.queue.forget(self.keys(numbers)))
 
     def evicted(self) -> bool:
         """Whether the store has evicted any block since the last call."""

@@ -87,6 +87,16 @@ def test_a_sync_that_fails_covers_nothing(calls: Calls) -> None:
     assert calls.left() == {"file": b""}
 
 
+def test_a_sync_that_has_failed_is_not_made_up_for_by_the_next(calls: Calls) -> None:
+    calls.write(FILE, b"lost")
+    calls.end(calls.begin(Kind.SYNC, FILE), -1)
+    calls.sync(FILE)
+    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": b"lost"})
+    calls.write(FILE, b"kep", 1)
+    calls.sync(FILE)
+    assert (calls.left(), calls.left(ALL)) == ({"file": b"\0kep"}, {"file": b"lkep"})
+
+
 def test_a_write_that_fails_changes_nothing(calls: Calls) -> None:
     calls.end(calls.begin(Kind.WRITE, FILE, b"new"), -1)
     assert calls.left(ALL) == {"file": b""}
