@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.stores.crash.check import Checker
-from tests.stores.crash.log import ROOT, Missing, Record, record
-from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State
+from tests.stores.crash.log import ROOT, Record, record
+from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State, Unsupported
 from tests.stores.crash.promises import Promises
 from tests.stores.crash.session import ROWS
 from tests.stores.lab import memory
@@ -89,14 +89,14 @@ def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
 
 
 def explained(recording: Recording) -> Recording:
-    """Raises Missing if the log does not lead to what is in the folder, files aside that are mapped."""
+    """Raises Unsupported if the log does not lead to what is in the folder, files aside that are mapped."""
     disk = recording.disk()
     disk.apply(recording.records)
     said = disk.state(ALL, random.Random(0))
     there = {path: content for _, path, content in Folder(recording.root).there()}
     differ = [path for path in sorted({*said, *there} - disk.mapped()) if said.get(path, 0) != there.get(path, 0)]
     if differ:
-        raise Missing(f"system calls were not recorded: the log does not lead to what is in {', '.join(differ)}")
+        raise Unsupported(f"system calls were not recorded: the log does not lead to what is in {', '.join(differ)}")
     return recording
 
 

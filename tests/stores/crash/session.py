@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,6 @@ CAPACITY, GROWN = 60, 100
 """In blocks. A store is opened with more than before once. Its table has two pages, and then three."""
 ROWS = 128
 KNOWN = functools.cache(content)
-Make = Callable[[Path], Store]
 
 
 def disk_store(path: Path, blocks: int = CAPACITY) -> Store:

@@ -298,7 +298,7 @@ def test_calls_that_pass_the_recorder_by_are_noticed(tmp_path: Path) -> None:
     past = "ctypes.CDLL(None).syscall(18, fd, b'unseen', 6, ctypes.c_long(400))"
     if os.uname().machine != "x86_64":
         pytest.skip("the number of the system call pwrite64 is that of x86-64")
-    with pytest.raises(Missing, match="made/file"):
+    with pytest.raises(Unsupported, match="made/file"):
         proof.explained(recorded(PROGRAM + past, tmp_path))
 
 
