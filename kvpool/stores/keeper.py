@@ -31,12 +31,12 @@ from kvpool.stores.lanes import Lane
 from kvpool.stores.ledger import Content, Ledger
 from kvpool.stores.loading import Loader, Prefetch
 from kvpool.stores.queue import StoreStats
-from kvpool.stores.saving import Namespace, OnCommit, OnEviction, Saver
+from kvpool.stores.saving import Namespace, OnCommit, OnEviction, OnReuse, Rule, Saver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SAVES = ("commit", "evict")
+SAVES = ("commit", "evict", "reuse")
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
 ROWS_PER_TURN = 1024
@@ -88,7 +88,8 @@ class Keeper:
         The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is ever
         found.
     save
-        "commit": each block is saved when the pool has it. "evict": before the host evicts it.
+        "commit": each block is saved when the pool has it. "evict": before the host evicts it. "reuse": when it has
+        been used twice.
     quotas
         Bytes that a namespace may have in each store: {(salt, adapter_id): bytes}. Others have no limit.
     deadline_ms
@@ -151,7 +152,12 @@ class Keeper:
         self._ledger = Ledger(pool.groups, pool.tokens_per_block, [lane.secret for lane in self._lanes], blocks + 4096)
         self._loader = Loader(pool, self._lanes, self._ledger, self._feed, promotions, clock)
         self._saver = Saver(pool, self._lanes, self._ledger, self._feed, limits, queued, self._deadline, clock)
-        self._rule = OnCommit(self._saver) if save == "commit" else OnEviction(self._saver, host_blocks, 2 * rows)
+        rules: dict[str, Callable[[], Rule]] = {
+            "commit": lambda: OnCommit(self._saver),
+            "evict": lambda: OnEviction(self._saver, host_blocks, rows),
+            "reuse": lambda: OnReuse(pool, self._saver),
+        }
+        self._rule = rules[save]()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = threading.Condition(self._lock)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvpool import ModelIdentity
@@ -44,6 +45,14 @@ def seed(of: Engine, kept: Keeper, prompts: Iterable[Sequence[int]], **names: An
     for prompt in prompts:
         of.seed(prompt, len(prompt), **names)
         assert kept.drain(60)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """Wait until something is so. It fails if that takes a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:
