@@ -242,7 +242,8 @@ class Keeper:
             wanted = self._turns + 2
             self._quiet = False
             os.eventfd_write(self._wake, 1)
-            return self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
+            self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
+            return self._quiet and self._turns >= wanted
 
     def stats(self) -> KeeperStats:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
@@ -312,10 +313,10 @@ class Keeper:
         busy = sum(lane.settle() for lane in self._lanes) > 0
         self._feed.poll()
         behind = self._apply()
-        with self._lock:
-            asked, self._asked = list(self._asked), deque()
-        for handle in asked:
-            self._loader.begin(handle)
+        asked = len(self._asked)
+        for _ in range(asked):
+            self._loader.begin(self._asked[0])
+            self._asked.popleft()
         self._loader.turn()
         self._rule.turn()
         more = self._saver.turn(BLOCKS_PER_TURN) or behind

@@ -145,7 +145,8 @@ class Loader:
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
         if first >= last:
             return self._end(handle, "cached")
-        chains = [[] if group.kind == "cross" else self._ledger.chain(prompt, group.index, last)
+        links = self._ledger.links(prompt, last)
+        chains = [[] if group.kind == "cross" else self._ledger.contents(links, group.index)
                   for group in self._pool.groups]  # fmt: skip
         fetch = _Fetch(handle, self._generation(), first, chains)
         self._fetches.append(fetch)
@@ -164,9 +165,8 @@ class Loader:
             now, last = self._clock(), lane is self._lanes[-1]
             # One store that hangs leaves time for those behind it.
             deadline = fetch.handle.deadline if last else now + (fetch.handle.deadline - now) / 2
-            keys = np.frombuffer(b"".join(one.keys[lane.index] for one in asked), np.uint8).reshape(-1, 32)
             try:
-                fetch.finding = lane.queue.find(keys, deadline=deadline)
+                fetch.finding = lane.queue.find(self._ledger.store_keys(asked, lane.index), deadline=deadline)
             except StoreBusy:
                 continue
             lane.follow(fetch.finding, partial(self._found, fetch, lane, asked))
@@ -178,7 +178,7 @@ class Loader:
         news: list[Content] = []
         for content, code in zip(asked, job.codes.tolist(), strict=True):
             if code == OK:
-                fetch.source[content.group][content.depth] = lane.index
+                fetch.source[content.group][content.link.depth] = lane.index
             if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK) and code == OK:
                 news.append(content)
         self.found_blocks += job.ok
@@ -259,7 +259,7 @@ class Loader:
         chosen: list[_Wanted] = []
         while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == lane.index:
             chosen.append(fetch.wanted.popleft())
-        keys = np.frombuffer(b"".join(one.content.keys[lane.index] for one in chosen), np.uint8).reshape(-1, 32)
+        keys = self._ledger.store_keys([one.content for one in chosen], lane.index)
         rows = lane.take(len(chosen))
         try:
             job = lane.queue.load(keys, rows, deadline=fetch.handle.deadline)

@@ -135,7 +135,7 @@ class Saver:
             bit = 1 << lane.index
             if (content.saved | content.saving) & bit:
                 continue
-            if self._quotas.get(_namespace(content.name), 1) < 1:
+            if self._quotas.get(_namespace(content.link.name), 1) < 1:
                 lane.drop("quota")
             elif len(line) >= self._most:
                 lane.drop("queue_full")
@@ -192,7 +192,7 @@ class Saver:
         most = max(1, min(lane.free_for_saves, CHUNK_BYTES // lane.queue.block_bytes))
         chosen: list[Content] = []
         for content in line.values():
-            alike = not chosen or (content.namespace, content.group) == (chosen[0].namespace, chosen[0].group)
+            alike = not chosen or (content.link.namespace, content.group) == (chosen[0].link.namespace, chosen[0].group)
             if not alike or len(chosen) == most:
                 break
             chosen.append(content)
@@ -201,8 +201,7 @@ class Saver:
         return chosen
 
     def _begin(self, lane: Lane, contents: list[Content], rows: npt.NDArray[np.int64]) -> None:
-        keys = np.frombuffer(b"".join(one.keys[lane.index] for one in contents), np.uint8).reshape(-1, 32)
-        namespace = _namespace(contents[0].name)
+        keys, namespace = self._ledger.store_keys(contents, lane.index), _namespace(contents[0].link.name)
         nbytes = self._quotas.get(namespace)
         limit = NO_LIMIT if nbytes is None else nbytes // lane.queue.block_bytes
         try:
@@ -231,7 +230,7 @@ class Saver:
                 if self._ledger.note(content, lane.index, True):
                     news.append(content)
             else:
-                limited = code == REFUSED and _namespace(content.name) in self._quotas
+                limited = code == REFUSED and _namespace(content.link.name) in self._quotas
                 lane.drop("quota" if limited else CODES[code])
         self._feed.tell(STORED, lane.index, news)
 
