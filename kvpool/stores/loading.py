@@ -175,14 +175,15 @@ class Loader:
 
     def _found(self, fetch: _Fetch, lane: Lane, asked: list[Content], job: Job) -> None:
         fetch.finding = None
-        news: list[Content] = []
+        news: dict[bool, list[Content]] = {True: [], False: []}
         for content, code in zip(asked, job.codes.tolist(), strict=True):
             if code == OK:
                 fetch.source[content.group][content.link.depth] = lane.index
-            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK) and code == OK:
-                news.append(content)
+            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK):
+                news[code == OK].append(content)
         self.found_blocks += job.ok
-        self._feed.tell(STORED, lane.index, news)
+        self._feed.tell(STORED, lane.index, news[True])
+        self._feed.tell(REMOVED, lane.index, news[False])
         if fetch in self._fetches:
             self._find(fetch, lane.index + 1)
 
