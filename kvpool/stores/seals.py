@@ -23,15 +23,15 @@ class Secret:
     one for each purpose.
     """
 
-    __slots__ = ("_identity", "_keys", "_roots", "_seals", "_tags")
+    __slots__ = ("_chains", "_identity", "_opaque", "_roots", "_seals", "_tags")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
         self._identity = bytes.fromhex(identity.fingerprint)
-        self._keys, self._roots, self._seals, self._tags = (
+        self._opaque, self._roots, self._chains, self._seals, self._tags = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
-            for purpose in (b"keys", b"roots", b"seals", b"tags")
+            for purpose in (b"opaque", b"roots", b"chains", b"seals", b"tags")
         )
 
     def __repr__(self) -> str:
@@ -46,7 +46,9 @@ class Secret:
 
     def opaque(self, keys: Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
-        found = [hashlib.blake2b(self._identity + key, key=self._keys, digest_size=KEY_BYTES).digest() for key in keys]
+        found = [
+            hashlib.blake2b(self._identity + key, key=self._opaque, digest_size=KEY_BYTES).digest() for key in keys
+        ]
         return _rows(found)
 
     def chain(self, namespace: bytes, group: int, tokens: npt.NDArray[np.int32],
@@ -71,7 +73,7 @@ class Secret:
     def link(self, before: bytes, content: bytes) -> bytes:
         """The key of a block after the one with the key ``before``, or after a root. ``content``: its
         ``block_content``."""
-        return hashlib.blake2b(before + content, key=self._keys, digest_size=KEY_BYTES).digest()
+        return hashlib.blake2b(before + content, key=self._chains, digest_size=KEY_BYTES).digest()
 
     def seal(self, keys: Bytes, rows: Rows, memory: Bytes) -> Bytes:
         """Seals of rows of memory under these keys: uint8[n, SEAL_BYTES]. The lock of the interpreter is not held while
