@@ -18,8 +18,9 @@ _PIECE_BYTES = 4 << 20
 _MARGIN = 0.05
 """A load is expected to save at least this share of the time that it is to save."""
 _SLACK = 0.25
-"""How much later than twice its time a load may be, as a share of the time that it saves."""
+"""A load may take twice its time, and this share of the time that it saves."""
 _FORGET, _WORSE = 1 / 8, 1 / 4
+"""How much of the fit, and of the mean of what loads gain less than expected, the last load makes."""
 _PAUSE = 8
 """Mean hits without a load before a probe."""
 _PROBE, _FREE, _DEAREST = 1 / 8, 1 / 4, 1 / 2
@@ -37,7 +38,7 @@ class Speed:
     def __init__(self) -> None:
         self.latency = self.per_byte = 0.0
         self.loads = 0
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._sums = [0.0] * 5
 
     def seconds(self, nbytes: float) -> float:
         """What the load is expected to take. 0 before the first."""
@@ -50,7 +51,7 @@ class Speed:
         unit = max(expected, seconds / 8)
         weight, self.loads = 1 / unit**2, self.loads + 1
         new = (1.0, nbytes, nbytes * nbytes, seconds, nbytes * seconds)
-        self._sums = tuple((1 - _FORGET) * old + weight * value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        self._sums = [(1 - _FORGET) * old + weight * value for old, value in zip(self._sums, new, strict=True)]
         self._fit(*self._sums)
 
     def _fit(self, ones: float, x: float, xx: float, y: float, xy: float) -> None:
@@ -105,8 +106,8 @@ class LoadOrCompute:
     seconds, and ``elapsed`` counts from ``choose``.
 
     The sum over all hits of (time until the load ended + time to compute what did not come) is at most 1 + ``BUDGET``
-    times what computing all hits takes, plus a quarter of the first hit, whatever the store does. It holds as far as
-    loads are given up when ``late`` says so.
+    times what computing all hits takes, plus half of the longest, whatever the store does. It holds as far as loads are
+    given up when ``late`` says so.
 
     Thread-safe. Nothing blocks. There is no clock.
     """
@@ -170,11 +171,16 @@ class LoadOrCompute:
                 # The latency shows in what came first.
                 self._learn(load.first[0], max(load.first[1] - queued, 0.0))
             self._learn(came, max((load.at if load.late else seconds) - queued, 0.0))
-            if load.late or came:
-                share = gain / (load.blocks * self.block_seconds)
-                self._worse += _WORSE * (max(load.promise - share, 0.0) - self._worse)
+            share = gain / (load.blocks * self.block_seconds)
+            self._worse += _WORSE * (max(load.promise - share, 0.0) - self._worse)
             if came == load.blocks:
                 self._tried, self._fresh = 0.0, False
+
+    def drop(self, load: Load) -> None:
+        """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
+        with self._lock:
+            self._budget += load.risk
+            load.risk = 0.0
 
     def expected(self) -> tuple[float, float]:
         """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
@@ -219,7 +225,7 @@ class LoadOrCompute:
         before has lost, since a long latency shows only to those who wait."""
         paid = min(self._budget, PROBES * self._since)
         if 2 * self._tried > _DEAREST * self._longest:
-            self._tried = 0.0
+            self._tried, self._fresh = 0.0, False
         risk = max(_PROBE * saved, 2 * self._tried, least)
         if self._fresh and risk <= _FREE * saved:
             self._budget += risk
