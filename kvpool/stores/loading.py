@@ -26,6 +26,8 @@ from kvpool.stores.racing import Race, Races
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
 """of one prompt, so that a long one leaves rows to others"""
+OF_STORES = ("loaded", "late", "failed")
+"""How a prefetch ends that says something of the stores that it loaded from."""
 UNUSED_SECONDS = 60.0
 """After this time a promoted block that nobody used counts as any other cached block."""
 
@@ -296,7 +298,7 @@ class Loader:
         except DeviceError:
             leading = 0
         if chunk.lane.index in fetch.races:
-            fetch.races[chunk.lane.index].came(leading, chunk.job)
+            fetch.races[chunk.lane.index].came(leading, chunk.job, self._clock())
         if leading < len(chunk.wanted):
             return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
         chunk.lane.release(fetch.chunks.popleft().job)
@@ -331,7 +333,10 @@ class Loader:
         if fetch.finding is not None:
             fetch.finding.cancel()
         for race in fetch.races.values():
-            race.end(self._clock())
+            if why in OF_STORES:
+                race.end(self._clock())
+            else:
+                race.drop()
         self._end(fetch.handle, why)
 
     def _end(self, handle: Prefetch, why: str) -> None:
