@@ -196,3 +196,20 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
                 cache.release(cache.add_sequence(prompt + 100))
                 assert kept.drain(60)
         device.close()
+
+
+def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewhere() -> None:
+    """Blocks from a far store are saved in the near one. They keep a place behind what the host had before."""
+    far, prompt = store(), tokens(17)
+    far.name = "far"
+    one = engine()
+    with one.cache, keeper(one, far) as kept:
+        seed(one, kept, [prompt])
+    two = engine(P=8, S=16)
+    with two.cache, keeper(two, [store(), far], promotion_blocks=8) as kept:
+        for first in range(1000, 4000, 1000):
+            seed(two, kept, [tokens(17, first)])
+        assert fetch(two, kept, prompt) == 4 and kept.drain(60)
+        assert kept.stats().stores["memory"].store["blocks"] == 16
+        brought = {two.cached("host")[key] for key in two.keys(prompt)}
+        assert set(two.order("host")[-4:]) == brought

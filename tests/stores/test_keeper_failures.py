@@ -214,6 +214,32 @@ def test_promotions_never_displace_more_than_their_room(one: Engine) -> None:
         assert len(before - set(two.cached("host"))) <= 10 and kept.stats().promoted_blocks <= 10
 
 
+def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["find"] = gate
+    with keeper(one, wrong) as kept:
+        handles = [kept.prefetch(one.prompt([*PROMPT[:37], *tokens(4, first)]), 60.0) for first in range(5)]
+        assert gate.reached.wait(60)
+        gate.open()
+        assert all(handle.wait(60) and handle.ended == "loaded" for handle in handles)
+        assert sum(handle.blocks for handle in handles) == 9
+        assert kept.stats().stores["wrong"].blocks["load", "ok"] == 9
+
+
+def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["load"] = gate
+    with keeper(one, wrong, deadline_ms=60_000) as kept:
+        first = kept.prefetch(one.prompt(PROMPT), 60.0)
+        assert gate.reached.wait(60)
+        second = kept.prefetch(one.prompt(PROMPT), 60.0)
+        wait(lambda: kept.stats().found_blocks == 20)
+        first.cancel()
+        assert first.wait(60) and first.blocks == 0
+        gate.open()
+        assert second.wait(60) and second.blocks == 10 and second.ended == "loaded"
+
+
 def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> None:
     gate = Gate()
     wrong.before["find"] = gate
