@@ -12,6 +12,7 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, Keeper, MemoryStore
+from kvpool.stores.base import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
 from tests.stores.lab import Gate, Wrong
@@ -78,7 +79,7 @@ def test_a_store_that_says_it_has_everything_harms_nothing(one: Engine) -> None:
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
 
 
-def test_a_hanging_store_costs_no_more_than_the_deadline_and_its_rows_stay(one: Engine, wrong: Wrong) -> None:
+def test_a_hanging_store_costs_no_more_than_the_deadline(one: Engine, wrong: Wrong) -> None:
     gate = Gate()
     wrong.before["load"] = gate
     with keeper(one, wrong, staging_blocks=16) as kept:
@@ -90,6 +91,30 @@ def test_a_hanging_store_costs_no_more_than_the_deadline_and_its_rows_stay(one: 
         gate.open()
         assert kept.drain(60)
         one.finish(sequence)
+
+
+class Recorder(Wrong):
+    """Notes which rows its loads and saves use."""
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        self.loading = {*getattr(self, "loading", ()), *rows.tolist()}
+        return super().load(keys, rows, stop)
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        self.saving = {*getattr(self, "saving", ()), *rows.tolist()}
+        return super().save(keys, rows, seals, tag, limit, stop)
+
+
+def test_rows_of_a_call_that_hangs_are_given_to_nobody(one: Engine, wrong: Wrong) -> None:
+    gate, recorder = Gate(), Recorder(wrong.inner)
+    recorder.threads, recorder.before["load"] = 4, gate
+    with keeper(one, recorder, staging_blocks=32) as kept:
+        assert kept.prefetch(one.prompt(PROMPT), 0.2).wait(60) and gate.reached.wait(60)
+        one.seed(tokens(41, 1000), 41)
+        wait(lambda: kept.stats().saved_blocks == 10)
+        assert recorder.loading and not recorder.loading & recorder.saving
+        gate.open()
+        assert kept.drain(60)
 
 
 def test_a_failing_store_is_suspended_probed_and_used_again(one: Engine, wrong: Wrong) -> None:
