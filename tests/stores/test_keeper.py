@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, ModelIdentity
+from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from kvpool.stores import Keeper
+from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
 from tests.stores.keeping import (
     IDENTITY,
@@ -213,3 +215,19 @@ def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewher
         assert kept.stats().stores["memory"].store["blocks"] == 16
         brought = {two.cached("host")[key] for key in two.keys(prompt)}
         assert set(two.order("host")[-4:]) == brought
+
+
+def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
+    """The copies to the host of some blocks fail: they are counted, and their rows are not saved."""
+    memory, prompt = store(), tokens(41)
+    device = FaultyDevice(CpuDevice(), lambda call, index, move: int(move[0]) in (2, 5))
+    with KVCacheManager(small_layout(T), device_blocks=32, host_blocks=32, device=device, event_capacity=256) as cache:
+        with Keeper(cache, [memory], identity=IDENTITY) as kept:
+            sequence = cache.add_sequence(prompt)
+            cache.commit(sequence)
+            assert kept.drain(60)
+            stats = kept.stats()
+            assert stats.dropped == {("memory", "evicted"): 2} and stats.saved_blocks == 8
+            cache.release(sequence)
+            cache.verify()
+    device.close()
