@@ -148,6 +148,34 @@ def test_while_the_engine_is_busy_a_load_may_take_longer() -> None:
     assert not choice.late(load, 0, 4.9)
 
 
+def test_what_the_engine_would_have_waited_anyway_is_no_loss() -> None:
+    choice = trained(latency=0.01, bandwidth=120e6)
+    for _ in range(200):
+        load = choice.choose(100, spare=5.0)
+        assert load.blocks == 100
+        choice.end(load, 100, 4.0)
+
+
+def test_many_loads_at_once_share_what_may_be_lost() -> None:
+    """After a long good past, a store may die while many loads are on their way."""
+    choice = trained(latency=0.01, bandwidth=1e9, hits=500)
+    loads = [load for load in (choice.choose(100) for _ in range(2_000)) if load.blocks]
+    most = 64 * 2.0 + 2_000 * BUDGET * 1.0
+    assert 100 < len(loads) and sum(load.until for load in loads) <= most, "a mean hit takes 2 s at most"
+    assert min(load.until for load in loads) >= 0.01 + 4 * MIB / 1e9, "each can see its first blocks come"
+
+
+def test_a_store_that_became_faster_is_known_after_one_probe() -> None:
+    choice = trained(latency=0.01, bandwidth=50e6)
+    assert choice.choose(100).blocks == 0
+    while not (load := choice.choose(100)).blocks:
+        pass
+    assert not choice.late(load, 4, 0.015)
+    choice.end(load, 100, 0.12)
+    assert choice.expected()[1] == pytest.approx(1e9, rel=0.2)
+    assert choice.choose(100).blocks == 100
+
+
 def test_a_late_load_keeps_what_has_come() -> None:
     choice = trained(latency=0.01, bandwidth=1e9)
     load = choice.choose(300)
@@ -194,7 +222,7 @@ def test_probes_wait_longer_each_time() -> None:
 
 def test_a_load_that_nobody_waits_for_teaches_nothing() -> None:
     one, other = trained(0.01, 1e9), trained(0.01, 1e9)
-    for _ in range(200):
+    for _ in range(1_000):
         load = one.choose(100)
         assert load.blocks, "its risk has come back"
         one.drop(load)
