@@ -39,7 +39,7 @@ class Race:
     def end(self, now: float) -> None:
         """It has ended. What it took is learned from."""
         took = max(0.0, now - self._at)
-        queued = min(took, max(0.0, self._began - self._at)) if math.isfinite(self._began) else 0.0
+        queued = min(took, max(0.0, self._began - self._at))
         self._choice.end(self._load, self._places(), took, queued)
 
     def _places(self) -> int:

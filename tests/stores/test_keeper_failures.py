@@ -244,9 +244,9 @@ def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong
     wrong.before["find"] = gate
     with keeper(one, wrong) as kept:
         handles = [kept.prefetch(one.prompt([*PROMPT[:37], *tokens(4, first)]), 60.0) for first in range(5)]
-        assert gate.reached.wait(60)
+        wait(lambda: kept.stats().prefetching == 5)
         gate.open()
-        assert all(handle.wait(60) and handle.ended == "loaded" for handle in handles)
+        assert all(handle.wait(60) and handle.ended == "loaded" for handle in handles), handles
         assert sum(handle.blocks for handle in handles) == 9
         assert kept.stats().stores["wrong"].blocks["load", "ok"] == 9
 
@@ -370,6 +370,14 @@ def test_bad_arguments_are_named(one: Engine, options: dict[str, Any], message: 
         Keeper(one.cache, **({"stores": [store()], "identity": IDENTITY} | options))
     with keeper(one, store()) as kept, pytest.raises(ValueError, match="deadline="):
         kept.prefetch([1], -1.0)
+
+
+def test_keys_of_another_pool_are_refused(one: Engine) -> None:
+    other = engine()
+    with other.cache, keeper(one, store()) as kept:
+        for call in (kept.prefetch, kept.match_prefix):
+            with pytest.raises(ValueError, match="another secret"):
+                call(other.prompt(PROMPT))
 
 
 def test_pools_without_events_or_a_host_tier_are_refused() -> None:
