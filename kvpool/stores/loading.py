@@ -204,7 +204,9 @@ class Loader:
             there[group, : len(source)] = source >= 0
         wanted = self._wanted(fetch, there)
         if not wanted:
-            return self._stop(fetch, "absent")
+            # Others may have brought it meanwhile.
+            more = self._pool.match_prefix(prompt).full_tokens > fetch.first * self._pool.tokens_per_block
+            return self._stop(fetch, "cached" if more else "absent")
         refused = self._race(fetch, wanted)
         if refused is not None:
             # The engine computes from there on.
