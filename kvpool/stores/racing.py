@@ -74,8 +74,3 @@ class Races:
             return None
         load = choice.choose(places, ahead * self._block_bytes[store])
         return Race(choice, load, items, self._clock()) if load.blocks else False
-
-    def expected(self, store: int) -> tuple[float, float] | None:
-        """Latency in seconds and bytes per second of a store, as far as loads have shown."""
-        choice = self._choices[store]
-        return None if choice is None else choice.expected()
