@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -406,3 +407,50 @@ def test_absent_is_no_failure(one: Engine) -> None:
         for first in range(3):
             assert fetch(one, kept, tokens(41, first)) == 0
         assert not kept.stats().health["memory"].reads_suspended and ABSENT == 0
+
+
+class Liar(Wrong):
+    """Gives another byte, or the bytes of another block, now and then."""
+
+    def __init__(self, inner: MemoryStore, random: Random) -> None:
+        super().__init__(inner)
+        self.random = random
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        answer = super().load(keys, rows, stop)
+        kind = self.random.randrange(6)
+        if kind == 0:
+            self.memory[rows[self.random.randrange(len(rows))], self.random.randrange(192)] ^= 1
+        elif kind == 1:
+            self.memory[rows] = self.memory[rows[::-1]]
+        return answer
+
+
+@pytest.mark.parametrize("save", ["commit", "evict", "reuse"])
+@pytest.mark.parametrize("number", range(2))
+def test_no_request_ever_gets_a_wrong_byte(number: int, save: str) -> None:
+    """Requests that share prefixes, over a store that fails, lies and loses blocks at random. The engine compares every
+    byte that is reused."""
+    random = Random(number)
+    memory = Liar(MemoryStore(room(40)), random)
+    print("seed", number)
+
+    def sometimes() -> None:
+        if random.random() < 0.1:
+            fail()
+
+    memory.before = dict.fromkeys(("find", "load", "save"), sometimes)
+    made = engine(P=20, S=12)
+    with made.cache, keeper(made, memory, save=save, staging_blocks=16, probe_seconds=0.001) as kept:
+        for _ in range(60):
+            family = random.randrange(5)
+            prompt = [*tokens(random.choice((8, 16, 24)), 1000 * family), *tokens(random.randrange(1, 12), 50)]
+            salt = random.choice((None, "a"))
+            handle = kept.prefetch(made.prompt(prompt, salt=salt), 60.0)
+            if random.random() < 0.7:
+                assert handle.wait(60)
+            made.seed(prompt, len(prompt), salt=salt)
+            assert handle.wait(60)
+        assert kept.drain(60) and not kept.closed
+        made.cache.verify()
+        assert {"find", "load", "save"} <= set(memory.calls)
