@@ -11,6 +11,7 @@ from tests.mutations import (
     engines,
     eviction,
     hostcache,
+    keeper,
     remote,
     sequences,
     steps,
@@ -20,19 +21,5 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (
-    content,
-    tiers,
-    eviction,
-    sequences,
-    control,
-    steps,
-    swaps,
-    transfer,
-    remote,
-    hostcache,
-    engines,
-    disk,
-    durability,
-)
+PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, disk, durability, keeper)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

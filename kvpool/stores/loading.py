@@ -1,0 +1,397 @@
+"""Loading: what stores have of the prompts of waiting requests is brought to the host tier, in bounded amounts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import DeviceError, StoreBusy
+from kvpool.manager import KVCacheManager
+from kvpool.sequences.keys import BlockKeys
+from kvpool.state.records import H
+from kvpool.state.ring import REMOVED, STORED
+from kvpool.stores.base import ABSENT, DAMAGED, LATE, OK
+from kvpool.stores.feed import Feed
+from kvpool.stores.jobs import Job
+from kvpool.stores.lanes import Lane
+from kvpool.stores.ledger import ON_DEVICE, ON_HOST, Content, Ledger
+from kvpool.stores.racing import Race, Races
+
+CHUNK_BYTES = 4 << 20
+CHUNKS_UNDER_WAY = 4
+"""of one prompt, so that a long one leaves rows to others"""
+OF_STORES = ("loaded", "late", "failed")
+"""How a prefetch ends that says something of the stores that it loaded from."""
+EVENT_SECONDS = 1.0
+"""An imported block counts as being on its way until the pool's event comes, at most so long."""
+PREFETCHES = 1024
+"""under way at once; more get nothing"""
+UNUSED_SECONDS = 60.0
+"""After this time a promoted block that nobody used counts as any other cached block."""
+
+
+class Prefetch:
+    """What became of ``Keeper.prefetch``. Thread-safe.
+
+    ``blocks``: blocks that have entered the host tier so far, in all groups of layers. ``ended``: why there is no more
+    to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has more), "declined" (to
+    compute is faster), "late", "full" (no room before the deadline, or no more than what has come), "failed",
+    "cancelled", "reset" or "closed".
+    """
+
+    def __init__(self, prompt: BlockKeys, deadline: float) -> None:
+        self.prompt, self.deadline = prompt, deadline
+        self.blocks, self.ended = 0, ""
+        self._over, self._cancelled = threading.Event(), False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is."""
+        return self._over.wait(timeout)
+
+    def cancel(self) -> None:
+        """Bring no more. What has come stays."""
+        self._cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def end(self, why: str) -> None:
+        """Called by the keeper."""
+        self.ended = self.ended or why
+        self._over.set()
+
+    def __repr__(self) -> str:
+        return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"
+
+
+class _Wanted(NamedTuple):
+    """A block to load, and the store to load it from."""
+
+    place: int
+    content: Content
+    store: int
+
+
+class _Chunk(NamedTuple):
+    """Blocks of one prompt that one job loads."""
+
+    wanted: list[_Wanted]
+    lane: Lane
+    job: Job
+
+
+class _Fetch:
+    """A prefetch under way."""
+
+    def __init__(self, handle: Prefetch, generation: int, first: int, chains: list[list[Content]]) -> None:
+        self.handle, self.generation, self.first, self.chains = handle, generation, first, chains
+        self.source = [np.full(len(chain), -1, np.int64) for chain in chains]
+        self.finding: Job | None = None
+        self.wanted: deque[_Wanted] = deque()
+        self.chunks: deque[_Chunk] = deque()
+        self.races: dict[int, Race] = {}
+
+
+class Loader:
+    """The prefetches of a keeper. The keeper's thread owns it.
+
+    ``promotion_blocks``: the most blocks that wait on the host for their requests, or are on their way there. So
+    prefetches displace no more than that of what the host has, however many requests wait.
+    """
+
+    def __init__(
+        self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, races: Races,
+        promotion_blocks: int, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._pool, self._lanes, self._ledger, self._feed, self._clock = pool, lanes, ledger, feed, clock
+        self._races, self._most = races, promotion_blocks
+        self._fetches: list[_Fetch] = []
+        self._promoted: dict[tuple[int, bytes], float] = {}
+        self._coming: dict[tuple[int, bytes], float] = {}
+        self.ended: Counter[str] = Counter()
+        self.found_blocks = self.loaded_blocks = self.loaded_bytes = 0
+
+    @property
+    def under_way(self) -> int:
+        """Prefetches that have not ended."""
+        return len(self._fetches)
+
+    @property
+    def promoted(self) -> int:
+        """Blocks that were brought and not used yet."""
+        return len(self._promoted)
+
+    @property
+    def _room(self) -> int:
+        """Blocks that may still be brought now."""
+        return self._most - len(self._coming.keys() - self._promoted.keys()) - self.promoted
+
+    def next_deadline(self) -> float | None:
+        ends = [fetch.handle.deadline for fetch in self._fetches]
+        return min(ends + [race.until for fetch in self._fetches for race in fetch.races.values()], default=None)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def begin(self, handle: Prefetch) -> None:
+        """Begin with a prompt."""
+        prompt, width = handle.prompt, self._pool.tokens_per_block
+        if len(self._fetches) >= PREFETCHES:
+            return self._end(handle, "full")
+        # The last token of a prompt is never reused.
+        last = (len(prompt) - 1) // width
+        first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
+        if first >= last:
+            return self._end(handle, "cached")
+        links = self._ledger.links(prompt, last)
+        chains = [[] if group.kind == "cross" else self._ledger.contents(links, group.index)
+                  for group in self._pool.groups]  # fmt: skip
+        fetch = _Fetch(handle, self._generation(), first, chains)
+        self._fetches.append(fetch)
+        self._find(fetch, 0)
+
+    def _find(self, fetch: _Fetch, store: int) -> None:
+        """Ask the stores from this one on, the nearest first, for what those before do not have."""
+        for lane in self._lanes[store:]:
+            asked = [content for chain, source in zip(fetch.chains, fetch.source, strict=True)
+                     for content in (chain[i] for i in np.flatnonzero(source < 0) if i >= fetch.first)
+                     if not content.on]  # fmt: skip
+            if not asked:
+                break
+            if not lane.health.usable():
+                continue
+            now, last = self._clock(), lane is self._lanes[-1]
+            # One store that hangs leaves time for those behind it.
+            deadline = fetch.handle.deadline if last else now + (fetch.handle.deadline - now) / 2
+            try:
+                fetch.finding = lane.queue.find(self._ledger.store_keys(asked, lane.index), deadline=deadline)
+            except StoreBusy:
+                continue
+            lane.follow(fetch.finding, partial(self._found, fetch, lane, asked))
+            return
+        self._plan(fetch)
+
+    def _found(self, fetch: _Fetch, lane: Lane, asked: list[Content], job: Job) -> None:
+        fetch.finding = None
+        news: dict[bool, list[Content]] = {True: [], False: []}
+        for content, code in zip(asked, job.codes.tolist(), strict=True):
+            if code == OK:
+                fetch.source[content.group][content.link.depth] = lane.index
+            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK):
+                news[code == OK].append(content)
+        self.found_blocks += job.ok
+        self._feed.tell(STORED, lane.index, news[True])
+        self._feed.tell(REMOVED, lane.index, news[False])
+        if fetch in self._fetches:
+            self._find(fetch, lane.index + 1)
+
+    def _plan(self, fetch: _Fetch) -> None:
+        """Choose what to load."""
+        prompt = fetch.handle.prompt
+        there = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
+        for group, source in enumerate(fetch.source):
+            there[group, : len(source)] = source >= 0
+        wanted = self._wanted(fetch, there)
+        if not wanted:
+            # Others may have brought it meanwhile.
+            more = self._pool.match_prefix(prompt).full_tokens > fetch.first * self._pool.tokens_per_block
+            return self._stop(fetch, "cached" if more else "absent")
+        refused = self._race(fetch, wanted)
+        if refused is not None:
+            # The engine computes from there on.
+            there[:, refused:] = False
+            wanted = self._wanted(fetch, there)
+        if not wanted:
+            return self._stop(fetch, "declined")
+        fetch.wanted = deque(wanted)
+
+    def _wanted(self, fetch: _Fetch, there: npt.NDArray[np.bool_]) -> list[_Wanted]:
+        """What to load of what is there, in the order of the prompt."""
+        lacking = self._pool.lacking(fetch.handle.prompt, there)
+        found = [
+            _Wanted(place, fetch.chains[group][place], int(fetch.source[group][place]))
+            for group, places in enumerate(lacking.blocks)
+            for place in places.tolist()
+        ]
+        return sorted(found, key=lambda one: (one.place, one.content.group))
+
+    def _race(self, fetch: _Fetch, wanted: list[_Wanted]) -> int | None:
+        """Ask for each store whether to load from it. Returns the first place that is not worth it, or None."""
+        for store in dict.fromkeys(one.store for one in wanted):
+            own = [one for one in wanted if one.store == store]
+            ahead = sum(one.store == store for other in self._fetches for one in other.wanted)
+            ahead += sum(len(chunk.wanted) for other in self._fetches for chunk in other.chunks
+                         if chunk.lane.index == store)  # fmt: skip
+            race = self._races.begin(store, len({one.place for one in own}), len(own), ahead)
+            if race is False:
+                return own[0].place
+            if isinstance(race, Race):
+                fetch.races[store] = race
+        return None
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Begin the loads for which there is room, and end what is over."""
+        now = self._clock()
+        while self._promoted and next(iter(self._promoted.values())) < now - UNUSED_SECONDS:
+            del self._promoted[next(iter(self._promoted))]
+        for name in [name for name, until in self._coming.items() if until <= now]:
+            del self._coming[name]
+        for fetch in list(self._fetches):
+            if fetch.handle.cancelled:
+                self._stop(fetch, "cancelled")
+            elif any(race.lost(now) for race in fetch.races.values()):
+                self._stop(fetch, "late")
+            elif now >= fetch.handle.deadline:
+                self._stop(fetch, "full" if fetch.wanted and not fetch.chunks else "late")
+            else:
+                while fetch.wanted and len(fetch.chunks) < CHUNKS_UNDER_WAY and self._load(fetch):
+                    pass
+                if fetch.handle.blocks and not fetch.chunks and self._room < 1:
+                    # It has its share. Others may be waiting for theirs.
+                    self._stop(fetch, "full")
+
+    def _load(self, fetch: _Fetch) -> bool:
+        """Begin to load the next blocks. Returns False if there is no room now."""
+        while fetch.wanted and self._ledger.now(fetch.wanted[0].content).on:
+            # Another prompt has brought it, or a request has computed it.
+            self._came(fetch, fetch.wanted.popleft().store, 1, self._clock())
+        if not fetch.wanted:
+            if not fetch.chunks:
+                self._stop(fetch, "loaded")
+            return False
+        lane = self._lanes[fetch.wanted[0].store]
+        size = max(1, CHUNK_BYTES // lane.queue.block_bytes)
+        count = min(size, max(1, lane.queue.slots // 4), lane.free_for_loads, self._room)
+        if count < 1:
+            return False
+        chosen: list[_Wanted] = []
+        while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == lane.index:
+            if _name(fetch.wanted[0].content) in self._coming:
+                # It is on its way for another prompt.
+                break
+            chosen.append(fetch.wanted.popleft())
+        if not chosen:
+            return False
+        keys = self._ledger.store_keys([one.content for one in chosen], lane.index)
+        rows = lane.take(len(chosen))
+        try:
+            job = lane.queue.load(keys, rows, deadline=fetch.handle.deadline)
+        except StoreBusy:
+            lane.give_back(rows)
+            fetch.wanted.extendleft(reversed(chosen))
+            return False
+        chunk = _Chunk(chosen, lane, job)
+        fetch.chunks.append(chunk)
+        self._coming.update((_name(one.content), fetch.handle.deadline) for one in chosen)
+        lane.follow(job, partial(self._loaded, fetch, chunk), held=True)
+        return True
+
+    def _loaded(self, fetch: _Fetch, chunk: _Chunk, job: Job) -> None:
+        """A job is done. Blocks enter the pool in the order of the prompt."""
+        gone = [one.content for one, code in zip(chunk.wanted, job.codes.tolist(), strict=True)
+                if code in (ABSENT, DAMAGED) and self._ledger.note(one.content, chunk.lane.index, False)]  # fmt: skip
+        self._feed.tell(REMOVED, chunk.lane.index, gone)
+        while fetch in self._fetches and fetch.chunks and fetch.chunks[0].job.done:
+            self._enter(fetch, fetch.chunks[0])
+
+    def _enter(self, fetch: _Fetch, chunk: _Chunk) -> None:
+        """Import the leading blocks of the first chunk of a prompt."""
+        if fetch.generation != self._generation():
+            return self._stop(fetch, "reset")
+        leading, memory = chunk.job.leading, chunk.lane.memory
+        try:
+            for run in _runs(list(zip(chunk.wanted[:leading], chunk.job.rows.tolist(), strict=False))):
+                self._import(fetch, [one for one, _ in run], [memory[row] for _, row in run])
+        except DeviceError:
+            leading = 0
+        self._came(fetch, chunk.lane.index, leading, chunk.job.began)
+        if leading < len(chunk.wanted):
+            return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
+        chunk.lane.release(fetch.chunks.popleft().job)
+        if not fetch.wanted and not fetch.chunks:
+            self._stop(fetch, "loaded")
+
+    def _import(self, fetch: _Fetch, run: list[_Wanted], rows: list[npt.NDArray[np.uint8]]) -> None:
+        group = self._pool.groups[run[0].content.group]
+        data = [row[: group.block_bytes] for row in rows]
+        stored = self._pool.import_blocks(fetch.handle.prompt, data, first=run[0].place, group=group.index)
+        fetch.handle.blocks += stored
+        self.loaded_blocks += stored
+        self.loaded_bytes += stored * group.block_bytes
+        for one in run:
+            if not self._ledger.now(one.content).on & ON_DEVICE:
+                self._promoted[_name(one.content)] = self._clock()
+            # An event will say that it is there. Nobody waits for an event that was lost.
+            self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
+
+    def _came(self, fetch: _Fetch, store: int, items: int, began: float) -> None:
+        if store in fetch.races:
+            fetch.races[store].came(items, began, self._clock())
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def used(self, content: Content) -> None:
+        """The tiers of a content have changed. What is on the device, or gone, does not wait for a request any more."""
+        self._coming.pop(_name(content), None)
+        if content.on & ON_DEVICE or not content.on & ON_HOST:
+            self._promoted.pop(_name(content), None)
+
+    def stop_all(self, why: str) -> None:
+        """End all prefetches."""
+        for fetch in list(self._fetches):
+            self._stop(fetch, why)
+
+    def _stop(self, fetch: _Fetch, why: str) -> None:
+        if fetch not in self._fetches:
+            return
+        self._fetches.remove(fetch)
+        for chunk in fetch.chunks:
+            chunk.job.cancel()
+            chunk.lane.release(chunk.job)
+            for one in chunk.wanted:
+                if _name(one.content) not in self._promoted:
+                    self._coming.pop(_name(one.content), None)
+        if fetch.finding is not None:
+            fetch.finding.cancel()
+        for race in fetch.races.values():
+            if why in OF_STORES:
+                race.end(self._clock())
+            else:
+                race.drop()
+        self._end(fetch.handle, why)
+
+    def _end(self, handle: Prefetch, why: str) -> None:
+        self.ended[why] += 1
+        handle.end(why)
+
+    def _generation(self) -> int:
+        return int(self._pool.core.states.heads[0, H.generation])
+
+
+def _name(content: Content) -> tuple[int, bytes]:
+    return content.group, content.key
+
+
+def _runs(blocks: list[tuple[_Wanted, int]]) -> list[list[tuple[_Wanted, int]]]:
+    """Blocks that follow each other in one group of layers, together."""
+    runs: list[list[tuple[_Wanted, int]]] = []
+    for one, row in sorted(blocks, key=lambda block: (block[0].content.group, block[0].place)):
+        before = runs[-1][-1][0] if runs else None
+        if before is not None and (before.content.group, before.place + 1) == (one.content.group, one.place):
+            runs[-1].append((one, row))
+        else:
+            runs.append([(one, row)])
+    return runs
