@@ -1,4 +1,4 @@
-"""The calls of the operating system that a DiskStore makes for content and space. Tests replace them by ones that fail."""
+"""The calls of the operating system that a DiskStore makes for its content. Tests replace them by ones that fail."""
 
 from __future__ import annotations
 
