@@ -171,8 +171,11 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         assert np.array_equal(queue.memory[1], content(7))
 
 
+@pytest.mark.parametrize("closings", [0, 2])
 @pytest.mark.parametrize("taken", [True, False], ids=["bytes taken", "bytes there"])
-def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(tmp_path: Path, taken: bool) -> None:
+def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(
+    tmp_path: Path, taken: bool, closings: int
+) -> None:
     """The row is there in both cases, so that a save could take it for saved."""
     faulty, gate = Faulty(), Gate()
     store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
@@ -185,6 +188,8 @@ def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(tmp
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
         assert job.wait(60, returned=True)
+    for _ in range(closings):
+        open_queue(DiskStore(left)).close()
     with open_queue(DiskStore(left)) as queue:
         for _ in range(2):
             assert np.array_equal(saved(queue, 1), old)

@@ -72,6 +72,11 @@ class Index:
         """Blocks of other models."""
         return len(self._others)
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether any entry is doubtful."""
+        return bool((self._doubtful & (self._table.used != 0)).any())
+
     def has(self, key: bytes) -> bool:
         return key in self._here
 

@@ -312,10 +312,10 @@ class DiskStore:
         self._counts["commits"] += 1
 
     def _write_all(self) -> None:
-        """Leave the store as one whose rows name the bytes that are there."""
+        """Write what is not durable yet, and say that all rows name the bytes that are there, if that is known."""
         self._write(everything=True)
         header = self._database.header
-        if header is not None:
+        if header is not None and not self._index.in_doubt:
             self._database.begin(header._replace(closed=1))
 
     def _count_error(self) -> None:
