@@ -211,6 +211,25 @@ def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
             assert faulty.count.get("preadv", 0) == reads and "pwritev" not in faulty.count
 
 
+def test_a_save_that_is_cancelled_while_it_compares_drops_nothing(tmp_path: Path) -> None:
+    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
+        saved(queue, 4)
+        left = crash(tmp_path / "store", tmp_path / "left")
+    faulty, gate = Faulty(), Gate()
+    with open_queue(DiskStore(left, system=faulty.system)) as queue:
+        keys = queue.secret.opaque(names(4))
+        for number in range(4):
+            queue.memory[number] = content(number)
+        faulty.before["preadv"] = gate
+        job = queue.save(keys, np.arange(4))
+        assert gate.reached.wait(60)
+        job.cancel()
+        gate.open()
+        assert job.wait(60, returned=True)
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 4
+
+
 def test_a_slot_that_cannot_be_read_is_written_anew(tmp_path: Path) -> None:
     with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
         saved(queue, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -109,12 +109,13 @@ class Index:
         self._pins.update(slot for slot in slots if slot >= 0)
         return slots
 
-    def settle(self, keys: list[bytes], slots: list[int], right: Collection[int]) -> None:
-        """What ``doubtful`` gave was compared: entries of slots in ``right`` are right, and others are dropped."""
+    def settle(self, keys: list[bytes], slots: list[int], compared: Mapping[int, bool]) -> None:
+        """End what ``doubtful`` began. ``compared`` says of slots whether they are right. Entries of those that are not
+        are dropped. What was not compared stays doubtful."""
         for key, slot in zip(keys, slots, strict=True):
-            if slot in right:
+            if compared.get(slot, False):
                 self._doubtful[slot] = False
-            elif slot >= 0 and self._here.get(key) == slot:
+            elif slot in compared and self._here.get(key) == slot:
                 self._drop(self._here, key)
         self.unpin(slots)
 

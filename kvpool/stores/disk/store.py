@@ -173,14 +173,14 @@ class DiskStore:
         """Drop the blocks that a crash may have left without their bytes, unless they have those of the rows."""
         with self._lock:
             slots = self._index.doubtful(names)
-        right: set[int] = set()
+        compared: dict[int, bool] = {}
         try:
             for slot, row in zip(slots, rows.tolist(), strict=True):
-                if slot >= 0 and not stop() and self._holds(slot, row):
-                    right.add(slot)
+                if slot >= 0 and not stop():
+                    compared[slot] = self._holds(slot, row)
         finally:
             with self._lock:
-                self._index.settle(names, slots, right)
+                self._index.settle(names, slots, compared)
 
     def _holds(self, slot: int, row: int) -> bool:
         """Whether a slot has the bytes of a row, as far as it can be read."""
