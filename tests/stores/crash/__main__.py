@@ -23,10 +23,11 @@ def states(count: int, recoveries: int, seed: int) -> int:
         if count:
             results.append(("from the log", proof.replayed(recording, count, seed, built / "root")))
             results.append(("with files of another moment", proof.rolled_back(recording, 20, seed, built / "old")))
+            failing = proof.recorded(_new(work / "failing"), seed, parts=("failing",))
+            name = "from the log of a store whose syncs fail at times"
+            results.append((name, proof.replayed(failing, max(1, count // 10), seed, built / "failing")))
         for number in range(recoveries):
-            folder = work / f"recovery-{number}"
-            folder.mkdir()
-            again = proof.recovered(recording, folder, seed + number)
+            again = proof.recovered(recording, _new(work / f"recovery-{number}"), seed + number)
             name = f"from recovery {number}"
             results.append((name, proof.replayed(again, 100, seed + number, built / f"recovery-{number}")))
         for name, result in results:
@@ -34,6 +35,11 @@ def states(count: int, recoveries: int, seed: int) -> int:
             print("".join(f"  {failure}\n" for failure in result.failures), end="")
         print(f"{time.monotonic() - began:.0f} s")
         return sum(len(result.failures) for _, result in results)
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def kills(count: int, seed: int) -> int:

@@ -6,6 +6,7 @@ covered. All else may be there or not, as far as no rule below orders it:
 - **Bytes and size of a file.** A write, truncation or allocation is durable once an fsync or fdatasync of the file has
   returned that began after the call had ended. fdatasync counts as fsync, because a file's size is among what it must
   keep. A write is durable when it returns if the file was opened with O_DSYNC, or the call had RWF_DSYNC.
+- **A sync that fails** makes nothing durable, and no later one makes up for it: Linux marks the pages as clean.
 - **What is not durable** survives in any subset. A page cache is written back in any order, at any time.
 - **A write may survive in part**: each sector of 512 bytes has its new content, its old content, or, rarely, noise,
   which is what a device may leave that loses power while it writes. Only sectors of writes that are not durable are
@@ -25,7 +26,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,10 +43,12 @@ class Unsupported(Exception):
 
 @dataclass(eq=False)
 class Change:
-    """A change of a file or of a folder's names that may not be durable yet. ``ended``: the call has returned."""
+    """A change of a file or of a folder's names that is not durable yet. ``parts``: those of a write that no later and
+    durable write has replaced. ``ended``: the call has returned. ``given_up``: a sync of it has failed."""
 
-    record: Record
+    parts: list[Record]
     ended: bool = False
+    given_up: bool = False
 
 
 @dataclass(eq=False)
@@ -104,7 +107,7 @@ class Disk:
             file = File(folder=content is None, data=bytearray(content or b""))
             parent, name = self._place(f"{folder}/{path}")
             parent.names[name] = self._files[number] = file
-        self._calls: dict[int, tuple[File, Record, list[Change]]] = {}
+        self._calls: dict[int, tuple[Record, dict[File, list[Change]]]] = {}
         self.point = 0
 
     def apply(self, records: Iterable[Record]) -> None:
@@ -120,15 +123,15 @@ class Disk:
         if kind in (Kind.CREATE, Kind.MKDIR, Kind.LINK, Kind.RENAME, Kind.UNLINK):
             self._rename(record)
         elif kind in (Kind.WRITE, Kind.TRUNCATE, Kind.ALLOCATE):
-            file, change = self._file(record.file), Change(record)
+            file, change = self._file(record.file), Change([record])
             file.pending.append((change, None))
-            self._calls[record.call] = file, record, [change]
+            self._calls[record.call] = record, {file: [change]}
         elif kind == Kind.MAP:
             self._file(record.file).mapped = True
         elif kind in (Kind.SYNC, Kind.SYNC_ALL):
-            everywhere = [self._root, *self._files.values()]
-            for file in everywhere if kind == Kind.SYNC_ALL else [self._file(record.file)]:
-                self._calls[record.call] = file, record, [change for change, _ in file.pending if change.ended]
+            files = [self._root, *self._files.values()] if kind == Kind.SYNC_ALL else [self._file(record.file)]
+            covered = {file: [change for change, _ in file.pending if _can_be_kept(change)] for file in files}
+            self._calls[record.call] = record, covered
         elif kind == Kind.END:
             self._end(record)
 
@@ -136,12 +139,15 @@ class Disk:
         return self._files.get(number, self._root)
 
     def _end(self, record: Record) -> None:
-        file, begun, changes = self._calls.pop(record.call)
+        begun, covered = self._calls.pop(record.call)
         if begun.kind in (Kind.SYNC, Kind.SYNC_ALL):
-            if record.length == 0:
-                self._keep(file, changes)
+            for file, changes in covered.items():
+                if record.length == 0:
+                    self._keep(file, changes)
+                for change in changes if record.length else ():
+                    change.given_up = True
             return
-        (change,) = changes
+        ((file, (change,)),) = covered.items()
         if record.length < 0:
             file.pending = [entry for entry in file.pending if entry[0] is not change]
             return
@@ -149,17 +155,21 @@ class Disk:
             raise Unsupported(f"a write of {begun.length} bytes that wrote {record.length}")
         change.ended = True
         if begun.kind == Kind.WRITE and begun.flags:
-            self._keep(file, changes)
+            self._keep(file, [change])
 
     def _keep(self, file: File, changes: list[Change]) -> None:
         """These changes are durable from now on."""
-        kept = set(changes)
+        kept, earlier = set(changes), list[Change]()
         for change, rename in file.pending:
-            if change in kept:
-                if rename is not None:
-                    rename(file.names)
-                else:
-                    _change(file.data, change.record)
+            if change not in kept:
+                earlier.append(change)
+            elif rename is not None:
+                rename(file.names)
+            else:
+                for part in change.parts:
+                    _change(file.data, part)
+                    for other in earlier:
+                        other.parts = [rest for own in other.parts for rest in _outside(own, part)]
         file.pending = [entry for entry in file.pending if entry[0] not in kept]
 
     # -- names ---------------------------------------------------------------------------------------
@@ -188,7 +198,7 @@ class Disk:
             def change(names: dict[str, File]) -> None:
                 names[new] = names.pop(name) if moved else names[name]
 
-        parent.pending.append((Change(record, ended=True), change))
+        parent.pending.append((Change([record], ended=True), change))
 
     def _place(self, path: str) -> tuple[File, str]:
         """The folder of a path as the program sees it now, and the name in it."""
@@ -243,11 +253,29 @@ def _walk(folder: File, path: str = "") -> Iterator[tuple[str, File]]:
 def _content(file: File, fate: Fate, rng: random.Random) -> bytes:
     data = bytearray(file.data)
     for change, _ in file.pending:
-        if rng.random() < fate.keep:
-            _change(data, change.record)
-        elif change.record.kind == Kind.WRITE and rng.random() < fate.tear:
-            _tear(data, change.record, fate.noise, rng)
+        whole = rng.random() < fate.keep
+        torn = not whole and rng.random() < fate.tear
+        for part in change.parts:
+            if whole:
+                _change(data, part)
+            elif torn and part.kind == Kind.WRITE:
+                _tear(data, part, fate.noise, rng)
     return rng.randbytes(len(data)) if file.mapped else bytes(data)
+
+
+def _can_be_kept(change: Change) -> bool:
+    return change.ended and not change.given_up
+
+
+def _outside(record: Record, later: Record) -> Iterator[Record]:
+    """What is left of a write where a later one has not written."""
+    if record.kind != Kind.WRITE or later.kind != Kind.WRITE:
+        yield record
+        return
+    end = record.offset + record.length
+    for a, b in ((record.offset, min(end, later.offset)), (max(record.offset, later.offset + later.length), end)):
+        if a < b:
+            yield replace(record, offset=a, length=b - a, data=record.data[a - record.offset : b - record.offset])
 
 
 def _change(data: bytearray, record: Record) -> None:

@@ -30,6 +30,8 @@ class Promises:
         self.numbers = set(self._since)
         self.acknowledged: list[int] = []
         """points right after an acknowledgement"""
+        self.lost: list[str] = []
+        """what was lost without a crash of the machine, in words"""
         for point, record in enumerate(records, 1):
             if record.kind == Kind.MARK:
                 self._mark(point, record.mark())
@@ -59,7 +61,8 @@ class Promises:
 
     def _see(self, seen: set[int], evicted: bool) -> None:
         missing = set(self._since) - seen
-        assert evicted or not missing, f"lost without a crash: {sorted(missing)}"
+        if not evicted:
+            self.lost += [f"block {number} was promised, and the recorded program lost it" for number in missing]
         for number in missing:
             self._end(number, self._looked)
         if evicted:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.stores.crash.check import Checker
-from tests.stores.crash.log import ROOT, Missing, Record, record
-from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State
+from tests.stores.crash.log import ROOT, Record, record
+from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State, Unsupported
 from tests.stores.crash.promises import Promises
 from tests.stores.crash.session import ROWS
 from tests.stores.lab import memory
@@ -65,12 +65,15 @@ class Recording:
         return Promises(self.records, self.promised)
 
 
-def recorded(folder: Path, seed: int, skip: str = "", breakage: str = "") -> Recording:
-    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``: as in ``workload``."""
+def recorded(
+    folder: Path, seed: int, skip: str = "", breakage: str = "", parts: Sequence[str] = ("first", "second")
+) -> Recording:
+    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``, ``parts``: as in
+    ``workload``."""
     root = folder.resolve() / "recorded"
     root.mkdir(mode=0o700)
-    parts = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in ("first", "second")]
-    return explained(Recording(root, record(parts, root, folder / "log", PAUSE_US, skip)))
+    programs = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in parts]
+    return explained(Recording(root, record(programs, root, folder / "log", PAUSE_US, skip)))
 
 
 def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
@@ -86,14 +89,14 @@ def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
 
 
 def explained(recording: Recording) -> Recording:
-    """Raises Missing if the log does not lead to what is in the folder, files aside that are mapped."""
+    """Raises Unsupported if the log does not lead to what is in the folder, files aside that are mapped."""
     disk = recording.disk()
     disk.apply(recording.records)
     said = disk.state(ALL, random.Random(0))
     there = {path: content for _, path, content in Folder(recording.root).there()}
     differ = [path for path in sorted({*said, *there} - disk.mapped()) if said.get(path, 0) != there.get(path, 0)]
     if differ:
-        raise Missing(f"system calls were not recorded: the log does not lead to what is in {', '.join(differ)}")
+        raise Unsupported(f"system calls were not recorded: the log does not lead to what is in {', '.join(differ)}")
     return recording
 
 
@@ -114,6 +117,7 @@ def points(recording: Recording, promises: Promises, states: int, rng: random.Ra
 def replayed(recording: Recording, states: int, seed: int, folder: Path, stop_after: int = 20) -> Result:
     """Build crash states in this folder and check them, until so many have failed."""
     rng, promises, result = random.Random(seed), recording.promises(), Result()
+    result.failures += promises.lost
     checker, disk, copy = Checker(promises.numbers, memory(ROWS)), recording.disk(), Folder(folder)
     for point, fate in points(recording, promises, states, rng):
         disk.apply(recording.records[disk.point : point])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,6 @@ CAPACITY, GROWN = 60, 100
 """In blocks. A store is opened with more than before once. Its table has two pages, and then three."""
 ROWS = 128
 KNOWN = functools.cache(content)
-Make = Callable[[Path], Store]
 
 
 def disk_store(path: Path, blocks: int = CAPACITY) -> Store:
@@ -63,9 +62,9 @@ class Session:
         codes = _codes(self.queue.find(self.keys(numbers)))
         return [number for number, code in zip(numbers, codes, strict=True) if code == OK]
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        codes = _codes(self.queue.forget(self.keys(numbers)))
-        assert set(codes) <= {OK}, codes
+    def forget(self, numbers: Sequence[int]) -> list[int]:
+        """The codes."""
+        return _codes(self.queue.forget(self.keys(numbers)))
 
     def evicted(self) -> bool:
         """Whether the store has evicted any block since the last call."""

@@ -4,7 +4,7 @@ things in a wrong order is found."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,10 @@ from tests.stores.crash.proof import Recording
 SEED = int(os.environ.get("KVPOOL_CRASH_SEED", "1"))
 
 
-def record(folder: Path, skip: str = "", breakage: str = "") -> Recording:
+def record(folder: Path, skip: str = "", breakage: str = "", parts: Sequence[str] = ("first", "second")) -> Recording:
     print(f"KVPOOL_CRASH_SEED={SEED}")
     try:
-        return proof.recorded(folder, SEED, skip, breakage)
+        return proof.recorded(folder, SEED, skip, breakage, parts)
     except Missing as missing:
         pytest.skip(str(missing))
 
@@ -50,6 +50,13 @@ def test_a_crash_of_the_opening_after_a_crash_loses_nothing(
     again = proof.recovered(recording, tmp_path, SEED + number)
     result = proof.replayed(again, 60, SEED + number, built)
     assert result.states == 60 and result.promised and not result.failures, result.failures
+
+
+def test_syncs_that_fail_acknowledge_nothing_that_a_crash_may_take(tmp_path: Path, built: Path) -> None:
+    """No sync that works later makes up for one that has failed."""
+    recording = record(tmp_path, parts=("failing",))
+    result = proof.replayed(recording, 200, SEED, built)
+    assert result.states == 200 and result.promised > 200 and not result.failures, result.failures
 
 
 def test_files_of_another_moment_give_no_wrong_bytes(recording: Recording, built: Path) -> None:

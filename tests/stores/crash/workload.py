@@ -3,8 +3,8 @@
 
 Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, closes and opens
 again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges blocks
-that are there already. "recovery" does only this, over a folder as a crash has left it. A breakage is one of
-``breakages``.
+that are there already. "recovery" does only this, over a folder as a crash has left it. "failing" is a new store some
+of whose syncs fail. A breakage is one of ``breakages``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Marked:
 
     def forget(self, numbers: Sequence[int]) -> None:
         mark(forgetting=numbers)
-        self.session.forget(numbers)
-        mark(forgot=numbers)
+        mark(forgot=numbers, codes=self.session.forget(numbers))
 
     def look(self, evicted: bool | None = None) -> list[int]:
         """Say what is there."""
@@ -141,6 +140,16 @@ def second_part(folder: Path, rng: random.Random) -> None:
         within_capacity(marked, 600, 2)
 
 
+def failing_part(folder: Path, rng: random.Random) -> None:
+    with Session(disk_store(folder)) as session:
+        marked = Marked(session)
+        for every in (3, 4, 2, 5):
+            RECORDER.crash_fail(every)
+            within_capacity(marked, 100 * every, 3)
+            beyond_capacity(marked, 600, 4, rng)
+        RECORDER.crash_fail(0)
+
+
 def recovery(folder: Path, rng: random.Random) -> None:
     with Session(disk_store(folder, GROWN)) as session:
         marked = Marked(session)
@@ -150,6 +159,6 @@ def recovery(folder: Path, rng: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    PARTS = {"first": first_part, "second": second_part, "recovery": recovery}
+    PARTS = {"first": first_part, "second": second_part, "failing": failing_part, "recovery": recovery}
     BREAKAGES[sys.argv[4] if len(sys.argv) > 4 else ""]()
     PARTS[sys.argv[2]](Path(sys.argv[1]), random.Random(int(sys.argv[3])))
