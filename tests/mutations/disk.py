@@ -27,6 +27,14 @@ MUTATIONS = (
         (f"{BLOCKS}test_a_sync_that_fails_is_not_made_up_for_by_the_next_one",),
     ),
     Mutation(
+        "a_store_that_was_closed_after_a_crash_is_believed",
+        "stores/disk/store.py",
+        "if header is not None and not self._index.in_doubt:",
+        "if header is not None:",
+        "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",
+        (f"{DAMAGE}test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes[bytes taken-2]",),
+    ),
+    Mutation(
         "pages_of_a_failed_commit_are_forgotten",
         "stores/disk/store.py",
         "                self._table.give_back(pages)\n",

@@ -41,7 +41,7 @@ MUTATIONS = (
         (
             *_STATES,
             "tests/stores/test_disk_damage.py::"
-            "test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes[bytes taken]",
+            "test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes[bytes taken-0]",
         ),
     ),
     Mutation(

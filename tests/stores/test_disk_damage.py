@@ -171,8 +171,11 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         assert np.array_equal(queue.memory[1], content(7))
 
 
+@pytest.mark.parametrize("closings", [0, 2])
 @pytest.mark.parametrize("taken", [True, False], ids=["bytes taken", "bytes there"])
-def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(tmp_path: Path, taken: bool) -> None:
+def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(
+    tmp_path: Path, taken: bool, closings: int
+) -> None:
     """The row is there in both cases, so that a save could take it for saved."""
     faulty, gate = Faulty(), Gate()
     store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
@@ -185,6 +188,8 @@ def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(tmp
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
         assert job.wait(60, returned=True)
+    for _ in range(closings):
+        open_queue(DiskStore(left)).close()
     with open_queue(DiskStore(left)) as queue:
         for _ in range(2):
             assert np.array_equal(saved(queue, 1), old)
@@ -204,6 +209,25 @@ def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
             saved(queue, 2)
             saved(queue, 2)
             assert faulty.count.get("preadv", 0) == reads and "pwritev" not in faulty.count
+
+
+def test_a_save_that_is_cancelled_while_it_compares_drops_nothing(tmp_path: Path) -> None:
+    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
+        saved(queue, 4)
+        left = crash(tmp_path / "store", tmp_path / "left")
+    faulty, gate = Faulty(), Gate()
+    with open_queue(DiskStore(left, system=faulty.system)) as queue:
+        keys = queue.secret.opaque(names(4))
+        for number in range(4):
+            queue.memory[number] = content(number)
+        faulty.before["preadv"] = gate
+        job = queue.save(keys, np.arange(4))
+        assert gate.reached.wait(60)
+        job.cancel()
+        gate.open()
+        assert job.wait(60, returned=True)
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 4
 
 
 def test_a_slot_that_cannot_be_read_is_written_anew(tmp_path: Path) -> None:

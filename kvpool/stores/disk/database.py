@@ -19,8 +19,8 @@ _NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "
 
 
 class Header(NamedTuple):
-    """What a store was made with. ``secret``: a digest, by which a new secret is noticed. ``closed``: 1 if nothing was
-    under way when it was left."""
+    """What a store was made with. ``secret``: a digest, by which a new secret is noticed. ``closed``: 1 if no
+    row was doubtful when it was left."""
 
     version: int
     block_bytes: int

@@ -118,7 +118,7 @@ class DiskStore:
         stride = stride_of(block_bytes)
         if self._capacity is None and header is not None:
             return header.slots
-        free = os.statvfs(folder.path)
+        free = self._system.statvfs(folder.path)
         wanted = self._capacity or min(DEFAULT_CAPACITY, free.f_bavail * free.f_frsize // 2)
         if wanted < stride:
             raise ValueError(f"capacity={wanted}: accepted is at least one block, which takes {stride} bytes here")
@@ -173,14 +173,14 @@ class DiskStore:
         """Drop the blocks that a crash may have left without their bytes, unless they have those of the rows."""
         with self._lock:
             slots = self._index.doubtful(names)
-        right: set[int] = set()
+        compared: dict[int, bool] = {}
         try:
             for slot, row in zip(slots, rows.tolist(), strict=True):
-                if slot >= 0 and not stop() and self._holds(slot, row):
-                    right.add(slot)
+                if slot >= 0 and not stop():
+                    compared[slot] = self._holds(slot, row)
         finally:
             with self._lock:
-                self._index.settle(names, slots, right)
+                self._index.settle(names, slots, compared)
 
     def _holds(self, slot: int, row: int) -> bool:
         """Whether a slot has the bytes of a row, as far as it can be read."""
@@ -312,10 +312,10 @@ class DiskStore:
         self._counts["commits"] += 1
 
     def _write_all(self) -> None:
-        """Leave the store as one whose rows name the bytes that are there."""
+        """Write what is not durable yet, and say that all rows name the bytes that are there, if that is known."""
         self._write(everything=True)
         header = self._database.header
-        if header is not None:
+        if header is not None and not self._index.in_doubt:
             self._database.begin(header._replace(closed=1))
 
     def _count_error(self) -> None:
