@@ -12,11 +12,12 @@ from tests.mutations import (
     remote,
     sequences,
     steps,
+    stores,
     swaps,
     tiers,
     transfer,
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines)
+PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, stores)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}
