@@ -108,15 +108,12 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_store(plan: argparse.ArgumentParser) -> None:
     """Declare the options of a store."""
-    from kvpool.planner.store import SAVES, STORE_BANDWIDTH, STORE_LATENCY
-
-    group = plan.add_argument_group("a store behind that pool")
-    add = group.add_argument
+    add = plan.add_argument_group("a store behind that pool").add_argument
     add("--store", action="store_true", help="what stores of all capacities would add")
     add("--store-capacity", type=size_argument, metavar="SIZE", help="ask about this one too, such as 4TiB")
-    add("--store-save", choices=SAVES, help="when it gets a block: when it is full, or evicted (default: commit)")
-    for name, unit, value in (("bandwidth", "GB/S", STORE_BANDWIDTH), ("latency", "US", STORE_LATENCY)):
-        add(f"--store-{name}", type=float, metavar=unit, help=f"of a load (default: {value:g})")
+    add("--store-save", choices=("commit", "evict"), help="what is saved when (default: commit)")
+    add("--store-bandwidth", type=float, metavar="GB/S", help="of a load (default: 1)")
+    add("--store-latency", type=float, metavar="US", help="of a load (default: 1000)")
 
 
 def run(options: argparse.Namespace) -> int:

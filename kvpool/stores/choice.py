@@ -104,9 +104,9 @@ class LoadOrCompute:
     the engine compute what has not come. In the end, call ``end`` once, also for a load that failed. All times are in
     seconds, and ``elapsed`` counts from ``choose``.
 
-    The sum over all hits of (time until the load ended + time to compute what did not come) is at most 1 + ``BUDGET``
-    times what computing all hits takes, plus half of the longest, whatever the store does. It holds as far as loads are
-    given up when ``late`` says so.
+    The sum over all hits of (time until the load ended, beyond what was spare + time to compute what did not come) is
+    at most 1 + ``BUDGET`` times what computing all hits takes, plus half of the longest, whatever the store does. It
+    holds as far as loads are given up when ``late`` says so.
 
     Thread-safe. Nothing blocks. There is no clock.
     """

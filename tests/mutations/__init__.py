@@ -15,11 +15,12 @@ from tests.mutations import (
     remote,
     sequences,
     steps,
+    stores,
     swaps,
     tiers,
     transfer,
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, disk, durability, keeper)
+PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, disk, durability, keeper, stores)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

@@ -64,6 +64,7 @@ def test_json_has_every_figure(trace: str, capsys: pytest.CaptureFixture[str]) -
         "table",
         "reach",
         "pool",
+        "store",
         "break_even",
         "curve",
         "reuse_gaps",

@@ -133,7 +133,9 @@ def test_no_time_no_rate_and_no_store_is_made_up(tmp_path: Path, capsys: pytest.
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["store"] is None
     assert main([*arguments, "--store"]) == 0
-    row = json.loads(capsys.readouterr().out)["store"]["table"][-1]
+    store = json.loads(capsys.readouterr().out)["store"]
+    assert (store["save"], store["gb_per_second"], store["latency_us"]) == ("commit", 1, 1000), "as --help says"
+    row = store["table"][-1]
     assert row["hit_tokens"] == 3 and row["written_bytes"] == 4 * 128 * 1024
     assert row["read_bytes_per_second"] is row["written_bytes_per_second"] is row["saved_seconds_per_request"] is None
     assert main([*arguments[:-1], "--store"]) == 0
