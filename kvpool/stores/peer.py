@@ -93,7 +93,7 @@ class PeerStore:
     needs no server: without one it logs a warning, and calls fail until there is one. It raises ValueError if the
     server has blocks of another size, and PermissionError if it does not let this client in.
 
-    Thread-safe, with one connection for each thread that calls. Calls raise OSError, and ForkedProcess in a child of
+    Thread-safe. Each connection is used by one thread at a time. Calls raise OSError, and ForkedProcess in a child of
     ``os.fork()``. The constructor raises TypeError, ValueError, OSError for a file that cannot be read, and ImportError
     without pyzmq.
     """
@@ -111,8 +111,8 @@ class PeerStore:
         self.threads = integer_argument("connections", connections, 1, 64)
         self._process, self._lock = Process(), threading.Lock()
         self._context: zmq.Context[Any] | None = None
-        self._connections: dict[int, Connection] = {}
-        self._made = self._failed = 0
+        self._idle: list[Connection] = []
+        self._made = self._busy = self._failed = 0
 
     def __repr__(self) -> str:
         return f"PeerStore({self._endpoint!r})"
@@ -124,7 +124,8 @@ class PeerStore:
         self._memory, self._block_bytes = space.memory, space.block_bytes
         self._context = new_context()
         try:
-            self._connected(_never)
+            with self._connection(_never):
+                pass
         except (Refusal, PermissionError):
             self.close()
             raise
@@ -161,15 +162,16 @@ class PeerStore:
 
     def stats(self) -> dict[str, int]:
         with self._lock:
-            return {"connections": len(self._connections), "connected": self._made, "failed_calls": self._failed}
+            open_now = len(self._idle) + self._busy
+            return {"connections": open_now, "connected": self._made, "failed_calls": self._failed}
 
     def close(self) -> None:
         """Disconnect. Content stays with the server."""
         self._process.check(self)
         with self._lock:
-            connections, self._connections = self._connections, {}
+            connections, self._idle = self._idle, []
             context, self._context = self._context, None
-        for connection in connections.values():
+        for connection in connections:
             connection.close()
         if context is not None:
             end(context)
@@ -179,49 +181,54 @@ class PeerStore:
     def _call(
         self, kind: type[StoreCall], frames: list[Any], read: Callable[..., Any], stop: Stop = _never, **fields: Any
     ) -> Any:
-        """Make one call. Returns what ``read`` makes of the answer. An error ends the connection."""
-        self._process.check(self)
-        connection = self._connected(stop)
-        with self._ending_if_it_fails(connection):
+        """Make one call. Returns what ``read`` makes of the answer."""
+        with self._connection(stop) as connection:
             message = kind(connection.number(), self._timeout_ms, **fields)
             done, answer = connection.ask(message, frames, StoreDone, stop)
             return read(done.count, answer, len(frames[0]))
 
     def _blocks_per_call(self, stop: Stop) -> int:
-        return self._connected(stop).blocks
-
-    def _connected(self, stop: Stop) -> Connection:
-        """The connection of this thread."""
-        self._process.check(self)
-        with self._lock:
-            context, connection = self._context, self._connections.get(threading.get_ident())
-            if context is None:
-                raise ValueError("the store is closed, or was not opened")
-            if connection is None:
-                connection = Connection(context, self._endpoint, self._door, self._block_bytes, self._timeout_ms)
-                self._connections[threading.get_ident()] = connection
-        if not connection.blocks:
-            with self._ending_if_it_fails(connection):
-                connection.greet(stop)
-            self._made += 1
-        return connection
+        with self._connection(stop) as connection:
+            return connection.blocks
 
     @contextmanager
-    def _ending_if_it_fails(self, connection: Connection) -> Iterator[None]:
+    def _connection(self, stop: Stop) -> Iterator[Connection]:
+        """A connection that nobody else uses meanwhile. An error ends it."""
+        self._process.check(self)
+        connection = self._taken()
         try:
-            yield
+            if not connection.blocks:
+                connection.greet(stop)
+                self._made += 1
+            yield connection
         except BaseException as error:
             with self._lock:
-                self._connections.pop(threading.get_ident(), None)
+                self._busy -= 1
                 self._failed += not isinstance(error, _Stopped)
             connection.close()
             if isinstance(error, Malformed):
                 raise ConnectionError(f"{self._endpoint} sent {error}") from None
             raise
+        with self._lock:
+            self._busy -= 1
+            self._idle.append(connection)
+
+    def _taken(self) -> Connection:
+        """An idle connection that has not ended, or else a new one."""
+        with self._lock:
+            if self._context is None:
+                raise ValueError("the store is closed, or was not opened")
+            self._busy += 1
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.ended():
+                    return connection
+                connection.close()
+            return Connection(self._context, self._endpoint, self._door, self._block_bytes, self._timeout_ms)
 
 
 class Connection:
-    """A socket of a PeerStore, and one call at a time on it. Only for the thread that made it."""
+    """A socket of a PeerStore, and one call at a time on it. Only for one thread at a time."""
 
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, door: ClientKeys | ClientPassword, block_bytes: int,
@@ -265,6 +272,10 @@ class Connection:
             error = Refusal if answer.code == "size" else OSError
             raise error(f"{self._endpoint}: {printable(answer.reason)}")
         return answer, rest
+
+    def ended(self) -> bool:
+        """Whether the connection has ended while nobody used it."""
+        return bool(self._monitor.poll(0))
 
     def _wait(self, stop: Stop) -> None:
         """Wait until there is a message."""

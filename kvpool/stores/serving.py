@@ -133,6 +133,11 @@ class StoreServer:
         self._process.check(self)
         return replace(self._calls.stats(), under_way=self._under_way, connections_refused=self._connections.refused)
 
+    @property
+    def connections(self) -> int:
+        """How many connections clients have now."""
+        return len(self._connections)
+
     def close(self, timeout: float = 10.0) -> bool:
         """Disconnect all clients, ask calls under way to stop, wait for them, and close the store.
 
