@@ -78,8 +78,8 @@ class PeerStore:
     endpoint
         The server's ``endpoint``. Other machines only with ``keys``.
     secret, secret_file
-        What all clients of this content share: 16 to 64 bytes, or the path of a file that has them and that only its
-        owner may read. Keys and seals are made from it.
+        What all clients of this content share: 32 bytes, or the path of a file with 64 hex digits that only its owner
+        may read. Keys and seals are made from it.
     keys
         CURVE keys of this client and of the server. The server need not know the secret then.
     timeout_ms

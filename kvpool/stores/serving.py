@@ -43,7 +43,7 @@ class StoreServer:
     block_bytes
         The size of a block. Clients with blocks of another size are refused.
     secret, secret_file
-        The secret of the clients, 16 to 64 bytes, or the path of a file that has it. Only a password that is derived
+        The secret of the clients, 32 bytes, or the path of a file with 64 hex digits. Only a password that is derived
         from it is kept.
     keys
         CURVE keys of the server and of its clients, in the place of a secret. The server does not know the clients'

@@ -34,7 +34,7 @@ from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
 
 ROOT = Path(__file__).parents[2]
-SECRET = b"known to the clients only"
+SECRET = b"known to all clients, and nobody"
 SPACE = Space(bytes(16), memory())
 
 
@@ -143,7 +143,8 @@ class Slow(MemoryStore):
         time.sleep(float(sys.argv[3]))
         return super().load(keys, rows, stop)
 
-with StoreServer(Slow(1 << 20), sys.argv[1], block_bytes=int(sys.argv[2]), secret=b"known to the clients only") as it:
+secret = b"known to all clients, and nobody"
+with StoreServer(Slow(1 << 20), sys.argv[1], block_bytes=int(sys.argv[2]), secret=secret) as it:
     print(it.endpoint, flush=True)
     sys.stdin.read()
 """
@@ -473,7 +474,7 @@ def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
 
 def test_a_client_with_another_secret_is_not_let_in(serve: Serve) -> None:
     with pytest.raises(PermissionError, match="does not accept this client's secret"):
-        open_queue(client(serve(), secret=b"another secret of 16+"))
+        open_queue(client(serve(), secret=bytes(32)))
 
 
 def test_blocks_of_another_size_are_refused(serve: Serve) -> None:
@@ -527,11 +528,15 @@ def test_the_secret_is_shown_nowhere(caplog: pytest.LogCaptureFixture, serve: Se
 
 def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path, serve: Serve) -> None:
     path = tmp_path / "secret"
-    path.write_bytes(SECRET + b"\n")
+    path.write_text(SECRET.hex() + "\n")
     path.chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
         PeerStore("tcp://127.0.0.1:1", secret_file=path)
     path.chmod(0o600)
+    path.write_text("00" * 31)
+    with pytest.raises(ValueError, match="64 hex digits"):
+        PeerStore("tcp://127.0.0.1:1", secret_file=path)
+    path.write_text(SECRET.hex() + "\n")
     server = serve()
     store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=2000&connections=1")
     assert isinstance(store, PeerStore) and store.threads == 1
@@ -543,8 +548,8 @@ def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path,
     ("options", "message"),
     [
         ({"secret": None}, "accepted is one of them"),
-        ({"secret": b"short"}, "secret: accepted are 16 to 64 bytes"),
-        ({"secret": "a text of sixteen"}, "secret: accepted are bytes"),
+        ({"secret": b"short"}, "secret: accepted are 32 bytes"),
+        ({"secret": "a text of 32"}, "secret: accepted are 32 bytes"),
         ({"secret_file": "/nowhere"}, "accepted is one of them"),
         ({"timeout_ms": 0}, "timeout_ms=0"),
         ({"connections": 65}, "connections=65"),
