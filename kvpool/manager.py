@@ -125,7 +125,7 @@ class KVCacheManager:
     ...     cache.release([first, second])
     ...     print(cache.match_prefix([1, 2, 3, 4, 5, 6, 9]))
     [0 4] 1
-    Match(device_tokens=4, host_tokens=0, partial_tokens=2)
+    Match(device_tokens=4, host_tokens=0, partial_tokens=2, store_tokens=0)
     """
 
     def __init__(

@@ -114,7 +114,8 @@ class Events(Sequence[Event]):
 
     To read many events fast, use the columns: ``records`` [n], one for each block; ``keys`` uint64[n, 2]; ``tokens``
     int32[n, tokens_per_block]; ``extra`` int64 of the same shape, or None; ``bounds`` int64[m + 1]: event i is rows
-    ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event. ``before_snapshot``: how many events come before
+    ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event. ``tiers`` has the names of the tiers by the
+    number that records have, ``names`` the ``Name`` of each namespace. ``before_snapshot``: how many events come before
     the "cleared" of a snapshot; without a snapshot, all.
     """
 
@@ -127,7 +128,9 @@ class Events(Sequence[Event]):
         names: dict[int, Name],
         capacities: Capacities,
         snapshot_row: int | None = None,
+        tiers: tuple[str, ...] = TIERS,
     ) -> None:
+        self.tiers, self.names = tiers, names
         self.records, self.tokens, self.extra, self.number, self.capacities = records, tokens, extra, number, capacities
         starts = records["joined"] == 0
         if len(records):
@@ -135,7 +138,6 @@ class Events(Sequence[Event]):
         self.bounds = np.append(np.flatnonzero(starts), len(records))
         self.keys = np.stack([records["key0"], records["key1"]], axis=1).view(np.uint64)
         self.before_snapshot = len(self) if snapshot_row is None else int(np.searchsorted(self.bounds, snapshot_row))
-        self._names = names
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -147,7 +149,7 @@ class Events(Sequence[Event]):
 
     def name(self, namespace: int) -> Name | None:
         """The name of a record's namespace. None if no content with a key was ever stored in it."""
-        return self._names.get(namespace)
+        return self.names.get(namespace)
 
     @overload
     def __getitem__(self, index: int) -> Event: ...
@@ -179,11 +181,11 @@ class Events(Sequence[Event]):
                 device, host = (sum(of_group[tier] for of_group in sizes) for tier in (DEVICE, HOST))
                 yield Event(KINDS[kind], number, device_blocks=device, host_blocks=host, blocks=sizes)
                 continue
-            salt, adapter_id, root = self._names.get(namespace, NAMELESS)
+            salt, adapter_id, root = self.names.get(namespace, NAMELESS)
             yield Event(
                 KINDS[kind],
                 number,
-                TIERS[tier],
+                self.tiers[tier],
                 self.keys[start:end],
                 None if root == (parent0, parent1) else parent,
                 self.tokens[start:end] if kind == STORED else None,

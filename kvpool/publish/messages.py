@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Group
-from kvpool.observe.events import TIERS, Events, Name
+from kvpool.observe.events import Events, Name
 from kvpool.state.ring import CLEARED, REMOVED, STORED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
-"""The routers' names for the tiers, whatever memory these are."""
+"""The routers' names for the tiers of a pool, whatever memory these are. A store has its own name, in capitals."""
 BLOCKS_PER_MESSAGE = 4096
 """A message with this many blocks is full. A chain of blocks is never cut, so a message can have more."""
 HASHES = ("int", "bytes")
@@ -171,7 +171,7 @@ class Encoder:
         for i, (kind, tier, _, _, group, _, _, _, parent0, parent1, namespace) in enumerate(heads.tolist()):
             low, high = bounds[i] - first, bounds[i + 1] - first
             if removed and (kind != REMOVED or (tier, group) != place):
-                yield self._removed(removed, *place)
+                yield self._removed(removed, events.tiers[place[0]], place[1])
                 removed = []
             if kind == CLEARED:
                 yield AllBlocksCleared()
@@ -191,17 +191,22 @@ class Encoder:
                     tokens[low * width : high * width],
                     width,
                     own.lora_id,
-                    MEDIA[TIERS[tier]],
+                    medium(events.tiers[tier]),
                     own.lora_name,
                     _extra_keys(events, bounds[i], bounds[i + 1], own, begins),
                     own.salt,
                     *self._specs[group],
                 )
         if removed:
-            yield self._removed(removed, *place)
+            yield self._removed(removed, events.tiers[place[0]], place[1])
 
-    def _removed(self, hashes: Hashes, tier: int, group: int) -> BlockRemoved:
-        return BlockRemoved(hashes, MEDIA[TIERS[tier]], self._specs[group].group_idx)
+    def _removed(self, hashes: Hashes, tier: str, group: int) -> BlockRemoved:
+        return BlockRemoved(hashes, medium(tier), self._specs[group].group_idx)
+
+
+def medium(tier: str) -> str:
+    """What routers call a tier, or a store."""
+    return MEDIA.get(tier, tier.upper())
 
 
 def _numbers(keys: npt.NDArray[np.uint64]) -> Any:

@@ -262,11 +262,16 @@ class Match(NamedTuple):
 
     Tokens that a window has passed count as on the device: they need no block, and are not computed again. With several
     groups of layers, all groups can reuse these tokens; ``host_tokens`` is of the group that has the most on the host.
+
+    ``store_tokens``: tokens after the full blocks that stores behind the host are known to have. A ``Keeper`` counts
+    them. They are no part of ``full_tokens`` and ``tokens``: an admission reuses only what has been brought to the
+    host.
     """
 
     device_tokens: int
     host_tokens: int
     partial_tokens: int
+    store_tokens: int = 0
 
     @property
     def full_tokens(self) -> int:

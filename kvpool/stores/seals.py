@@ -58,18 +58,22 @@ class Secret:
         Each key is hashed over the key before it, the tokens of its block and their extra ids. The first is hashed over
         the identity, the namespace and the group.
         """
-        root = self._identity + group.to_bytes(4, "little") + namespace
-        key = hashlib.blake2b(root, key=self._roots, digest_size=KEY_BYTES).digest()
-        content, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * tokens_per_block
-        found = []
-        for place in range(len(tokens) // tokens_per_block):
-            key += content[place * width : (place + 1) * width]
-            if extra is not None:
-                own = extra[place * tokens_per_block : (place + 1) * tokens_per_block]
-                key += own.astype("<i8").tobytes() if own.any() else b""
-            key = hashlib.blake2b(key, key=self._chains, digest_size=KEY_BYTES).digest()
+        key, found = self.root(namespace, group), []
+        for start in range(0, len(tokens) - tokens_per_block + 1, tokens_per_block):
+            own = slice(start, start + tokens_per_block)
+            key = self.link(key, block_content(tokens[own], None if extra is None else extra[own]))
             found.append(key)
         return _rows(found)
+
+    def root(self, namespace: bytes, group: int) -> bytes:
+        """What the chains of a namespace and a group of layers begin with, in place of a key: KEY_BYTES bytes."""
+        content = self._identity + group.to_bytes(4, "little") + namespace
+        return hashlib.blake2b(content, key=self._roots, digest_size=KEY_BYTES).digest()
+
+    def link(self, before: bytes, content: bytes) -> bytes:
+        """The key of a block after the one with the key ``before``, or after a root. ``content``: its
+        ``block_content``."""
+        return hashlib.blake2b(before + content, key=self._chains, digest_size=KEY_BYTES).digest()
 
     def seal(self, keys: Bytes, rows: Rows, memory: Bytes) -> Bytes:
         """Seals of rows of memory under these keys: uint8[n, SEAL_BYTES]. The lock of the interpreter is not held while
@@ -83,6 +87,12 @@ class Secret:
             hashed.update(memory[row])
             out[place] = np.frombuffer(hashed.digest(SEAL_BYTES), np.uint8)
         return out
+
+
+def block_content(tokens: npt.NDArray[np.int32], extra: npt.NDArray[np.int64] | None) -> bytes:
+    """The tokens of a block, and their extra ids if there are any, as bytes."""
+    content = tokens.astype("<i4").tobytes()
+    return content if extra is None or not extra.any() else content + extra.astype("<i8").tobytes()
 
 
 def check_library() -> None:

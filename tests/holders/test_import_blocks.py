@@ -164,7 +164,7 @@ def test_content_that_is_computed_meanwhile_is_not_stored_twice(make: Make, monk
     prompt, data = prompt_of(engine, 12)
     Meanwhile(monkeypatch, engine, lambda: engine.seed(range(8), committed=8))
     assert engine.cache.import_blocks(prompt, data) == 1
-    assert engine.cache.match_prefix(engine.prompt(range(13))) == (8, 4, 0)
+    assert engine.cache.match_prefix(engine.prompt(range(13))) == (8, 4, 0, 0)
 
 
 def test_a_reset_meanwhile_stores_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_blocks_that_are_not_needed_cost_nothing(make: Make) -> None:
         engine.append(sequence, A[start : start + 8])
     engine.finish(sequence, 40)
     prompt = [*A, 1]
-    assert engine.cache.match_prefix(prompt) == (40, 0, 0)
+    assert engine.cache.match_prefix(prompt) == (40, 0, 0, 0)
     assert engine.cache.blocks_needed(prompt) == 3
     held = [engine.add([9000 + i]) for i in range(5)]
     assert engine.add(prompt).cached == 40 and engine.free() == 0

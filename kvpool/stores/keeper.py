@@ -1,0 +1,362 @@
+"""Keeper: stands between a pool and its stores. It saves what the pool has, and brings back what waiting requests
+need."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvpool.arguments import adapter_argument, list_argument, salt_argument
+from kvpool.arrays.layout import integer_argument
+from kvpool.errors import PoolClosed
+from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.manager import KVCacheManager
+from kvpool.observe.events import Events
+from kvpool.process import Process
+from kvpool.sequences.keys import BlockKeys, Match
+from kvpool.state.records import H
+from kvpool.stores.base import Store
+from kvpool.stores.feed import Feed
+from kvpool.stores.health import HealthStats, StoreHealth, seconds_argument
+from kvpool.stores.lanes import Lane
+from kvpool.stores.ledger import Content, Ledger
+from kvpool.stores.loading import Loader, Prefetch
+from kvpool.stores.queue import StoreStats
+from kvpool.stores.saving import Namespace, OnCommit, OnEviction, Saver
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SAVES = ("commit", "evict")
+BLOCKS_PER_TURN = 64
+"""Blocks that are copied for a store before the keeper looks at its prefetches again."""
+ROWS_PER_TURN = 1024
+"""Rows of events that are read before the keeper looks at its prefetches again."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeeperStats:
+    """Totals since a keeper was made, and its state now."""
+
+    saved_blocks: int
+    saved_bytes: int
+    loaded_blocks: int
+    """blocks that have entered the host tier from stores"""
+    loaded_bytes: int
+    found_blocks: int
+    """blocks that stores said to have when they were asked for a prompt"""
+    dropped: dict[tuple[str, str], int]
+    """saves that were given up, by store and reason: "queue_full", "evicted" (before it was copied), "quota",
+    "suspended", and the codes of jobs: "failed", "late", "refused", "cancelled\""""
+    prefetches: dict[str, int]
+    """prefetches that have ended, by ``Prefetch.ended``"""
+    orphans: int
+    """blocks that cannot be saved, since the keeper does not know the block before"""
+    events_dropped: int
+    """rows of events that nobody read in time"""
+    waiting_blocks: int
+    """blocks that wait to be saved now"""
+    promoted_blocks: int
+    """blocks that were brought to the host and wait for their request now"""
+    prefetching: int
+    """prefetches under way now"""
+    stores: dict[str, StoreStats]
+    health: dict[str, HealthStats]
+
+
+class Keeper:
+    """Keeps the content of a pool in stores. A context manager.
+
+    Parameters
+    ----------
+    pool
+        A pool with a host tier and with ``event_capacity``. The keeper reads its events, and nobody else may: read
+        ``Keeper.events`` instead.
+    stores
+        A list of ``Store``, the nearest first. They are opened here, and closed by ``close``. Their names differ.
+    identity
+        The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is ever
+        found.
+    save
+        "commit": each block is saved when the pool has it. "evict": before the host evicts it.
+    quotas
+        Bytes that a namespace may have in each store: {(salt, adapter_id): bytes}. Others have no limit.
+    deadline_ms
+        A job of a store that takes longer is given up. Also the default deadline of ``prefetch``.
+    staging_blocks
+        Blocks that may be on their way to or from each store. They take so much main memory, in whole pages.
+    promotion_blocks
+        The most blocks that wait on the host for requests that have not been admitted, or are on their way there.
+        Default: half of the host tier.
+    queued_blocks
+        The most blocks that wait to be saved, for each store. More are dropped, and counted.
+    failures, probe_seconds
+        See ``StoreHealth``.
+    interval_ms
+        How often the pool is asked for events.
+    clock
+        () -> float, monotonic seconds.
+
+    Notes
+    -----
+    A thread of the keeper's does all hashing, copying and waiting. The scheduler's thread records events, and nothing
+    else. Prompts with ``publish=False`` are never saved.
+
+    Close the keeper before the pool. If the pool is closed first, the keeper ends by itself; close it nevertheless.
+    Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls raise
+    ForkedProcess in a child of ``os.fork()``.
+    """
+
+    def __init__(
+        self, pool: KVCacheManager, stores: Sequence[Store], *, identity: ModelIdentity, save: str = "commit",
+        quotas: Mapping[Namespace, int] | None = None, deadline_ms: int = 2000, staging_blocks: int = 64,
+        promotion_blocks: int | None = None, queued_blocks: int = 4096, failures: int = 3, probe_seconds: float = 5.0,
+        interval_ms: int = 5, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        host_blocks = _host_blocks(pool)
+        identity, chosen = identity_argument(identity), _stores_argument(stores)
+        if save not in SAVES:
+            raise ValueError(f"save={save!r:.80}: accepted are {', '.join(SAVES)}")
+        limits = _quotas_argument(quotas)
+        self._deadline = integer_argument("deadline_ms", deadline_ms, 1, 1 << 31) / 1e3
+        rows = integer_argument("staging_blocks", staging_blocks, 2, 1 << 20)
+        most = max(1, sum(host_blocks) // 2) if promotion_blocks is None else promotion_blocks
+        promotions = integer_argument("promotion_blocks", most, 1, 1 << 31)
+        queued = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
+        self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
+        seconds_argument("probe_seconds", probe_seconds)
+        healths = [StoreHealth(failures, probe_seconds, clock=clock) for _ in chosen]
+        self._pool, self._clock, self._process = pool, clock, Process()
+        self._lanes: list[Lane] = []
+        nbytes = max(group.block_bytes for group in pool.groups)
+        try:
+            for store, health in zip(chosen, healths, strict=True):
+                self._lanes.append(Lane(len(self._lanes), store, identity, rows, nbytes, health, clock))
+            self._feed = Feed(pool, [lane.name for lane in self._lanes])
+        except BaseException:
+            for lane in self._lanes:
+                lane.queue.close(1.0)
+            raise
+        blocks = pool.device_blocks + pool.host_blocks
+        self._ledger = Ledger(pool.groups, pool.tokens_per_block, [lane.secret for lane in self._lanes], blocks + 4096)
+        self._loader = Loader(pool, self._lanes, self._ledger, self._feed, promotions, clock)
+        self._saver = Saver(pool, self._lanes, self._ledger, self._feed, limits, queued, self._deadline, clock)
+        self._rule = OnCommit(self._saver) if save == "commit" else OnEviction(self._saver, host_blocks, 2 * rows)
+        self._lock = threading.Lock()
+        self._asked: deque[Prefetch] = deque()
+        self._idle = threading.Condition(self._lock)
+        self._turns, self._quiet, self._ended, self._closing = 0, False, False, False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake)
+        self._thread = threading.Thread(target=self._run, name="kvpool-keeper", daemon=True)
+        self._thread.start()
+
+    # -- for the scheduler ---------------------------------------------------------------------------
+
+    def prefetch(self, prompt: Any, deadline: float | None = None) -> Prefetch:
+        """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
+
+        ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
+        after it nothing more is brought. The next admission uses what has come by then. Changes the pool: blocks enter
+        its host tier. Raises TypeError, ValueError, PoolClosed.
+        """
+        self._process.check(self)
+        keys = prompt if isinstance(prompt, BlockKeys) else self._pool.block_keys(prompt)
+        seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
+        handle = Prefetch(keys, self._clock() + seconds)
+        with self._lock:
+            if self._ended or self._closing:
+                raise PoolClosed("the keeper has ended: it or its pool was closed, or an error that the log has")
+            self._asked.append(handle)
+            self._quiet = False
+        os.eventfd_write(self._wake, 1)
+        return handle
+
+    def match_prefix(self, prompt: Any) -> Match:
+        """What ``KVCacheManager.match_prefix`` says, with ``store_tokens``: how many more tokens could be reused with
+        what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
+        lost blocks since. Does not change the pool."""
+        self._process.check(self)
+        keys = prompt if isinstance(prompt, BlockKeys) else self._pool.block_keys(prompt)
+        match = self._pool.match_prefix(keys)
+        full = len(keys) // self._pool.tokens_per_block
+        there = self._ledger.known(keys, full)
+        if not there.any():
+            return match
+        return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
+
+    def events(self, *, snapshot: bool = False) -> Events:
+        """The events of the pool, and those of the stores: their tier is the name of the store. As
+        ``KVCacheManager.events``, with numbers of its own.
+
+        "stored" in a store means that it has confirmed it. A store may evict blocks by itself: this is noticed when
+        they are asked for.
+        """
+        self._process.check(self)
+        if not snapshot:
+            return self._feed.read()
+        bits = [(lane.index, 1 << lane.index) for lane in self._lanes]
+        known = [(index, one) for one in self._ledger.all() for index, bit in bits if one.saved & bit]
+        return self._feed.snapshot(known)
+
+    # -- for operators -------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> KVCacheManager:
+        return self._pool
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or has ended because the pool was closed."""
+        return self._ended or self._closing
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until everything decided before this call is saved or given up, and no prefetch is under way. Returns
+        whether that is so after at most ``timeout`` seconds."""
+        self._process.check(self)
+        with self._lock:
+            wanted = self._turns + 2
+            self._quiet = False
+            os.eventfd_write(self._wake, 1)
+            return self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
+
+    def stats(self) -> KeeperStats:
+        """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
+        microseconds apart."""
+        saver, loader = self._saver, self._loader
+        return KeeperStats(
+            saver.saved_blocks, saver.saved_bytes, loader.loaded_blocks, loader.loaded_bytes, loader.found_blocks,
+            {(lane.name, reason): count for lane in self._lanes for reason, count in Counter(lane.dropped).items()},
+            dict(loader.ended), self._ledger.orphans, self._feed.dropped, saver.waiting, loader.promoted,
+            loader.under_way, {lane.name: lane.queue.stats() for lane in self._lanes},
+            {lane.name: lane.health.stats() for lane in self._lanes},
+        )  # fmt: skip
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Give up what waits, and close the stores. Call ``drain`` before to have everything saved.
+
+        Returns False if a call of a store still hangs after ``timeout`` seconds. The staging memory stays until that
+        call returns. May be called again.
+        """
+        self._process.check(self)
+        end = time.monotonic() + seconds_argument("timeout", timeout)
+        with self._lock:
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(max(0.0, end - time.monotonic()))
+        over = not self._thread.is_alive()
+        for lane in self._lanes:
+            over = lane.queue.close(max(0.0, end - time.monotonic())) and over
+        return over
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                for lane in self._lanes:
+                    selector.register(lane.queue.fileno(), selectors.EVENT_READ)
+                wait = 0.0
+                while not self._closing:
+                    if any(key.fd == self._wake for key, _ in selector.select(wait)):
+                        os.eventfd_read(self._wake)
+                    wait = self._turn()
+        except PoolClosed:
+            pass
+        except Exception:
+            _log.exception("the keeper has ended")
+        finally:
+            with self._lock:
+                self._ended = True
+                for handle in self._asked:
+                    handle.end("closed")
+                self._asked.clear()
+                self._idle.notify_all()
+            self._loader.stop_all("closed")
+
+    def _turn(self) -> float:
+        """One round of work. Returns how long to wait for the next."""
+        busy = sum(lane.settle() for lane in self._lanes) > 0
+        self._feed.poll()
+        behind = self._apply()
+        with self._lock:
+            asked, self._asked = list(self._asked), deque()
+        for handle in asked:
+            self._loader.begin(handle)
+        self._loader.turn()
+        self._rule.turn()
+        more = self._saver.turn(BLOCKS_PER_TURN) or behind
+        with self._lock:
+            self._turns += 1
+            idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
+            self._quiet = idle and not any(lane.under_way for lane in self._lanes)
+            if self._quiet:
+                self._idle.notify_all()
+        if more:
+            return 0.0
+        until = self._loader.next_deadline()
+        return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
+
+    def _apply(self) -> bool:
+        """Learn from the pool's events, some at a time. Returns whether there are more."""
+        part = self._feed.new(ROWS_PER_TURN)
+        if part is not None:
+            self._ledger.apply(*part, self._changed)
+        return part is not None
+
+    def _changed(self, content: Content, before: int, valued: int) -> None:
+        self._rule.changed(content, before, valued)
+        self._loader.used(content)
+        if before and not content.on:
+            self._saver.gone(content)
+
+
+def _host_blocks(pool: Any) -> list[int]:
+    """The host blocks of each group of layers. Raises for a pool that cannot have a keeper."""
+    if not isinstance(pool, KVCacheManager):
+        raise TypeError(f"pool={pool!r:.80}: accepted is a KVCacheManager")
+    found = [group.host_blocks for group in pool.groups]
+    if not all(blocks for blocks, group in zip(found, pool.groups, strict=True) if group.kind != "cross"):
+        raise ValueError(f"pool: it has {found} host blocks: accepted are pools with a host tier for all groups")
+    if not pool.core.states.heads[0, H.event_capacity]:
+        raise ValueError("pool: accepted are pools that record events (event_capacity of 1 and more)")
+    return found
+
+
+def _stores_argument(stores: Any) -> list[Store]:
+    found = list_argument("stores", stores)
+    names = [getattr(store, "name", None) for store in found]
+    if not found or len(found) > 16 or len(set(names)) < len(names):
+        raise ValueError(f"stores={names!r:.80}: accepted are 1 to 16 stores with different names")
+    return found
+
+
+def _quotas_argument(quotas: Any) -> dict[Namespace, int]:
+    if quotas is not None and not isinstance(quotas, Mapping):
+        raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
+    found: dict[Namespace, int] = {}
+    for namespace, nbytes in (quotas or {}).items():
+        if not isinstance(namespace, tuple) or len(namespace) != 2:
+            raise TypeError(f"quotas: {namespace!r:.80} is no namespace: accepted is a pair (salt, adapter_id)")
+        key = salt_argument(namespace[0]), adapter_argument(namespace[1])
+        found[key] = integer_argument(f"quotas[{namespace!r:.80}]", nbytes, 0, 1 << 62)
+    return found

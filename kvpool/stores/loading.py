@@ -1,0 +1,315 @@
+"""Loading: what stores have of the prompts of waiting requests is brought to the host tier, in bounded amounts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import DeviceError, StoreBusy
+from kvpool.manager import KVCacheManager
+from kvpool.sequences.keys import BlockKeys
+from kvpool.state.records import H
+from kvpool.state.ring import REMOVED, STORED
+from kvpool.stores.base import ABSENT, DAMAGED, LATE, OK
+from kvpool.stores.feed import Feed
+from kvpool.stores.jobs import Job
+from kvpool.stores.lanes import Lane
+from kvpool.stores.ledger import ON_DEVICE, ON_HOST, Content, Ledger
+
+CHUNK_BYTES = 4 << 20
+CHUNKS_UNDER_WAY = 4
+"""of one prompt, so that a long one leaves rows to others"""
+UNUSED_SECONDS = 60.0
+"""After this time a promoted block that nobody used counts as any other cached block."""
+
+
+class Prefetch:
+    """What became of ``Keeper.prefetch``. Thread-safe.
+
+    ``blocks``: blocks that have entered the host tier so far, in all groups of layers. ``ended``: why there is no more
+    to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has more), "declined" (to
+    compute is faster), "late", "failed", "cancelled", "reset" or "closed".
+    """
+
+    def __init__(self, prompt: BlockKeys, deadline: float) -> None:
+        self.prompt, self.deadline = prompt, deadline
+        self.blocks, self.ended = 0, ""
+        self._over, self._cancelled = threading.Event(), False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is."""
+        return self._over.wait(timeout)
+
+    def cancel(self) -> None:
+        """Bring no more. What has come stays."""
+        self._cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def end(self, why: str) -> None:
+        """Called by the keeper."""
+        self.ended = self.ended or why
+        self._over.set()
+
+    def __repr__(self) -> str:
+        return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"
+
+
+class _Wanted(NamedTuple):
+    """A block to load, and the store to load it from."""
+
+    place: int
+    content: Content
+    store: int
+
+
+class _Chunk(NamedTuple):
+    """Blocks of one prompt that one job loads."""
+
+    wanted: list[_Wanted]
+    lane: Lane
+    job: Job
+
+
+class _Fetch:
+    """A prefetch under way."""
+
+    def __init__(self, handle: Prefetch, generation: int, first: int, chains: list[list[Content]]) -> None:
+        self.handle, self.generation, self.first, self.chains = handle, generation, first, chains
+        self.source = [np.full(len(chain), -1, np.int64) for chain in chains]
+        self.finding: Job | None = None
+        self.wanted: deque[_Wanted] = deque()
+        self.chunks: deque[_Chunk] = deque()
+
+
+class Loader:
+    """The prefetches of a keeper. The keeper's thread owns it.
+
+    ``promotion_blocks``: the most blocks that wait on the host for their requests, or are on their way there. So
+    prefetches displace no more than that of what the host has, however many requests wait.
+    """
+
+    def __init__(
+        self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, promotion_blocks: int,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._pool, self._lanes, self._ledger, self._feed, self._clock = pool, lanes, ledger, feed, clock
+        self._most = promotion_blocks
+        self._fetches: list[_Fetch] = []
+        self._promoted: dict[tuple[int, bytes], float] = {}
+        self._coming = 0
+        self.ended: Counter[str] = Counter()
+        self.found_blocks = self.loaded_blocks = self.loaded_bytes = 0
+
+    @property
+    def under_way(self) -> int:
+        """Prefetches that have not ended."""
+        return len(self._fetches)
+
+    @property
+    def promoted(self) -> int:
+        """Blocks that were brought and not used yet."""
+        return len(self._promoted)
+
+    @property
+    def _room(self) -> int:
+        """Blocks that may still be brought now."""
+        return self._most - self._coming - self.promoted
+
+    def next_deadline(self) -> float | None:
+        return min((fetch.handle.deadline for fetch in self._fetches), default=None)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def begin(self, handle: Prefetch) -> None:
+        """Begin with a prompt."""
+        prompt, width = handle.prompt, self._pool.tokens_per_block
+        # The last token of a prompt is never reused.
+        last = (len(prompt) - 1) // width
+        first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
+        if first >= last:
+            return self._end(handle, "cached")
+        chains = [[] if group.kind == "cross" else self._ledger.chain(prompt, group.index, last)
+                  for group in self._pool.groups]  # fmt: skip
+        fetch = _Fetch(handle, self._generation(), first, chains)
+        self._fetches.append(fetch)
+        self._find(fetch, 0)
+
+    def _find(self, fetch: _Fetch, store: int) -> None:
+        """Ask the stores from this one on, the nearest first, for what those before do not have."""
+        for lane in self._lanes[store:]:
+            asked = [content for chain, source in zip(fetch.chains, fetch.source, strict=True)
+                     for content in (chain[i] for i in np.flatnonzero(source < 0) if i >= fetch.first)
+                     if not content.on]  # fmt: skip
+            if not asked:
+                break
+            if not lane.health.usable():
+                continue
+            now, last = self._clock(), lane is self._lanes[-1]
+            # One store that hangs leaves time for those behind it.
+            deadline = fetch.handle.deadline if last else now + (fetch.handle.deadline - now) / 2
+            keys = np.frombuffer(b"".join(one.keys[lane.index] for one in asked), np.uint8).reshape(-1, 32)
+            try:
+                fetch.finding = lane.queue.find(keys, deadline=deadline)
+            except StoreBusy:
+                continue
+            lane.follow(fetch.finding, partial(self._found, fetch, lane, asked))
+            return
+        self._plan(fetch)
+
+    def _found(self, fetch: _Fetch, lane: Lane, asked: list[Content], job: Job) -> None:
+        fetch.finding = None
+        news: list[Content] = []
+        for content, code in zip(asked, job.codes.tolist(), strict=True):
+            if code == OK:
+                fetch.source[content.group][content.depth] = lane.index
+            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK) and code == OK:
+                news.append(content)
+        self.found_blocks += job.ok
+        self._feed.tell(STORED, lane.index, news)
+        if fetch in self._fetches:
+            self._find(fetch, lane.index + 1)
+
+    def _plan(self, fetch: _Fetch) -> None:
+        """Choose what to load."""
+        prompt = fetch.handle.prompt
+        there = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
+        for group, source in enumerate(fetch.source):
+            there[group, : len(source)] = source >= 0
+        lacking = self._pool.lacking(prompt, there)
+        wanted = [_Wanted(place, fetch.chains[group][place], int(fetch.source[group][place]))
+                  for group, places in enumerate(lacking.blocks) for place in places.tolist()]  # fmt: skip
+        if not wanted:
+            return self._stop(fetch, "absent")
+        fetch.wanted = deque(sorted(wanted, key=lambda one: (one.place, one.content.group)))
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Begin the loads for which there is room, and end what is over."""
+        now = self._clock()
+        while self._promoted and next(iter(self._promoted.values())) < now - UNUSED_SECONDS:
+            del self._promoted[next(iter(self._promoted))]
+        for fetch in list(self._fetches):
+            if fetch.handle.cancelled:
+                self._stop(fetch, "cancelled")
+            elif now >= fetch.handle.deadline:
+                self._stop(fetch, "full" if fetch.wanted and not fetch.chunks else "late")
+            else:
+                while fetch.wanted and len(fetch.chunks) < CHUNKS_UNDER_WAY and self._load(fetch):
+                    pass
+                if fetch.handle.blocks and not fetch.chunks and self._room < 1:
+                    # It has its share. Others may be waiting for theirs.
+                    self._stop(fetch, "full")
+
+    def _load(self, fetch: _Fetch) -> bool:
+        """Begin to load the next blocks. Returns False if there is no room now."""
+        lane = self._lanes[fetch.wanted[0].store]
+        size = max(1, CHUNK_BYTES // lane.queue.block_bytes)
+        count = min(size, max(1, lane.queue.slots // 4), lane.free_for_loads, self._room)
+        if count < 1:
+            return False
+        chosen: list[_Wanted] = []
+        while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == lane.index:
+            chosen.append(fetch.wanted.popleft())
+        keys = np.frombuffer(b"".join(one.content.keys[lane.index] for one in chosen), np.uint8).reshape(-1, 32)
+        rows = lane.take(len(chosen))
+        try:
+            job = lane.queue.load(keys, rows, deadline=fetch.handle.deadline)
+        except StoreBusy:
+            lane.give_back(rows)
+            fetch.wanted.extendleft(reversed(chosen))
+            return False
+        chunk = _Chunk(chosen, lane, job)
+        fetch.chunks.append(chunk)
+        self._coming += len(chosen)
+        lane.follow(job, partial(self._loaded, fetch, chunk), held=True)
+        return True
+
+    def _loaded(self, fetch: _Fetch, chunk: _Chunk, job: Job) -> None:
+        """A job is done. Blocks enter the pool in the order of the prompt."""
+        self._coming -= len(chunk.wanted)
+        gone = [one.content for one, code in zip(chunk.wanted, job.codes.tolist(), strict=True)
+                if code in (ABSENT, DAMAGED) and self._ledger.note(one.content, chunk.lane.index, False)]  # fmt: skip
+        self._feed.tell(REMOVED, chunk.lane.index, gone)
+        while fetch in self._fetches and fetch.chunks and fetch.chunks[0].job.done:
+            self._enter(fetch, fetch.chunks[0])
+
+    def _enter(self, fetch: _Fetch, chunk: _Chunk) -> None:
+        """Import the leading blocks of the first chunk of a prompt."""
+        if fetch.generation != self._generation():
+            return self._stop(fetch, "reset")
+        leading, memory = chunk.job.leading, chunk.lane.memory
+        try:
+            for run in _runs(list(zip(chunk.wanted[:leading], chunk.job.rows.tolist(), strict=False))):
+                self._import(fetch, run[0][0], [memory[row] for _, row in run])
+                self._promoted |= {(one.content.group, one.content.key): self._clock()
+                                   for one, _ in run if not one.content.on & ON_DEVICE}  # fmt: skip
+        except DeviceError:
+            leading = 0
+        if leading < len(chunk.wanted):
+            return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
+        chunk.lane.release(fetch.chunks.popleft().job)
+        if not fetch.wanted and not fetch.chunks:
+            self._stop(fetch, "loaded")
+
+    def _import(self, fetch: _Fetch, first: _Wanted, rows: list[npt.NDArray[np.uint8]]) -> None:
+        group = self._pool.groups[first.content.group]
+        data = [row[: group.block_bytes] for row in rows]
+        stored = self._pool.import_blocks(fetch.handle.prompt, data, first=first.place, group=group.index)
+        fetch.handle.blocks += stored
+        self.loaded_blocks += stored
+        self.loaded_bytes += stored * group.block_bytes
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def used(self, content: Content) -> None:
+        """A content is on the device, or gone: it does not wait for a request any more."""
+        if content.on & ON_DEVICE or not content.on & ON_HOST:
+            self._promoted.pop((content.group, content.key), None)
+
+    def stop_all(self, why: str) -> None:
+        """End all prefetches."""
+        for fetch in list(self._fetches):
+            self._stop(fetch, why)
+
+    def _stop(self, fetch: _Fetch, why: str) -> None:
+        self._fetches.remove(fetch)
+        for chunk in fetch.chunks:
+            chunk.job.cancel()
+            chunk.lane.release(chunk.job)
+        if fetch.finding is not None:
+            fetch.finding.cancel()
+        self._end(fetch.handle, why)
+
+    def _end(self, handle: Prefetch, why: str) -> None:
+        self.ended[why] += 1
+        handle.end(why)
+
+    def _generation(self) -> int:
+        return int(self._pool.core.states.heads[0, H.generation])
+
+
+def _runs(blocks: list[tuple[_Wanted, int]]) -> list[list[tuple[_Wanted, int]]]:
+    """Blocks that follow each other in one group of layers, together."""
+    runs: list[list[tuple[_Wanted, int]]] = []
+    for one, row in sorted(blocks, key=lambda block: (block[0].content.group, block[0].place)):
+        before = runs[-1][-1][0] if runs else None
+        if before is not None and (before.content.group, before.place + 1) == (one.content.group, one.place):
+            runs[-1].append((one, row))
+        else:
+            runs.append([(one, row)])
+    return runs
