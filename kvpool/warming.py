@@ -12,6 +12,8 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.tier import HostTier
 from kvpool.manager import KVCacheManager
+from kvpool.sequences.keys import key_rows
+from kvpool.state import saving
 
 _WIDTH = 4
 
@@ -118,6 +120,9 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.cached_blocks(keys)
     cache.lacking(keys, np.ones((1, 6), np.bool_))
     cache.set_priority(keys, 80)
+    rows = key_rows(keys)
+    saving.uses(cache.core.states.heads, 0, rows, np.empty(len(rows), np.int64))
+    cache.core.decide(None, saving.evict_first, 0, rows, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])
     if found is not None:

@@ -152,16 +152,18 @@ class Feed:
         records = np.zeros(len(contents), EVENT)
         tokens = np.zeros((len(contents), self._width), np.int32)
         extra = np.zeros((len(contents), self._width), np.int64)
-        keys = np.frombuffer(b"".join(one.key + one.parent for one in contents), np.int64).reshape(-1, 4)
+        keys = np.frombuffer(b"".join(one.link.key + one.link.parent for one in contents), np.int64).reshape(-1, 4)
         records["key0"], records["key1"], records["parent0"], records["parent1"] = keys.T
         records["kind"], records["tier"] = kind, len(TIERS) + store
-        records["namespace"], records["group"] = zip(*((one.namespace, one.group) for one in contents), strict=True)
+        records["namespace"], records["group"] = zip(
+            *((one.link.namespace, one.group) for one in contents), strict=True
+        )
         for i, one in enumerate(contents):
-            self._names.setdefault(one.namespace, one.name)
-            tokens[i], own = tokens_of(one, self._width)
+            self._names.setdefault(one.link.namespace, one.link.name)
+            tokens[i], own = tokens_of(one.link, self._width)
             if own is not None:
                 extra[i], records["extra"][i] = own, 1
-        follows = [a.key == b.parent and a.group == b.group for a, b in zip(contents, contents[1:], strict=False)]
+        follows = [a.key == b.link.parent and a.group == b.group for a, b in zip(contents, contents[1:], strict=False)]
         records["joined"][1:] = np.array(follows, np.int8) * (kind == STORED)
         return records, tokens, extra if records["extra"].any() else None
 

@@ -31,12 +31,13 @@ from kvpool.stores.lanes import Lane
 from kvpool.stores.ledger import Content, Ledger
 from kvpool.stores.loading import Loader, Prefetch
 from kvpool.stores.queue import StoreStats
-from kvpool.stores.saving import Namespace, OnCommit, OnEviction, Saver
+from kvpool.stores.racing import Races
+from kvpool.stores.saving import Namespace, OnCommit, OnEviction, OnReuse, Rule, Saver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SAVES = ("commit", "evict")
+SAVES = ("commit", "evict", "reuse")
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
 ROWS_PER_TURN = 1024
@@ -88,7 +89,8 @@ class Keeper:
         The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is ever
         found.
     save
-        "commit": each block is saved when the pool has it. "evict": before the host evicts it.
+        "commit": each block is saved when the pool has it. "evict": before the host evicts it. "reuse": when it has
+        been used twice.
     quotas
         Bytes that a namespace may have in each store: {(salt, adapter_id): bytes}. Others have no limit.
     deadline_ms
@@ -100,6 +102,9 @@ class Keeper:
         Default: half of the host tier.
     queued_blocks
         The most blocks that wait to be saved, for each store. More are dropped, and counted.
+    prefill_tokens_per_s
+        How many tokens of a prompt the engine computes in a second. A prefetch then loads only what is expected to come
+        sooner than the engine computes it, and gives up a load that is late. None: it loads all that is there.
     failures, probe_seconds
         See ``StoreHealth``.
     interval_ms
@@ -120,7 +125,8 @@ class Keeper:
     def __init__(
         self, pool: KVCacheManager, stores: Sequence[Store], *, identity: ModelIdentity, save: str = "commit",
         quotas: Mapping[Namespace, int] | None = None, deadline_ms: int = 2000, staging_blocks: int = 64,
-        promotion_blocks: int | None = None, queued_blocks: int = 4096, failures: int = 3, probe_seconds: float = 5.0,
+        promotion_blocks: int | None = None, queued_blocks: int = 4096,
+        prefill_tokens_per_s: float | None = None, failures: int = 3, probe_seconds: float = 5.0,
         interval_ms: int = 5, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         host_blocks = _host_blocks(pool)
@@ -134,7 +140,8 @@ class Keeper:
         promotions = integer_argument("promotion_blocks", most, 1, 1 << 31)
         queued = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
-        seconds_argument("probe_seconds", probe_seconds)
+        if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) == 0:
+            raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
         healths = [StoreHealth(failures, probe_seconds, clock=clock) for _ in chosen]
         self._pool, self._clock, self._process = pool, clock, Process()
         self._lanes: list[Lane] = []
@@ -149,9 +156,16 @@ class Keeper:
             raise
         blocks = pool.device_blocks + pool.host_blocks
         self._ledger = Ledger(pool.groups, pool.tokens_per_block, [lane.secret for lane in self._lanes], blocks + 4096)
-        self._loader = Loader(pool, self._lanes, self._ledger, self._feed, promotions, clock)
+        kinds = sum(group.kind != "cross" for group in pool.groups)
+        races = Races(self._lanes, prefill_tokens_per_s, kinds, pool.tokens_per_block, clock)
+        self._loader = Loader(pool, self._lanes, self._ledger, self._feed, races, promotions, clock)
         self._saver = Saver(pool, self._lanes, self._ledger, self._feed, limits, queued, self._deadline, clock)
-        self._rule = OnCommit(self._saver) if save == "commit" else OnEviction(self._saver, host_blocks, 2 * rows)
+        rules: dict[str, Callable[[], Rule]] = {
+            "commit": lambda: OnCommit(self._saver),
+            "evict": lambda: OnEviction(self._saver, host_blocks, rows),
+            "reuse": lambda: OnReuse(pool, self._saver),
+        }
+        self._rule = rules[save]()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = threading.Condition(self._lock)
@@ -228,7 +242,8 @@ class Keeper:
             wanted = self._turns + 2
             self._quiet = False
             os.eventfd_write(self._wake, 1)
-            return self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
+            self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
+            return self._quiet and self._turns >= wanted
 
     def stats(self) -> KeeperStats:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
@@ -298,10 +313,10 @@ class Keeper:
         busy = sum(lane.settle() for lane in self._lanes) > 0
         self._feed.poll()
         behind = self._apply()
-        with self._lock:
-            asked, self._asked = list(self._asked), deque()
-        for handle in asked:
-            self._loader.begin(handle)
+        asked = len(self._asked)
+        for _ in range(asked):
+            self._loader.begin(self._asked[0])
+            self._asked.popleft()
         self._loader.turn()
         self._rule.turn()
         more = self._saver.turn(BLOCKS_PER_TURN) or behind

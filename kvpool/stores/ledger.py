@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,30 +12,45 @@ from kvpool.observe.events import NAMELESS, Events, Name
 from kvpool.sequences.keys import BlockKeys
 from kvpool.state.records import DEVICE, HOST
 from kvpool.state.ring import CLEARED, REMOVED, STORED, UPDATED
+from kvpool.stores.base import KEY_BYTES, Bytes
 from kvpool.stores.seals import Secret, block_content
 
 ON_DEVICE, ON_HOST = 1 << DEVICE, 1 << HOST
 Flags = npt.NDArray[np.bool_]
 
 
+class Link:
+    """A full block of a prompt, in all groups of layers.
+
+    ``key``: the pool's, 16 bytes; ``parent``: that of the block before. ``chain``: from which the keys of the stores
+    are made, one for each store. ``block``: tokens and extra ids. ``depth``: its place in the prompt.
+    """
+
+    __slots__ = ("block", "chain", "depth", "key", "name", "namespace", "parent")
+
+    def __init__(
+        self, key: bytes, parent: bytes, chain: tuple[bytes, ...], block: bytes, namespace: int, name: Name, depth: int
+    ) -> None:
+        self.key, self.parent, self.chain, self.block = key, parent, chain, block
+        self.namespace, self.name, self.depth = namespace, name, depth
+
+
 class Content:
     """A full block of a prompt in one group of layers.
 
-    ``key``: the pool's, 16 bytes; ``parent``: that of the block before. ``keys``: those of the stores, one for each.
     ``on``: the tiers of the pool that have it, as bits. ``saved``: the stores that are known to have it, as bits;
-    ``saving``: those that are asked to save it, or wait to be. ``block``: tokens and extra ids.
+    ``saving``: those that are asked to save it, or wait to be.
     """
 
-    __slots__ = ("block", "depth", "group", "key", "keys", "name", "namespace", "on", "parent", "priority", "saved",
-                 "saving")  # fmt: skip
+    __slots__ = ("group", "link", "on", "priority", "saved", "saving")
 
-    def __init__(
-        self, group: int, key: bytes, parent: bytes, keys: tuple[bytes, ...], block: bytes, namespace: int, name: Name,
-        depth: int,
-    ) -> None:  # fmt: skip
-        self.group, self.key, self.parent, self.keys, self.block = group, key, parent, keys, block
-        self.namespace, self.name, self.depth = namespace, name, depth
+    def __init__(self, group: int, link: Link) -> None:
+        self.group, self.link = group, link
         self.on = self.saved = self.saving = self.priority = 0
+
+    @property
+    def key(self) -> bytes:
+        return self.link.key
 
 
 Change = Callable[[Content, int, int], None]
@@ -47,13 +62,20 @@ class Ledger:
 
     ``limit``: about how many contents it keeps. Those that the pool has are always kept, and of the others the latest.
     ``orphans`` counts blocks whose parent it does not know, so that they have no key in a store. One thread changes it;
-    others may ask ``known``.
+    others may ask ``known`` and ``all``.
     """
 
     def __init__(self, groups: Sequence[Group], width: int, secrets: Sequence[Secret], limit: int) -> None:
-        self._groups, self._width, self._secrets, self._limit = groups, width, secrets, limit
+        self._width, self._secrets, self._limit = width, secrets, limit
+        # Blocks of another layout, or of layers that see other tokens, have other keys.
+        self._kinds = [
+            ascii((group.index, group.kind, group.window, group.sinks, width,
+                   [layout.fingerprint for layout in group.layouts])).encode() for group in groups
+        ]  # fmt: skip
         self._contents: list[dict[bytes, Content]] = [{} for _ in groups]
-        self._roots: dict[tuple[int, str], tuple[bytes, ...]] = {}
+        self._links: dict[bytes, Link] = {}
+        self._late: list[tuple[Events, int]] = []
+        self._roots: dict[tuple[bytes | str | None, int | str | None], tuple[bytes, ...]] = {}
         self.orphans = 0
 
     def __len__(self) -> int:
@@ -64,9 +86,7 @@ class Ledger:
 
     def all(self) -> list[Content]:
         """All contents, parents before their children."""
-        return sorted(
-            (one for of_group in self._contents for one in list(of_group.values())), key=lambda one: one.depth
-        )
+        return sorted((one for of_group in self._contents for one in list(of_group.values())), key=_depth)
 
     # -- what the pool tells -------------------------------------------------------------------------
 
@@ -74,23 +94,33 @@ class Ledger:
         """Learn from the rows ``first`` to ``last`` of events."""
         heads = events.records[first:last].tolist()
         keys = events.keys[first:last].tobytes()
-        missing: list[int] = []
+        late, self._late = self._late, []
         for i, (kind, tier, priority, _, group, *_) in enumerate(heads):
             key = keys[16 * i : 16 * i + 16]
-            if kind == STORED and not self._stored(events, first + i, group, key, 1 << tier, priority, changed):
-                missing.append(i)
+            if kind == STORED:
+                if not self._stored(events, first + i, group, key, 1 << tier, priority, changed):
+                    self._late.append((events, first + i))
             elif kind == REMOVED:
                 self._removed(group, key, 1 << tier, changed)
             elif kind == UPDATED:
                 self._valued(group, key, priority, changed)
             elif kind == CLEARED:
                 self._cleared(changed)
-        # A snapshot may name a child before its parent, on the other tier.
-        for i in missing:
-            self.orphans += not self._stored(
-                events, first + i, heads[i][4], keys[16 * i : 16 * i + 16], 1 << heads[i][1], heads[i][2], changed
-            )  # fmt: skip
+        self.orphans += len(self._retried(late, changed))
+        # A snapshot may name a child before its parent, on the other tier. So may several groups of layers, and then
+        # the parent may be in the next rows.
+        self._late = self._retried(self._late, changed)
         self._trim()
+
+    def _retried(self, late: list[tuple[Events, int]], changed: Change) -> list[tuple[Events, int]]:
+        """Try rows again whose parents were not known. Returns those of which they still are not."""
+        left = []
+        for events, row in late:
+            record, key = events.records[row], events.keys[row].tobytes()
+            tier, priority = 1 << int(record["tier"]), int(record["priority"])
+            if not self._stored(events, row, int(record["group"]), key, tier, priority, changed):
+                left.append((events, row))
+        return left
 
     def _stored(
         self, events: Events, row: int, group: int, key: bytes, tier: int, priority: int, changed: Change
@@ -98,31 +128,33 @@ class Ledger:
         """Returns False if the parent is not known."""
         content = self._contents[group].get(key)
         if content is None:
-            content = self._of_row(events, row, group, key)
-            if content is None:
+            link = self._links.get(key) or self._of_row(events, row, key)
+            if link is None:
                 return False
-            self._contents[group][key] = content
+            content = self._contents[group][key] = Content(group, link)
         before, valued = content.on, content.priority
         content.on, content.priority = before | tier, priority
         changed(content, before, valued)
         return True
 
-    def _of_row(self, events: Events, row: int, group: int, key: bytes) -> Content | None:
+    def _of_row(self, events: Events, row: int, key: bytes) -> Link | None:
         record = events.records[row]
-        namespace, name = int(record["namespace"]), events.name(int(record["namespace"])) or NAMELESS
-        parent = (int(record["parent0"]), int(record["parent1"]))
+        namespace = int(record["namespace"])
+        name, root = events.name(namespace) or NAMELESS, (int(record["parent0"]), int(record["parent1"]))
+        parent = np.array(root, np.int64).tobytes()
         extra = events.extra[row] if record["extra"] and events.extra is not None else None
         block = block_content(events.tokens[row], extra)
-        before = np.array(parent, np.int64).tobytes()
-        if parent == name.root and name is not NAMELESS:
-            return self._linked(group, key, before, self.roots(group, name), block, namespace, name, 0)
-        known = self._contents[group].get(before)
+        if root == name.root and name is not NAMELESS:
+            return self._linked(key, parent, self._root(name), block, namespace, name, 0)
+        known = self._links.get(parent)
         if known is None:
             return None
-        return self._linked(group, key, before, known.keys, block, namespace, name, known.depth + 1)
+        return self._linked(key, parent, known.chain, block, namespace, name, known.depth + 1)
 
     def _removed(self, group: int, key: bytes, tier: int, changed: Change) -> None:
         content = self._contents[group].get(key)
+        if content is None and self._late:
+            self._late = [(events, row) for events, row in self._late if events.keys[row].tobytes() != key]
         if content is not None and content.on & tier:
             before = content.on
             content.on = before & ~tier
@@ -151,48 +183,54 @@ class Ledger:
             for key in gone[:over]:
                 del of_group[key]
             over -= len(gone[:over])
-            if over <= 0:
-                return
+        if len(self._links) > self._limit + self._limit // 8:
+            unused = [key for key in self._links if not any(key in of_group for of_group in self._contents)]
+            for key in unused[: len(self._links) - self._limit]:
+                del self._links[key]
 
     # -- what a prompt is called in the stores -------------------------------------------------------
 
-    def roots(self, group: int, name: Name) -> tuple[bytes, ...]:
+    def store_keys(self, contents: Sequence[Content], store: int) -> Bytes:
+        """The keys of contents in a store: uint8[n, KEY_BYTES]."""
+        secret = self._secrets[store]
+        found = [secret.link(one.link.chain[store], self._kinds[one.group]) for one in contents]
+        return np.frombuffer(b"".join(found), np.uint8).reshape(-1, KEY_BYTES)
+
+    def links(self, prompt: BlockKeys, count: int) -> list[Link]:
+        """The first ``count`` full blocks of a prompt."""
+        name = Name(prompt.salt, prompt.adapter_id, prompt.root)
+        keys, found = prompt.keys[:count].tobytes(), list[Link]()
+        before, parent = self._root(name), np.array(prompt.root, np.int64).tobytes()
+        for i in range(count):
+            key = keys[16 * i : 16 * i + 16]
+            link = self._links.get(key)
+            if link is None:
+                own = slice(i * self._width, (i + 1) * self._width)
+                block = block_content(prompt.tokens[own], None if prompt.extra_ids is None else prompt.extra_ids[own])
+                link = self._linked(key, parent, before, block, prompt.namespace, name, i)
+            found.append(link)
+            before, parent = link.chain, key
+        return found
+
+    def contents(self, links: Sequence[Link], group: int) -> list[Content]:
+        """The contents of blocks in a group of layers. Those that the ledger does not have are new, and not in it."""
+        return [self._contents[group].get(link.key) or Content(group, link) for link in links]
+
+    def _root(self, name: Name) -> tuple[bytes, ...]:
         """What the chains of a namespace begin with, in each store."""
-        what = self._groups[group]
-        # Blocks of another layout, or of layers that see other tokens, have other keys.
-        text = ascii((name.salt, name.adapter_id, what.kind, what.window, what.sinks, self._width,
-                      [layout.fingerprint for layout in what.layouts]))  # fmt: skip
-        found = self._roots.get((group, text))
+        found = self._roots.get(name[:2])
         if found is None:
             if len(self._roots) >= 4096:
                 self._roots.clear()
-            found = tuple(secret.root(text.encode(), group) for secret in self._secrets)
-            self._roots[group, text] = found
-        return found
-
-    def chain(self, prompt: BlockKeys, group: int, count: int) -> list[Content]:
-        """The first ``count`` full blocks of a prompt. Those that the ledger does not have are new, and not in it."""
-        name = Name(prompt.salt, prompt.adapter_id, prompt.root)
-        keys, found = prompt.keys[:count].tobytes(), list[Content]()
-        before, parent = self.roots(group, name), np.array(prompt.root, np.int64).tobytes()
-        for i in range(count):
-            key = keys[16 * i : 16 * i + 16]
-            content = self._contents[group].get(key)
-            if content is None:
-                own = slice(i * self._width, (i + 1) * self._width)
-                extra = None if prompt.extra_ids is None else prompt.extra_ids[own]
-                block = block_content(prompt.tokens[own], extra)
-                content = self._linked(group, key, parent, before, block, prompt.namespace, name, i)
-            found.append(content)
-            before, parent = content.keys, key
+            found = self._roots[name[:2]] = tuple(secret.root(namespace_bytes(name), 0) for secret in self._secrets)
         return found
 
     def _linked(
-        self, group: int, key: bytes, parent: bytes, before: tuple[bytes, ...], block: bytes, namespace: int,
-        name: Name, depth: int,
-    ) -> Content:  # fmt: skip
-        keys = tuple(secret.link(one, block) for secret, one in zip(self._secrets, before, strict=True))
-        return Content(group, key, parent, keys, block, namespace, name, depth)
+        self, key: bytes, parent: bytes, before: tuple[bytes, ...], block: bytes, namespace: int, name: Name, depth: int
+    ) -> Link:
+        chain = tuple(secret.link(one, block) for secret, one in zip(self._secrets, before, strict=True))
+        self._links[key] = Link(key, parent, chain, block, namespace, name, depth)
+        return self._links[key]
 
     def note(self, content: Content, store: int, there: bool) -> bool:
         """Note whether a store has a content. Returns whether that is news."""
@@ -213,23 +251,20 @@ class Ledger:
         )
 
 
-def tokens_of(content: Content, width: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64] | None]:
-    """The tokens of a content, and its extra ids if it has some."""
-    tokens = np.frombuffer(content.block, "<i4", width).astype(np.int32)
-    rest = content.block[4 * width :]
+def namespace_bytes(name: Name) -> bytes:
+    """A namespace as bytes, which differ for all salts and adapters, of all types."""
+    return ascii((name.salt, name.adapter_id)).encode()
+
+
+def tokens_of(link: Link, width: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64] | None]:
+    """The tokens of a block, and its extra ids if it has some."""
+    tokens = np.frombuffer(link.block, "<i4", width).astype(np.int32)
+    rest = link.block[4 * width :]
     return tokens, np.frombuffer(rest, "<i8").astype(np.int64) if rest else None
 
 
-def in_runs(contents: Sequence[Content], alike: Callable[[Content], object]) -> Iterator[list[Content]]:
-    """Neighbours that are alike, together."""
-    run: list[Content] = []
-    for content in contents:
-        if run and alike(run[-1]) != alike(content):
-            yield run
-            run = []
-        run.append(content)
-    if run:
-        yield run
+def _depth(content: Content) -> int:
+    return content.link.depth
 
 
 def _saved(content: Content | None) -> bool:

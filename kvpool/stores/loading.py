@@ -21,6 +21,7 @@ from kvpool.stores.feed import Feed
 from kvpool.stores.jobs import Job
 from kvpool.stores.lanes import Lane
 from kvpool.stores.ledger import ON_DEVICE, ON_HOST, Content, Ledger
+from kvpool.stores.racing import Race, Races
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
@@ -93,6 +94,7 @@ class _Fetch:
         self.finding: Job | None = None
         self.wanted: deque[_Wanted] = deque()
         self.chunks: deque[_Chunk] = deque()
+        self.races: dict[int, Race] = {}
 
 
 class Loader:
@@ -103,11 +105,11 @@ class Loader:
     """
 
     def __init__(
-        self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, promotion_blocks: int,
-        clock: Callable[[], float],
+        self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, races: Races,
+        promotion_blocks: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._pool, self._lanes, self._ledger, self._feed, self._clock = pool, lanes, ledger, feed, clock
-        self._most = promotion_blocks
+        self._races, self._most = races, promotion_blocks
         self._fetches: list[_Fetch] = []
         self._promoted: dict[tuple[int, bytes], float] = {}
         self._coming = 0
@@ -130,7 +132,8 @@ class Loader:
         return self._most - self._coming - self.promoted
 
     def next_deadline(self) -> float | None:
-        return min((fetch.handle.deadline for fetch in self._fetches), default=None)
+        ends = [fetch.handle.deadline for fetch in self._fetches]
+        return min(ends + [race.until for fetch in self._fetches for race in fetch.races.values()], default=None)
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -142,7 +145,8 @@ class Loader:
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
         if first >= last:
             return self._end(handle, "cached")
-        chains = [[] if group.kind == "cross" else self._ledger.chain(prompt, group.index, last)
+        links = self._ledger.links(prompt, last)
+        chains = [[] if group.kind == "cross" else self._ledger.contents(links, group.index)
                   for group in self._pool.groups]  # fmt: skip
         fetch = _Fetch(handle, self._generation(), first, chains)
         self._fetches.append(fetch)
@@ -161,9 +165,8 @@ class Loader:
             now, last = self._clock(), lane is self._lanes[-1]
             # One store that hangs leaves time for those behind it.
             deadline = fetch.handle.deadline if last else now + (fetch.handle.deadline - now) / 2
-            keys = np.frombuffer(b"".join(one.keys[lane.index] for one in asked), np.uint8).reshape(-1, 32)
             try:
-                fetch.finding = lane.queue.find(keys, deadline=deadline)
+                fetch.finding = lane.queue.find(self._ledger.store_keys(asked, lane.index), deadline=deadline)
             except StoreBusy:
                 continue
             lane.follow(fetch.finding, partial(self._found, fetch, lane, asked))
@@ -175,7 +178,7 @@ class Loader:
         news: list[Content] = []
         for content, code in zip(asked, job.codes.tolist(), strict=True):
             if code == OK:
-                fetch.source[content.group][content.depth] = lane.index
+                fetch.source[content.group][content.link.depth] = lane.index
             if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK) and code == OK:
                 news.append(content)
         self.found_blocks += job.ok
@@ -189,12 +192,41 @@ class Loader:
         there = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
         for group, source in enumerate(fetch.source):
             there[group, : len(source)] = source >= 0
-        lacking = self._pool.lacking(prompt, there)
-        wanted = [_Wanted(place, fetch.chains[group][place], int(fetch.source[group][place]))
-                  for group, places in enumerate(lacking.blocks) for place in places.tolist()]  # fmt: skip
+        wanted = self._wanted(fetch, there)
         if not wanted:
             return self._stop(fetch, "absent")
-        fetch.wanted = deque(sorted(wanted, key=lambda one: (one.place, one.content.group)))
+        refused = self._race(fetch, wanted)
+        if refused is not None:
+            # The engine computes from there on.
+            there[:, refused:] = False
+            wanted = self._wanted(fetch, there)
+        if not wanted:
+            return self._stop(fetch, "declined")
+        fetch.wanted = deque(wanted)
+
+    def _wanted(self, fetch: _Fetch, there: npt.NDArray[np.bool_]) -> list[_Wanted]:
+        """What to load of what is there, in the order of the prompt."""
+        lacking = self._pool.lacking(fetch.handle.prompt, there)
+        found = [
+            _Wanted(place, fetch.chains[group][place], int(fetch.source[group][place]))
+            for group, places in enumerate(lacking.blocks)
+            for place in places.tolist()
+        ]
+        return sorted(found, key=lambda one: (one.place, one.content.group))
+
+    def _race(self, fetch: _Fetch, wanted: list[_Wanted]) -> int | None:
+        """Ask for each store whether to load from it. Returns the first place that is not worth it, or None."""
+        for store in dict.fromkeys(one.store for one in wanted):
+            own = [one for one in wanted if one.store == store]
+            ahead = sum(one.store == store for other in self._fetches for one in other.wanted)
+            ahead += sum(len(chunk.wanted) for other in self._fetches for chunk in other.chunks
+                         if chunk.lane.index == store)  # fmt: skip
+            race = self._races.begin(store, len({one.place for one in own}), len(own), ahead)
+            if race is False:
+                return own[0].place
+            if isinstance(race, Race):
+                fetch.races[store] = race
+        return None
 
     # -- loading -------------------------------------------------------------------------------------
 
@@ -206,6 +238,8 @@ class Loader:
         for fetch in list(self._fetches):
             if fetch.handle.cancelled:
                 self._stop(fetch, "cancelled")
+            elif any(race.lost(now) for race in fetch.races.values()):
+                self._stop(fetch, "late")
             elif now >= fetch.handle.deadline:
                 self._stop(fetch, "full" if fetch.wanted and not fetch.chunks else "late")
             else:
@@ -225,7 +259,7 @@ class Loader:
         chosen: list[_Wanted] = []
         while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == lane.index:
             chosen.append(fetch.wanted.popleft())
-        keys = np.frombuffer(b"".join(one.content.keys[lane.index] for one in chosen), np.uint8).reshape(-1, 32)
+        keys = self._ledger.store_keys([one.content for one in chosen], lane.index)
         rows = lane.take(len(chosen))
         try:
             job = lane.queue.load(keys, rows, deadline=fetch.handle.deadline)
@@ -260,6 +294,8 @@ class Loader:
                                    for one, _ in run if not one.content.on & ON_DEVICE}  # fmt: skip
         except DeviceError:
             leading = 0
+        if chunk.lane.index in fetch.races:
+            fetch.races[chunk.lane.index].came(leading, chunk.job)
         if leading < len(chunk.wanted):
             return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
         chunk.lane.release(fetch.chunks.popleft().job)
@@ -293,6 +329,8 @@ class Loader:
             chunk.lane.release(chunk.job)
         if fetch.finding is not None:
             fetch.finding.cancel()
+        for race in fetch.races.values():
+            race.end(self._clock())
         self._end(fetch.handle, why)
 
     def _end(self, handle: Prefetch, why: str) -> None:

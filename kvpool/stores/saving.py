@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ from kvpool.errors import BlockNotFound, DeviceError, KVPoolError, StoreBusy
 from kvpool.holders.leases import Lease
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Name
+from kvpool.state import saving
 from kvpool.state.ring import STORED
 from kvpool.stores.base import OK, REFUSED, Bytes
 from kvpool.stores.feed import Feed
@@ -58,6 +61,9 @@ class Staging:
                     # Somebody has revoked it: the rows may have other bytes.
                     for place in places:
                         copied[place] = False
+        # A lease that ends makes its blocks the last victims. To be copied for a store is no use of them.
+        core, own = self._pool.core, keys.view(np.int64)
+        core.decide(None, saving.evict_first, group.index, own, core.now())
         return copied
 
     def _leases(self, keys: npt.NDArray[np.uint64], group: int) -> Iterator[tuple[Sequence[int], Lease]]:
@@ -91,6 +97,15 @@ def _ended(lease: Lease) -> bool:
     return True
 
 
+def uses(pool: KVCacheManager, group: int, contents: Sequence[Content]) -> list[int]:
+    """How often contents of one group of layers were used, 0 for those that the pool does not have."""
+    keys = np.frombuffer(b"".join(one.key for one in contents), np.int64).reshape(-1, 2)
+    out = np.empty(len(keys), np.int64)
+    with pool.core.opened():
+        saving.uses(pool.core.states.heads, group, keys, out)
+    return out.tolist()
+
+
 class Saver:
     """The saves of a keeper. Contents wait in a line for each store, up to ``queued_blocks``. The keeper's thread owns
     it.
@@ -120,7 +135,7 @@ class Saver:
             bit = 1 << lane.index
             if (content.saved | content.saving) & bit:
                 continue
-            if self._quotas.get(_namespace(content.name), 1) < 1:
+            if self._quotas.get(_namespace(content.link.name), 1) < 1:
                 lane.drop("quota")
             elif len(line) >= self._most:
                 lane.drop("queue_full")
@@ -133,6 +148,12 @@ class Saver:
         for lane, line in zip(self._lanes, self._lines, strict=True):
             if line.pop((content.group, content.key), None) is not None:
                 self._give_up(lane, [content], "evicted")
+
+    def missed(self, content: Content) -> None:
+        """A content is gone that should have been saved, and was not asked for in time."""
+        for lane in self._lanes:
+            if not (content.saved | content.saving) & 1 << lane.index:
+                lane.drop("evicted")
 
     def turn(self, blocks: int) -> bool:
         """Copy and save what waits, for each store at most about ``blocks``. Returns whether there is more that could
@@ -171,7 +192,7 @@ class Saver:
         most = max(1, min(lane.free_for_saves, CHUNK_BYTES // lane.queue.block_bytes))
         chosen: list[Content] = []
         for content in line.values():
-            alike = not chosen or (content.namespace, content.group) == (chosen[0].namespace, chosen[0].group)
+            alike = not chosen or (content.link.namespace, content.group) == (chosen[0].link.namespace, chosen[0].group)
             if not alike or len(chosen) == most:
                 break
             chosen.append(content)
@@ -180,8 +201,7 @@ class Saver:
         return chosen
 
     def _begin(self, lane: Lane, contents: list[Content], rows: npt.NDArray[np.int64]) -> None:
-        keys = np.frombuffer(b"".join(one.keys[lane.index] for one in contents), np.uint8).reshape(-1, 32)
-        namespace = _namespace(contents[0].name)
+        keys, namespace = self._ledger.store_keys(contents, lane.index), _namespace(contents[0].link.name)
         nbytes = self._quotas.get(namespace)
         limit = NO_LIMIT if nbytes is None else nbytes // lane.queue.block_bytes
         try:
@@ -210,7 +230,7 @@ class Saver:
                 if self._ledger.note(content, lane.index, True):
                     news.append(content)
             else:
-                limited = code == REFUSED and _namespace(content.name) in self._quotas
+                limited = code == REFUSED and _namespace(content.link.name) in self._quotas
                 lane.drop("quota" if limited else CODES[code])
         self._feed.tell(STORED, lane.index, news)
 
@@ -219,6 +239,16 @@ class Saver:
             content.saving &= ~(1 << lane.index)
         if contents:
             lane.drop(reason, len(contents))
+
+
+class Rule(Protocol):
+    """Decides which contents are saved, and when."""
+
+    def changed(self, content: Content, before: int, valued: int) -> None:
+        """A content is on other tiers than ``before``, or its priority was ``valued``."""
+
+    def turn(self) -> None:
+        """Ask the saver for what is due now."""
 
 
 class OnCommit:
@@ -239,13 +269,14 @@ class OnEviction:
     """Saves each content before the host evicts it.
 
     The events tell what is only on the host, and in which order it came there: this is the order in which the host
-    evicts, the lowest priority first. What is among the next ``margin`` victims of a full host is saved. Where content
-    is evicted earlier, since others hold host blocks, the host counts as full that early.
+    evicts, the lowest priority first. What is among the next victims of a full host is saved: the next quarter of its
+    blocks, or the next ``least``, at most half. Where content is evicted earlier, since others hold host blocks, the
+    host counts as full that early.
     """
 
-    def __init__(self, saver: Saver, host_blocks: Sequence[int], margin: int) -> None:
+    def __init__(self, saver: Saver, host_blocks: Sequence[int], least: int) -> None:
         self._saver = saver
-        self._margins = [min(margin, max(1, blocks // 2)) for blocks in host_blocks]
+        self._margins = [max(1, min(max(least, blocks // 4), blocks // 2)) for blocks in host_blocks]
         self._room = list(host_blocks)
         self._order: list[list[dict[bytes, Content]]] = [[{} for _ in range(101)] for _ in host_blocks]
         self._count = [0] * len(host_blocks)
@@ -255,6 +286,7 @@ class OnEviction:
         g, key = content.group, content.key
         if before == ON_HOST and self._order[g][valued].pop(key, None) is not None:
             if not content.on:
+                self._saver.missed(content)
                 self._room[g] = min(self._room[g], self._count[g])
             self._count[g] -= 1
         if content.on == ON_HOST:
@@ -277,6 +309,37 @@ class OnEviction:
                     return
                 excess -= 1
                 self._saver.want(content)
+
+
+class OnReuse:
+    """Saves each content when it has been used twice.
+
+    The pool counts uses. It is asked about so many contents in a turn, one after the other, so that nobody waits long
+    for its lock.
+    """
+
+    ASKED = 256
+
+    def __init__(self, pool: KVCacheManager, saver: Saver) -> None:
+        self._pool, self._saver = pool, saver
+        self._watched: list[dict[bytes, Content]] = [{} for _ in pool.groups]
+
+    def changed(self, content: Content, before: int, valued: int) -> None:
+        if content.on:
+            self._watched[content.group].setdefault(content.key, content)
+        else:
+            self._watched[content.group].pop(content.key, None)
+
+    def turn(self) -> None:
+        for group, watched in enumerate(self._watched):
+            asked = list(islice(watched.values(), self.ASKED))
+            for content, count in zip(asked, uses(self._pool, group, asked) if asked else (), strict=True):
+                # What was not used again is asked about last.
+                del watched[content.key]
+                if count > 1:
+                    self._saver.want(content)
+                elif content.on:
+                    watched[content.key] = content
 
 
 def _namespace(name: Name) -> Namespace:

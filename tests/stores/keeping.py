@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvpool import ModelIdentity
+import numpy as np
+
+from kvpool import BlockKeys, KVCacheManager, LayerGroup, ModelIdentity
 from kvpool.stores import MemoryStore
 from kvpool.stores.base import Store
 from kvpool.stores.keeper import Keeper
-from tests.engine import Engine, open_engine
+from tests.engine import Engine, open_engine, small_layout
 
 IDENTITY = ModelIdentity("tiny", "rev 1", "uint16", "2 layers", "test 1")
 T = 4
@@ -46,8 +49,53 @@ def seed(of: Engine, kept: Keeper, prompts: Iterable[Sequence[int]], **names: An
         assert kept.drain(60)
 
 
+def wait(condition: Callable[[], bool]) -> None:
+    """Wait until something is so. It fails if that takes a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:
     """Prefetch a prompt. Returns the blocks that came."""
     handle = kept.prefetch(of.prompt(prompt, **names), deadline=60.0)
     assert handle.wait(60), kept.stats()
     return handle.blocks
+
+
+def grouped(host_blocks: int = 32) -> KVCacheManager:
+    """A pool of three groups: full attention in two parts, a window, and recurrent layers."""
+    layouts = [small_layout(2), small_layout(2, kv_heads=1)]
+    groups = [
+        LayerGroup(layouts),
+        LayerGroup(small_layout(2, layers=1), window=4),
+        LayerGroup(small_layout(1, layers=3), kind="recurrent", snapshot_tokens=4),
+    ]
+    return KVCacheManager(groups=groups, device_blocks=[32] * 3, host_blocks=[host_blocks] * 3, device="cpu",
+                          event_capacity=4096, max_sequence_tokens=256)  # fmt: skip
+
+
+def write_all(cache: KVCacheManager, sequence: int, seed: int) -> None:
+    """Write random bytes into the blocks of a sequence that it has not reused."""
+    random = np.random.default_rng(seed)
+    cached = int(cache.cached_tokens(sequence)) // 2
+    for group, pools in zip(cache.groups, cache.device_pools, strict=True):
+        row = cache.block_table(sequence, group=group.index).dense()[0]
+        for block in row[cached:]:
+            for pool in pools if block >= 0 else ():
+                part = pool[:, :, block] if pool.shape[2] == group.device_blocks else pool[block]
+                part.view(np.uint8)[...] = random.integers(0, 256, part.view(np.uint8).shape, np.uint8)
+
+
+def read_all(cache: KVCacheManager, keys: BlockKeys) -> dict[tuple[int, bytes], bytes]:
+    """The bytes of the host copies of a prompt, by group of layers and place."""
+    found = {}
+    for group, pools in zip(cache.groups, cache.host_pools, strict=True):
+        for place, key in enumerate(keys.keys):
+            lease = cache.find_and_pin_host(key, group=group.index)
+            if lease is not None:
+                block = int(lease.blocks[0]) - group.first_host_block
+                found[group.index, bytes([place])] = b"".join(pool[block].tobytes() for pool in pools)
+                lease.close()
+    return found

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
-from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheManager, ModelIdentity
+from kvpool.device.sim import SimDevice
+from kvpool.stores import Keeper
+from tests.engine import small_layout
+from tests.stores.keeping import (
+    IDENTITY,
+    T,
+    engine,
+    fetch,
+    grouped,
+    keeper,
+    read_all,
+    seed,
+    store,
+    tokens,
+    wait,
+    write_all,
+)
 
 
 def test_what_one_pool_has_saved_another_finds_after_a_restart() -> None:
@@ -36,3 +58,141 @@ def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
         two.finish(sequence)
         assert kept.drain(60) and kept.stats().promoted_blocks == 0
         assert fetch(two, kept, tokens(41)) == 0
+
+
+@pytest.mark.parametrize("save", ["evict", "reuse"])
+def test_what_was_not_evicted_or_used_again_is_not_saved(save: str) -> None:
+    one = engine(P=64, S=64)
+    with one.cache, keeper(one, store(), save=save) as kept:
+        seed(one, kept, [tokens(41)])
+        assert kept.stats().saved_blocks == 0
+
+
+def test_what_the_host_evicts_was_saved_before() -> None:
+    """Prompts pass through a small pool, each of other tokens. All that the host had is in the store."""
+    one, memory = engine(P=12, S=24), store()
+    prompts = [tokens(41, 1000 * i) for i in range(12)]
+    with one.cache, keeper(one, memory, save="evict", staging_blocks=16) as kept:
+        for prompt in prompts:
+            seed(one, kept, [prompt])
+        stats, told = kept.stats(), one.cache.stats()
+        assert told.forgotten_host_blocks > 60 and not stats.dropped
+        assert told.forgotten_host_blocks <= stats.saved_blocks < 120
+        fetch(one, kept, prompts[0])
+        assert one.reusable(prompts[0]) == 40
+        one.release(one.add(prompts[0]))
+
+
+def test_saving_changes_no_order_of_eviction() -> None:
+    """The same requests, with and without a keeper that saves before evictions."""
+    found = []
+    for save in ("evict", "commit", None):
+        one = engine(P=12, S=24)
+        with one.cache:
+            kept = None if save is None else keeper(one, store(), save=save, staging_blocks=4)
+            hits = []
+            for i in range(40):
+                hits.append(one.seed(tokens(17, 1000 * (i * 7 % 11)), 17))
+                assert kept is None or kept.drain(60)
+            found.append(hits)
+            assert kept is None or kept.close(60)
+    assert found[0] == found[2]
+
+
+def test_what_is_used_twice_is_saved() -> None:
+    one = engine(P=64, S=64)
+    with one.cache, keeper(one, store(), save="reuse") as kept:
+        seed(one, kept, [tokens(17), tokens(17, 100)])
+        assert kept.stats().saved_blocks == 0
+        assert one.seed(tokens(18), 18) == 17
+        wait(lambda: kept.stats().saved_blocks == 4)
+        assert kept.match_prefix(tokens(18)).store_tokens == 0
+        one.cache.reset()
+        assert kept.drain(60) and fetch(one, kept, tokens(18)) == 4
+        assert fetch(one, kept, tokens(18, 100)) == 0
+
+
+# -- namespaces, groups, devices -----------------------------------------------------------------------
+
+
+def test_nothing_crosses_namespaces_and_their_types() -> None:
+    """Salts and adapters that print alike are different namespaces; so are prompts with other extra ids."""
+    memory, prompt = store(), tokens(17)
+    names: list[dict[str, Any]] = [
+        {}, {"salt": "1"}, {"salt": b"1"}, {"adapter_id": "1"}, {"adapter_id": 1}, {"salt": "1", "adapter_id": 1},
+        {"extra_ids": [7] * 17}, {"salt": ""}, {"salt": "None"},
+    ]  # fmt: skip
+    for i, saved in enumerate(names):
+        one = engine()
+        with one.cache, keeper(one, memory) as kept:
+            for other in names[i:]:
+                assert fetch(one, kept, prompt, **other) == 0
+            for own in names[:i]:
+                assert fetch(one, kept, prompt, **own) == 4
+                one.release(one.add(prompt, **own))
+            one.cache.reset()
+            seed(one, kept, [prompt], **saved)
+
+
+def test_another_model_or_layout_finds_nothing() -> None:
+    memory, prompt = store(), tokens(17)
+    one = engine()
+    with one.cache, keeper(one, memory) as kept:
+        seed(one, kept, [prompt])
+    other = ModelIdentity("tiny", "rev 2", "uint16", "2 layers", "test 1")
+    for options, identity in (({}, other), ({"layout": {"kv_heads": 1}}, IDENTITY), ({"window": 8}, IDENTITY)):
+        two = engine(**options)
+        with two.cache, keeper(two, memory, identity=identity) as kept:
+            assert fetch(two, kept, prompt) == 0
+    two = engine()
+    with two.cache, keeper(two, memory) as kept:
+        assert fetch(two, kept, prompt) == 4
+
+
+def test_prompts_that_publish_nothing_are_not_saved() -> None:
+    one = engine()
+    with one.cache, keeper(one, store()) as kept:
+        sequence = one.cache.add_sequence(one.cache.block_keys(tokens(17), publish=False))
+        one.cache.commit(sequence)
+        one.cache.release(sequence)
+        assert kept.drain(60) and kept.stats().saved_blocks == 0
+        assert kept.prefetch(one.cache.block_keys(tokens(17), reuse=False)).wait(60)
+        assert kept.stats().prefetches == {"cached": 1}
+
+
+def test_several_groups_of_layers_come_back() -> None:
+    """Full attention in two parts, a window, and recurrent layers."""
+    memory, prompt = store(), tokens(21)
+    contents: list[dict[tuple[int, bytes], bytes]] = []
+    for turn in range(2):
+        with grouped() as cache, Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
+            keys = cache.block_keys(prompt)
+            if turn:
+                assert kept.prefetch(keys, 60.0).wait(60)
+            sequence = cache.add_sequence(keys)
+            assert cache.cached_tokens(sequence) == 20 * turn
+            write_all(cache, sequence, seed=turn)
+            cache.commit(sequence)
+            assert kept.drain(60) and not kept.stats().dropped
+            contents.append(read_all(cache, keys))
+            cache.release(sequence)
+    assert contents[0] and all(contents[0][place] == bytes_ for place, bytes_ in contents[1].items())
+
+
+@pytest.mark.parametrize("seed_of_sim", range(3))
+def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
+    memory, prompt = store(), np.arange(33, dtype=np.int32)
+    layout = small_layout(T)
+    for turn in range(2):
+        device = SimDevice(seed=seed_of_sim)
+        with KVCacheManager(layout, device_blocks=12, host_blocks=8, device=device, event_capacity=256) as cache:
+            with Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
+                if turn:
+                    assert kept.prefetch(prompt, 60.0).wait(60)
+                sequence = cache.add_sequence(prompt)
+                assert cache.cached_tokens(sequence) == (16 if turn else 0)
+                cache.commit(sequence)
+                cache.release(sequence)
+                cache.release(cache.add_sequence(prompt + 100))
+                assert kept.drain(60)
+        device.close()

@@ -1,0 +1,39 @@
+"""What a keeper of stores asks of the state: how often content was used, and that what it has copied keeps its place
+among the victims."""
+
+from __future__ import annotations
+
+from kvpool.jit import jit
+from kvpool.state.index import find_key, host_copy
+from kvpool.state.lists import push_front, unlink
+from kvpool.state.records import NONE, blocks_of, head, lists_of
+from kvpool.state.tiers import begin
+
+
+@jit
+def uses(heads, g, keys, out):
+    """How often the content of each key (int64[n, 2]) was used in a group, into ``out`` int64[n]. 0 for what is not
+    cached. Changes nothing."""
+    h = head(heads, g)
+    for i in range(keys.shape[0]):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        out[i] = 0 if b == NONE else blocks_of(h)[b].uses
+
+
+@jit
+def evict_first(heads, g, keys, now):
+    """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
+    the next victims there. Held blocks stay as they are. Returns how many were put in front."""
+    h = head(heads, g)
+    blocks, lists = blocks_of(h), lists_of(h)
+    begin(h, now)
+    moved = 0
+    for i in range(keys.shape[0] - 1, -1, -1):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        b = NONE if b == NONE else host_copy(h, b)
+        if b != NONE and blocks[b].list >= 0:
+            which = blocks[b].list
+            unlink(blocks, lists, b)
+            push_front(blocks, lists, b, which)
+            moved += 1
+    return moved

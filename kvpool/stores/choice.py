@@ -1,0 +1,227 @@
+"""LoadOrCompute: how many blocks of a prompt are loaded from a store, and how many the engine computes, so that a hit
+never loses to recomputation."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.arrays.layout import integer_argument
+
+BUDGET = 0.01
+"""Loads may lose this share of the time that computing all hits would take."""
+PROBES = 0.005
+"""Loads from a store that seems slower than the engine may lose this share."""
+_PIECE_BYTES = 4 << 20
+_MARGIN = 0.05
+"""A load is expected to save at least this share of the time that it is to save."""
+_SLACK = 0.25
+"""How much later than twice its time a load may be, as a share of the time that it saves."""
+_FORGET = 1 / 8
+_PROBE, _FREE, _DEAREST = 1 / 8, 1 / 4, 1 / 2
+"""Shares of the time to compute a hit: what a probe risks at least, what it may risk unpaid while no load has succeeded
+yet, and what it may risk at all."""
+
+
+class Speed:
+    """What a load of some bytes takes: latency + bytes x seconds per byte, fitted to the loads so far.
+
+    Least squares of the relative errors, in which old loads count less: the mean is wanted, since times add up. One
+    load moves the estimate by a limited factor. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.latency = self.per_byte = 0.0
+        self.loads = 0
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def seconds(self, nbytes: float) -> float:
+        """What the load is expected to take. 0 before the first."""
+        return self.latency + nbytes * self.per_byte
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes, at least 1, took so long."""
+        expected = self.seconds(nbytes)
+        seconds = max(min(seconds, 8 * expected) if self.loads else seconds, 1e-9)
+        unit = max(expected, seconds / 8)
+        weight, self.loads = 1 / unit**2, self.loads + 1
+        new = (1.0, nbytes, nbytes * nbytes, seconds, nbytes * seconds)
+        self._sums = tuple((1 - _FORGET) * old + weight * value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        self._fit(*self._sums)
+
+    def _fit(self, ones: float, x: float, xx: float, y: float, xy: float) -> None:
+        spread = ones * xx - x * x
+        self.latency, self.per_byte = 0.0, xy / xx
+        if spread > 1e-3 * ones * xx:
+            latency, per_byte = (xx * y - x * xy) / spread, (ones * xy - x * y) / spread
+            if per_byte < 0:
+                self.latency, self.per_byte = y / ones, 0.0
+            elif latency > 0:
+                self.latency, self.per_byte = latency, per_byte
+
+
+@dataclass(eq=False)
+class Load:
+    """A load that was chosen. ``blocks``: how many leading blocks to load; with 0 there is none. ``until``: it is late
+    so many seconds after it was chosen, unless more blocks come before."""
+
+    blocks: int
+    until: float = math.inf
+    risk: float = 0.0
+    """The most seconds that it may lose."""
+    spare: float = 0.0
+    came: int = 0
+    at: float = 0.0
+    """When the last block came."""
+    ahead: float = 0.0
+    late: bool = False
+
+
+class LoadOrCompute:
+    """Chooses between loading a prefix and computing it, and gives up loads that are late.
+
+    Parameters
+    ----------
+    prefill_tokens_per_s
+        How many prompt tokens the engine computes in a second.
+    block_bytes, tokens_per_block
+        Of a block in the store.
+    piece_bytes
+        Blocks of a load come in pieces of about this size.
+
+    Notes
+    -----
+    For each hit: ``load = choose(there)``. If ``load.blocks`` is 0, the engine computes all. Otherwise begin the load.
+    When blocks come, and at ``load.until``, ask ``late(load, came, elapsed)``; when it is true, stop waiting, and let
+    the engine compute what has not come. In the end, call ``end`` once, also for a load that failed. All times are in
+    seconds, and ``elapsed`` counts from ``choose``.
+
+    The sum over all hits of (time until the load ended + time to compute what did not come) is at most 1 + ``BUDGET``
+    times what computing all hits takes, plus a quarter of the first hit, whatever the store does. It holds as far as
+    loads are given up when ``late`` says so.
+
+    Thread-safe. Nothing blocks. There is no clock.
+    """
+
+    def __init__(
+        self, prefill_tokens_per_s: float, block_bytes: int, tokens_per_block: int, *, piece_bytes: int = _PIECE_BYTES
+    ) -> None:
+        _seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s, positive=True)
+        self.block_bytes = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
+        tokens = integer_argument("tokens_per_block", tokens_per_block, 1, 1 << 31)
+        self._piece = max(1, integer_argument("piece_bytes", piece_bytes, 1, 1 << 40) // self.block_bytes)
+        self.block_seconds = tokens / float(prefill_tokens_per_s)
+        self._lock = threading.Lock()
+        self._speed = Speed()
+        self._budget = self._since = self._mean = 0.0
+        self._tried, self._fresh, self._hits = 0.0, True, 0
+
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
+        """Choose how many of the ``there`` leading blocks that the store has are loaded now.
+
+        ``ahead_bytes``: what the store loads before. ``spare``: seconds that the request will wait for the engine in
+        any case; a load costs nothing meanwhile.
+        """
+        there = integer_argument("there", there, 0, 1 << 40)
+        ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
+        _seconds_argument("spare", spare)
+        if not there:
+            return Load(0)
+        with self._lock:
+            saved = there * self.block_seconds
+            self._count(saved)
+            ahead = ahead_bytes * self._speed.per_byte
+            risk = self._risk(there, saved, ahead, spare)
+            if risk is None:
+                return Load(0)
+            self._budget -= risk
+            load = Load(there, risk=risk, spare=spare, ahead=ahead)
+            self._look(load, 0, 0.0)
+            return load
+
+    def late(self, load: Load, came: int, elapsed: float) -> bool:
+        """Whether to give the load up, now that its first ``came`` blocks are there."""
+        came = integer_argument("came", came, 0, load.blocks)
+        _seconds_argument("elapsed", elapsed)
+        with self._lock:
+            self._look(load, came, elapsed)
+            load.late = load.late or (came < load.blocks and elapsed >= load.until)
+            return load.late
+
+    def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
+        """The load has ended or was given up after ``seconds``, of which it was queued for ``queued``. Its first
+        ``came`` blocks are there."""
+        came = integer_argument("came", came, 0, load.blocks)
+        _seconds_argument("seconds", seconds)
+        _seconds_argument("queued", queued)
+        with self._lock:
+            gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
+            self._budget += load.risk + gain
+            load.risk = 0.0
+            took = max(seconds - queued, 0.0)
+            if load.late:
+                # What the load would have had to take to be as bad.
+                missing = load.blocks - came
+                self._speed.observe(load.blocks * self.block_bytes, took + missing * self.block_seconds)
+            elif came:
+                if self._tried:
+                    self._speed, self._tried = Speed(), 0.0
+                self._fresh = False
+                self._speed.observe(came * self.block_bytes, took)
+
+    def expected(self) -> tuple[float, float]:
+        """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
+        with self._lock:
+            per_byte = self._speed.per_byte
+            return self._speed.latency, 1 / per_byte if per_byte else math.inf
+
+    # -- inside; the lock is held --------------------------------------------------------------------
+
+    def _count(self, saved: float) -> None:
+        self._hits += 1
+        self._mean += (saved - self._mean) / min(self._hits, 64)
+        self._since += saved
+        # What was gained long ago is no reason to lose it now.
+        self._budget = min(self._budget, 64 * self._mean) + BUDGET * saved
+
+    def _risk(self, there: int, saved: float, ahead: float, spare: float) -> float | None:
+        """What a load of all blocks may lose, or None if there shall be no load."""
+        speed = self._speed
+        takes = max(2 * ahead + speed.seconds(there * self.block_bytes) - spare, 0.0)
+        first = max(ahead + speed.seconds(min(there, self._piece) * self.block_bytes) - spare, 0.0)
+        if speed.loads and takes <= (1 - _MARGIN) * saved:
+            risk = min(2 * first + _SLACK * saved, self._budget)
+            return risk if risk >= 1.25 * first and risk > 0 else None
+        return self._probe(saved)
+
+    def _probe(self, saved: float) -> float | None:
+        """What a load from a store that seems too slow, or is not known, may lose, or None. Each probe risks twice what
+        the one before has lost, since a long latency shows only to those who wait."""
+        paid = min(self._budget, PROBES * self._since)
+        if paid > 2 * self._tried:
+            self._tried = 0.0
+        risk = max(_PROBE * saved, 2 * self._tried)
+        if self._fresh and risk <= _FREE * saved:
+            self._budget += risk
+        elif risk > min(paid, _DEAREST * saved):
+            return None
+        self._since, self._tried = 0.0, risk
+        return risk
+
+    def _look(self, load: Load, came: int, elapsed: float) -> None:
+        """Note what has come, and say until when that is enough."""
+        if came > load.came:
+            load.came, load.at = came, elapsed
+        rest = load.blocks - load.came
+        expected = self._speed.seconds(rest * self.block_bytes) + (0.0 if load.came else load.ahead)
+        silent = max(load.at, load.spare) + 2 * expected + _SLACK * rest * self.block_seconds
+        load.until = min(load.spare + load.risk + load.came * self.block_seconds, silent)
+
+
+def _seconds_argument(name: str, value: Any, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r:.80}: accepted are finite numbers of at least 0")
+    if positive and not value:
+        raise ValueError(f"{name}={value!r:.80}: accepted are numbers above 0")
