@@ -1,4 +1,4 @@
-"""What the tests of DiskStore share: calls of the operating system that fail or wait, and a store as a crash leaves it."""
+"""What the tests of DiskStore share: a system whose calls fail or wait, and a folder as a crash leaves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a crash or a bad disk has done to its files, a DiskStore opens, serves no wrong byte, and counts what is lost."""
+"""Whatever has happened to its files, a DiskStore opens, serves no wrong byte, and counts what is lost."""
 
 from __future__ import annotations
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool.stores import FAILED, OK
+from kvpool.stores import FAILED, OK, StoreQueue
 from kvpool.stores.base import Space
 from kvpool.stores.disk import DiskStore
 from tests.stores.disk_lab import Faulty, raising
-from tests.stores.lab import BLOCK_BYTES, content, fill, memory, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, fill, memory, names, open_queue, saved
 
 CAPACITY = 32 * BLOCK_BYTES
 ERRORS = [errno.ENOSPC, errno.EROFS, errno.EIO]
@@ -175,18 +178,59 @@ def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Fau
         assert found.wait(60) and found.ok == 4
 
 
-@pytest.mark.skipif(not os.path.ismount("/sys"), reason="needs a file system that is read-only for everybody")
-def test_a_read_only_place_is_named() -> None:
-    with pytest.raises(OSError, match="/sys/kernel/store"):
-        DiskStore("/sys/kernel/store", CAPACITY).open(Space(bytes(16), memory(4)))
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB of its own."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_folder_of_another_file_system_without_direct_io_works(tmp_path: Path) -> None:
-    """Rows of any address and size: they go through memory that direct I/O takes."""
+def test_a_read_only_file_system_is_named(small: Path) -> None:
+    store = DiskStore(small / "store", CAPACITY)
+    with open_queue(store) as queue:
+        keys = saved(queue, 4)
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    for path in (small / "store", small / "other"):
+        with pytest.raises(OSError, match="needs a file system that it can write to") as caught:
+            DiskStore(path, CAPACITY).open(Space(bytes(16), memory(4)))
+        assert str(path) in str(caught.value)
+    subprocess.run(["mount", "-o", "remount,rw", small], check=True)
+    with open_queue(store) as queue:
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 4
+
+
+def test_a_file_system_that_becomes_full(small: Path) -> None:
+    with pytest.raises(OSError, match=f"takes {32 << 20} bytes"):
+        DiskStore(small / "store", 32 << 20).open(Space(bytes(16), memory(4)))
+    store = DiskStore(small / "store", 8 << 20)
+    with open_queue(store) as queue:
+        (small / "other").write_bytes(bytes(8 << 20 >> 1))
+        failed, kept = 0, []
+        with suppress(OSError), open(small / "rest", "wb") as rest:
+            while True:
+                rest.write(bytes(1 << 12))
+                rest.flush()
+        for first in range(0, 1280, 64):
+            fill(queue.memory, 64, first)
+            job = queue.save(queue.secret.opaque(names(64, first)), np.arange(64))
+            assert job.wait(60, returned=True)
+            failed += int(np.count_nonzero(job.codes == FAILED))
+            kept += [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
+        assert failed and queue.stats().store["io_errors"]
+    with open_queue(DiskStore(small / "store")) as queue:
+        keys = queue.secret.opaque([b"block %d" % number for number in kept])
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == len(kept)
+
+
+def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
+    """They go through memory that direct I/O takes."""
     rows = np.zeros((8, 5001), np.uint8)
-    from kvpool.stores import StoreQueue
-    from tests.stores.lab import IDENTITY
-
     with StoreQueue(DiskStore(tmp_path / "store", 16 * 8192), rows, IDENTITY) as queue:
         keys = saved(queue, 4)
         rows[:] = 0

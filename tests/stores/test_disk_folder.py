@@ -135,8 +135,8 @@ def test_a_second_store_of_this_process_is_refused_and_the_first_goes_on(tmp_pat
             with pytest.raises(BlockingIOError, match=str(os.getpid())):
                 opened(tmp_path / "store")
         # The failed attempts have not ended the first store's lock.
-        code = "import sys; sys.argv[1:] = [%r]\n" % str(tmp_path / "store") + HOLDER
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / "store")]
+        other = subprocess.run(command, capture_output=True, text=True)
         assert other.returncode and f"a store of process {os.getpid()} has this folder" in other.stderr
         saved(queue, 2)
     opened(tmp_path / "store").close()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvpool.stores.disk.folder import Folder, check_private
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PAGE_BYTES, Page
+from kvpool.stores.disk.table import Page
 
 NAME = "rows.sqlite"
 VERSION = 1
@@ -59,7 +59,7 @@ class Database:
             )
             self._connection.execute("CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, content BLOB)")
             self.header = self._header()
-            self._pages = [Page(*row) for row in self._connection.execute("SELECT number, content FROM pages")]
+            self._pages = self._connection.execute("SELECT number, content FROM pages").fetchall()
             self._folder.sync()
         except BaseException:
             self._connection.close()
@@ -100,7 +100,7 @@ class Database:
 
     def write(self, pages: Iterable[Page]) -> None:
         """Keep these pages durably: all of them, or none if it raises OSError."""
-        self._transaction([("INSERT OR REPLACE INTO pages VALUES (?, ?)", [tuple(page) for page in pages])])
+        self._transaction([("INSERT OR REPLACE INTO pages VALUES (?, ?)", list(pages))])
 
     def _transaction(self, commands: list[tuple[str, Any]]) -> None:
         connection = self._connection
@@ -129,11 +129,6 @@ class Database:
     def _error(self, error: sqlite3.Error) -> OSError:
         number = errno.ENOSPC if "disk is full" in str(error) else errno.EIO
         return OSError(number, f"SQLite: {error}", self._path)
-
-
-def valid(page: Page) -> bool:
-    """Whether a page has the form of one."""
-    return isinstance(page.content, bytes) and len(page.content) == PAGE_BYTES and page.number >= 0
 
 
 def _is_no_damage(error: sqlite3.Error) -> bool:

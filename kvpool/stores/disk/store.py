@@ -17,12 +17,12 @@ from kvpool.process import Process
 from kvpool.stores.base import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, Bytes, Rows, Space, Stop
 from kvpool.stores.disk import index
 from kvpool.stores.disk.commits import GroupCommit
-from kvpool.stores.disk.database import VERSION, Database, Header, valid
+from kvpool.stores.disk.database import VERSION, Database, Header
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.index import Index
 from kvpool.stores.disk.slab import Slab, stride_of
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PER_PAGE, Table
+from kvpool.stores.disk.table import PAGE_BYTES, PER_PAGE, Page, Table
 
 DEFAULT_CAPACITY = 64 << 30
 CAPACITY_MAX = 1 << 50
@@ -125,16 +125,12 @@ class DiskStore:
 
     def _read(self, database: Database, header: Header, had: int, model: bytes) -> None:
         """Read what the database has. What cannot be there is dropped and counted."""
-        table, wrong, dropped = Table(self._slots), [], 0
         same_secret = database.header is not None and database.header.secret == header.secret
-        for page in database.pages():
-            if valid(page) and same_secret and page.number * PER_PAGE < self._slots:
-                table.put(page)
-            else:
-                wrong.append(page.number)
-                dropped += PER_PAGE
+        right, wrong = _pages(database.pages(), self._slots if same_secret else 0)
+        table, dropped = Table(self._slots), PER_PAGE * len(wrong)
+        table.fill(right)
         dropped += table.check(min(had, self._slots))
-        database.begin(header, wrong)
+        database.begin(header, [number for number, _ in wrong])
         self._table, self._index = table, Index(table, model)
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
@@ -284,6 +280,17 @@ class DiskStore:
     def _count_error(self) -> None:
         with self._lock:
             self._counts["io_errors"] += 1
+
+
+def _pages(found: list[Page], slots: int) -> tuple[list[Page], list[Page]]:
+    """The pages of a table with this many slots, and those that cannot be."""
+    right: list[Page] = []
+    wrong: list[Page] = []
+    for page in found:
+        number, content = page
+        fits = isinstance(content, bytes) and len(content) == PAGE_BYTES and 0 <= number * PER_PAGE < slots
+        (right if fits else wrong).append(page)
+    return right, wrong
 
 
 def _named(path: str, call: Callable[[], Any]) -> Any:
