@@ -21,7 +21,7 @@ from kvpool.commands.terminal import (
 )
 
 if TYPE_CHECKING:
-    from kvpool.planner import Machine, Survey
+    from kvpool.planner import Machine, StoreTier, Survey
 
 _MODEL = "llama-3-8b"
 _CONFIG_BYTES_MAX = 1 << 20
@@ -86,6 +86,7 @@ def add_parser(subparsers: Any) -> None:
             f"--{tier}-memory", type=size_argument, metavar="SIZE", help=f"of the {tier} tier, such as 8GiB"
         )
         size.add_argument(f"--{tier}-blocks", type=count_argument(0), metavar="N", help="the same in blocks")
+    _add_store(plan)
     add = plan.add_argument_group("times").add_argument
     add(
         "--prefill-tokens-per-second",
@@ -103,6 +104,19 @@ def add_parser(subparsers: Any) -> None:
     add = plan.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print the plan as JSON")
     add("--plot", type=path_argument, metavar="FILE", help="draw it: .png, .svg or .html; needs the extra 'plot'")
+
+
+def _add_store(plan: argparse.ArgumentParser) -> None:
+    """Declare the options of a store."""
+    from kvpool.planner.store import SAVES, STORE_BANDWIDTH, STORE_LATENCY
+
+    group = plan.add_argument_group("a store behind that pool")
+    add = group.add_argument
+    add("--store", action="store_true", help="what stores of all capacities would add")
+    add("--store-capacity", type=size_argument, metavar="SIZE", help="ask about this one too, such as 4TiB")
+    add("--store-save", choices=SAVES, help="when it gets a block: when it is full, or evicted (default: commit)")
+    for name, unit, value in (("bandwidth", "GB/S", STORE_BANDWIDTH), ("latency", "US", STORE_LATENCY)):
+        add(f"--store-{name}", type=float, metavar=unit, help=f"of a load (default: {value:g})")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -229,10 +243,26 @@ def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine,
             options.link_latency,
             blocks["device"],
             blocks["host"] or 0,
+            _store(options, layout),
         )
     except ValueError as error:
         options.error(str(error))
     return machine, link
+
+
+def _store(options: argparse.Namespace, layout: BlockLayout) -> StoreTier | None:
+    """The store, if one is asked about. Raises ValueError."""
+    from kvpool.planner import StoreTier
+
+    names = ("capacity", "save", "bandwidth", "latency")
+    given = {name: value for name in names if (value := getattr(options, f"store_{name}")) is not None}
+    if not given and not options.store:
+        return None
+    if options.device_memory is None and options.device_blocks is None:
+        options.error("a store needs --device-memory or --device-blocks")
+    if "capacity" in given:
+        given["capacity"] //= layout.block_bytes
+    return StoreTier(**given)
 
 
 def _calibrated() -> tuple[float | None, str]:

@@ -20,6 +20,8 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.index import HostCache, HostCacheStats
 from kvpool.manager import KVCacheManager
 from kvpool.observe.stats import GroupStats, Histogram, Stats, TierStats
+from kvpool.stores.keeper import Keeper, KeeperStats
+from kvpool.stores.queue import StoreStats
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -37,7 +39,7 @@ DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
 
 Value = float | Histogram | None
 Read = Callable[[Any], dict[tuple[str, ...], Value]]
-Cache = KVCacheManager | HostCache
+Cache = KVCacheManager | HostCache | Keeper
 
 
 class Definition(NamedTuple):
@@ -274,6 +276,104 @@ HOST_DEFINITIONS = (
 """The metrics of a ``HostCache``."""
 
 
+def _by_store(read: Callable[[StoreStats], dict[tuple[str, ...], Value]]) -> Read:
+    """The same figures of every store, by its name and then by their other labels."""
+    return lambda s: {
+        (name, *labels): value for name, store in s.stores.items() for labels, value in read(store).items()
+    }
+
+
+STORE_DEFINITIONS = (
+    _counter(
+        "kvpool_store_blocks",
+        "Blocks of jobs of a store, by kind (find, load, save, forget) and code: absent, ok, failed, damaged (other "
+        "bytes than were saved), late, cancelled, refused.",
+        ("store", "kind", "code"),
+        _by_store(lambda s: {(kind, code): count for (kind, code), count in s.blocks.items()}),
+    ),
+    _counter(
+        "kvpool_store_bytes",
+        "Bytes that a store has loaded or saved.",
+        ("store", "kind"),
+        _by_store(lambda s: {(kind,): s.nbytes[kind] for kind in ("load", "save")}),
+    ),
+    _counter(
+        "kvpool_store_seconds",
+        "Time in calls of a store, of all its threads.",
+        ("store", "kind"),
+        _by_store(lambda s: {(kind,): seconds for kind, seconds in s.seconds.items()}),
+    ),
+    _counter(
+        "kvpool_store_dropped_saves",
+        "Blocks that were not saved, by reason: queue_full, evicted (before they were copied), quota, suspended, "
+        "failed, late, refused, cancelled.",
+        ("store", "reason"),
+        lambda s: dict(s.dropped),
+    ),
+    _counter(
+        "kvpool_store_suspensions",
+        "How often a store was suspended because its jobs failed.",
+        ("store",),
+        lambda s: {(name,): health.suspensions for name, health in s.health.items()},
+    ),
+    _gauge(
+        "kvpool_store_suspended",
+        "1 while the reads or the writes of a store are suspended.",
+        ("store", "kind"),
+        lambda s: {
+            (name, kind): float(getattr(health, f"{kind}s_suspended"))
+            for name, health in s.health.items()
+            for kind in ("read", "write")
+        },
+    ),
+    _gauge(
+        "kvpool_store_queued_blocks",
+        "Blocks of jobs that wait for a store now.",
+        ("store",),
+        _by_store(lambda s: {(): s.queued_blocks}),
+    ),
+    _gauge(
+        "kvpool_store_figure",
+        "Figures that a store tells of itself, such as capacity, blocks and evicted.",
+        ("store", "figure"),
+        _by_store(lambda s: {(figure,): value for figure, value in s.store.items()}),
+    ),
+    _counter(
+        "kvpool_keeper_blocks",
+        "Blocks that were saved, that have entered the host tier (loaded), that stores were found to have when a "
+        "prompt came (found), and that could not be saved because the block before is not known (orphaned).",
+        ("kind",),
+        lambda s: {
+            ("saved",): s.saved_blocks,
+            ("loaded",): s.loaded_blocks,
+            ("found",): s.found_blocks,
+            ("orphaned",): s.orphans,
+        },
+    ),
+    _counter(
+        "kvpool_keeper_prefetches",
+        "Prefetches that have ended, by reason: loaded, cached, absent, declined (to compute is faster), late, full, "
+        "failed, cancelled, reset, closed.",
+        ("reason",),
+        lambda s: {(reason,): count for reason, count in s.prefetches.items()},
+    ),
+    _gauge(
+        "kvpool_keeper_waiting",
+        "Blocks that wait to be saved (saves), that were brought and wait for their request (promoted), and prefetches "
+        "that are under way.",
+        ("kind",),
+        lambda s: {("saves",): s.waiting_blocks, ("promoted",): s.promoted_blocks, ("prefetches",): s.prefetching},
+    ),
+    _counter(
+        "kvpool_keeper_events_dropped",
+        "Rows of a keeper's events that nobody read in time.",
+        (),
+        lambda s: {(): s.events_dropped},
+    ),
+)
+"""The metrics of a ``Keeper`` and its stores."""
+
+
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Cumulative counts by upper bound. The clock counts whole milliseconds, so a time below 2**i ms is at most
     that."""
@@ -293,13 +393,14 @@ class PoolMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = REGISTRY if registry is None else registry
-        self._pools: dict[str, weakref.ref[Cache]] = {}
+        self._pools: dict[tuple[str, bool], weakref.ref[Cache]] = {}
         self._lock = threading.Lock()
         self._registered = True
         self._registry.register(self)
 
     def add(self, pool: str, cache: Cache) -> None:
-        """Show a pool, or a host cache, from now on, with ``pool`` as its label.
+        """Show a pool, a host cache or a keeper from now on, with ``pool`` as its label. A keeper may have the label of
+        its pool.
 
         Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
         and if the collector is closed.
@@ -310,22 +411,25 @@ class PoolMetrics:
             pool.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"pool={pool!a:.80}: accepted is what UTF-8 can say ({error.reason})") from None
-        if not isinstance(cache, (KVCacheManager, HostCache)):
-            raise TypeError(f"cache={cache!r:.80}: accepted are a KVCacheManager and a HostCache")
+        if not isinstance(cache, (KVCacheManager, HostCache, Keeper)):
+            raise TypeError(f"cache={cache!r:.80}: accepted are a KVCacheManager, a HostCache and a Keeper")
         if cache.closed:
             raise PoolClosed(f"pool={pool!r:.80}: it is closed, and would never be shown")
         with self._lock:
             if not self._registered:
                 raise ValueError(f"pool={pool!r:.80}: the collector is closed, and would never show it")
-            if _open(self._pools.get(pool)) not in (None, cache):
+            what = pool, isinstance(cache, Keeper)
+            if _open(self._pools.get(what)) not in (None, cache):
                 raise ValueError(f"pool={pool!r}: an open pool has this name already")
-            self._pools[pool] = weakref.ref(cache)
+            self._pools[what] = weakref.ref(cache)
 
     def remove(self, pool: str) -> None:
-        """Stop showing a pool. Raises ValueError for a name that was not added."""
+        """Stop showing a pool, and a keeper of this name. Raises ValueError for a name that was not added."""
         with self._lock:
-            if self._pools.pop(pool, None) is None:
-                raise ValueError(f"pool={pool!r}: accepted are the names that were added: {sorted(self._pools)}")
+            known = sorted({name for name, _ in self._pools})
+            if pool not in known:
+                raise ValueError(f"pool={pool!r}: accepted are the names that were added: {known}")
+            self._pools = {what: cache for what, cache in self._pools.items() if what[0] != pool}
 
     def close(self) -> None:
         """Take the collector out of its registry. A second call does nothing."""
@@ -352,7 +456,7 @@ class PoolMetrics:
         with self._lock:
             # A pool that is closed while it is read still has its last figures.
             self._pools = {name: known for name, known in self._pools.items() if _open(known) is not None}
-            pools = [(name, known()) for name, known in self._pools.items()]
+            pools = [(name, known()) for (name, _), known in self._pools.items()]
         return _families([(name, cache.stats()) for name, cache in pools if cache is not None])
 
 
@@ -384,8 +488,9 @@ def _open(known: weakref.ref[Cache] | None) -> Cache | None:
     return None if cache is None or cache.closed else cache
 
 
-def _families(pools: list[tuple[str, Stats | HostCacheStats]]) -> Iterator[Metric]:
-    for definitions, of in ((DEFINITIONS, Stats), (HOST_DEFINITIONS, HostCacheStats)):
+def _families(pools: list[tuple[str, Stats | HostCacheStats | KeeperStats]]) -> Iterator[Metric]:
+    kinds = (DEFINITIONS, Stats), (HOST_DEFINITIONS, HostCacheStats), (STORE_DEFINITIONS, KeeperStats)
+    for definitions, of in kinds:
         for kind, name, text, labels, read in definitions:
             family: Any = kind(name, text, labels=("pool", *labels))
             for pool, stats in pools:

@@ -5,6 +5,10 @@ from kvpool.planner.plan import LINK_BANDWIDTH as LINK_BANDWIDTH
 from kvpool.planner.plan import Machine as Machine
 from kvpool.planner.plan import Plan as Plan
 from kvpool.planner.report import report as report
+from kvpool.planner.store import STORE_BANDWIDTH as STORE_BANDWIDTH
+from kvpool.planner.store import STORE_LATENCY as STORE_LATENCY
+from kvpool.planner.store import StorePlan as StorePlan
+from kvpool.planner.store import StoreTier as StoreTier
 from kvpool.planner.survey import Survey as Survey
 from kvpool.planner.survey import Surveyor as Surveyor
 from kvpool.planner.survey import survey_of as survey_of

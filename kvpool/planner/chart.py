@@ -7,8 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvpool.planner.plan import Plan
 from kvpool.planner.report import duration
+from kvpool.planner.store import StorePlan
 
 SUFFIXES = (".png", ".svg", ".html")
 _TENANTS = 5
@@ -39,13 +42,17 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool"}):
-        figure = Figure(figsize=(10, 9), layout="constrained")
-        curve, names, gaps = figure.subplots(3, 1, height_ratios=(3, 0.5, 1.25))
+        store = plan.store()
+        heights = (3, 0.5, 1.25) if store is None else (3, 0.5, 1.25, 1.75)
+        figure = Figure(figsize=(10, 1.9 * sum(heights)), layout="constrained")
+        curve, names, gaps, *behind = figure.subplots(len(heights), 1, height_ratios=heights)
         _curve(plan, curve, title, model)
         # No label lies in the plot, so that none lies on a curve.
         names.axis("off")
         names.legend(*curve.get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
         _gaps(plan, gaps)
+        if store is not None:
+            _store(plan, store, *behind)
         if path.suffix == ".png":
             figure.savefig(path, dpi=150)
             return
@@ -116,6 +123,29 @@ def _gaps(plan: Plan, axes: Any) -> None:
     axes.set(xlabel=f"{'time' if gaps.seconds else 'requests'} since a block was last used", ylabel="reused blocks, %")
     axes.set_title("When reused blocks come back", loc="left")
     axes.grid(alpha=0.25, axis="y")
+
+
+def _store(plan: Plan, store: StorePlan, axes: Any) -> None:
+    tokens, size = max(plan.survey.prompt_tokens, 1), plan.survey.tokens_per_block
+    tiers, ceiling = 100 * plan.rate(store.tier_blocks), 100 * plan.survey.ceiling_tokens / tokens
+    table = store.table()
+    capacities = np.unique(np.geomspace(max(table[0] // 2, 1), table[-1] + 1, 128).astype(np.int64)).tolist()
+    memory = [plan.gib(capacity) for capacity in capacities]
+    axes.plot(memory, [tiers + 100 * store.hits(capacity) * size / tokens for capacity in capacities], color=_BLUE)
+    for rate, name, line in ((tiers, "tiers alone", "-"), (ceiling, "unbounded", "--")):
+        axes.axhline(rate, color=_GREY, linestyle=line, linewidth=1)
+        axes.annotate(
+            name, (1, rate), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+            color=_GREY, verticalalignment="center",
+        )  # fmt: skip
+    if store.store.capacity:
+        axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.3g}")
+    axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
+    axes.grid(alpha=0.25)
 
 
 def _page(svg: str, title: str, text: str) -> str:

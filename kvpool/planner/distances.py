@@ -14,7 +14,9 @@ from kvpool.planner.stack import (
     LIVE,
     LOOKUPS,
     NOW,
+    RUNS,
     STEPS,
+    USED,
     Access,
     Tables,
     compact,
@@ -41,7 +43,8 @@ class StackDistances:
     sample
         Share of the blocks in the sample, chosen by key. With 1.0 everything is exact.
 
-    Memory grows by about 50 bytes for each distinct block in the sample, and by 8 bytes for each request. Contents are
+    Memory grows by about 60 bytes for each distinct block in the sample, by 8 bytes for each request, and by 24 for
+    each run of blocks that it finds. Contents are
     distinguished by 64-bit keys. Not thread-safe.
     """
 
@@ -59,13 +62,15 @@ class StackDistances:
             bits=np.zeros(_START, np.uint64),
             tree=np.zeros(_START + 1, np.int32),
             distances=np.zeros(_START, np.int64),
+            again=np.zeros(_START, np.int64),
+            runs=np.empty((_START, 3), np.int64),
             groups=np.zeros((groups, BUCKETS), np.int64),
             cold=np.zeros(groups, np.int64),
             coarse=np.zeros((1, BUCKETS), np.int64),
             gaps=np.zeros((2, 16), np.int64),
             times=np.empty(_START, np.float64),
             found=np.empty(_START, np.int32),
-            counts=np.zeros(6, np.int64),
+            counts=np.zeros(8, np.int64),
         )
         self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
 
@@ -78,6 +83,11 @@ class StackDistances:
     def live(self) -> int:
         """All distinct blocks in the sample."""
         return int(self.tables.counts[LIVE])
+
+    @property
+    def used(self) -> int:
+        """Sampled blocks used by all requests."""
+        return int(self.tables.counts[USED])
 
     def record(self, request: Request, tenant: int = 0) -> tuple[int, int, int]:
         """Look up, count and then touch the blocks of a request. ``tenant`` counts from 0.
@@ -127,6 +137,9 @@ class StackDistances:
                 grown[name] = _longer(getattr(tables, name), blocks)
         if live >= len(tables.distances):
             grown["distances"] = _longer(tables.distances, live + 1)
+            grown["again"] = _longer(tables.again, live + 1)
+        if int(counts[RUNS]) + full > len(tables.runs):
+            grown["runs"] = _longer(tables.runs, int(counts[RUNS]) + full)
         if tenant >= len(tables.coarse):
             grown["coarse"] = _longer(tables.coarse, tenant + 1)
         if self.requests >= len(tables.times):

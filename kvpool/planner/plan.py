@@ -10,9 +10,9 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.planner.curve import Curve
+from kvpool.planner.store import GIB, StorePlan, StoreTier
 from kvpool.planner.survey import Survey
 
-GIB = 1 << 30
 STEP_BYTES = 16 * GIB
 """The marginal hit rate is that of this much more memory."""
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -39,6 +39,8 @@ class Machine:
     """Microseconds."""
     device_blocks: int | None = None
     host_blocks: int = 0
+    store: StoreTier | None = None
+    """Behind the tiers, which must be given too."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("prefill_tokens_per_second", 0.0), ("link_bandwidth", 0.0)):
@@ -51,6 +53,8 @@ class Machine:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value}: must be at least 0")
+        if self.store is not None and self.device_blocks is None:
+            raise ValueError("store: device_blocks must be given too")
 
     @property
     def seconds_per_token(self) -> float:
@@ -153,6 +157,14 @@ class Plan:
             "host_hit_tokens": both["hit_tokens"] - device["hit_tokens"],
         }
 
+    def store(self) -> StorePlan | None:
+        """The figures of a store behind the given tiers."""
+        machine = self.machine
+        if machine.store is None or machine.device_blocks is None:
+            return None
+        tiers = machine.device_blocks + machine.host_blocks
+        return StorePlan(self.survey, machine.layout, machine.store, tiers, machine.prefill_tokens_per_second)
+
     def points(self, curve: Curve) -> list[tuple[int, int]]:
         """Capacities in blocks, evenly spaced on a logarithmic scale, with the hit tokens of a curve."""
         highest = max(self.table()[-1], 2)
@@ -161,7 +173,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as nested dictionaries, lists, numbers, strings and None only."""
-        survey, machine = self.survey, self.machine
+        survey, machine, store = self.survey, self.machine, self.store()
         return {
             "requests": survey.requests,
             "prompt_tokens": survey.prompt_tokens,
@@ -182,6 +194,7 @@ class Plan:
             "table": [self.row(capacity) for capacity in self.table()],
             "reach": self.reach(),
             "pool": self.pool(),
+            "store": None if store is None else store.as_dict(),
             "break_even": self.break_even(),
             "curve": [list(point) for point in self.points(survey.curve)],
             "reuse_gaps": asdict(survey.gaps),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvpool.planner.plan import Plan
 from kvpool.planner.prefixes import Prefix
 
@@ -11,7 +13,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def report(plan: Plan, title: str, model: str, link: str) -> str:
     """Return the lines. ``title`` names the trace, ``model`` the layout, ``link`` the source of the bandwidth."""
-    parts = (_head(plan, title, model), _table(plan), _pool(plan), _reach(plan), _times(plan, link))
+    parts = (_head(plan, title, model), _table(plan), _pool(plan), _store(plan), _reach(plan), _times(plan, link))
     return "\n\n".join("\n".join(lines) for lines in (*parts, _gaps(plan), _prefixes(plan), _tenants(plan)) if lines)
 
 
@@ -71,6 +73,35 @@ def _pool(plan: Plan) -> list[str]:
             f"the longest request needs {plan.survey.longest_blocks:,} blocks and does not fit into the device tier"
         )
     return lines if pool["host_blocks"] else lines[:1] + lines[2:]
+
+
+def _store(plan: Plan) -> list[str]:
+    found = plan.store()
+    if found is None:
+        return []
+    store, times = found.store, plan.machine.prefill_tokens_per_second is not None
+    model = "has the blocks used last" if store.save == "commit" else "has what the tiers evict"
+    lines = [
+        f"a store behind {_size(plan.gib(found.tier_blocks))} GiB: {store.bandwidth:g} GB/s, {store.latency:g} µs, "
+        f"save={store.save}: it {model}",
+        f"{'store':>12} {'blocks':>12} {'found in it':>12} {'loads':>9} {'read':>11} {'written':>11}"
+        f"{'  saved per request' if times else ''}",
+    ]
+    for capacity in sorted({*found.table(), *([] if store.capacity is None else [store.capacity])}):
+        row = found.row(capacity)
+        line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>12.2%} {row['loads']:>9,}"
+        line += f" {_flow(row, 'read'):>11} {_flow(row, 'written'):>11}"
+        line += f" {_time(row['saved_seconds_per_request']):>18}" if times else ""
+        flow = (row["read_bytes_per_second"] or 0) + (row["written_bytes_per_second"] or 0)
+        line += "  more than its bandwidth" if flow > store.bandwidth * 1e9 else ""
+        lines.append(f"{line}{'  <- asked' if capacity == store.capacity else ''}")
+    return lines
+
+
+def _flow(row: dict[str, Any], way: str) -> str:
+    """Bytes per second, or in all for a trace without times."""
+    speed = row[f"{way}_bytes_per_second"]
+    return f"{_size(row[f'{way}_bytes'] / 1e9)} GB" if speed is None else f"{_size(speed / 1e9)} GB/s"
 
 
 def _reach(plan: Plan) -> list[str]:

@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from kvpool.jit import jit
 
-BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED = range(6)
+BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED, RUNS, USED = range(8)
 """Places in ``Tables.counts``: distinct blocks with a key, the next position in time, and the bits that are set. Then,
-for the last request, the sampled blocks that were looked up, those found, and those new."""
+for the last request, the sampled blocks that were looked up, those found, and those new. Then, of all requests, the
+runs, and the sampled blocks used."""
 
 STEPS = 128
 """Buckets of a coarse histogram for each doubling."""
@@ -50,6 +51,11 @@ class Tables(NamedTuple):
     tree: npt.NDArray[np.int32]
     distances: npt.NDArray[np.int64]
     """[distance]: lookups that hit if the capacity is at least `distance` blocks."""
+    again: npt.NDArray[np.int64]
+    """[distance]: the same for blocks that were used before but are not looked up, since their tokens are computed."""
+    runs: npt.NDArray[np.int64]
+    """[runs, 3]: a request, a distance, and how many of its lookups one after another were found at that distance and
+    the ones that follow it."""
     groups: npt.NDArray[np.int64]
     """[groups, bucket of `bucket_of`]: the same for each group. A group is a part of the sampled blocks, by key."""
     cold: npt.NDArray[np.int64]
@@ -181,6 +187,16 @@ def count_hit(tables, access, number, distance, group):
 
 
 @jit
+def count_run(tables, access, distance, goes_on):
+    """Add one found block to the last run, or begin another."""
+    if not goes_on:
+        run = tables.runs[tables.counts[RUNS]]
+        run[0], run[1], run[2] = access.request, distance, 0
+        tables.counts[RUNS] += 1
+    tables.runs[tables.counts[RUNS] - 1, 2] += 1
+
+
+@jit
 def look_up(tables, access, ids):
     """Count the distances of a request's blocks. Puts their numbers into `found` and returns how many there are.
 
@@ -206,17 +222,19 @@ def look_up(tables, access, ids):
                 tables.hits[number], tables.parent[number] = 0, before
                 counts[BLOCKS] += 1
                 counts[INSERTED] += 1
-        if block < access.lookups:
+        last = tables.last[number]
+        goes_on = last >= 0 and before >= 0 and tables.last[before] == last + 1
+        if last >= 0:
+            distance = distance + 1 if goes_on else later(tables, last) + 1
+        if block >= access.lookups:
+            tables.again[distance] += last >= 0
+        else:
             counts[LOOKUPS] += 1
-            last = tables.last[number]
             if last < 0:
                 tables.cold[group] += 1
             else:
-                if before >= 0 and tables.last[before] == last + 1:
-                    distance += 1
-                else:
-                    distance = later(tables, last) + 1
                 count_hit(tables, access, number, distance, group)
+                count_run(tables, access, distance, goes_on)
         tables.found[count] = number
         count += 1
     return count
@@ -252,6 +270,7 @@ def touch(tables, access, count):
         tables.seen[number] = access.request
     set_range(bits, tree, begin, end)
     counts[LIVE] += end - begin
+    counts[USED] += end - begin
     counts[NOW] = end
 
 

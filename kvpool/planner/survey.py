@@ -14,7 +14,7 @@ from kvpool.interrupt import DeferSignals
 from kvpool.planner.curve import Curve, coarse_limits
 from kvpool.planner.distances import BUCKETS, GROUPS, StackDistances
 from kvpool.planner.prefixes import Prefixes, find_prefixes
-from kvpool.planner.stack import REQUEST_EDGES, SECOND_EDGES
+from kvpool.planner.stack import REQUEST_EDGES, RUNS, SECOND_EDGES
 from kvpool.replay.tokens import Request
 
 TENANTS_MAX = 64
@@ -65,6 +65,14 @@ class Survey:
     tenants: list[Tenant]
     gaps: Gaps
     prefixes: Prefixes
+    uses: Curve
+    """Of all blocks that requests use: those looked up, and those that are computed whether they are found or not. Its
+    misses are the blocks that a cache of that capacity takes in."""
+    runs: npt.NDArray[np.int64]
+    """int64[n, 3]: a request, a distance, and how many of its lookups one after another were found at that distance and
+    the ones that follow it. Of the sample."""
+    seconds: float | None
+    """From the first request to the last. None if the trace has no times."""
 
     def hit_tokens(self, capacity: int) -> int:
         """Prompt tokens found by a cache of ``capacity`` blocks."""
@@ -102,7 +110,7 @@ class Surveyor:
         self._distances = StackDistances(tokens_per_block, sample)
         self._blocks_before = np.zeros(1 << 10, np.int64)
         self._tokens = np.zeros(2, np.int64)
-        self._lookups = self._prompt_blocks = self._longest = 0
+        self._lookups = self._prompt_blocks = self._longest = self._used = 0
         self._tenants: dict[str | None, int] = {}
         self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
 
@@ -131,6 +139,7 @@ class Surveyor:
         self._lookups += lookups
         self._prompt_blocks += -(-request.input_length // size)
         self._longest = max(self._longest, -(-request.length // size))
+        self._used += request.length // size
 
     def survey(self) -> Survey:
         """Return the figures of all requests so far. Call it once, as the last call: the result takes over the
@@ -145,8 +154,11 @@ class Surveyor:
                 f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are "
                 "needed"
             )
-        cumulative = tables.distances[: distances.live + 2]
+        cumulative, again = tables.distances[: distances.live + 2], tables.again[: distances.live + 2]
         np.cumsum(cumulative, out=cumulative)
+        np.cumsum(again, out=again)
+        again += cumulative
+        times = tables.times[:requests]
         found = np.cumsum(tables.groups, axis=1)
         missed = (tables.cold + found[:, -1])[:, None] - found
         followed = int(cumulative[-1] + tables.cold.sum())
@@ -167,6 +179,9 @@ class Surveyor:
             prefixes=find_prefixes(
                 tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample
             ),
+            uses=Curve(again, distances.used, self._used, self.sample),
+            runs=tables.runs[: distances.tables.counts[RUNS]],
+            seconds=float(times.max() - times.min()) if requests and not np.isnan(times).any() else None,
         )
 
     def _tenant_curves(self) -> list[Tenant]:

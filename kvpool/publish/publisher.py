@@ -25,6 +25,7 @@ from kvpool.publish.replays import Replays, Sent, tracked
 from kvpool.remote.connections import Connections
 from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import is_loopback
+from kvpool.stores.keeper import Keeper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -102,6 +103,8 @@ class KVEventPublisher:
     data_parallel_rank : the rank of this worker.
     group : publish only this group of layers, for routers that know no groups. None: all. With several groups,
         messages have ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
+    keeper : the keeper of this pool, if it has one. Then its events are published: what its stores have comes with the
+        name of the store, in capitals, as medium.
     block_hashes : "int" sends the first 64 bits of a key, which every router accepts. "bytes" sends all 16 bytes, by
         which kvpool finds blocks.
     interval_ms : how often the pool is asked for events.
@@ -127,6 +130,7 @@ class KVEventPublisher:
         allow_remote: bool = False,
         data_parallel_rank: int = 0,
         group: int | None = None,
+        keeper: Keeper | None = None,
         block_hashes: str = "int",
         interval_ms: int = 10,
         replay_messages: int = 10_000,
@@ -138,6 +142,8 @@ class KVEventPublisher:
     ) -> None:
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
+        if keeper is not None and (not isinstance(keeper, Keeper) or keeper.pool is not cache):
+            raise ValueError(f"keeper={keeper!r:.80}: accepted is the Keeper of this pool, or None")
         if not isinstance(topic, str):
             raise TypeError(f"topic={topic!r:.80}: accepted is a string")
         if block_hashes not in HASHES:
@@ -155,7 +161,7 @@ class KVEventPublisher:
         waiting = integer_argument("hwm", hwm, 1, 1 << 24)
         self._queue_bytes = integer_argument("queue_bytes", queue_bytes, 1, 1 << 50)
         peers = integer_argument("connections", connections, 1, 1 << 16)
-        self._cache, self._topic = cache, topic.encode()
+        self._source, self._topic = keeper or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
         self._lock, self._flushes, self._ended = threading.Lock(), list[Future[None]](), False
@@ -165,7 +171,7 @@ class KVEventPublisher:
         try:
             self._sockets(endpoint, bind, replay_endpoint, waiting, peers, topics)
             # This runs in the caller's thread, so that a pool that cannot be published is refused here.
-            events = cache.events(snapshot=True)
+            events = self._source.events(snapshot=True)
             self._expected = events.next
             self._resync(events)
         except BaseException:
@@ -292,7 +298,7 @@ class KVEventPublisher:
 
     def _take(self, snapshot: bool = False) -> tuple[Events, bool]:
         """Take new events. Returns them, and whether earlier ones were lost."""
-        events = self._cache.events(snapshot=snapshot)
+        events = self._source.events(snapshot=snapshot)
         lost, self._expected = events.number - self._expected, events.next
         self._stats.lost_blocks += lost
         return events, lost > 0

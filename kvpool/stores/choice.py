@@ -18,8 +18,11 @@ _PIECE_BYTES = 4 << 20
 _MARGIN = 0.05
 """A load is expected to save at least this share of the time that it is to save."""
 _SLACK = 0.25
-"""How much later than twice its time a load may be, as a share of the time that it saves."""
-_FORGET = 1 / 8
+"""A load may take twice its time, and this share of the time that it saves."""
+_FORGET, _WORSE = 1 / 8, 1 / 4
+"""How much of the fit, and of the mean of what loads gain less than expected, the last load makes."""
+_PAUSE = 8
+"""Mean hits without a load before a probe."""
 _PROBE, _FREE, _DEAREST = 1 / 8, 1 / 4, 1 / 2
 """Shares of the time to compute a hit: what a probe risks at least, what it may risk unpaid while no load has succeeded
 yet, and what it may risk at all."""
@@ -35,7 +38,7 @@ class Speed:
     def __init__(self) -> None:
         self.latency = self.per_byte = 0.0
         self.loads = 0
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._sums = [0.0] * 5
 
     def seconds(self, nbytes: float) -> float:
         """What the load is expected to take. 0 before the first."""
@@ -48,7 +51,7 @@ class Speed:
         unit = max(expected, seconds / 8)
         weight, self.loads = 1 / unit**2, self.loads + 1
         new = (1.0, nbytes, nbytes * nbytes, seconds, nbytes * seconds)
-        self._sums = tuple((1 - _FORGET) * old + weight * value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        self._sums = [(1 - _FORGET) * old + weight * value for old, value in zip(self._sums, new, strict=True)]
         self._fit(*self._sums)
 
     def _fit(self, ones: float, x: float, xx: float, y: float, xy: float) -> None:
@@ -77,6 +80,10 @@ class Load:
     """When the last block came."""
     ahead: float = 0.0
     late: bool = False
+    first: tuple[int, float] | None = None
+    """How many blocks came first, and when."""
+    promise: float = 0.0
+    """What it is expected to save, as a share of the time to compute its blocks."""
 
 
 class LoadOrCompute:
@@ -99,8 +106,8 @@ class LoadOrCompute:
     seconds, and ``elapsed`` counts from ``choose``.
 
     The sum over all hits of (time until the load ended + time to compute what did not come) is at most 1 + ``BUDGET``
-    times what computing all hits takes, plus a quarter of the first hit, whatever the store does. It holds as far as
-    loads are given up when ``late`` says so.
+    times what computing all hits takes, plus half of the longest, whatever the store does. It holds as far as loads are
+    given up when ``late`` says so.
 
     Thread-safe. Nothing blocks. There is no clock.
     """
@@ -115,7 +122,7 @@ class LoadOrCompute:
         self.block_seconds = tokens / float(prefill_tokens_per_s)
         self._lock = threading.Lock()
         self._speed = Speed()
-        self._budget = self._since = self._mean = 0.0
+        self._budget = self._since = self._mean = self._longest = self._worse = 0.0
         self._tried, self._fresh, self._hits = 0.0, True, 0
 
     def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
@@ -132,12 +139,12 @@ class LoadOrCompute:
         with self._lock:
             saved = there * self.block_seconds
             self._count(saved)
-            ahead = ahead_bytes * self._speed.per_byte
-            risk = self._risk(there, saved, ahead, spare)
-            if risk is None:
+            load = Load(there, spare=spare, ahead=ahead_bytes * self._speed.per_byte)
+            load.risk = self._risk(load, saved)
+            if not load.risk:
                 return Load(0)
-            self._budget -= risk
-            load = Load(there, risk=risk, spare=spare, ahead=ahead)
+            self._budget -= load.risk
+            self._since = 0.0
             self._look(load, 0, 0.0)
             return load
 
@@ -160,16 +167,20 @@ class LoadOrCompute:
             gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
             self._budget += load.risk + gain
             load.risk = 0.0
-            took = max(seconds - queued, 0.0)
-            if load.late:
-                # What the load would have had to take to be as bad.
-                missing = load.blocks - came
-                self._speed.observe(load.blocks * self.block_bytes, took + missing * self.block_seconds)
-            elif came:
-                if self._tried:
-                    self._speed, self._tried = Speed(), 0.0
-                self._fresh = False
-                self._speed.observe(came * self.block_bytes, took)
+            if load.first and load.first[0] < came:
+                # The latency shows in what came first.
+                self._learn(load.first[0], max(load.first[1] - queued, 0.0))
+            self._learn(came, max((load.at if load.late else seconds) - queued, 0.0))
+            share = gain / (load.blocks * self.block_seconds)
+            self._worse += _WORSE * (max(load.promise - share, 0.0) - self._worse)
+            if came == load.blocks:
+                self._tried, self._fresh = 0.0, False
+
+    def drop(self, load: Load) -> None:
+        """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
+        with self._lock:
+            self._budget += load.risk
+            load.risk = 0.0
 
     def expected(self) -> tuple[float, float]:
         """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
@@ -179,45 +190,60 @@ class LoadOrCompute:
 
     # -- inside; the lock is held --------------------------------------------------------------------
 
+    def _learn(self, came: int, seconds: float) -> None:
+        """So many blocks took so long."""
+        if came:
+            nbytes = came * self.block_bytes
+            if self._tried and (not self._speed.loads or seconds < self._speed.seconds(nbytes) / 2):
+                # The store is back: what it was like before says nothing.
+                self._speed, self._worse = Speed(), 0.0
+            self._speed.observe(nbytes, seconds)
+
     def _count(self, saved: float) -> None:
         self._hits += 1
         self._mean += (saved - self._mean) / min(self._hits, 64)
+        self._longest = max(saved, self._longest * (1 - 1 / 256))
         self._since += saved
         # What was gained long ago is no reason to lose it now.
         self._budget = min(self._budget, 64 * self._mean) + BUDGET * saved
 
-    def _risk(self, there: int, saved: float, ahead: float, spare: float) -> float | None:
-        """What a load of all blocks may lose, or None if there shall be no load."""
+    def _risk(self, load: Load, saved: float) -> float:
+        """What a load of all its blocks may lose. 0 if there shall be no load."""
         speed = self._speed
-        takes = max(2 * ahead + speed.seconds(there * self.block_bytes) - spare, 0.0)
-        first = max(ahead + speed.seconds(min(there, self._piece) * self.block_bytes) - spare, 0.0)
-        if speed.loads and takes <= (1 - _MARGIN) * saved:
-            risk = min(2 * first + _SLACK * saved, self._budget)
-            return risk if risk >= 1.25 * first and risk > 0 else None
-        return self._probe(saved)
+        takes = max(2 * load.ahead + speed.seconds(load.blocks * self.block_bytes) - load.spare, 0.0)
+        first = max(load.ahead + speed.seconds(min(load.blocks, self._piece) * self.block_bytes) - load.spare, 0.0)
+        load.promise = 1 - takes / saved
+        if not speed.loads or load.promise < _MARGIN:
+            return self._probe(saved, 0.0)
+        if load.promise - self._worse < _MARGIN:
+            return self._probe(saved, 2 * first)
+        risk = min(2 * first + _SLACK * saved, self._budget)
+        return risk if risk >= 1.25 * first else 0.0
 
-    def _probe(self, saved: float) -> float | None:
-        """What a load from a store that seems too slow, or is not known, may lose, or None. Each probe risks twice what
-        the one before has lost, since a long latency shows only to those who wait."""
+    def _probe(self, saved: float, least: float) -> float:
+        """What a load from a store that seems too slow, or is not known, may lose. Each probe risks twice what the one
+        before has lost, since a long latency shows only to those who wait."""
         paid = min(self._budget, PROBES * self._since)
-        if paid > 2 * self._tried:
-            self._tried = 0.0
-        risk = max(_PROBE * saved, 2 * self._tried)
+        if 2 * self._tried > _DEAREST * self._longest:
+            self._tried, self._fresh = 0.0, False
+        risk = max(_PROBE * saved, 2 * self._tried, least)
         if self._fresh and risk <= _FREE * saved:
             self._budget += risk
-        elif risk > min(paid, _DEAREST * saved):
-            return None
-        self._since, self._tried = 0.0, risk
+        elif risk > min(paid, _DEAREST * saved) or self._since < _PAUSE * self._mean:
+            return 0.0
+        self._tried = risk
         return risk
 
     def _look(self, load: Load, came: int, elapsed: float) -> None:
         """Note what has come, and say until when that is enough."""
         if came > load.came:
+            load.first = load.first or (came, elapsed)
             load.came, load.at = came, elapsed
         rest = load.blocks - load.came
         expected = self._speed.seconds(rest * self.block_bytes) + (0.0 if load.came else load.ahead)
         silent = max(load.at, load.spare) + 2 * expected + _SLACK * rest * self.block_seconds
-        load.until = min(load.spare + load.risk + load.came * self.block_seconds, silent)
+        worth = load.spare + load.risk + load.came * self.block_seconds
+        load.until = min(worth, silent) if self._speed.loads else worth
 
 
 def _seconds_argument(name: str, value: Any, positive: bool = False) -> None:

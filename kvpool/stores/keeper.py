@@ -169,7 +169,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = threading.Condition(self._lock)
-        self._turns, self._quiet, self._ended, self._closing = 0, False, False, False
+        self._turns, self._awaited, self._quiet, self._ended, self._closing = 0, 0, False, False, False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="kvpool-keeper", daemon=True)
@@ -239,7 +239,7 @@ class Keeper:
         whether that is so after at most ``timeout`` seconds."""
         self._process.check(self)
         with self._lock:
-            wanted = self._turns + 2
+            wanted = self._awaited = self._turns + 2
             self._quiet = False
             os.eventfd_write(self._wake, 1)
             self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
@@ -326,7 +326,7 @@ class Keeper:
             self._quiet = idle and not any(lane.under_way for lane in self._lanes)
             if self._quiet:
                 self._idle.notify_all()
-        if more:
+        if more or self._turns < self._awaited:
             return 0.0
         until = self._loader.next_deadline()
         return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))

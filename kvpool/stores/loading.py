@@ -26,6 +26,8 @@ from kvpool.stores.racing import Race, Races
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
 """of one prompt, so that a long one leaves rows to others"""
+OF_STORES = ("loaded", "late", "failed")
+"""How a prefetch ends that says something of the stores that it loaded from."""
 UNUSED_SECONDS = 60.0
 """After this time a promoted block that nobody used counts as any other cached block."""
 
@@ -175,14 +177,15 @@ class Loader:
 
     def _found(self, fetch: _Fetch, lane: Lane, asked: list[Content], job: Job) -> None:
         fetch.finding = None
-        news: list[Content] = []
+        news: dict[bool, list[Content]] = {True: [], False: []}
         for content, code in zip(asked, job.codes.tolist(), strict=True):
             if code == OK:
                 fetch.source[content.group][content.link.depth] = lane.index
-            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK) and code == OK:
-                news.append(content)
+            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK):
+                news[code == OK].append(content)
         self.found_blocks += job.ok
-        self._feed.tell(STORED, lane.index, news)
+        self._feed.tell(STORED, lane.index, news[True])
+        self._feed.tell(REMOVED, lane.index, news[False])
         if fetch in self._fetches:
             self._find(fetch, lane.index + 1)
 
@@ -295,7 +298,7 @@ class Loader:
         except DeviceError:
             leading = 0
         if chunk.lane.index in fetch.races:
-            fetch.races[chunk.lane.index].came(leading, chunk.job)
+            fetch.races[chunk.lane.index].came(leading, chunk.job, self._clock())
         if leading < len(chunk.wanted):
             return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
         chunk.lane.release(fetch.chunks.popleft().job)
@@ -330,7 +333,10 @@ class Loader:
         if fetch.finding is not None:
             fetch.finding.cancel()
         for race in fetch.races.values():
-            race.end(self._clock())
+            if why in OF_STORES:
+                race.end(self._clock())
+            else:
+                race.drop()
         self._end(fetch.handle, why)
 
     def _end(self, handle: Prefetch, why: str) -> None:

@@ -18,10 +18,11 @@ class Race:
         self._choice, self._load, self._items, self._at = choice, load, items, now
         self._came, self._began = 0, math.inf
 
-    def came(self, items: int, job: Job) -> None:
+    def came(self, items: int, job: Job, now: float) -> None:
         """So many more items have entered the pool."""
         self._came += items
         self._began = min(self._began, job.began)
+        self.lost(now)
 
     def lost(self, now: float) -> bool:
         """Whether to give it up: the engine computes the rest sooner."""
@@ -31,6 +32,10 @@ class Race:
     def until(self) -> float:
         """When it is given up if nothing comes, on the keeper's clock."""
         return self._at + self._load.until
+
+    def drop(self) -> None:
+        """It was ended for a reason that says nothing of the store."""
+        self._choice.drop(self._load)
 
     def end(self, now: float) -> None:
         """It has ended. What it took is learned from."""

@@ -24,11 +24,13 @@ from prometheus_client.openmetrics import exposition, parser
 from engine import Engine, small_layout
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
-from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, PoolMetrics, served
+from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, STORE_DEFINITIONS, PoolMetrics, served
 from kvpool.observe.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.replay import Replay
 
 Make = Callable[..., Engine]
+SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS)
+"""What the dashboard shows."""
 # Derived from others, or in other units.
 LEFT_OUT = {"reused_device_blocks", "reused_host_blocks", "partial_blocks", "missed_blocks"}
 LEFT_OUT |= {"offloaded_blocks", "onboarded_blocks", "copied_blocks"}
@@ -98,7 +100,7 @@ def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
             metrics.remove("c")
         with pytest.raises(TypeError, match="pool=1: accepted is a string"):
             metrics.add(1, b)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="cache=None: accepted are a KVCacheManager and a HostCache"):
+        with pytest.raises(TypeError, match="cache=None: accepted are a KVCacheManager, a HostCache and a Keeper"):
             metrics.add("b", None)  # type: ignore[arg-type]
         assert pools(registry) == {"a"}
 
@@ -177,12 +179,13 @@ def test_every_scrape_is_of_one_moment_while_the_pool_works(make: Make) -> None:
 
 
 def test_names_follow_the_conventions() -> None:
-    for kind, name, text, labels, _ in DEFINITIONS:
+    for kind, name, text, labels, _ in SHOWN:
         assert re.fullmatch(r"kvpool_[a-z_]+[a-z]", name) and text.endswith(".")
         assert not name.endswith(("_total", "_count", "_sum", "_bucket")), "the exposition adds these"
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", name), "base units"
-        assert set(labels) <= {"group", "tier", "state", "direction", "reason", "kind"} and kind is not None
-    assert len({definition.name for definition in DEFINITIONS}) == len(DEFINITIONS)
+        accepted = {"group", "tier", "state", "direction", "reason", "kind", "store", "code", "figure"}
+        assert set(labels) <= accepted and kind is not None
+    assert len({definition.name for definition in SHOWN}) == len(SHOWN)
 
 
 def changed(value: Any) -> Any:
@@ -223,7 +226,7 @@ def test_every_figure_of_stats_is_in_a_metric(field: str, monkeypatch: pytest.Mo
 def exposed_names() -> dict[str, str]:
     """Names of series in queries, with the name of the metric."""
     suffixes = {"CounterMetricFamily": "_total", "GaugeMetricFamily": "", "HistogramMetricFamily": "_bucket"}
-    return {definition.name + suffixes[definition.kind.__name__]: definition.name for definition in DEFINITIONS}
+    return {definition.name + suffixes[definition.kind.__name__]: definition.name for definition in SHOWN}
 
 
 def queries() -> list[str]:
@@ -236,7 +239,7 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
 
 
 def test_queries_select_and_name_labels_that_the_metrics_have() -> None:
-    labels = {definition.name: {"pool", *definition.labels} for definition in DEFINITIONS}
+    labels = {definition.name: {"pool", *definition.labels} for definition in SHOWN}
     names = exposed_names()
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel["targets"]:

@@ -105,7 +105,8 @@ class Simulation:
         self.queue: deque[_Transfer] = deque()
         self.serving = False
         self.factor, self.loads, self.hits_to_recovery = 1.0, 0, 0
-        self.engine_free = 0.0
+        self.engine_free = self.backlog = 0.0
+        self.ready: list[tuple[float, int, float, Callable[[], None]]] = []
         self.first_tokens: list[float] = []
         self.late = 0
 
@@ -163,17 +164,39 @@ class Simulation:
     def _choose(self, there: int) -> Load:
         if self.policy == "choice":
             ahead = BLOCK_BYTES * sum(transfer.left for transfer in self.queue if not transfer.over)
-            spare = max(self.engine_free - self.now, 0.0) if self.world.engine else 0.0
+            spare = max(self.engine_free - self.now, 0.0) + max(self.backlog, 0.0)
             return self.choice.choose(there, ahead, spare)
         return Load({"none": 0, "half": there // 2, "all": there}[self.policy])
 
     def _compute(self, arrived: float, request: Arrival, came: int) -> None:
         seconds = (request.tokens - came * TOKENS) / self.world.prefill
-        begin = max(self.now, self.engine_free) if self.world.engine else self.now
-        self.engine_free = begin + seconds
-        self.first_tokens.append(begin + seconds - arrived)
-        if self.world.alone:
-            self._at(begin + seconds, self._next)
+
+        def done() -> None:
+            self.first_tokens.append(self.now - arrived)
+            if self.world.alone:
+                self._next()
+
+        if not self.world.engine:
+            self._at(self.now + seconds, done)
+            return
+        self.number += 1
+        heapq.heappush(self.ready, (arrived, self.number, seconds, done))
+        self.backlog += seconds
+        self._engine()
+
+    def _engine(self) -> None:
+        """Begin the next prompt: of those that are ready, the one that arrived first."""
+        if not self.ready or self.engine_free > self.now:
+            return
+        _, _, seconds, done = heapq.heappop(self.ready)
+        self.backlog -= seconds
+        self.engine_free = self.now + seconds
+
+        def over() -> None:
+            done()
+            self._engine()
+
+        self._at(self.engine_free, over)
 
     # -- the store -----------------------------------------------------------------------------------
 

@@ -1,0 +1,345 @@
+"""Whatever a store does, a keeper serves no wrong byte, waits for nobody, and counts what it gives up."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import ForkedProcess, PoolClosed
+from kvpool.stores import ABSENT, FAILED, OK, REFUSED, Keeper, MemoryStore
+from tests.engine import Engine
+from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
+from tests.stores.lab import Gate, Wrong
+
+PROMPT = tokens(41)
+NUMBERS = itertools.count(2000, 100)
+"""First tokens of prompts that nobody has seen."""
+
+
+@pytest.fixture
+def one() -> Iterator[Engine]:
+    made = engine(P=64, S=64)
+    with made.cache:
+        yield made
+
+
+@pytest.fixture
+def wrong() -> Wrong:
+    """A store that has the prompt."""
+    made, memory = engine(P=64, S=64), store()
+    with made.cache, keeper(made, memory) as kept:
+        seed(made, kept, [PROMPT])
+    return Wrong(memory)
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(5, "I/O error")
+
+
+# -- stores that lie, fail, hang -----------------------------------------------------------------------
+
+
+def test_a_changed_byte_never_reaches_the_pool(one: Engine, wrong: Wrong) -> None:
+    def flip(answer: Any) -> Any:
+        wrong.memory[:, 5] ^= 1
+        return answer
+
+    wrong.after["load"] = flip
+    with keeper(one, wrong) as kept:
+        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
+        assert handle.wait(60) and handle.ended == "failed" and handle.blocks == 0
+        assert one.reusable(PROMPT) == 0
+        # The store was told to forget what was damaged: the next request finds it absent, and computes.
+        del wrong.after["load"]
+        assert fetch(one, kept, PROMPT) == 0
+        one.release(one.add(PROMPT))
+
+
+def test_what_came_before_a_failure_is_used(one: Engine, wrong: Wrong) -> None:
+    wrong.after["load"] = lambda answer: (np.where(np.arange(len(answer[0])) < 3, answer[0], FAILED), answer[1])
+    with keeper(one, wrong) as kept:
+        assert fetch(one, kept, PROMPT) == 3
+        sequence = one.add(PROMPT)
+        assert sequence.cached == 12
+        one.release(sequence)
+
+
+def test_a_store_that_says_it_has_everything_harms_nothing(one: Engine) -> None:
+    liar = Wrong(store())
+    liar.after["find"] = lambda answer: np.full(len(answer), OK, np.uint8)
+    with keeper(one, liar) as kept:
+        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
+        assert handle.wait(60) and handle.ended == "failed" and handle.blocks == 0
+        assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
+
+
+def test_a_hanging_store_costs_no_more_than_the_deadline_and_its_rows_stay(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["load"] = gate
+    with keeper(one, wrong, staging_blocks=16) as kept:
+        handle = kept.prefetch(one.prompt(PROMPT), 0.2)
+        assert gate.reached.wait(60)
+        assert handle.wait(60) and handle.ended == "late" and handle.blocks == 0
+        assert one.reusable(PROMPT) == 0
+        sequence = one.add(PROMPT)
+        gate.open()
+        assert kept.drain(60)
+        one.finish(sequence)
+
+
+def test_a_failing_store_is_suspended_probed_and_used_again(one: Engine, wrong: Wrong) -> None:
+    wrong.before["find"] = wrong.before["save"] = fail
+    with keeper(one, wrong, failures=2, probe_seconds=0.05) as kept:
+        for _ in range(3):
+            fetch(one, kept, PROMPT)
+        assert kept.stats().health["wrong"].reads_suspended
+        for first in range(1000, 1600, 100):
+            seed(one, kept, [tokens(9, first)])
+        assert kept.stats().health["wrong"].writes_suspended
+        dropped = kept.stats().dropped
+        assert dropped["wrong", "failed"] >= 2 and dropped["wrong", "suspended"] >= 1
+        wrong.before.clear()
+        wait(lambda: fetch(one, kept, PROMPT) == 10)
+        wait(lambda: saves(one, kept))
+        assert not kept.stats().health["wrong"].writes_suspended
+
+
+def saves(one: Engine, kept: Keeper) -> bool:
+    """Whether new content is saved now."""
+    before = kept.stats().saved_blocks
+    seed(one, kept, [tokens(9, next(NUMBERS))])
+    return kept.stats().saved_blocks > before
+
+
+def test_behind_a_dead_store_the_next_one_serves(one: Engine, wrong: Wrong) -> None:
+    dead = Wrong(store())
+    dead.name = "dead"
+    for kind in ("find", "save", "load", "forget"):
+        dead.before[kind] = fail
+    with keeper(one, [dead, wrong]) as kept:
+        assert fetch(one, kept, PROMPT) == 10
+
+
+def test_what_comes_from_a_far_store_is_kept_in_the_near_one(one: Engine, wrong: Wrong) -> None:
+    near = store()
+    near.name = "near"
+    with keeper(one, [near, wrong]) as kept:
+        assert fetch(one, kept, PROMPT) == 10
+        assert kept.drain(60) and near.stats()["blocks"] == 10
+
+
+def test_a_hanging_save_keeps_no_prefetch_waiting(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["save"] = gate
+    with keeper(one, wrong, staging_blocks=8) as kept:
+        for first in range(1000, 1400, 100):
+            one.seed(tokens(17, first), 17)
+        assert gate.reached.wait(60)
+        assert fetch(one, kept, PROMPT) == 10
+        gate.open()
+        assert kept.drain(60)
+
+
+# -- bounds --------------------------------------------------------------------------------------------
+
+
+def test_saves_that_find_no_place_are_dropped_and_counted(one: Engine) -> None:
+    gate, slow = Gate(), Wrong(store())
+    slow.before["save"] = gate
+    with keeper(one, slow, staging_blocks=4, queued_blocks=8) as kept:
+        sequence = one.add(tokens(129))
+        one.finish(sequence)
+        assert gate.reached.wait(60)
+        wait(lambda: ("wrong", "queue_full") in kept.stats().dropped)
+        gate.open()
+        assert kept.drain(60)
+        stats = kept.stats()
+        assert stats.saved_blocks + sum(stats.dropped.values()) == 32
+
+
+def test_a_block_that_is_evicted_before_it_was_copied_is_counted(one: Engine) -> None:
+    gate, slow = Gate(), Wrong(store())
+    slow.before["save"] = gate
+    with keeper(one, slow, staging_blocks=2) as kept:
+        one.seed(PROMPT, 41)
+        assert gate.reached.wait(60)
+        one.cache.reset()
+        wait(lambda: ("wrong", "evicted") in kept.stats().dropped)
+        gate.open()
+        assert kept.drain(60)
+        stats = kept.stats()
+        assert stats.saved_blocks + stats.dropped["wrong", "evicted"] == 10
+
+
+def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
+    memory = store()
+    quotas = {("tenant", None): room(4), ("nothing", 3): 0}
+    with keeper(one, memory, quotas=quotas) as kept:
+        seed(one, kept, [PROMPT], salt="tenant")
+        seed(one, kept, [PROMPT], salt="nothing", adapter_id=3)
+        assert memory.stats()["blocks"] <= 4
+        assert kept.stats().dropped["memory", "quota"] >= 10
+        seed(one, kept, [PROMPT], adapter_id=3)
+        assert memory.stats()["blocks"] <= 14 and memory.stats()["blocks"] >= 10
+
+
+def test_a_store_that_is_full_refuses_and_that_is_counted(one: Engine) -> None:
+    full = Wrong(store())
+    full.after["save"] = lambda answer: np.full(len(answer), REFUSED, np.uint8)
+    with keeper(one, full) as kept:
+        seed(one, kept, [PROMPT])
+        assert kept.stats().dropped == {("wrong", "refused"): 10}
+        assert not kept.stats().health["wrong"].writes_suspended
+
+
+def test_promotions_never_displace_more_than_their_room(one: Engine) -> None:
+    """However many requests wait, most of what the host has stays."""
+    memory, waiting = store(1024), [tokens(41, 1000 * i) for i in range(1, 20)]
+    with keeper(one, memory) as kept:
+        seed(one, kept, waiting)
+    two = engine(P=40, S=40)
+    with two.cache, keeper(two, memory, promotion_blocks=10) as kept:
+        for i in range(8):
+            two.seed(tokens(41, 100_000 + 1000 * i), 41)
+        assert kept.drain(60)
+        before = set(two.cached("host"))
+        handles = [kept.prefetch(two.prompt(prompt), 0.3) for prompt in waiting]
+        assert all(handle.wait(60) for handle in handles)
+        assert sum(handle.blocks for handle in handles) <= 10
+        assert len(before - set(two.cached("host"))) <= 10 and kept.stats().promoted_blocks <= 10
+
+
+def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["find"] = gate
+    with keeper(one, wrong) as kept:
+        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
+        assert gate.reached.wait(60)
+        handle.cancel()
+        assert handle.wait(60) and handle.ended == "cancelled"
+        gate.open()
+        assert kept.drain(60) and one.reusable(PROMPT) == 0
+
+
+# -- the pool under it ---------------------------------------------------------------------------------
+
+
+def test_nothing_that_was_asked_before_a_reset_enters_after_it(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["load"] = gate
+    with keeper(one, wrong) as kept:
+        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
+        assert gate.reached.wait(60)
+        one.cache.reset()
+        gate.open()
+        assert handle.wait(60) and handle.ended == "reset" and one.reusable(PROMPT) == 0
+        del wrong.before["load"]
+        assert fetch(one, kept, PROMPT) == 10
+
+
+def test_a_keeper_ends_with_its_pool() -> None:
+    made, gate, slow = engine(), Gate(), Wrong(store())
+    slow.before["find"] = gate
+    kept = keeper(made, slow)
+    handle = kept.prefetch(made.prompt(PROMPT), 60.0)
+    assert gate.reached.wait(60)
+    made.cache.close()
+    wait(lambda: kept.closed)
+    assert handle.wait(60) and handle.ended == "closed" and not kept.drain(0.01)
+    with pytest.raises(PoolClosed):
+        kept.prefetch(PROMPT)
+    gate.open()
+    assert kept.close(60) and kept.stats().saved_blocks == 0
+
+
+def test_closing_waits_no_longer_than_it_was_told(one: Engine) -> None:
+    gate, slow = Gate(), Wrong(store())
+    slow.before["save"] = gate
+    kept = keeper(one, slow)
+    one.seed(PROMPT, 41)
+    assert gate.reached.wait(60)
+    assert not kept.close(0.05)
+    with pytest.raises(PoolClosed):
+        kept.prefetch(one.prompt(PROMPT))
+    gate.open()
+    assert kept.close(60)
+
+
+def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong) -> None:
+    with keeper(one, wrong) as kept:
+        sequence = one.add(tokens(17, 500))
+        one.commit(sequence)
+        assert kept.drain(60)
+        assert not one.cache.leases and kept.stats().saved_blocks == 4
+        one.cache.revoke("kvpool keeper")
+        assert fetch(one, kept, PROMPT) == 10
+        one.check_all()
+        one.release(sequence)
+
+
+def test_a_child_gets_an_error(one: Engine) -> None:
+    with keeper(one, store()) as kept:
+        pid = os.fork()
+        if not pid:
+            wrong = 0
+            for call in (lambda: kept.prefetch([1]), lambda: kept.match_prefix([1]), kept.events, kept.close):
+                try:
+                    call()
+                except ForkedProcess:
+                    continue
+                wrong += 1
+            os._exit(wrong)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save": "always"}, "save='always'"),
+        ({"stores": []}, "stores="),
+        ({"stores": [MemoryStore(1), MemoryStore(1)]}, "different names"),
+        ({"identity": "tiny"}, "identity="),
+        ({"staging_blocks": 1}, "staging_blocks=1"),
+        ({"deadline_ms": 0}, "deadline_ms=0"),
+        ({"promotion_blocks": 0}, "promotion_blocks=0"),
+        ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s=0"),
+        ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s='fast'"),
+        ({"quotas": {"tenant": 4}}, "pair"),
+        ({"quotas": {("tenant", None): -1}}, "quotas"),
+        ({"probe_seconds": -1}, "probe_seconds=-1"),
+    ],
+)
+def test_bad_arguments_are_named(one: Engine, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Keeper(one.cache, **({"stores": [store()], "identity": IDENTITY} | options))
+    with keeper(one, store()) as kept, pytest.raises(ValueError, match="deadline="):
+        kept.prefetch([1], -1.0)
+
+
+def test_pools_without_events_or_a_host_tier_are_refused() -> None:
+    for made in (engine(S=0), engine(event_capacity=0)):
+        with made.cache, pytest.raises(ValueError, match="pool: .*accepted are pools"):
+            keeper(made, store())
+    with grouped(host_blocks=0) as cache, pytest.raises(ValueError, match="host tier for all groups"):
+        Keeper(cache, [store()], identity=IDENTITY)
+
+
+def test_a_store_that_does_not_open_leaves_no_thread(one: Engine) -> None:
+    bad = Wrong(store())
+    bad.name, bad.before["open"] = "bad", fail
+    first = Wrong(store())
+    with pytest.raises(OSError, match="I/O error"):
+        keeper(one, [first, bad])
+    assert first.calls == ["open", "close"]
+
+
+def test_absent_is_no_failure(one: Engine) -> None:
+    with keeper(one, store(), failures=1) as kept:
+        for first in range(3):
+            assert fetch(one, kept, tokens(41, first)) == 0
+        assert not kept.stats().health["memory"].reads_suspended and ABSENT == 0
