@@ -47,25 +47,17 @@ class Storing:
         self._waited = 0.0
 
     def bring(self, keys: BlockKeys, expect: Callable[[], Any]) -> None:
-        """Bring what the store has of a prompt, part by part if the host tier is smaller. ``expect`` is called before
-        bytes may come."""
+        """Bring what the store has of a prompt, as far as the host tier has room. ``expect`` is called before bytes may
+        come."""
         self.settle()
         begin = perf_counter()
         before = self._cache.match_prefix(keys).full_tokens
-        end, first = perf_counter() + self._wait, before
         expect()
-        while True:
-            handle = self._keeper.prefetch(keys, max(0.001, end - perf_counter()))
-            if not handle.wait(max(0.0, end - perf_counter())):
-                handle.cancel()
-                handle.wait(self._wait)
-            after = self._cache.match_prefix(keys).full_tokens
-            if handle.ended != "full" or after <= first:
-                break
-            # What came goes on to the device, so that there is room on the host for more.
-            first = after
-            self._cache.prefetch(keys)
-        self._note(keys, before // self._width, after // self._width)
+        handle = self._keeper.prefetch(keys, self._wait)
+        if not handle.wait(self._wait):
+            handle.cancel()
+            handle.wait(self._wait)
+        self._note(keys, before // self._width, self._cache.match_prefix(keys).full_tokens // self._width)
         self._waited += perf_counter() - begin
 
     def computed(self, keys: BlockKeys) -> None:

@@ -134,7 +134,8 @@ class Verifier:
                 found = None if states is None else host.check_blocks(np.array([block - origin]), states[None])
                 if states is None or found is not None:
                     token = 0 if found is None else found.token
-                    message = f"{tier} block {block}, {self.context}: what came from a store is no block of this prompt"
+                    place = f"{tier} block {block}, token {token}, {self.context}"
+                    message = f"{place}: what came from a store is no block of this prompt"
                     failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
                     self.failure = self.failure or failure
                     self._written[block] = False

@@ -292,9 +292,8 @@ class Loader:
         leading, memory = chunk.job.leading, chunk.lane.memory
         try:
             for run in _runs(list(zip(chunk.wanted[:leading], chunk.job.rows.tolist(), strict=False))):
-                self._import(fetch, run[0][0], [memory[row] for _, row in run])
-                self._promoted |= {(one.content.group, one.content.key): self._clock()
-                                   for one, _ in run if not one.content.on & ON_DEVICE}  # fmt: skip
+                if not self._import(fetch, [one for one, _ in run], [memory[row] for _, row in run]):
+                    return self._stop(fetch, "full")
         except DeviceError:
             leading = 0
         if chunk.lane.index in fetch.races:
@@ -305,13 +304,21 @@ class Loader:
         if not fetch.wanted and not fetch.chunks:
             self._stop(fetch, "loaded")
 
-    def _import(self, fetch: _Fetch, first: _Wanted, rows: list[npt.NDArray[np.uint8]]) -> None:
-        group = self._pool.groups[first.content.group]
+    def _import(self, fetch: _Fetch, wanted: list[_Wanted], rows: list[npt.NDArray[np.uint8]]) -> bool:
+        """Import blocks that follow each other. Returns whether the pool has all of them now. It has not if the host is
+        full of what must stay, such as the blocks before these."""
+        group = self._pool.groups[wanted[0].content.group]
         data = [row[: group.block_bytes] for row in rows]
-        stored = self._pool.import_blocks(fetch.handle.prompt, data, first=first.place, group=group.index)
+        stored = self._pool.import_blocks(fetch.handle.prompt, data, first=wanted[0].place, group=group.index)
         fetch.handle.blocks += stored
         self.loaded_blocks += stored
         self.loaded_bytes += stored * group.block_bytes
+        keys = np.frombuffer(b"".join(one.content.key for one in wanted), np.uint64).reshape(-1, 2)
+        here = [True] * len(wanted) if stored == len(wanted) else self._pool.cached_blocks(keys)[group.index].tolist()
+        self._promoted |= {(one.content.group, one.content.key): self._clock()
+                           for one, there in zip(wanted, here, strict=True)
+                           if there and not one.content.on & ON_DEVICE}  # fmt: skip
+        return all(here)
 
     # -- ending --------------------------------------------------------------------------------------
 
