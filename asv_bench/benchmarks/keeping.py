@@ -1,0 +1,73 @@
+"""Keepers: what saving costs the scheduler's thread, and what the keeper's own thread needs for a block."""
+
+from __future__ import annotations
+
+import gc
+import time
+from statistics import median
+
+import kvpool
+from kvpool.stores import Keeper, MemoryStore
+
+from .pools import PROMPT_TOKENS, Pooled, blocks_of, make_pool, make_prompts
+
+IDENTITY = kvpool.ModelIdentity("benchmark", "1", "uint8", "tiny", "1")
+BATCH = 4
+
+
+def open_keeper(cache: kvpool.KVCacheManager) -> Keeper:
+    return Keeper(cache, [MemoryStore(1 << 30)], identity=IDENTITY, queued_blocks=1 << 20, staging_blocks=256)
+
+
+class Saved(Pooled):
+    """CPU time of the scheduler's thread for requests that are admitted, committed and released, for each block that
+    is saved: with a keeper, less than with neither keeper nor events. Medians of rounds that alternate."""
+
+    rounds = 20
+
+    def setup(self) -> None:
+        blocks = 2 * BATCH * blocks_of(PROMPT_TOKENS)
+        self.cache = make_pool(blocks, blocks, event_capacity=1 << 17)
+        self.plain = make_pool(blocks, blocks)
+        self.keeper = open_keeper(self.cache)
+
+    def teardown(self, *params: object) -> None:
+        self.keeper.close()
+        self.plain.close()
+        super().teardown(*params)
+
+    def round(self, cache: kvpool.KVCacheManager, seed: int) -> float:
+        """Seconds of this thread's CPU for one batch."""
+        prompts = [cache.block_keys(prompt) for prompt in make_prompts(BATCH, PROMPT_TOKENS, seed)]
+        gc.collect()
+        began = time.thread_time()
+        ids = cache.add_sequence_batch(prompts).ids
+        cache.commit(ids)
+        cache.release(ids)
+        return time.thread_time() - began
+
+    def track_scheduler_per_block(self) -> float:
+        with_keeper, without = [], []
+        for seed in range(self.rounds):
+            before = self.keeper.stats().saved_blocks
+            with_keeper.append(self.round(self.cache, seed))
+            assert self.keeper.drain(60.0)
+            saved = self.keeper.stats().saved_blocks - before
+            assert saved == BATCH * (blocks_of(PROMPT_TOKENS) - 1), saved
+            without.append(self.round(self.plain, seed))
+        blocks = BATCH * (blocks_of(PROMPT_TOKENS) - 1)
+        return 1e9 * (median(with_keeper) - median(without)) / blocks
+
+    track_scheduler_per_block.unit = "ns"  # type: ignore[attr-defined]
+
+    def track_keeper_per_block(self) -> float:
+        """Wall time from the end of the scheduler's calls until all is saved, for each block."""
+        spent = []
+        for seed in range(self.rounds):
+            self.round(self.cache, 1000 + seed)
+            began = time.perf_counter()
+            assert self.keeper.drain(60.0)
+            spent.append(time.perf_counter() - began)
+        return 1e6 * median(spent) / (BATCH * (blocks_of(PROMPT_TOKENS) - 1))
+
+    track_keeper_per_block.unit = "us"  # type: ignore[attr-defined]
