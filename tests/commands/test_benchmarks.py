@@ -19,9 +19,8 @@ KINDS = {"mem", "peakmem", "time", "timeraw", "track"}
 BENCHMARKS_MIN = 60
 SUBJECTS = set(
     (
-        "admission control copies disk events gpu groups growth hashing hostcache keeping kv_copies peers pins pool_size "
-        "replay "
-        "signals staging start steps swaps tiers together"
+        "admission control copies disk events gpu groups growth hashing hostcache keeping kv_copies peers pins "
+        "pool_size replay signals staging start steps swaps tiers together"
     ).split()
 )
 
