@@ -104,19 +104,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="P",
         help="how early --device sim works: 0 late, 1 at once (default: 0.5)",
     )
-    add = replay.add_argument_group("store").add_argument
-    add(
-        "--store",
-        metavar="STORE",
-        help="keep blocks in disk:PATH, mooncake:HOST:PORT, peer:tcp://HOST:PORT or memory:, with ?option=value&... "
-        "(extra `stores`); what an earlier run has left there is used, and the summary says how much",
-    )
-    add(
-        "--store-wait",
-        type=seconds_argument,
-        metavar="SECONDS",
-        help="how long to wait for saves, and for loads, before each request and at the end (default: 10)",
-    )
+    _add_store(replay)
     add = replay.add_argument_group("run").add_argument
     add(
         "--active",
@@ -133,6 +121,22 @@ def add_parser(subparsers: Any) -> None:
         type=port_argument,
         metavar="N",
         help="serve metrics for Prometheus on this machine meanwhile; 0: any free port",
+    )
+
+
+def _add_store(replay: argparse.ArgumentParser) -> None:
+    add = replay.add_argument_group("store").add_argument
+    add(
+        "--store",
+        metavar="STORE",
+        help="keep blocks in disk:PATH, mooncake:HOST:PORT, peer:tcp://HOST:PORT or memory:, with ?option=value&... "
+        "(extra `stores`); what an earlier run has left there is used, and the summary says how much",
+    )
+    add(
+        "--store-wait",
+        type=seconds_argument,
+        metavar="SECONDS",
+        help="how long to wait for saves, and for loads, before each request and at the end (default: 10)",
     )
 
 
