@@ -159,10 +159,12 @@ class Replay:
         try:
             if self._storing is not None:
                 self._storing.close()
-            if not self.cache.closed:
-                self.cache.close()
         finally:
-            self._device.close()
+            try:
+                if not self.cache.closed:
+                    self.cache.close()
+            finally:
+                self._device.close()
 
     def run(self) -> Summary:
         """Replay all requests and return the summary.

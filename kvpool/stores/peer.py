@@ -14,8 +14,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+
+try:
+    import zmq
+    from zmq.utils.monitor import recv_monitor_message
+except ModuleNotFoundError as error:
+    raise ImportError("PeerStore needs pyzmq: pip install 'kvpool[remote]'") from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.process import Process
@@ -199,7 +203,8 @@ class PeerStore:
         try:
             if not connection.blocks:
                 connection.greet(stop)
-                self._made += 1
+                with self._lock:
+                    self._made += 1
             yield connection
         except BaseException as error:
             with self._lock:
@@ -218,13 +223,16 @@ class PeerStore:
         with self._lock:
             if self._context is None:
                 raise ValueError("the store is closed, or was not opened")
-            self._busy += 1
-            while self._idle:
+            connection = None
+            while self._idle and connection is None:
                 connection = self._idle.pop()
-                if not connection.ended():
-                    return connection
-                connection.close()
-            return Connection(self._context, self._endpoint, self._door, self._block_bytes, self._timeout_ms)
+                if connection.ended():
+                    connection.close()
+                    connection = None
+            if connection is None:
+                connection = Connection(self._context, self._endpoint, self._door, self._block_bytes, self._timeout_ms)
+            self._busy += 1
+            return connection
 
 
 class Connection:

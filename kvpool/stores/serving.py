@@ -11,7 +11,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import zmq
+try:
+    import zmq
+except ModuleNotFoundError as error:
+    raise ImportError("StoreServer needs pyzmq: pip install 'kvpool[remote]'") from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.process import Process
@@ -88,7 +91,7 @@ class StoreServer:
         door = keys or ServerPassword(password(SharedSecret(secret, secret_file)))
         self._process, self._store, self._calls_most = Process(), store, waiting + store.threads
         self._lock, self._waiting, self._saves = threading.Condition(), deque[Request](), 0
-        self._under_way = 0
+        self._under_way, self._closing = 0, False
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._calls = StoreCalls(store, size, blocks)
         self._context: zmq.Context[Any] = new_context()
@@ -98,6 +101,7 @@ class StoreServer:
             self._answers = self._context.socket(zmq.PULL)
             self._answers.rcvhwm = 0
             self._answers.bind(_ANSWERS)
+            self._wake = self._sender()
             self._socket = self._listen(endpoint, door, most, stall)
             self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except BaseException:
@@ -145,12 +149,13 @@ class StoreServer:
         be called again.
         """
         self._process.check(self)
-        if not self._stopping.is_set():
+        with self._lock:
+            begins, self._closing = not self._closing, True
             self._stopping.set()
-            with self._lock:
-                self._lock.notify_all()
-            with suppress(zmq.ZMQError), self._sender() as sender:
-                sender.send(b"", zmq.NOBLOCK)
+            self._lock.notify_all()
+        if begins:
+            with suppress(zmq.ZMQError):  # the socket's thread has ended by itself
+                self._wake.send(b"", zmq.NOBLOCK)
         return self._ended.wait(timeout)
 
     def __enter__(self) -> Self:

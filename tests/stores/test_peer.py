@@ -561,6 +561,13 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
     assert "short'" not in str(caught.value)
 
 
+def test_without_pyzmq_the_extra_is_named() -> None:
+    for name in ("peer", "serving"):
+        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.{name}"
+        run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr
+
+
 @pytest.mark.parametrize("text", ["peer:", "peer:tcp://127.0.0.1:1", "peer:tcp://127.0.0.1:1?timeout_ms=x"])
 def test_a_text_that_is_no_peer_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"store=|secret"):
