@@ -122,7 +122,7 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.set_priority(keys, 80)
     rows = key_rows(keys)
     saving.uses(cache.core.states.heads, 0, rows, np.empty(len(rows), np.int64))
-    cache.core.decide(None, saving.evict_first, 0, rows, cache.now())
+    cache.core.decide(None, saving.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])
     if found is not None:

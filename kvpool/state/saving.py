@@ -21,9 +21,10 @@ def uses(heads, g, keys, out):
 
 
 @jit
-def evict_first(heads, g, keys, now):
+def evict_first(heads, g, keys, alone, now):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
-    the next victims there. Held blocks stay as they are. Returns how many were put in front."""
+    the next victims there. Redundant copies only, or with ``alone`` also those that are the only ones. Held blocks stay
+    as they are. Returns how many were put in front."""
     h = head(heads, g)
     blocks, lists = blocks_of(h), lists_of(h)
     begin(h, now)
@@ -31,7 +32,7 @@ def evict_first(heads, g, keys, now):
     for i in range(keys.shape[0] - 1, -1, -1):
         b = find_key(h, keys[i, 0], keys[i, 1])
         b = NONE if b == NONE else host_copy(h, b)
-        if b != NONE and blocks[b].list >= 0:
+        if b != NONE and blocks[b].list >= 0 and (alone or blocks[b].twin != NONE):
             which = blocks[b].list
             unlink(blocks, lists, b)
             push_front(blocks, lists, b, which)

@@ -48,8 +48,7 @@ class Speed:
         """A load of so many bytes, at least 1, took so long."""
         expected = self.seconds(nbytes)
         seconds = max(min(seconds, 8 * expected) if self.loads else seconds, 1e-9)
-        unit = max(expected, seconds / 8)
-        weight, self.loads = 1 / unit**2, self.loads + 1
+        weight, self.loads = 1 / (expected or seconds) ** 2, self.loads + 1
         new = (1.0, nbytes, nbytes * nbytes, seconds, nbytes * seconds)
         self._sums = [(1 - _FORGET) * old + weight * value for old, value in zip(self._sums, new, strict=True)]
         self._fit(*self._sums)
@@ -174,6 +173,8 @@ class LoadOrCompute:
             share = gain / (load.blocks * self.block_seconds)
             self._worse += _WORSE * (max(load.promise - share, 0.0) - self._worse)
             if came == load.blocks:
+                # A probe that has succeeded takes back what late loads have said.
+                self._worse = 0.0 if self._tried else self._worse
                 self._tried, self._fresh = 0.0, False
 
     def drop(self, load: Load) -> None:
@@ -194,9 +195,9 @@ class LoadOrCompute:
         """So many blocks took so long."""
         if came:
             nbytes = came * self.block_bytes
-            if self._tried and (not self._speed.loads or seconds < self._speed.seconds(nbytes) / 2):
-                # The store is back: what it was like before says nothing.
-                self._speed, self._worse = Speed(), 0.0
+            if self._tried and seconds < self._speed.seconds(nbytes) / 2:
+                # A probe finds the store faster: what it was like before says nothing.
+                self._speed = Speed()
             self._speed.observe(nbytes, seconds)
 
     def _count(self, saved: float) -> None:
@@ -218,6 +219,7 @@ class LoadOrCompute:
         if load.promise - self._worse < _MARGIN:
             return self._probe(saved, 2 * first)
         risk = min(2 * first + _SLACK * saved, self._budget)
+        # With less it would be late before its first blocks can come.
         return risk if risk >= 1.25 * first else 0.0
 
     def _probe(self, saved: float, least: float) -> float:

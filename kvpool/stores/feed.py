@@ -43,7 +43,7 @@ class Feed:
         self._width = pool.tokens_per_block
         self._capacity = int(pool.core.states.heads[0, H.event_capacity])
         self._lock = threading.Lock()
-        self._new: deque[tuple[Events, int, int]] = deque()
+        self._new: deque[tuple[Events, int, int, bool]] = deque()
         self._kept: deque[Part] = deque()
         self._kept_rows, self._expected, self._next, self.dropped = 0, 0, 0, 0
         self._names: dict[int, Name] = {}
@@ -52,7 +52,7 @@ class Feed:
             events = pool.events(snapshot=True)
             self._expected, self._capacities = events.next, events.capacities
             cut = int(events.bounds[events.before_snapshot])
-            self._tell_keeper(events, cut, len(events.records))
+            self._tell_keeper(events, cut, len(events.records), True)
             self._learn(events)
             self._keep(events.records[:cut], events.tokens[:cut], _cut(events.extra, 0, cut))
 
@@ -61,16 +61,17 @@ class Feed:
         with self._lock:
             self._poll()
 
-    def new(self, rows: int) -> tuple[Events, int, int] | None:
-        """What the keeper has not seen: events, and the first and last of their rows that it should apply. About
-        ``rows`` of them at a time. None if there is nothing."""
+    def new(self, rows: int) -> tuple[Events, int, int, bool] | None:
+        """What the keeper has not seen: events, the first and last of their rows that it should apply, and whether
+        these are a snapshot. About ``rows`` of them at a time, but a whole snapshot. None if there is nothing."""
         with self._lock:
             if not self._new:
                 return None
-            events, first, last = self._new.popleft()
-            if last - first > rows:
-                self._new.appendleft((events, first + rows, last))
-            return events, first, min(last, first + rows)
+            events, first, last, whole = self._new.popleft()
+            if last - first > rows and not whole:
+                self._new.appendleft((events, first + rows, last, False))
+                last = first + rows
+            return events, first, last, whole
 
     def tell(self, kind: int, store: int, contents: Iterable[Content]) -> None:
         """Note that a store has got contents (STORED), or lost them (REMOVED)."""
@@ -114,22 +115,31 @@ class Feed:
             # The keeper needs to know what there is now. Its reader sees the gap.
             self._keep(events.records, events.tokens, events.extra)
             again = self._pool.events(snapshot=True)
+            self._next += again.number - self._expected
             self._expected, start = again.next, int(again.bounds[again.before_snapshot])
             self._learn(again)
-            self._tell_keeper(again, start, len(again.records))
+            self._tell_keeper(again, start, len(again.records), True)
             self._keep(again.records[:start], again.tokens[:start], _cut(again.extra, 0, start))
             return again, start
         self._learn(events)
-        self._tell_keeper(events, *((cut, len(events.records)) if lost else (0, cut)))
+        self._tell_keeper(events, *((cut, len(events.records)) if lost else (0, cut)), lost > 0)
         self._keep(events.records[:cut], events.tokens[:cut], _cut(events.extra, 0, cut))
         return events, cut
 
-    def _tell_keeper(self, events: Events, first: int, last: int) -> None:
+    def _tell_keeper(self, events: Events, first: int, last: int, whole: bool) -> None:
         if first < last:
-            self._new.append((events, first, last))
+            self._new.append((events, first, last, whole))
 
     def _learn(self, events: Events) -> None:
-        self._names = {**self._names, **events.names} if len(self._names) < 1 << 16 else dict(events.names)
+        """Keep the names of the namespaces of these events. They come to be as many as the pool has known."""
+        if len(self._names) > 1 << 16:
+            kept = [part.records["namespace"] for part in self._kept]
+            named = set(np.unique(np.concatenate(kept)).tolist()) if kept else set()
+            self._names = {tag: name for tag, name in self._names.items() if tag in named}
+        for tag in np.unique(events.records["namespace"]).tolist():
+            name = events.name(tag)
+            if name is not None:
+                self._names[tag] = name
 
     def _numbered(self, records: npt.NDArray[np.void], tokens: Tokens, extra: Extra | None) -> Part:
         part = Part(self._next, records, tokens, extra)

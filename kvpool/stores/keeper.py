@@ -42,6 +42,8 @@ BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
 ROWS_PER_TURN = 1024
 """Rows of events that are read before the keeper looks at its prefetches again."""
+SAVE_DEADLINES = 4
+"""A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
 _log = logging.getLogger(__name__)
 
 
@@ -94,7 +96,7 @@ class Keeper:
     quotas
         Bytes that a namespace may have in each store: {(salt, adapter_id): bytes}. Others have no limit.
     deadline_ms
-        A job of a store that takes longer is given up. Also the default deadline of ``prefetch``.
+        The default deadline of ``prefetch``. A save that takes four times as long is given up.
     staging_blocks
         Blocks that may be on their way to or from each store. They take so much main memory, in whole pages.
     promotion_blocks
@@ -119,7 +121,7 @@ class Keeper:
 
     Close the keeper before the pool. If the pool is closed first, the keeper ends by itself; close it nevertheless.
     Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls raise
-    ForkedProcess in a child of ``os.fork()``.
+    ForkedProcess in a child of ``os.fork()``, except ``stats``.
     """
 
     def __init__(
@@ -159,7 +161,10 @@ class Keeper:
         kinds = sum(group.kind != "cross" for group in pool.groups)
         races = Races(self._lanes, prefill_tokens_per_s, kinds, pool.tokens_per_block, clock)
         self._loader = Loader(pool, self._lanes, self._ledger, self._feed, races, promotions, clock)
-        self._saver = Saver(pool, self._lanes, self._ledger, self._feed, limits, queued, self._deadline, clock)
+        patience = SAVE_DEADLINES * self._deadline
+        self._saver = Saver(
+            pool, self._lanes, self._ledger, self._feed, limits, save == "evict", queued, patience, clock
+        )
         rules: dict[str, Callable[[], Rule]] = {
             "commit": lambda: OnCommit(self._saver),
             "evict": lambda: OnEviction(self._saver, host_blocks, rows),
@@ -203,9 +208,11 @@ class Keeper:
         self._process.check(self)
         keys = prompt if isinstance(prompt, BlockKeys) else self._pool.block_keys(prompt)
         match = self._pool.match_prefix(keys)
-        full = len(keys) // self._pool.tokens_per_block
+        # The last token of a prompt is never reused.
+        full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
         there = self._ledger.known(keys, full)
-        if not there.any():
+        there[:, last:] = False
+        if not keys.reuse or not there.any():
             return match
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
 
@@ -335,7 +342,8 @@ class Keeper:
         """Learn from the pool's events, some at a time. Returns whether there are more."""
         part = self._feed.new(ROWS_PER_TURN)
         if part is not None:
-            self._ledger.apply(*part, self._changed)
+            events, first, last, whole = part
+            (self._ledger.replace if whole else self._ledger.apply)(events, first, last, self._changed)
         return part is not None
 
     def _changed(self, content: Content, before: int, valued: int) -> None:

@@ -112,6 +112,18 @@ class Ledger:
         self._late = self._retried(self._late, changed)
         self._trim()
 
+    def replace(self, events: Events, first: int, last: int, changed: Change) -> None:
+        """Learn from the rows of a snapshot, after events were lost. Only what has changed is told."""
+        before = {content: (content.on, content.priority) for content in self.all() if content.on}
+        for content in before:
+            content.on = 0
+        seen: dict[Content, tuple[int, int]] = {}
+        begin = first + int(events.records["kind"][first] == CLEARED)
+        self.apply(events, begin, last, lambda content, on, valued: seen.setdefault(content, (0, valued)) and None)
+        for content, (on, valued) in {**seen, **before}.items():
+            if (content.on, content.priority) != (on, valued):
+                changed(content, on, valued)
+
     def _retried(self, late: list[tuple[Events, int]], changed: Change) -> list[tuple[Events, int]]:
         """Try rows again whose parents were not known. Returns those of which they still are not."""
         left = []
@@ -216,6 +228,10 @@ class Ledger:
         """The contents of blocks in a group of layers. Those that the ledger does not have are new, and not in it."""
         return [self._contents[group].get(link.key) or Content(group, link) for link in links]
 
+    def now(self, content: Content) -> Content:
+        """What the ledger has in place of a content that was new when ``contents`` made it."""
+        return self._contents[content.group].get(content.key, content)
+
     def _root(self, name: Name) -> tuple[bytes, ...]:
         """What the chains of a namespace begin with, in each store."""
         found = self._roots.get(name[:2])
@@ -234,7 +250,7 @@ class Ledger:
 
     def note(self, content: Content, store: int, there: bool) -> bool:
         """Note whether a store has a content. Returns whether that is news."""
-        known, bit = self._contents[content.group].get(content.key, content), 1 << store
+        known, bit = self.now(content), 1 << store
         if bool(known.saved & bit) == there:
             return False
         known.saved = known.saved | bit if there else known.saved & ~bit

@@ -28,6 +28,8 @@ CHUNKS_UNDER_WAY = 4
 """of one prompt, so that a long one leaves rows to others"""
 OF_STORES = ("loaded", "late", "failed")
 """How a prefetch ends that says something of the stores that it loaded from."""
+PREFETCHES = 1024
+"""under way at once; more get nothing"""
 UNUSED_SECONDS = 60.0
 """After this time a promoted block that nobody used counts as any other cached block."""
 
@@ -114,7 +116,7 @@ class Loader:
         self._races, self._most = races, promotion_blocks
         self._fetches: list[_Fetch] = []
         self._promoted: dict[tuple[int, bytes], float] = {}
-        self._coming = 0
+        self._coming: dict[tuple[int, bytes], Content] = {}
         self.ended: Counter[str] = Counter()
         self.found_blocks = self.loaded_blocks = self.loaded_bytes = 0
 
@@ -131,7 +133,7 @@ class Loader:
     @property
     def _room(self) -> int:
         """Blocks that may still be brought now."""
-        return self._most - self._coming - self.promoted
+        return self._most - len(self._coming.keys() - self._promoted.keys()) - self.promoted
 
     def next_deadline(self) -> float | None:
         ends = [fetch.handle.deadline for fetch in self._fetches]
@@ -142,6 +144,8 @@ class Loader:
     def begin(self, handle: Prefetch) -> None:
         """Begin with a prompt."""
         prompt, width = handle.prompt, self._pool.tokens_per_block
+        if len(self._fetches) >= PREFETCHES:
+            return self._end(handle, "full")
         # The last token of a prompt is never reused.
         last = (len(prompt) - 1) // width
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
@@ -254,6 +258,13 @@ class Loader:
 
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
+        while fetch.wanted and self._ledger.now(fetch.wanted[0].content).on:
+            # Another prompt has brought it, or a request has computed it.
+            self._came(fetch, fetch.wanted.popleft().store, 1, self._clock())
+        if not fetch.wanted:
+            if not fetch.chunks:
+                self._stop(fetch, "loaded")
+            return False
         lane = self._lanes[fetch.wanted[0].store]
         size = max(1, CHUNK_BYTES // lane.queue.block_bytes)
         count = min(size, max(1, lane.queue.slots // 4), lane.free_for_loads, self._room)
@@ -261,7 +272,12 @@ class Loader:
             return False
         chosen: list[_Wanted] = []
         while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == lane.index:
+            if _name(fetch.wanted[0].content) in self._coming:
+                # It is on its way for another prompt.
+                break
             chosen.append(fetch.wanted.popleft())
+        if not chosen:
+            return False
         keys = self._ledger.store_keys([one.content for one in chosen], lane.index)
         rows = lane.take(len(chosen))
         try:
@@ -272,13 +288,12 @@ class Loader:
             return False
         chunk = _Chunk(chosen, lane, job)
         fetch.chunks.append(chunk)
-        self._coming += len(chosen)
+        self._coming.update((_name(one.content), one.content) for one in chosen)
         lane.follow(job, partial(self._loaded, fetch, chunk), held=True)
         return True
 
     def _loaded(self, fetch: _Fetch, chunk: _Chunk, job: Job) -> None:
         """A job is done. Blocks enter the pool in the order of the prompt."""
-        self._coming -= len(chunk.wanted)
         gone = [one.content for one, code in zip(chunk.wanted, job.codes.tolist(), strict=True)
                 if code in (ABSENT, DAMAGED) and self._ledger.note(one.content, chunk.lane.index, False)]  # fmt: skip
         self._feed.tell(REMOVED, chunk.lane.index, gone)
@@ -296,36 +311,43 @@ class Loader:
                     return self._stop(fetch, "full")
         except DeviceError:
             leading = 0
-        if chunk.lane.index in fetch.races:
-            fetch.races[chunk.lane.index].came(leading, chunk.job, self._clock())
+        self._came(fetch, chunk.lane.index, leading, chunk.job.began)
         if leading < len(chunk.wanted):
             return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
         chunk.lane.release(fetch.chunks.popleft().job)
         if not fetch.wanted and not fetch.chunks:
             self._stop(fetch, "loaded")
 
-    def _import(self, fetch: _Fetch, wanted: list[_Wanted], rows: list[npt.NDArray[np.uint8]]) -> bool:
+    def _import(self, fetch: _Fetch, run: list[_Wanted], rows: list[npt.NDArray[np.uint8]]) -> bool:
         """Import blocks that follow each other. Returns whether the pool has all of them now. It has not if the host is
         full of what must stay, such as the blocks before these."""
-        group = self._pool.groups[wanted[0].content.group]
+        group = self._pool.groups[run[0].content.group]
         data = [row[: group.block_bytes] for row in rows]
-        stored = self._pool.import_blocks(fetch.handle.prompt, data, first=wanted[0].place, group=group.index)
+        stored = self._pool.import_blocks(fetch.handle.prompt, data, first=run[0].place, group=group.index)
         fetch.handle.blocks += stored
         self.loaded_blocks += stored
         self.loaded_bytes += stored * group.block_bytes
-        keys = np.frombuffer(b"".join(one.content.key for one in wanted), np.uint64).reshape(-1, 2)
-        here = [True] * len(wanted) if stored == len(wanted) else self._pool.cached_blocks(keys)[group.index].tolist()
-        self._promoted |= {(one.content.group, one.content.key): self._clock()
-                           for one, there in zip(wanted, here, strict=True)
-                           if there and not one.content.on & ON_DEVICE}  # fmt: skip
+        keys = np.frombuffer(b"".join(one.content.key for one in run), np.uint64).reshape(-1, 2)
+        here = [True] * len(run) if stored == len(run) else self._pool.cached_blocks(keys)[group.index].tolist()
+        for one, there in zip(run, here, strict=True):
+            if there and not self._ledger.now(one.content).on & ON_DEVICE:
+                self._promoted[_name(one.content)] = self._clock()
+            if stored < len(run):
+                # No event may tell that it is there.
+                self._coming.pop(_name(one.content), None)
         return all(here)
+
+    def _came(self, fetch: _Fetch, store: int, items: int, began: float) -> None:
+        if store in fetch.races:
+            fetch.races[store].came(items, began, self._clock())
 
     # -- ending --------------------------------------------------------------------------------------
 
     def used(self, content: Content) -> None:
-        """A content is on the device, or gone: it does not wait for a request any more."""
+        """The tiers of a content have changed. What is on the device, or gone, does not wait for a request any more."""
+        self._coming.pop(_name(content), None)
         if content.on & ON_DEVICE or not content.on & ON_HOST:
-            self._promoted.pop((content.group, content.key), None)
+            self._promoted.pop(_name(content), None)
 
     def stop_all(self, why: str) -> None:
         """End all prefetches."""
@@ -337,6 +359,9 @@ class Loader:
         for chunk in fetch.chunks:
             chunk.job.cancel()
             chunk.lane.release(chunk.job)
+            for one in chunk.wanted:
+                if _name(one.content) not in self._promoted:
+                    self._coming.pop(_name(one.content), None)
         if fetch.finding is not None:
             fetch.finding.cancel()
         for race in fetch.races.values():
@@ -352,6 +377,10 @@ class Loader:
 
     def _generation(self) -> int:
         return int(self._pool.core.states.heads[0, H.generation])
+
+
+def _name(content: Content) -> tuple[int, bytes]:
+    return content.group, content.key
 
 
 def _runs(blocks: list[tuple[_Wanted, int]]) -> list[list[tuple[_Wanted, int]]]:

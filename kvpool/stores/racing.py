@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from kvpool.stores.choice import Load, LoadOrCompute
-from kvpool.stores.jobs import Job
 from kvpool.stores.lanes import Lane
 
 
@@ -18,10 +17,10 @@ class Race:
         self._choice, self._load, self._items, self._at = choice, load, items, now
         self._came, self._began = 0, math.inf
 
-    def came(self, items: int, job: Job, now: float) -> None:
-        """So many more items have entered the pool."""
+    def came(self, items: int, began: float, now: float) -> None:
+        """So many more items are in the pool, by a job that began then."""
         self._came += items
-        self._began = min(self._began, job.began)
+        self._began = min(self._began, began)
         self.lost(now)
 
     def lost(self, now: float) -> bool:

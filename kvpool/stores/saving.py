@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import BlockNotFound, DeviceError, KVPoolError, StoreBusy
+from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed, StoreBusy
 from kvpool.holders.leases import Lease
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Name
@@ -30,10 +30,13 @@ Namespace = tuple[bytes | str | None, int | str | None]
 
 
 class Staging:
-    """Copies blocks of the host tier into rows of a lane. The keeper's thread owns it."""
+    """Copies blocks of the host tier into rows of a lane. The keeper's thread owns it.
 
-    def __init__(self, pool: KVCacheManager) -> None:
-        self._pool = pool
+    ``victims``: whether what is copied is what the host evicts next.
+    """
+
+    def __init__(self, pool: KVCacheManager, victims: bool) -> None:
+        self._pool, self._victims = pool, victims
         # Views keep this memory alive, also if the pool is closed meanwhile.
         self._parts = [
             [rows.reshape(len(rows), -1).view(np.uint8) if len(rows) else None for rows in parts]
@@ -61,9 +64,9 @@ class Staging:
                     # Somebody has revoked it: the rows may have other bytes.
                     for place in places:
                         copied[place] = False
-        # A lease that ends makes its blocks the last victims. To be copied for a store is no use of them.
+        # A lease that ends makes its blocks the last victims. But to be copied for a store is no use of them.
         core, own = self._pool.core, keys.view(np.int64)
-        core.decide(None, saving.evict_first, group.index, own, core.now())
+        core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())
         return copied
 
     def _leases(self, keys: npt.NDArray[np.uint64], group: int) -> Iterator[tuple[Sequence[int], Lease]]:
@@ -110,16 +113,17 @@ class Saver:
     """The saves of a keeper. Contents wait in a line for each store, up to ``queued_blocks``. The keeper's thread owns
     it.
 
-    ``quotas``: bytes by namespace (salt, adapter_id). ``deadline``: seconds for each job.
+    ``quotas``: bytes by namespace (salt, adapter_id). ``victims``: whether what is saved is what the host evicts next.
+    ``deadline``: seconds for each job.
     """
 
     def __init__(
         self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, quotas: Mapping[Namespace, int],
-        queued_blocks: int, deadline: float, clock: Callable[[], float],
+        victims: bool, queued_blocks: int, deadline: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._pool, self._lanes, self._ledger, self._feed, self._clock = pool, lanes, ledger, feed, clock
         self._quotas, self._most, self._deadline = quotas, queued_blocks, deadline
-        self._staging = Staging(pool)
+        self._staging = Staging(pool, victims)
         self._lines: list[dict[tuple[int, bytes], Content]] = [{} for _ in lanes]
         self._tags: list[dict[Namespace, bytes]] = [{} for _ in lanes]
         self.saved_blocks = self.saved_bytes = 0
@@ -177,7 +181,10 @@ class Saver:
         rows = lane.take(len(chosen))
         try:
             copied = self._staging.copy(chosen, lane.memory, rows.tolist())
-        except DeviceError:
+        except PoolClosed:
+            raise
+        except KVPoolError:
+            # The device has failed, or somebody has revoked the lease.
             copied = [False] * len(chosen)
         there = np.array(copied, np.bool_)
         lane.give_back(rows[~there])

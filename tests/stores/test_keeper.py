@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, ModelIdentity
+from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from kvpool.stores import Keeper
+from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
 from tests.stores.keeping import (
     IDENTITY,
@@ -210,3 +212,36 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
                 cache.release(cache.add_sequence(prompt + 100))
                 assert kept.drain(60)
         device.close()
+
+
+def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewhere() -> None:
+    """Blocks from a far store are saved in the near one. They keep a place behind what the host had before."""
+    far, prompt = store(), tokens(17)
+    far.name = "far"
+    one = engine()
+    with one.cache, keeper(one, far) as kept:
+        seed(one, kept, [prompt])
+    two = engine(P=8, S=16)
+    with two.cache, keeper(two, [store(), far], promotion_blocks=8) as kept:
+        for first in range(1000, 4000, 1000):
+            seed(two, kept, [tokens(17, first)])
+        assert fetch(two, kept, prompt) == 4 and kept.drain(60)
+        assert kept.stats().stores["memory"].store["blocks"] == 16
+        brought = {two.cached("host")[key] for key in two.keys(prompt)}
+        assert set(two.order("host")[-4:]) == brought
+
+
+def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
+    """The copies to the host of some blocks fail: they are counted, and their rows are not saved."""
+    memory, prompt = store(), tokens(41)
+    device = FaultyDevice(CpuDevice(), lambda call, index, move: int(move[0]) in (2, 5))
+    with KVCacheManager(small_layout(T), device_blocks=32, host_blocks=32, device=device, event_capacity=256) as cache:
+        with Keeper(cache, [memory], identity=IDENTITY) as kept:
+            sequence = cache.add_sequence(prompt)
+            cache.commit(sequence)
+            assert kept.drain(60)
+            stats = kept.stats()
+            assert stats.dropped == {("memory", "evicted"): 2} and stats.saved_blocks == 8
+            cache.release(sequence)
+            cache.verify()
+    device.close()

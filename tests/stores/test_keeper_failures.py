@@ -12,6 +12,7 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, Keeper, MemoryStore
+from kvpool.stores.base import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
 from tests.stores.lab import Gate, Wrong
@@ -78,7 +79,7 @@ def test_a_store_that_says_it_has_everything_harms_nothing(one: Engine) -> None:
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
 
 
-def test_a_hanging_store_costs_no_more_than_the_deadline_and_its_rows_stay(one: Engine, wrong: Wrong) -> None:
+def test_a_hanging_store_costs_no_more_than_the_deadline(one: Engine, wrong: Wrong) -> None:
     gate = Gate()
     wrong.before["load"] = gate
     with keeper(one, wrong, staging_blocks=16) as kept:
@@ -90,6 +91,30 @@ def test_a_hanging_store_costs_no_more_than_the_deadline_and_its_rows_stay(one: 
         gate.open()
         assert kept.drain(60)
         one.finish(sequence)
+
+
+class Recorder(Wrong):
+    """Notes which rows its loads and saves use."""
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        self.loading = {*getattr(self, "loading", ()), *rows.tolist()}
+        return super().load(keys, rows, stop)
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        self.saving = {*getattr(self, "saving", ()), *rows.tolist()}
+        return super().save(keys, rows, seals, tag, limit, stop)
+
+
+def test_rows_of_a_call_that_hangs_are_given_to_nobody(one: Engine, wrong: Wrong) -> None:
+    gate, recorder = Gate(), Recorder(wrong.inner)
+    recorder.threads, recorder.before["load"] = 4, gate
+    with keeper(one, recorder, staging_blocks=32) as kept:
+        assert kept.prefetch(one.prompt(PROMPT), 0.2).wait(60) and gate.reached.wait(60)
+        one.seed(tokens(41, 1000), 41)
+        wait(lambda: kept.stats().saved_blocks == 10)
+        assert recorder.loading and not recorder.loading & recorder.saving
+        gate.open()
+        assert kept.drain(60)
 
 
 def test_a_failing_store_is_suspended_probed_and_used_again(one: Engine, wrong: Wrong) -> None:
@@ -212,6 +237,32 @@ def test_promotions_never_displace_more_than_their_room(one: Engine) -> None:
         assert all(handle.wait(60) for handle in handles)
         assert sum(handle.blocks for handle in handles) <= 10
         assert len(before - set(two.cached("host"))) <= 10 and kept.stats().promoted_blocks <= 10
+
+
+def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["find"] = gate
+    with keeper(one, wrong) as kept:
+        handles = [kept.prefetch(one.prompt([*PROMPT[:37], *tokens(4, first)]), 60.0) for first in range(5)]
+        assert gate.reached.wait(60)
+        gate.open()
+        assert all(handle.wait(60) and handle.ended == "loaded" for handle in handles)
+        assert sum(handle.blocks for handle in handles) == 9
+        assert kept.stats().stores["wrong"].blocks["load", "ok"] == 9
+
+
+def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["load"] = gate
+    with keeper(one, wrong, deadline_ms=60_000) as kept:
+        first = kept.prefetch(one.prompt(PROMPT), 60.0)
+        assert gate.reached.wait(60)
+        second = kept.prefetch(one.prompt(PROMPT), 60.0)
+        wait(lambda: kept.stats().found_blocks == 20)
+        first.cancel()
+        assert first.wait(60) and first.blocks == 0
+        gate.open()
+        assert second.wait(60) and second.blocks == 10 and second.ended == "loaded"
 
 
 def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> None:

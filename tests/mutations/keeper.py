@@ -1,0 +1,94 @@
+"""Mutations of the keeper: whose KV a prompt gets, what a store's failure costs, and what is counted."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+_KEEPER, _FAILURES = "tests/stores/test_keeper.py::", "tests/stores/test_keeper_failures.py::"
+
+MUTATIONS = (
+    Mutation(
+        "namespaces_are_not_in_the_keys_of_stores",
+        "stores/ledger.py",
+        "    return ascii((name.salt, name.adapter_id)).encode()\n",
+        '    return f"{name.salt}{name.adapter_id}".encode()\n',
+        "A prompt of one tenant gets the KV of another, whose salt prints alike.",
+        (f"{_KEEPER}test_nothing_crosses_namespaces_and_their_types",),
+    ),
+    Mutation(
+        "layouts_are_not_in_the_keys_of_stores",
+        "stores/ledger.py",
+        "secret.link(one.link.chain[store], self._kinds[one.group])",
+        'secret.link(one.link.chain[store], b"group %d" % one.group)',
+        "After a change of the layout, the bytes of the old one are served.",
+        (f"{_KEEPER}test_another_model_or_layout_finds_nothing",),
+    ),
+    Mutation(
+        "blocks_behind_a_wrong_one_enter",
+        "stores/loading.py",
+        "        leading, memory = chunk.job.leading, chunk.lane.memory\n",
+        "        leading, memory = len(chunk.wanted), chunk.lane.memory\n",
+        "A changed byte in a store becomes a wrong token.",
+        (
+            f"{_FAILURES}test_a_changed_byte_never_reaches_the_pool",
+            f"{_FAILURES}test_what_came_before_a_failure_is_used",
+        ),
+    ),
+    Mutation(
+        "rows_are_free_while_a_call_hangs",
+        "stores/lanes.py",
+        "        if job.returned and followed.done is None",
+        "        if job.done and followed.done is None",
+        "A store that was late writes into the block of another prompt.",
+        (f"{_FAILURES}test_rows_of_a_call_that_hangs_are_given_to_nobody",),
+    ),
+    Mutation(
+        "promotions_are_not_bounded",
+        "stores/loading.py",
+        "        return self._most - len(self._coming.keys() - self._promoted.keys()) - self.promoted\n",
+        "        return self._most\n",
+        "A long queue of requests displaces what running ones need.",
+        (
+            f"{_FAILURES}test_promotions_never_displace_more_than_their_room",
+            f"{_KEEPER}test_a_prompt_gets_no_more_than_the_room_for_promotions",
+        ),
+    ),
+    Mutation(
+        "what_was_asked_before_a_reset_enters",
+        "stores/loading.py",
+        "        if fetch.generation != self._generation():\n",
+        "        if False:\n",
+        "What was dropped on purpose is found again.",
+        (f"{_FAILURES}test_nothing_that_was_asked_before_a_reset_enters_after_it",),
+    ),
+    Mutation(
+        "a_suspended_store_is_asked",
+        "stores/health.py",
+        "            if now < side.probe_at:\n                return False\n",
+        "            if now < side.probe_at:\n                return True\n",
+        "Every request waits for a store that is dead.",
+        (
+            "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",
+            f"{_FAILURES}test_a_failing_store_is_suspended_probed_and_used_again",
+        ),
+    ),
+    Mutation(
+        "dropped_saves_are_not_counted",
+        "stores/lanes.py",
+        "        self.dropped[reason] += count\n",
+        "        pass\n",
+        "An operator does not see that a store is too slow for what it is to keep.",
+        (
+            f"{_FAILURES}test_saves_that_find_no_place_are_dropped_and_counted",
+            f"{_FAILURES}test_a_block_that_is_evicted_before_it_was_copied_is_counted",
+        ),
+    ),
+    Mutation(
+        "to_be_saved_is_a_use",
+        "stores/saving.py",
+        "        core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())\n",
+        "",
+        "What a store got is kept on the host longer than what is used: hits are lost.",
+        (f"{_KEEPER}test_saving_changes_no_order_of_eviction",),
+    ),
+)
