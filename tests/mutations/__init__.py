@@ -6,6 +6,8 @@ from __future__ import annotations
 from tests.mutations import (
     content,
     control,
+    disk,
+    durability,
     engines,
     eviction,
     hostcache,
@@ -19,5 +21,23 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
+<<<<<<< HEAD
 PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, keeper, engines)
+=======
+PARTS = (
+    content,
+    tiers,
+    eviction,
+    sequences,
+    control,
+    steps,
+    swaps,
+    transfer,
+    remote,
+    hostcache,
+    engines,
+    disk,
+    durability,
+)
+>>>>>>> disk
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

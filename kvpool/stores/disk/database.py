@@ -19,12 +19,14 @@ _NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "
 
 
 class Header(NamedTuple):
-    """What a store was made with. ``secret``: a digest, by which a new secret is noticed."""
+    """What a store was made with. ``secret``: a digest, by which a new secret is noticed. ``closed``: 1 if nothing was
+    under way when it was left."""
 
     version: int
     block_bytes: int
     slots: int
     secret: bytes
+    closed: int
 
 
 class Database:
@@ -55,7 +57,8 @@ class Database:
             if self._connection.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
                 raise sqlite3.DatabaseError("quick_check has found damage")
             self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB)"
+                "CREATE TABLE IF NOT EXISTS store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB,"
+                " closed INTEGER)"
             )
             self._connection.execute("CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, content BLOB)")
             self.header = self._header()
@@ -67,10 +70,10 @@ class Database:
 
     def _header(self) -> Header | None:
         """Raises DatabaseError for a header that nobody can have written."""
-        rows = self._connection.execute("SELECT version, block_bytes, slots, secret FROM store").fetchall()
+        rows = self._connection.execute("SELECT version, block_bytes, slots, secret, closed FROM store").fetchall()
         if not rows and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
             return None
-        if len(rows) != 1 or [*map(type, rows[0])] != [int, int, int, bytes] or min(rows[0][:3]) < 1:
+        if len(rows) != 1 or [*map(type, rows[0])] != [int, int, int, bytes, int] or min(rows[0][:3]) < 1:
             raise sqlite3.DatabaseError("the header is damaged")
         return Header(*rows[0])
 
@@ -90,10 +93,10 @@ class Database:
         found, self._pages = self._pages, []
         return found
 
-    def begin(self, header: Header, dropped: Iterable[int]) -> None:
+    def begin(self, header: Header, dropped: Iterable[int] = ()) -> None:
         """Write the header, and drop pages, durably. Raises OSError."""
         commands: list[tuple[str, Any]] = [("DELETE FROM store", [()])]
-        commands.append(("INSERT INTO store VALUES (?, ?, ?, ?)", [tuple(header)]))
+        commands.append(("INSERT INTO store VALUES (?, ?, ?, ?, ?)", [tuple(header)]))
         commands.append(("DELETE FROM pages WHERE number = ?", [(number,) for number in dropped]))
         self._transaction(commands)
         self.header = header

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,6 @@ from kvpool.stores.disk.table import Table
 
 HERE, PENDING, REFUSED = -1, -2, -3
 """Answers in the place of a slot. HERE: the key has one. PENDING: another call writes it."""
-
-
 _VICTIMS_MIN = 1024
 
 
@@ -26,12 +24,15 @@ class _Pending(NamedTuple):
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
+    After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
+    right before. A save of it is not acknowledged until its bytes were compared.
+
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
     have the lowest priority. A block that is read is no victim.
     """
 
-    def __init__(self, table: Table, model: bytes) -> None:
+    def __init__(self, table: Table, model: bytes, in_doubt: bool) -> None:
         self._table, self._model = table, model
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()
@@ -44,7 +45,9 @@ class Index:
         own = entries["model"][taken] == np.void(model)
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
-        self._free: list[int] = np.flatnonzero(entries["used"] == 0)[::-1].tolist()
+        self._doubtful = (entries["used"] != 0) & in_doubt
+        self._free: list[int] = []
+        self._unused = iter(np.flatnonzero(entries["used"] == 0))  # since the opening
 
     def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:
         return dict(zip(self._table.entries["key"][slots].tolist(), slots.tolist(), strict=True))
@@ -91,6 +94,24 @@ class Index:
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
+
+    def doubtful(self, keys: list[bytes]) -> list[int]:
+        """The slots of those keys that are doubtful, -1 for others. They stay as they are until ``settle``."""
+        if not self._doubtful.any():
+            return [-1] * len(keys)
+        found = (self._here.get(key, -1) for key in keys)
+        slots = [slot if slot >= 0 and self._doubtful[slot] else -1 for slot in found]
+        self._pins.update(slot for slot in slots if slot >= 0)
+        return slots
+
+    def settle(self, keys: list[bytes], slots: list[int], right: Collection[int]) -> None:
+        """What ``doubtful`` gave was compared: entries of slots in ``right`` are right, and others are dropped."""
+        for key, slot in zip(keys, slots, strict=True):
+            if slot in right:
+                self._doubtful[slot] = False
+            elif slot >= 0 and self._here.get(key) == slot:
+                self._drop(self._here, key)
+        self.unpin(slots)
 
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
@@ -165,10 +186,13 @@ class Index:
             if not self._evict(next((slot for slot in oldest if self._may_go(slot, keep)), None)):
                 return REFUSED
         if not self._free:
+            self._free += [int(slot) for slot in islice(self._unused, 1)]
+        if not self._free:
             self._evict(self._victim(keep))
         if not self._free:
             return REFUSED
         slot = self._free.pop()
+        self._doubtful[slot] = False
         self._pending[key] = _Pending(slot, tag)
         if members is not None:
             members[key] = None
