@@ -21,9 +21,6 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
-<<<<<<< HEAD
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, keeper, engines)
-=======
 PARTS = (
     content,
     tiers,
@@ -35,9 +32,9 @@ PARTS = (
     transfer,
     remote,
     hostcache,
+    keeper,
     engines,
     disk,
     durability,
 )
->>>>>>> disk
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}
