@@ -83,15 +83,10 @@ def test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them(st
     assert (stored := run(store).stored) is not None and stored.earlier_tokens == 0
 
 
-def test_blocks_that_the_store_damages_are_computed_again(store: MemoryStore) -> None:
+def test_blocks_whose_seals_are_wrong_are_computed_again(store: MemoryStore) -> None:
     run(store)
     wrong = Wrong(store)
-
-    def flip(answer: Any) -> Any:
-        wrong.memory[:, 9] ^= 1
-        return answer
-
-    wrong.after["load"] = flip
+    wrong.after["load"] = lambda answer: (answer[0], answer[1] ^ 1)
     summary = run(wrong)
     assert summary.failure is None and summary.stored is not None
     assert summary.stored.loaded_blocks == 0 and summary.stored.not_loaded["damaged"] > 0
