@@ -19,6 +19,7 @@ from kvpool.replay.content import KVBytes, token_states
 from kvpool.replay.verifier import Verifier
 from kvpool.stores import MemoryStore
 from kvpool.stores.base import Store
+from kvpool.stores.serving import StoreServer
 from tests.stores.lab import Gate, Wrong
 
 LAYOUT = BlockLayout.of_block_bytes(4096, 16)
@@ -163,6 +164,17 @@ def test_the_command_keeps_blocks_on_disk_for_its_next_run(tmp_path: Path, capsy
         said.append(capsys.readouterr().out)
     assert "0 of them from an earlier run: it started cold" in said[0]
     assert "it started warm" in said[1] and "blocks of the store" in said[1]
+
+
+def test_the_command_keeps_blocks_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("5a" * 32)
+    with StoreServer(MemoryStore(1 << 28), block_bytes=4096, secret_file=secret) as server:
+        text = f"peer:{server.endpoint}?secret_file={secret}"
+        for _ in range(2):
+            assert main([*COMMAND, "--device", "cpu", "--store", text]) == 0
+    assert "it started warm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
