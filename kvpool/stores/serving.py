@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreServer:
-    """Serves one store to the ``PeerStore``s of other processes, over ZeroMQ. A context manager.
+    """Serves one store to each ``PeerStore`` of other processes, over ZeroMQ. A context manager.
 
     Parameters
     ----------
