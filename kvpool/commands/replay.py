@@ -22,6 +22,7 @@ from kvpool.commands.terminal import (
     port_argument,
     print_text,
     progress_bar,
+    seconds_argument,
     size_argument,
 )
 from kvpool.errors import DeviceError, InsufficientMemory
@@ -103,6 +104,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="P",
         help="how early --device sim works: 0 late, 1 at once (default: 0.5)",
     )
+    _add_store(replay)
     add = replay.add_argument_group("run").add_argument
     add(
         "--active",
@@ -122,6 +124,22 @@ def add_parser(subparsers: Any) -> None:
     )
 
 
+def _add_store(replay: argparse.ArgumentParser) -> None:
+    add = replay.add_argument_group("store").add_argument
+    add(
+        "--store",
+        metavar="STORE",
+        help="keep blocks in disk:PATH, mooncake:HOST:PORT, peer:tcp://HOST:PORT or memory:, with ?option=value&... "
+        "(extra `stores`); what an earlier run has left there is used, and the summary says how much",
+    )
+    add(
+        "--store-wait",
+        type=seconds_argument,
+        metavar="SECONDS",
+        help="how long to wait for saves, and for loads, before each request and at the end (default: 10)",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Read the trace, replay it and print the summary."""
     from kvpool.replay import ReplayConfig
@@ -132,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
     sim = options.device == "sim"
     if options.progress is not None and not sim:
         options.error("--progress is of --device sim")
-    layout = _layout(options)
+    layout, store = _layout(options), _store(options)
     defaults = (DEVICE_BLOCKS, HOST_BLOCKS) if options.trace is None else (_TRACE_BLOCKS, _TRACE_BLOCKS)
     device_default, host_default = (_SIM_BLOCKS, _SIM_BLOCKS) if sim else defaults
     config = ReplayConfig(
@@ -145,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
         verify=options.verify,
         seed=options.seed,
         progress=0.5 if options.progress is None else options.progress,
+        **store,
     )
     with ExitStack() as stack:
         try:
@@ -203,7 +222,7 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
     with progress_bar(len(trace.requests), "requests") as progress:
         try:
             replay = Replay(trace, config, progress=progress)
-        except (DeviceError, InsufficientMemory, ValueError) as error:
+        except (DeviceError, InsufficientMemory, ValueError, ImportError, OSError) as error:
             return complain(error)
         show(replay.cache)
         try:
@@ -226,6 +245,23 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
         complain(failure)
     print_text(json.dumps(summary.as_dict(), indent=2) if as_json else summary.text())
     return status
+
+
+def _store(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the configuration that tell of a store."""
+    if options.store is None:
+        if options.store_wait is not None:
+            options.error("--store-wait is of --store")
+        return {}
+    if options.device == "sim":
+        options.error("--store has no --device sim, whose copies are made by one thread")
+    from kvpool.stores.urls import open_store
+
+    try:
+        store = open_store(options.store)
+    except (ValueError, ImportError, OSError) as error:
+        return options.error(f"--store: {error}")
+    return {"store": store, "store_wait": 10.0 if options.store_wait is None else options.store_wait}
 
 
 def _layout(options: argparse.Namespace) -> BlockLayout:

@@ -97,6 +97,17 @@ def fraction_argument(text: str) -> float:
     return value
 
 
+def seconds_argument(text: str) -> float:
+    """Parse a number of seconds, more than 0 and up to an hour."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{value} is not more than 0, up to 3600")
+    return value
+
+
 def size_argument(text: str) -> int:
     """Parse a number of bytes: ``4096``, ``8GiB``, ``1.5 GB``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())

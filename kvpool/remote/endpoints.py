@@ -4,6 +4,7 @@ may."""
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ _Z85_KEY = 40
 _DOMAIN = b"kvpool"
 """ZeroMQ refuses everybody while no authenticator runs, but only if a domain is set and enforced."""
 _USER = "kvpool"
+_SILENT = logging.Logger("kvpool.remote.endpoints", logging.CRITICAL)
+"""A logger of its own, which nobody configures."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,7 @@ class ServerKeys:
 
     def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
         """A started thread that accepts exactly ``clients``, for all sockets of the context. The caller stops it."""
-        thread = ThreadAuthenticator(context)
-        thread.start()
+        thread = _authenticator(context)
         thread.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=_Allowed(self.clients))
         return thread
 
@@ -65,8 +67,7 @@ class ServerPassword:
 
     def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
         """A started thread that accepts peers that have the password. The caller stops it."""
-        thread = ThreadAuthenticator(context)
-        thread.start()
+        thread = _authenticator(context)
         thread.configure_plain(domain=_DOMAIN.decode(), passwords={_USER: self.password})
         return thread
 
@@ -100,6 +101,13 @@ class ClientKeys:
 def _enforce(socket: zmq.Socket[bytes]) -> None:
     socket.zap_domain = _DOMAIN
     socket.zap_enforce_domain = True
+
+
+def _authenticator(context: zmq.Context[Any]) -> ThreadAuthenticator:
+    # At level DEBUG, pyzmq logs each password that a peer shows.
+    thread = ThreadAuthenticator(context, log=_SILENT)
+    thread.start()
+    return thread
 
 
 class _Allowed:

@@ -13,7 +13,7 @@ class RemoteError(KVPoolError):
 
     def __init__(self, code: str, reason: str) -> None:
         # Both may be the words of another process, and may be printed on a terminal.
-        self.code, self.reason, self.blocks = _printable(code), _printable(reason), 0
+        self.code, self.reason, self.blocks = printable(code), printable(reason), 0
         super().__init__(f"{self.code}: {self.reason}")
 
 
@@ -24,5 +24,6 @@ class RemoteTimeout(RemoteError, TimeoutError):
         super().__init__("timeout", reason)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Words of another process, as they may be shown on a terminal."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -112,14 +112,13 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
     ),
 }
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind for kind in (Hello, Get, Find, Welcome, Found, Blocks, Released, Failed)
-}
-_FIELDS = {kind: {field.name: _ACCEPTED[str(field.type)] for field in fields(kind)} for kind in _KINDS.values()}
 
 
 def encode(message: Message) -> bytes:
-    """The header of a message. Raises Malformed for a field that no reader would accept."""
+    """The header of a message, whose kind is the name of its class.
+
+    Raises Malformed for a field that no reader would accept.
+    """
     values = vars(message)
     _check(type(message), values)
     header = json.dumps({"v": VERSION, "kind": type(message).__name__.lower(), **values}).encode()
@@ -141,14 +140,19 @@ def decode(header: bytes | memoryview, accepted: tuple[type[Message], ...]) -> A
     version, kind = values.pop("v", None), values.pop("kind", None)
     if type(version) is not int or version != VERSION:
         raise Malformed(f"protocol version {version!r:.40}: spoken here is {VERSION}", _id_of(values))
-    found = _KINDS.get(kind) if isinstance(kind, str) else None
-    if found is None or found not in accepted:
+    found = next((one for one in accepted if one.__name__.lower() == kind), None)
+    if found is None:
         raise Malformed(
             f"kind {kind!r:.40}: accepted are {', '.join(one.__name__.lower() for one in accepted)}", _id_of(values)
         )
     values = {name: tuple(value) if type(value) is list else value for name, value in values.items()}
     _check(found, values)
     return found(**values)
+
+
+def _fields(kind: type[Message]) -> dict[str, tuple[str, Callable[[Any], bool]]]:
+    """What is accepted in each field of a kind of message."""
+    return {field.name: _ACCEPTED[str(field.type)] for field in fields(kind)}
 
 
 def _id_of(values: dict[str, Any]) -> int:
@@ -158,7 +162,7 @@ def _id_of(values: dict[str, Any]) -> int:
 
 def _check(kind: type[Message], values: dict[str, Any]) -> None:
     """Raise Malformed unless the values are exactly the fields of this kind, each of its type."""
-    wanted = _FIELDS[kind]
+    wanted = _fields(kind)
     if values.keys() != wanted.keys():
         wrong = sorted(values.keys() ^ wanted.keys())
         raise Malformed(f"{kind.__name__.lower()}: the fields {wrong!r:.80} are missing or unknown", _id_of(values))

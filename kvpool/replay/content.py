@@ -166,6 +166,14 @@ class KVBytes:
                 return Difference(row, int(tokens[row]), layer, of_layer, head, *values_there)
         return None
 
+    def first_lanes(self, states: States) -> bytes:
+        """The first lane of each token of a block with these token states, uint64[tokens_per_block]."""
+        return (states.astype(self._lane) ^ self._constants[0, 0, 0]).tobytes()
+
+    def read_first_lanes(self, block: int) -> bytes:
+        """The first lane of each token of a block, as it is."""
+        return self._by_token[0][block, :, 0, 0].tobytes()
+
     def _spread(self, constants: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Repeat ``constants[head, lane]`` for every token, in the order in which a block stores them."""
         if self._heads_first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
@@ -133,6 +134,16 @@ class VerifyingDevice(MeteredDevice):
     """Has `verifier` check every copy. It is set later, since the pool must exist before a verifier can read it."""
 
     verifier: Verifier | None = None
+
+    @contextmanager
+    def host_access(
+        self, *, reads: Any = None, writes: Any = None, loads: Sequence[npt.NDArray[Any]] = (),
+        stores: Sequence[npt.NDArray[Any]] = (), outside: bool = False,
+    ) -> Iterator[Any]:  # fmt: skip
+        with self.inner.host_access(reads=reads, writes=writes, loads=loads, stores=stores, outside=outside) as access:
+            yield access
+        if self.verifier is not None and writes is not None:
+            self.verifier.loaded(writes[:, 0])
 
     def _done(self, moves: npt.NDArray[np.int64], stream: Stream) -> None:
         if self.verifier is not None:

@@ -19,10 +19,13 @@ from kvpool.manager import KVCacheManager
 from kvpool.replay.content import States, token_states
 from kvpool.replay.device import MeteredDevice, VerifyingDevice
 from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
+from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, peak_memory_bytes
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 from kvpool.replay.verifier import Verifier, ranges
+from kvpool.sequences.keys import BlockKeys
+from kvpool.stores import Store
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,26 @@ class ReplayConfig:
     """The number of events that the pool keeps for its readers."""
     secret: bytes | None = field(default=None, repr=False)
     """The secret of the pool's keys. It is random by default."""
+    store: Store | None = None
+    """Where blocks are saved, and loaded from before each admission. It is opened and closed by the replay."""
+    store_wait: float = 10.0
+    """How many seconds the replay waits for saves, and for loads, before each admission and at the end."""
 
     def __post_init__(self) -> None:
+        if self.store is not None and self.device == "sim":
+            raise ValueError("store: the sim device has none, since its copies are made by one thread")
+        if self.store is not None and not self.host_blocks:
+            raise ValueError("store: it stands behind the host tier, and there is none (host_blocks 0)")
+        if not 0 < self.store_wait <= 3600:
+            raise ValueError(f"store_wait {self.store_wait} is not more than 0, up to 3600 seconds")
         for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
             value = getattr(self, name)
             if value < lowest:
                 raise ValueError(f"{name} {value} is not at least {lowest}")
+
+
+_STORE_EVENTS = 1 << 18
+"""What a store's keeper may be behind."""
 
 
 class _Running:
@@ -103,7 +120,7 @@ class Replay:
             max_sequences=config.active,
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
-            event_capacity=config.events,
+            event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
             secret=config.secret,
         )
         self._verifier: Verifier | None = None
@@ -112,6 +129,15 @@ class Replay:
             enqueue = None if self._device.synchronous else self._device.launch
             self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
             self._device.verifier = self._verifier
+        self._storing: Storing | None = None
+        if config.store is not None:
+            try:
+                self._storing = Storing(
+                    config.store, self.cache, config.layout, written=config.verify, wait=config.store_wait
+                )
+            except BaseException:
+                self.close()
+                raise
         # Prompts alternate between two streams, and answers use a third, as in engines that overlap them.
         self._prefill = [self._device.create_stream("prefill a"), self._device.create_stream("prefill b")]
         self._decode = self._device.create_stream("decode")
@@ -129,12 +155,16 @@ class Replay:
         self.close()
 
     def close(self) -> None:
-        """Close the pool and its device. A second call does nothing."""
+        """Close the store, the pool and its device. A second call does nothing."""
         try:
-            if not self.cache.closed:
-                self.cache.close()
+            if self._storing is not None:
+                self._storing.close()
         finally:
-            self._device.close()
+            try:
+                if not self.cache.closed:
+                    self.cache.close()
+            finally:
+                self._device.close()
 
     def run(self) -> Summary:
         """Replay all requests and return the summary.
@@ -169,6 +199,8 @@ class Replay:
                         self._skipped.append(f"{request.name}: {request.length:,} tokens need {blocks:,} blocks")
                 if isinstance(step, (Admit, Skip)):
                     self._progress(1)
+            if self._storing is not None:
+                self._storing.settle()
             self._check_idle()
         finally:
             self._end = perf_counter()
@@ -189,6 +221,7 @@ class Replay:
                 verifier.offloaded_blocks,
                 verifier.onboarded_blocks,
                 verifier.partial_copies,
+                verifier.loaded_blocks,
             )
         return Summary(
             requests=self._admitted,
@@ -217,6 +250,7 @@ class Replay:
             ),
             control_us_per_request={name: ns / requests / 1e3 for name, ns in self._phase_ns.items()},
             verified=verified,
+            stored=None if self._storing is None else self._storing.summary(),
             wall_seconds=self._end - self._begin,
             peak_memory_bytes=peak_memory_bytes(),
             config=self._resolved(),
@@ -240,6 +274,8 @@ class Replay:
             states = token_states(everything, self._size, salt=request.salt, adapter_id=request.adapter_id)
         cache = self.cache
         keys = self._timed("keys", cache.block_keys, prompt, salt=request.salt, adapter_id=request.adapter_id)
+        if self._storing is not None:
+            self._bring(self._storing, keys, states)
         stream = self._prefill[request.index % 2]
         admission = self._timed("match_allocate", cache.add_sequence_batch, [keys], stream=stream)
         running = _Running(int(admission.ids[0]), request, output, states, stream)
@@ -256,6 +292,16 @@ class Replay:
             self._verifier.check_reuse(blocks, states[:cached], stream)
             self._verifier.write(blocks, cached, states[cached : request.input_length], stream)
         self._timed("commit", cache.commit, running.id)
+
+    def _bring(self, storing: Storing, keys: BlockKeys, states: States | None) -> None:
+        """Have the store bring what it has of a prompt."""
+        verifier = self._verifier
+        if verifier is None or states is None:
+            storing.bring(keys, lambda: None)
+        else:
+            storing.bring(keys, lambda: verifier.expect(states[: len(keys)]))
+            verifier.raise_failure()
+        storing.computed(keys)
 
     def _append(self, items: list[tuple[Request, int, int]]) -> None:
         batch = [self._running[request.index] for request, _, _ in items]
@@ -282,6 +328,9 @@ class Replay:
         if self._verifier is not None and running.states is not None:
             self._verifier.context = request.name
             self._verifier.check_release(self._blocks(running), running.states, running.stream)
+        if self._storing is not None:
+            everything = np.concatenate([request.prompt(), running.output])
+            self._storing.computed(self.cache.block_keys(everything, salt=request.salt, adapter_id=request.adapter_id))
         self._timed("release", self.cache.release, running.id)
         del self._running[request.index]
         if self._verifier is not None:
@@ -319,6 +368,7 @@ class Replay:
             "active": config.active,
             "partial": config.partial,
             "verify": config.verify,
+            **({} if config.store is None else {"store": config.store.name, "store_wait": config.store_wait}),
             **({"seed": config.seed, "progress": config.progress} if config.device == "sim" else {}),
         }
 

@@ -56,6 +56,35 @@ class Verified:
     offloaded_blocks: int
     onboarded_blocks: int
     partial_copies: int
+    loaded_blocks: int
+    """Blocks that came from a store."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the store of a replay did."""
+
+    name: str
+    saved_blocks: int
+    loaded_blocks: int
+    found_blocks: int
+    """Blocks that the store said to have, out of those that the pool had not."""
+    hit_tokens: int
+    """Prompt tokens that were reused because the store had them."""
+    earlier_tokens: int
+    """Those of them that this run had neither computed nor reused before: they come from an earlier run."""
+    dropped: dict[str, int]
+    """Blocks that were not saved, by reason."""
+    not_loaded: dict[str, int]
+    """Blocks that were asked for and did not come, by reason."""
+    prefetches: dict[str, int]
+    """By how they ended."""
+    call_seconds: dict[str, float]
+    """Time in calls of the store, of all threads, by kind."""
+    wait_seconds: float
+    """How long the replay has waited for the store."""
+    store: dict[str, int]
+    """Figures of the store itself."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +104,7 @@ class Summary:
     moved: Moved
     control_us_per_request: dict[str, float]
     verified: Verified | None
+    stored: Stored | None
     wall_seconds: float
     peak_memory_bytes: int | None
     config: dict[str, Any]
@@ -108,6 +138,7 @@ class Summary:
             ("", f"{blocks.offloads_saved:,} offloads saved: the host had kept its copy"),
             ("", f"{blocks.forgotten_device:,} forgotten on the device, {blocks.forgotten_host:,} on the host"),
             ("", f"{blocks.partial_copies:,} copied for partial reuse"),
+            *self._store_lines(),
             ("moved", self._moved_text()),
             ("control", self._control_text()),
         ]
@@ -116,6 +147,21 @@ class Summary:
         peak = "unknown" if self.peak_memory_bytes is None else format_bytes(self.peak_memory_bytes)
         rows += [("memory", f"{peak} at the peak"), ("time", f"{self.wall_seconds:.1f} s in all")]
         return rows + [("config" if not i else "", text) for i, text in enumerate(self._config_lines())]
+
+    def _store_lines(self) -> list[tuple[str, str]]:
+        stored = self.stored
+        if stored is None:
+            return []
+        share = stored.hit_tokens / max(self.hits.tokens, 1)
+        seconds = stored.call_seconds
+        return [
+            ("store", f"{stored.name}: {stored.saved_blocks:,} blocks saved, {stored.loaded_blocks:,} loaded"),
+            ("", f"{stored.hit_tokens:,} prompt tokens reused because of it, {share:.2%} of the hits"),
+            ("", f"{stored.earlier_tokens:,} of them from an earlier run: it started {_warm(stored)}"),
+            ("", f"not saved: {_counts(stored.dropped)}; not loaded: {_counts(stored.not_loaded)}"),
+            ("", f"calls took {seconds['save']:.1f} s to save, {seconds['load']:.1f} s to load, "
+                 f"{seconds['find']:.1f} s to find; the replay waited {stored.wait_seconds:.1f} s"),
+        ]  # fmt: skip
 
     def _moved_text(self) -> str:
         moved = self.moved
@@ -138,7 +184,7 @@ class Summary:
         return (
             f"every byte of {done.reused_tokens:,} reused and {done.released_tokens:,} released tokens, "
             f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.partial_copies:,} partial "
-            "copies"
+            "copies" + (f", {done.loaded_blocks:,} blocks of the store" if self.stored is not None else "")
         )
 
     def _config_lines(self) -> list[str]:
@@ -150,6 +196,14 @@ class Summary:
                 lines.append("")
             lines[-1] += f", {pair}" if lines[-1] else pair
         return lines
+
+
+def _warm(stored: Stored) -> str:
+    return "warm" if stored.earlier_tokens else "cold"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items()) or "none"
 
 
 def format_bytes(count: int) -> str:

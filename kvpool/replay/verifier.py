@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +39,11 @@ class Verifier:
 
     A sequence's bytes follow from its own tokens. The bytes of a copy follow from the bytes that were written to its
     source. The verifier never asks kvpool for a block's content. Its state is ``uint64[blocks, tokens_per_block]``.
-    Only `write` and `write_tokens` change bytes of the pool. Not thread-safe.
+    Only `write` and `write_tokens` change bytes of the pool. Thread-safe, for copies that other threads cause; only one
+    thread may write and check sequences.
+
+    Blocks that come from outside are compared as soon as they are on the host: `expect` says beforehand which content
+    may come, and `loaded` finds which of it a block has.
 
     With `enqueue`, bytes are written and compared when the device gets to that work. The order of the calls determines
     the expected bytes. A difference that is found then is kept in `failure`, and `raise_failure` raises it.
@@ -53,11 +58,12 @@ class Verifier:
         host_blocks: int,
         enqueue: Enqueue | None = None,
     ) -> None:
-        self._enqueue = enqueue
+        self._enqueue, self._lock = enqueue, threading.RLock()
+        self._expected: dict[bytes, States] | None = None
         self.context = "before the first request"
         self.failure: VerificationError | None = None
         self.reused_tokens = self.released_tokens = 0
-        self.offloaded_blocks = self.onboarded_blocks = self.partial_copies = 0
+        self.offloaded_blocks = self.onboarded_blocks = self.partial_copies = self.loaded_blocks = 0
         self._device_blocks, self._tokens_per_block = device_blocks, layout.tokens_per_block
         self._tiers = [("device", 0, KVBytes(layout, device_pool, layout.device_strides(device_blocks), device_blocks))]
         if host_blocks:
@@ -71,17 +77,19 @@ class Verifier:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
         first, last, edges = self._split(start, start + len(states))
         whole, grid = blocks[first:last], self._grid(states, start, first, last)
-        self._states[whole], self._written[whole] = grid, True
-        self._launch(stream, lambda: self._tiers[0][2].write_blocks(whole, grid), writes=self._rows(whole))
+        with self._lock:
+            self._states[whole], self._written[whole] = grid, True
+            self._launch(stream, lambda: self._tiers[0][2].write_blocks(whole, grid), writes=self._rows(whole))
         self.write_tokens(
             blocks[edges // self._tokens_per_block], edges % self._tokens_per_block, states[edges - start], stream
         )
 
     def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Any = None) -> None:
         """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
-        self._states[blocks, tokens], self._written[blocks, tokens] = states, True
         rows = np.stack([blocks, tokens, tokens + 1], axis=1)
-        self._launch(stream, lambda: self._tiers[0][2].write_tokens(blocks, tokens, states), writes=rows)
+        with self._lock:
+            self._states[blocks, tokens], self._written[blocks, tokens] = states, True
+            self._launch(stream, lambda: self._tiers[0][2].write_tokens(blocks, tokens, states), writes=rows)
 
     def check_reuse(self, blocks: Ids, states: States, stream: Any = None) -> None:
         """Raise `VerificationError` unless the first ``len(states)`` tokens of a sequence are in `blocks`."""
@@ -99,14 +107,45 @@ class Verifier:
         `moves` is ``int64[n, >=3]`` of source, target, tokens, as if made one after the other. A difference is kept in
         `failure`, since the caller is in the middle of the pool's own work, and `raise_failure` raises it.
         """
-        for batch in self._batches(moves):
-            self._follow(batch)
-        if len(moves) and self.failure is None:
-            _, last = np.unique(moves[::-1, TARGET], return_index=True)
-            targets = moves[len(moves) - 1 - last]
-            states, context = self._states[targets[:, TARGET]], self.context
-            rows = np.stack([targets[:, TARGET], np.zeros(len(targets), np.int64), targets[:, TOKENS]], axis=1)
-            self._launch(stream, lambda: self._check_targets(targets, states, context), reads=rows)
+        with self._lock:
+            for batch in self._batches(moves):
+                self._follow(batch)
+            if len(moves) and self.failure is None:
+                _, last = np.unique(moves[::-1, TARGET], return_index=True)
+                targets = moves[len(moves) - 1 - last]
+                states, context = self._states[targets[:, TARGET]], self.context
+                rows = np.stack([targets[:, TARGET], np.zeros(len(targets), np.int64), targets[:, TOKENS]], axis=1)
+                self._launch(stream, lambda: self._check_targets(targets, states, context), reads=rows)
+
+    def expect(self, states: States) -> None:
+        """From now on, the full blocks of a sequence with these token states may come to the host from outside, and
+        those of no other."""
+        with self._lock:
+            grid = self._grid(states, 0, 0, len(states) // self._tokens_per_block)
+            _, _, host = self._tiers[-1]
+            self._expected = {host.first_lanes(row): row for row in grid}
+
+    def loaded(self, blocks: Ids) -> None:
+        """Compare host blocks that have come from outside with what is expected, if `expect` was ever called. A
+        difference is kept in `failure`."""
+        tier, origin, host = self._tiers[-1]
+        with self._lock:
+            expected = self._expected
+            if expected is None:
+                return
+            for block in blocks.tolist():
+                states = expected.get(host.read_first_lanes(block - origin))
+                found = None if states is None else host.check_blocks(np.array([block - origin]), states[None])
+                if states is None or found is not None:
+                    token = 0 if found is None else found.token
+                    place = f"{tier} block {block}, token {token}, {self.context}"
+                    message = f"{place}: what came from a store is no block of this prompt"
+                    failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
+                    self.failure = self.failure or failure
+                    self._written[block] = False
+                else:
+                    self._states[block], self._written[block] = states, True
+                    self.loaded_blocks += 1
 
     def raise_failure(self) -> None:
         """Raise the `VerificationError` that is kept in `failure`, if any."""
@@ -164,7 +203,8 @@ class Verifier:
                 if found:
                     raise self._error(tier, int(ids[found.row]), found, complaint, context)
 
-        self._launch(stream, check, reads=rows)
+        with self._lock:
+            self._launch(stream, check, reads=rows)
 
     def _batches(self, moves: Ids) -> Iterator[Ids]:
         """Split `moves` into batches: no move reads or writes a block that an earlier one of its batch has written."""

@@ -314,7 +314,8 @@ class Loader:
         leading, memory = chunk.job.leading, chunk.lane.memory
         try:
             for run in _runs(list(zip(chunk.wanted[:leading], chunk.job.rows.tolist(), strict=False))):
-                self._import(fetch, [one for one, _ in run], [memory[row] for _, row in run])
+                if not self._import(fetch, [one for one, _ in run], [memory[row] for _, row in run]):
+                    return self._stop(fetch, "full")
         except DeviceError:
             leading = 0
         self._came(fetch, chunk.lane.index, leading, chunk.job.began)
@@ -324,18 +325,26 @@ class Loader:
         if not fetch.wanted and not fetch.chunks:
             self._stop(fetch, "loaded")
 
-    def _import(self, fetch: _Fetch, run: list[_Wanted], rows: list[npt.NDArray[np.uint8]]) -> None:
+    def _import(self, fetch: _Fetch, run: list[_Wanted], rows: list[npt.NDArray[np.uint8]]) -> bool:
+        """Import blocks that follow each other. Returns whether the pool has all of them now. It has not if the host is
+        full of what must stay, such as the blocks before these."""
         group = self._pool.groups[run[0].content.group]
         data = [row[: group.block_bytes] for row in rows]
         stored = self._pool.import_blocks(fetch.handle.prompt, data, first=run[0].place, group=group.index)
         fetch.handle.blocks += stored
         self.loaded_blocks += stored
         self.loaded_bytes += stored * group.block_bytes
-        for one in run:
-            if not self._ledger.now(one.content).on & ON_DEVICE:
+        keys = np.frombuffer(b"".join(one.content.key for one in run), np.uint64).reshape(-1, 2)
+        here = [True] * len(run) if stored == len(run) else self._pool.cached_blocks(keys)[group.index].tolist()
+        for one, there in zip(run, here, strict=True):
+            if there and not self._ledger.now(one.content).on & ON_DEVICE:
                 self._promoted[_name(one.content)] = self._clock()
             # An event will say that it is there. Nobody waits for an event that was lost.
             self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
+            if stored < len(run):
+                # No event may tell that it is there.
+                self._coming.pop(_name(one.content), None)
+        return all(here)
 
     def _came(self, fetch: _Fetch, store: int, items: int, began: float) -> None:
         if store in fetch.races:

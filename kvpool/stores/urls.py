@@ -18,6 +18,8 @@ _KINDS = {
 }
 _SIZES = ("capacity", "segment")
 """options in bytes"""
+_COUNTS = ("connections", "timeout_ms")
+"""options that are numbers"""
 
 
 def open_store(text: Any) -> Store:
@@ -38,6 +40,10 @@ def open_store(text: Any) -> Store:
         raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
+    for name in set(options) & set(_COUNTS):
+        if not options[name].isdecimal():
+            raise ValueError(f"store={text!r:.80}: {name}={options[name]!r:.80}: accepted is a number")
+        options[name] = int(options[name])
     module, name = _KINDS[kind]
     make = getattr(import_module(module), name)
     try:

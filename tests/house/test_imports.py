@@ -61,7 +61,7 @@ LAYERS = [
     [""],
     ["stores"],
     ["engines"],
-    ["observe.metrics", "metrics", "remote"],
+    ["observe.metrics", "metrics", "remote", "stores.peer", "stores.serving", "stores.calls", "stores.wire"],
     ["publish"],
     ["replay"],
     ["planner"],

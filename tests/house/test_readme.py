@@ -22,6 +22,8 @@ PROGRAMS = [
 NEEDS = {
     "kvpool.publish": ("msgspec", "zmq"),
     "kvpool.remote": ("zmq",),
+    "kvpool.stores": ("blake3",),
+    "kvpool.stores.peer": ("zmq",),
     "kvpool.observe.metrics": ("prometheus_client",),
 }
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import zmq
-from workers import LARGE, Make, stored, worker
+from workers import LARGE, SECRET, Make, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
 from kvpool.remote.limits import Limits, fitting
 from kvpool.remote.transport import InlineServer
 from kvpool.remote.underway import Refused, UnderWay, Waiting
+from kvpool.state.hashing import remote_password
 
 SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
 
@@ -187,3 +189,15 @@ def test_what_waits_is_bounded_over_all_clients() -> None:
         under_way.accept(Waiting(bytes([number]), 1, 0, b"", "", 4096), 1)
     with pytest.raises(Refused, match="2 requests of all clients wait"):
         under_way.accept(Waiting(b"9", 1, 0, b"", "", 4096), 1)
+
+
+def test_the_password_is_in_no_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 2)
+    with (
+        caplog.at_level(logging.DEBUG),
+        BlockServer(there.cache) as server,
+        BlockClient(server.endpoint, here.cache) as client,
+    ):
+        assert client.fetch(tokens) == 2
+    assert remote_password(SECRET) not in caplog.text

@@ -62,6 +62,20 @@ def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
         assert fetch(two, kept, tokens(41)) == 0
 
 
+def test_a_prefetch_ends_when_the_host_is_full_of_the_blocks_before() -> None:
+    """The host keeps its copies of the beginning of the prompt, which is on the device by now."""
+    one, memory, prompt = engine(), store(), tokens(41)
+    with one.cache, keeper(one, memory) as kept:
+        seed(one, kept, [prompt])
+    two = engine(S=4)
+    with two.cache, keeper(two, memory, promotion_blocks=4) as kept:
+        assert fetch(two, kept, prompt) == 4 and two.cache.prefetch(two.prompt(prompt)) == 4
+        assert kept.drain(60) and kept.stats().promoted_blocks == 0
+        handle = kept.prefetch(two.prompt(prompt), deadline=3600.0)
+        assert handle.wait(60) and handle.ended == "full" and handle.blocks == 0
+        assert kept.stats().promoted_blocks == 0, "what did not come waits for nobody"
+
+
 @pytest.mark.parametrize("save", ["evict", "reuse"])
 def test_what_was_not_evicted_or_used_again_is_not_saved(save: str) -> None:
     one = engine(P=64, S=64)

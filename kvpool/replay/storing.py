@@ -1,0 +1,100 @@
+"""A store behind the pool of a replay: what is saved, what comes back before each admission, and what it was worth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import BlockLayout
+from kvpool.hostcache.identity import ModelIdentity
+from kvpool.manager import KVCacheManager
+from kvpool.replay.summary import Stored
+from kvpool.sequences.keys import BlockKeys
+from kvpool.stores import Keeper, Store
+
+STAGING_BYTES = 64 << 20
+"""Blocks that are on their way to or from the store take about this much memory."""
+
+
+class Storing:
+    """The store of one replay. ``wait``: how many seconds it waits for saves, and for loads, before each admission.
+
+    Close it before the pool. Raises what ``Keeper`` raises. Not thread-safe.
+    """
+
+    def __init__(
+        self, store: Store, cache: KVCacheManager, layout: BlockLayout, *, written: bool, wait: float
+    ) -> None:  # fmt: skip
+        self._cache, self._wait, self._width = cache, wait, layout.tokens_per_block
+        # Blocks of a replay that writes no bytes are never taken for those of one that does.
+        identity = ModelIdentity(
+            "replay of a trace", "digests of tokens" if written else "no content", layout.dtype_name, layout,
+            "kvpool replay 1",
+        )  # fmt: skip
+        # Of these rows, half are for saves, which pass through the host tier.
+        rows = max(2, min(STAGING_BYTES // layout.block_bytes, cache.host_blocks))
+        self._keeper = Keeper(
+            cache, [store], identity=identity, deadline_ms=max(1, round(wait * 1e3)), staging_blocks=rows,
+            promotion_blocks=cache.host_blocks, queued_blocks=1 << 20,
+        )  # fmt: skip
+        self._seen: set[bytes] = set()
+        self._hit_tokens = self._earlier_tokens = 0
+        self._waited = 0.0
+
+    def bring(self, keys: BlockKeys, expect: Callable[[], Any]) -> None:
+        """Bring what the store has of a prompt, as far as the host tier has room. ``expect`` is called before bytes may
+        come."""
+        self.settle()
+        begin = perf_counter()
+        before = self._cache.match_prefix(keys).full_tokens
+        expect()
+        handle = self._keeper.prefetch(keys, self._wait)
+        if not handle.wait(self._wait):
+            handle.cancel()
+            handle.wait(self._wait)
+        self._note(keys, before // self._width, self._cache.match_prefix(keys).full_tokens // self._width)
+        self._waited += perf_counter() - begin
+
+    def computed(self, keys: BlockKeys) -> None:
+        """This run has the blocks of these tokens from now on."""
+        self._seen.update(_names(keys.keys))
+
+    def settle(self) -> None:
+        """Wait until what the pool has is saved, so that evictions that follow lose nothing."""
+        begin = perf_counter()
+        self._keeper.drain(self._wait)
+        self._waited += perf_counter() - begin
+
+    def close(self) -> None:
+        """Give up what is not saved yet, and close the store. A second call does nothing."""
+        self._keeper.close()
+
+    def summary(self) -> Stored:
+        """The figures so far, also of a closed store."""
+        stats = self._keeper.stats()
+        (queue,) = stats.stores.values()
+        lost = {code: count for (kind, code), count in queue.blocks.items() if kind == "load" and code != "ok"}
+        return Stored(
+            queue.name, stats.saved_blocks, stats.loaded_blocks, stats.found_blocks, self._hit_tokens,
+            self._earlier_tokens, _positive(Counter({reason: n for (_, reason), n in stats.dropped.items()})),
+            _positive(lost), _positive(stats.prefetches), dict(queue.seconds), self._waited, dict(queue.store),
+        )  # fmt: skip
+
+    def _note(self, keys: BlockKeys, first: int, last: int) -> None:
+        """Count the blocks of a prompt that came from the store."""
+        came = _names(keys.keys[first:last])
+        self._hit_tokens += self._width * len(came)
+        self._earlier_tokens += self._width * sum(name not in self._seen for name in came)
+
+
+def _names(keys: npt.NDArray[np.uint64]) -> list[bytes]:
+    return [key.tobytes() for key in keys]
+
+
+def _positive(counts: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count}

@@ -1,0 +1,97 @@
+"""Mutations of a store in another process: what its server and its clients take from each other, and how long they
+wait."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PEER = "tests/stores/test_peer.py"
+
+MUTATIONS = (
+    Mutation(
+        "a_late_answer_is_taken_for_the_next",
+        "stores/peer.py",
+        "        if answer.id != message.id:",
+        "        if False:",
+        "A worker takes the answer to another call: codes that say nothing about its blocks.",
+        (f"{PEER}::test_what_no_server_answers_fails_the_call_and_ends_the_connection",),
+    ),
+    Mutation(
+        "a_client_goes_on_waiting_for_a_dead_server",
+        "stores/peer.py",
+        "            if self._monitor in ready:",
+        "            if False:",
+        "A load over a connection that has ended takes all of its time, and prompts wait for it.",
+        (f"{PEER}::test_a_server_killed_in_the_middle_of_a_load_is_a_miss_and_is_used_again_once_it_is_back",),
+    ),
+    Mutation(
+        "a_client_waits_although_nobody_waits_for_it",
+        "stores/peer.py",
+        "            if stop():\n                raise _Stopped",
+        "            if stop():\n                pass",
+        "A job that is late keeps its rows and its thread until the server answers.",
+        (f"{PEER}::test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_row",),
+    ),
+    Mutation(
+        "connections_that_have_ended_are_used_again",
+        "stores/peer.py",
+        "                if connection.ended():",
+        "                if False:",
+        "After a restart of the server, the first calls fail although it is back.",
+        (f"{PEER}::test_a_server_that_was_restarted_costs_no_failed_call",),
+    ),
+    Mutation(
+        "frames_of_any_length_are_blocks",
+        "stores/wire.py",
+        "    if len(frames) != count:",
+        "    if False:",
+        "A message with missing or additional frames is read as if it were whole.",
+        (f"{PEER}::test_what_no_server_answers_fails_the_call_and_ends_the_connection",),
+    ),
+    Mutation(
+        "saves_may_take_all_threads_of_a_server",
+        "stores/serving.py",
+        "may_save = self._saves < max(1, self._store.threads - 1)",
+        "may_save = True",
+        "A disk that hangs in a save keeps every load of every worker waiting.",
+        (f"{PEER}::test_saves_that_hang_keep_no_load_of_another_client_waiting",),
+    ),
+    Mutation(
+        "a_server_reads_calls_without_bound",
+        "stores/serving.py",
+        "zmq.POLLIN if self._under_way < self._calls_most else 0",
+        "zmq.POLLIN",
+        "A server with a slow store keeps all that its clients send in memory.",
+        (f"{PEER}::test_no_more_calls_are_read_than_may_wait",),
+    ),
+    Mutation(
+        "the_password_of_a_server_is_logged",
+        "remote/endpoints.py",
+        "ThreadAuthenticator(context, log=_SILENT)",
+        "ThreadAuthenticator(context)",
+        "At level DEBUG, a log has what lets anybody in.",
+        (
+            f"{PEER}::test_the_secret_is_shown_nowhere",
+            "tests/remote/test_remote_endpoints.py::test_the_password_is_in_no_log",
+        ),
+    ),
+    Mutation(
+        "what_a_store_brings_is_not_compared",
+        "replay/verifier.py",
+        "                if states is None or found is not None:",
+        "                if states is None:",
+        "A replay says that every byte is right, and compared only the first of each token.",
+        ("tests/replay/test_replay_store.py::test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt",),
+    ),
+    Mutation(
+        "blocks_without_bytes_are_found_by_runs_that_compare_bytes",
+        "replay/storing.py",
+        '"digests of tokens" if written else "no content"',
+        '"digests of tokens"',
+        "A run without --verify makes the next one with it fail.",
+        (
+            "tests/replay/test_replay_store.py::"
+            "test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them",
+        ),
+    ),
+)

@@ -1,0 +1,200 @@
+"""A replay over a store: the second run starts warm, and every byte that comes back is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("blake3")
+
+from kvpool.__main__ import main
+from kvpool.arrays.layout import BlockLayout
+from kvpool.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, synthetic
+from kvpool.replay import engine as replay_engine
+from kvpool.replay.content import KVBytes, token_states
+from kvpool.replay.verifier import Verifier
+from kvpool.stores import MemoryStore
+from kvpool.stores.base import Store
+from kvpool.stores.serving import StoreServer
+from tests.stores.lab import Gate, Wrong
+
+LAYOUT = BlockLayout.of_block_bytes(4096, 16)
+TINY: dict[str, Any] = {"device_blocks": 400, "host_blocks": 32, "active": 4, "device": "cpu", "store_wait": 60.0}
+
+
+def run(store: Store, trace: Trace | None = None, *, verify: bool = True, **options: Any) -> Summary:
+    config = ReplayConfig(LAYOUT, **(TINY | {"store": store, "verify": verify} | options))
+    with Replay(trace or synthetic(60, seed=3), config) as replay:
+        return replay.run()
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    yield MemoryStore(1 << 28)
+
+
+def test_the_second_run_starts_warm_and_every_byte_is_right(store: MemoryStore) -> None:
+    cold, warm = run(store), run(store)
+    for summary in (cold, warm):
+        assert summary.requests == 60 and summary.failure is None
+        assert summary.verified is not None and summary.stored is not None
+        assert summary.verified.reused_tokens == summary.hits.tokens
+        assert summary.verified.loaded_blocks == summary.stored.loaded_blocks > 0
+        assert set(summary.stored.not_loaded) <= {"cancelled"}, "by prefetches for which the host has no room"
+    assert cold.stored is not None and warm.stored is not None
+    assert cold.stored.earlier_tokens == 0 and cold.stored.saved_blocks > 1000
+    assert warm.stored.earlier_tokens > 0 and warm.hits.tokens > cold.hits.tokens
+    assert warm.stored.saved_blocks < cold.stored.saved_blocks
+    assert "it started cold" in cold.text() and "it started warm" in warm.text()
+    assert warm.as_dict()["stored"]["earlier_tokens"] == warm.stored.earlier_tokens
+
+
+def test_prompts_that_share_nothing_come_from_the_store_alone(store: MemoryStore) -> None:
+    requests = [Request(i, i + 1, 1601, 4, tokens=np.arange(1601, dtype=np.int32) + 10_000 * i) for i in range(8)]
+    trace = Trace("apart", "native", requests)
+    assert run(store, trace, host_blocks=100).hits.tokens == 0
+    warm = run(store, trace, host_blocks=100)
+    assert warm.stored is not None and warm.hits.tokens == 8 * 1600
+    assert warm.stored.hit_tokens == warm.stored.earlier_tokens == 8 * 1600
+    assert warm.stored.prefetches == {"loaded": 8}
+
+
+def test_prompts_longer_than_the_host_tier_get_as_much_as_it_holds(store: MemoryStore) -> None:
+    requests = [Request(i, i + 1, 1601, 4, tokens=np.arange(1601, dtype=np.int32)) for i in range(3)]
+    run(store, Trace("one", "native", requests[:1]))
+    warm = run(store, Trace("the same three times", "native", requests), device_blocks=120, active=1)
+    assert warm.stored is not None and warm.stored.earlier_tokens == 32 * 16
+    assert warm.hits.tokens == 32 * 16 + 2 * 1600
+
+
+def test_a_namespace_gets_nothing_of_another(store: MemoryStore) -> None:
+    def trace(salt: str) -> Trace:
+        return Trace("one", "native", [Request(0, 1, 161, 4, tokens=np.arange(161, dtype=np.int32), salt=salt)])
+
+    assert run(store, trace("a")).hits.tokens == run(store, trace("b")).hits.tokens == 0
+    assert run(store, trace("a")).hits.tokens == 160
+
+
+def test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them(store: MemoryStore) -> None:
+    assert (unwritten := run(store, verify=False).stored) is not None and unwritten.saved_blocks > 0
+    assert (stored := run(store).stored) is not None and stored.earlier_tokens == 0
+
+
+def test_blocks_whose_seals_are_wrong_are_computed_again(store: MemoryStore) -> None:
+    run(store)
+    wrong = Wrong(store)
+    wrong.after["load"] = lambda answer: (answer[0], answer[1] ^ 1)
+    summary = run(wrong)
+    assert summary.failure is None and summary.stored is not None
+    assert summary.stored.loaded_blocks == 0 and summary.stored.not_loaded["damaged"] > 0
+
+
+def test_a_store_that_hangs_costs_the_wait_and_no_more(store: MemoryStore) -> None:
+    run(store, synthetic(3, seed=3))
+    wrong, gate = Wrong(store), Gate()
+    wrong.before["load"] = gate
+    with Replay(
+        synthetic(3, seed=3), ReplayConfig(LAYOUT, **(TINY | {"store": wrong, "store_wait": 0.2, "verify": True}))
+    ) as replay:
+        summary = replay.run()
+        gate.open()
+    assert summary.requests == 3 and summary.stored is not None and summary.stored.hit_tokens == 0
+    assert summary.stored.not_loaded
+
+
+def test_content_that_is_not_the_prompts_fails_the_verification(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run expects other bytes for the same tokens: what the store has is whole, and wrong."""
+    run(store)
+    monkeypatch.setattr(replay_engine, "token_states", lambda *given, **named: token_states(*given, **named) ^ 1)
+    with pytest.raises(VerificationError, match="what came from a store is no block of this prompt") as caught:
+        run(store)
+    assert caught.value.tier == "host"
+
+
+def test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt() -> None:
+    device, host = (np.zeros(4 * LAYOUT.block_bytes, np.uint8) for _ in range(2))
+    verifier, states = Verifier(LAYOUT, device, host, 4, 4), token_states(np.arange(32), 16)
+    KVBytes(LAYOUT, host, LAYOUT.host_strides(4), 4).write_blocks(np.array([0, 1]), states.reshape(2, 16))
+    verifier.expect(states)
+    verifier.loaded(np.array([4, 5]))
+    assert verifier.failure is None and verifier.loaded_blocks == 2
+    host[LAYOUT.block_bytes - 1] ^= 1
+    verifier.loaded(np.array([4]))
+    with pytest.raises(VerificationError, match="host block 4, token 15"):
+        verifier.raise_failure()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"device": "sim"}, "sim device"), ({"host_blocks": 0}, "host_blocks 0"), ({"store_wait": 0.0}, "store_wait 0.0")],
+)
+def test_a_configuration_that_cannot_have_a_store_is_refused(
+    store: MemoryStore, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReplayConfig(LAYOUT, **(TINY | {"store": store} | options))
+
+
+def test_a_store_that_cannot_be_opened_leaves_nothing_behind(store: MemoryStore) -> None:
+    wrong = Wrong(store)
+
+    def fail() -> None:
+        raise OSError(5, "I/O error")
+
+    wrong.before["open"] = fail
+    with pytest.raises(OSError, match="I/O error"):
+        run(wrong)
+    assert run(store).requests == 60
+
+
+COMMAND = ["replay", "--limit", "40", "--device-blocks", "400", "--host-blocks", "64", "--active", "4", "--verify"]
+
+
+def test_the_command_keeps_blocks_on_disk_for_its_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"disk:{tmp_path}/blocks?capacity=64MiB"
+    said = []
+    for _ in range(2):
+        assert main([*COMMAND, "--device", "cpu", "--store", text]) == 0
+        said.append(capsys.readouterr().out)
+    assert "0 of them from an earlier run: it started cold" in said[0]
+    assert "it started warm" in said[1] and "blocks of the store" in said[1]
+
+
+def test_the_command_keeps_blocks_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("5a" * 32)
+    with StoreServer(MemoryStore(1 << 28), block_bytes=4096, secret_file=secret) as server:
+        text = f"peer:{server.endpoint}?secret_file={secret}"
+        for _ in range(2):
+            assert main([*COMMAND, "--device", "cpu", "--store", text]) == 0
+    assert "it started warm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--store", "floppy:/a"], "--store: store="),
+        (["--store", "memory:"], "--store: "),
+        (["--store", "memory:?capacity=1MiB", "--device", "sim"], "no --device sim"),
+        (["--store-wait", "3"], "--store-wait is of --store"),
+        (["--store", "memory:?capacity=1MiB", "--store-wait", "0"], "not more than 0"),
+    ],
+)
+def test_wrong_usage_of_a_store_is_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*COMMAND, *more])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, "--store", f"disk:{tmp_path}/no/such/parent"]) == 2
+    assert "error: " in capsys.readouterr().err

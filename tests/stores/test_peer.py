@@ -1,0 +1,614 @@
+"""PeerStore keeps the contract; over a server of another process that is killed, hangs, lies or is not there, it is at
+worst a miss."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvpool import ForkedProcess
+from kvpool.remote import ClientKeys, ServerKeys
+from kvpool.remote.endpoints import ClientPassword, ServerPassword
+from kvpool.remote.messages import Failed, Message, encode
+from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
+from kvpool.stores.base import Space, Store
+from kvpool.stores.peer import PeerStore
+from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.serving import StoreServer
+from kvpool.stores.urls import open_store
+from kvpool.stores.wire import StoreDone, StoreFind, StoreHello, StoreLoad, StoreSave, StoreWelcome, password
+from tests.stores.contract import LastingContract
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
+
+ROOT = Path(__file__).parents[2]
+SECRET = b"known to all clients, and nobody"
+SPACE = Space(bytes(16), memory())
+
+
+@pytest.fixture
+def servers() -> Iterator[list[StoreServer]]:
+    made: list[StoreServer] = []
+    yield made
+    assert all(server.close() for server in made)
+
+
+Serve = Callable[..., StoreServer]
+
+
+@pytest.fixture
+def serve(servers: list[StoreServer]) -> Serve:
+    def start(store: Store | None = None, **options: Any) -> StoreServer:
+        given = {"block_bytes": BLOCK_BYTES} | ({} if "keys" in options else {"secret": SECRET}) | options
+        servers.append(StoreServer(MemoryStore(64 * BLOCK_BYTES) if store is None else store, **given))
+        return servers[-1]
+
+    return start
+
+
+def client(server: StoreServer | str, **options: Any) -> PeerStore:
+    return PeerStore(server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, **options})
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, f"no {what} within 20 s"
+        time.sleep(0.002)
+
+
+class TestPeerStore(LastingContract):
+    @pytest.fixture
+    def make(self, serve: Serve) -> Callable[[int], PeerStore]:
+        return lambda blocks: client(serve(MemoryStore(blocks * BLOCK_BYTES)))
+
+    @pytest.fixture
+    def again(self, servers: list[StoreServer]) -> Callable[[], PeerStore]:
+        return lambda: client(servers[-1])
+
+
+# -- several clients -----------------------------------------------------------------------------------
+
+
+def test_what_one_client_saves_another_finds_and_groups_do_not_mix(serve: Serve) -> None:
+    server, tokens = serve(), np.arange(64, dtype=np.int32)
+    with open_queue(client(server)) as one, open_queue(client(server)) as other:
+        fill(one.memory, 8)
+        for group in (0, 1):
+            keys, rows = one.secret.chain(b"", group, tokens, None, 16), np.arange(4) + 4 * group
+            assert one.save(keys, rows).wait(60, returned=True)
+        for group in (1, 0):
+            job = other.load(other.secret.chain(b"", group, tokens, None, 16), np.arange(4))
+            assert job.wait(60, returned=True) and job.ok == 4
+            assert all(np.array_equal(other.memory[i], content(4 * group + i)) for i in range(4))
+
+
+def test_many_clients_at_once_get_every_byte(serve: Serve) -> None:
+    server = serve(MemoryStore(1024 * BLOCK_BYTES), call_bytes=3 * BLOCK_BYTES, calls_waiting=2)
+
+    def work(number: int) -> None:
+        with open_queue(client(server)) as queue:
+            keys = saved(queue, 16, first=100 * number)
+            for _ in range(4):
+                job = queue.load(keys, np.arange(16, 32))
+                assert job.wait(60, returned=True) and job.ok == 16, job.error
+                assert all(np.array_equal(queue.memory[16 + i], content(100 * number + i)) for i in range(16))
+            done.append(number)
+
+    done: list[int] = []
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(done) == list(range(6))
+    assert server.stats().saved_blocks == 96 and server.stats().loaded_blocks == 4 * 96
+
+
+def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) -> None:
+    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    server = serve(store)
+    with (
+        open_queue(client(server)) as one,
+        open_queue(client(server)) as two,
+        open_queue(client(server)) as other,
+    ):
+        keys = saved(one, 4)
+        store.before["save"] = gate
+        held = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for queue in (one, two)]
+        until(lambda: server.stats().under_way == 2, "save")
+        assert gate.reached.wait(60)
+        assert other.load(keys, np.arange(4)).wait(3)
+        gate.open()
+        assert all(job.wait(60, returned=True) and job.ok == 4 for job in held)
+
+
+# -- servers that are killed, away or late -------------------------------------------------------------
+
+_OTHER_PROCESS = """
+import sys, time
+from kvpool.stores import MemoryStore
+from kvpool.stores.serving import StoreServer
+
+class Slow(MemoryStore):
+    def load(self, keys, rows, stop):
+        print("loading", flush=True)
+        time.sleep(float(sys.argv[3]))
+        return super().load(keys, rows, stop)
+
+secret = b"known to all clients, and nobody"
+with StoreServer(Slow(1 << 20), sys.argv[1], block_bytes=int(sys.argv[2]), secret=secret) as it:
+    print(it.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def other_process(endpoint: str, load_seconds: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    arguments = [sys.executable, "-c", _OTHER_PROCESS, endpoint, str(BLOCK_BYTES), str(load_seconds)]
+    with subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_a_server_killed_in_the_middle_of_a_load_is_a_miss_and_is_used_again_once_it_is_back() -> None:
+    with other_process("tcp://127.0.0.1:*", 600) as (process, endpoint):
+        queue = open_queue(client(endpoint, timeout_ms=60_000))
+        keys = saved(queue, 4)
+        queue.memory[8:12] = 7
+        job = queue.load(keys, np.arange(8, 12))
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        process.kill()
+        assert job.wait(20, returned=True), "noticed long before the call's own time is over"
+        assert job.codes.tolist() == [FAILED] * 4 and "connection has ended" in job.error
+        assert (queue.memory[8:12] == 7).all(), "rows of a load that failed"
+        job = queue.find(keys)
+        assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED] * 4
+    with other_process(endpoint, 0) as (_, where), queue:
+        assert where == endpoint, "the same port"
+        job = queue.load(keys, np.arange(8, 12))
+        assert job.wait(20, returned=True) and job.codes.tolist() == [ABSENT] * 4
+        assert np.array_equal(saved(queue, 4), keys), "the secret is the clients', so the keys are the same"
+        job = queue.load(keys, np.arange(8, 12))
+        assert job.wait(20, returned=True) and job.ok == 4
+        assert queue.stats().store["failed_calls"] == 2
+
+
+def test_a_store_opens_without_its_server_and_says_so(caplog: pytest.LogCaptureFixture, serve: Serve) -> None:
+    server = serve()
+    endpoint = server.endpoint
+    assert server.close()
+    with caplog.at_level(logging.WARNING), open_queue(client(endpoint)) as queue:
+        assert "the store is not there" in caplog.text and "nobody listens" in caplog.text
+        job = queue.find(queue.secret.opaque(names(1)))
+        assert job.wait(20) and job.codes.tolist() == [FAILED]
+        serve(endpoint=endpoint)
+        saved(queue, 4)
+
+
+def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_row(serve: Serve) -> None:
+    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    server = serve(store)
+    with open_queue(client(server, timeout_ms=60_000)) as queue:
+        keys = saved(queue, 4)
+        store.before["load"] = gate
+        queue.memory[8:12] = 7
+        job = queue.load(keys, np.arange(8, 12), deadline=queue.now() + 0.05)
+        assert job.wait(20) and job.codes.tolist() == [LATE] * 4
+        assert job.wait(5, returned=True), "the client waits no longer, although the server still hangs"
+        gate.open()
+        del store.before["load"]
+        until(lambda: server.stats().under_way == 0, "end of the call")
+        assert (queue.memory[8:12] == 7).all()
+        assert queue.load(keys, np.arange(4)).wait(20)
+
+
+def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> None:
+    stopped = threading.Event()
+
+    class Endless(MemoryStore):
+        def load(self, keys: Any, rows: Any, stop: Any) -> Any:
+            while not stop():
+                time.sleep(0.005)
+            stopped.set()
+            return np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), 16), np.uint8)
+
+    with open_queue(client(serve(Endless(1 << 20)), timeout_ms=200)) as queue:
+        job = queue.load(queue.secret.opaque(names(2)), np.arange(2))
+        assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED] * 2
+        assert "did not answer for 200 ms" in job.error and stopped.wait(20)
+
+
+def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Serve) -> None:
+    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    server = serve(store)
+    store.before["find"] = gate
+    with open_queue(client(server)) as queue:
+        job = queue.find(queue.secret.opaque(names(1)))
+        assert gate.reached.wait(20)
+        assert not server.close(0.05) and "close" not in store.calls
+        assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED]
+        gate.open()
+        assert server.close(20) and server.close(20) and store.calls.count("close") == 1
+
+
+# -- servers and clients that lie ----------------------------------------------------------------------
+
+
+def test_bytes_that_the_server_changes_are_damaged_and_forgotten(serve: Serve) -> None:
+    store = Wrong(MemoryStore(64 * BLOCK_BYTES))
+    with open_queue(client(serve(store))) as queue:
+        keys = saved(queue, 4)
+
+        def change(answer: Any) -> Any:
+            store.memory[:, 5] ^= 1
+            return answer
+
+        store.after["load"] = change
+        job = queue.load(keys, np.arange(8, 12))
+        assert job.wait(20, returned=True) and job.codes.tolist() == [DAMAGED] * 4
+        del store.after["load"]
+        job = queue.load(keys, np.arange(8, 12))
+        assert job.wait(20, returned=True) and job.codes.tolist() == [ABSENT] * 4
+
+
+class Liar:
+    """A server that answers each call with what a test likes. ``answers``: from a number of a message to frames."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        door = ServerPassword(password(SharedSecret(SECRET)))
+        self._authenticator = door.authenticator(self._context)
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        door.apply(self.socket)
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def answer(self, *frames: bytes | Message) -> list[bytes]:
+        """Wait for a message, and answer it."""
+        assert self.socket.poll(20_000)
+        who, *asked = self.socket.recv_multipart()
+        self.socket.send_multipart([who, *(encode(one) if isinstance(one, Message) else one for one in frames)])
+        return asked
+
+    def close(self) -> None:
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    made = Liar()
+    yield made
+    made.close()
+
+
+def _block(count: int) -> bytes:
+    return bytes(count * BLOCK_BYTES)
+
+
+_WRONG_ANSWERS: dict[str, Sequence[bytes | Message]] = {
+    "no header": [b""],
+    "no JSON": [b"{"],
+    "another kind": [StoreWelcome(2, 4)],
+    "another number": [StoreDone(9, 0), bytes([OK] * 2), bytes(32), _block(2)],
+    "no frames": [StoreDone(2, 0)],
+    "too many frames": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(2), b""],
+    "a code that is none": [StoreDone(2, 0), bytes([OK, 9]), bytes(32), _block(1)],
+    "codes of another length": [StoreDone(2, 0), bytes([OK] * 3), bytes(48), _block(3)],
+    "seals of another length": [StoreDone(2, 0), bytes([OK] * 2), bytes(31), _block(2)],
+    "more blocks than codes": [StoreDone(2, 0), bytes([OK, ABSENT]), bytes(32), _block(2)],
+    "fewer blocks than codes": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(1)],
+    "a frame that is too long": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), bytes((4 << 20) + 1)],
+    "an error": [Failed(2, "store", "the disk\x1b[2J is full")],
+}
+
+
+@pytest.mark.parametrize("frames", _WRONG_ANSWERS.values(), ids=_WRONG_ANSWERS)
+def test_what_no_server_answers_fails_the_call_and_ends_the_connection(
+    liar: Liar, frames: Sequence[bytes | Message]
+) -> None:
+    store = client(liar.endpoint)
+    threads = [threading.Thread(target=liar.answer, args=(StoreWelcome(1, 4),))]
+    threads[0].start()
+    store.open(SPACE)
+    SPACE.memory[:2] = 7
+    threads.append(threading.Thread(target=liar.answer, args=frames))
+    threads[1].start()
+    with pytest.raises(OSError, match=r"tcp://.*(sent|the disk.\[2J is full|connection has ended)") as caught:
+        store.load(np.zeros((2, 32), np.uint8), np.arange(2), lambda: False)
+    assert "\x1b" not in str(caught.value) and (SPACE.memory[:2] == 7).all()
+    assert store.stats() == {"connections": 0, "connected": 1, "failed_calls": 1}
+    store.close()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("most", [0, 4097, 1 << 40])
+def test_a_server_that_wants_absurd_calls_is_not_used(liar: Liar, most: int) -> None:
+    store = client(liar.endpoint)
+    thread = threading.Thread(target=liar.answer, args=(StoreWelcome(1, most),))
+    thread.start()
+    store.open(SPACE)
+    assert store.stats()["connections"] == 0
+    store.close()
+    thread.join()
+
+
+class Raw:
+    """A client that sends what a test likes."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        ClientPassword(password(SharedSecret(SECRET))).apply(self.socket)
+        self.socket.connect(endpoint)
+
+    def ask(self, *frames: bytes | Message) -> bytes:
+        self.socket.send_multipart([encode(one) if isinstance(one, Message) else one for one in frames])
+        assert self.socket.poll(20_000), "no answer within 20 s"
+        return b" ".join(self.socket.recv_multipart())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+_KEY, _SEAL, _TAG = bytes(32), bytes(16), "0" * 32
+_WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
+    "no header": [b""],
+    "no JSON": [b"nonsense"],
+    "a long header": [b" " * 20_000],
+    "an answer": [StoreDone(1, 0)],
+    "number 0": [StoreFind(0, 100), _KEY],
+    "a hello with frames": [StoreHello(1, BLOCK_BYTES), b""],
+    "no keys": [StoreFind(1, 100)],
+    "no key": [StoreFind(1, 100), b""],
+    "half a key": [StoreFind(1, 100), bytes(48)],
+    "too many keys": [StoreLoad(1, 100), 5 * _KEY],
+    "no time": [StoreFind(1, 0), _KEY],
+    "too much time": [StoreFind(1, 1 << 40), _KEY],
+    "no blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL],
+    "short blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL, bytes(BLOCK_BYTES - 1)],
+    "long blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL, bytes(BLOCK_BYTES + 1)],
+    "short seals": [StoreSave(1, 100, _TAG, 1), _KEY, bytes(15), bytes(BLOCK_BYTES)],
+    "no tag": [StoreSave(1, 100, "", 1), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+    "a tag of words": [StoreSave(1, 100, "zz" * 16, 1), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+}
+
+
+@pytest.fixture
+def picky(serve: Serve) -> StoreServer:
+    return serve(call_bytes=4 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("frames", _WRONG_CALLS.values(), ids=_WRONG_CALLS)
+def test_what_no_client_sends_is_refused_and_nobody_else_notices(
+    picky: StoreServer, frames: Sequence[bytes | Message]
+) -> None:
+    raw = Raw(picky.endpoint)
+    assert b'"malformed"' in raw.ask(*frames) and picky.stats().malformed == 1
+    assert b'"storedone"' in raw.ask(StoreFind(1, 1000), _KEY)
+    raw.close()
+    with open_queue(client(picky)) as queue:
+        saved(queue, 4)
+    assert picky.stats().saved_blocks == 4
+
+
+def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -> None:
+    raw = Raw(picky.endpoint)
+    with open_queue(client(picky)) as queue:
+        keys = saved(queue, 4)
+        raw.socket.send_multipart([encode(StoreSave(1, 100, _TAG, 1)), _KEY, _SEAL, bytes(1 << 20)])
+        assert queue.load(keys, np.arange(4)).wait(20) and not raw.socket.poll(50)
+        assert picky.stats().calls == 2
+    raw.close()
+
+
+# -- bounds --------------------------------------------------------------------------------------------
+
+
+def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
+    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    server = serve(store, calls_waiting=2)
+    store.before["find"] = gate
+    raws = [Raw(server.endpoint) for _ in range(12)]
+    for raw in raws:
+        raw.socket.send_multipart([encode(StoreFind(1, 60_000)), _KEY])
+    until(lambda: server.stats().under_way == 4, "call")
+    assert gate.reached.wait(20) and server.stats().under_way == 4
+    gate.open()
+    for raw in raws:
+        assert raw.socket.poll(20_000), "those that waited are answered later"
+        raw.close()
+
+
+def test_an_answer_to_a_client_that_has_gone_is_counted(serve: Serve) -> None:
+    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    server = serve(store)
+    store.before["find"] = gate
+    raw = Raw(server.endpoint)
+    raw.socket.send_multipart([encode(StoreFind(1, 60_000)), _KEY])
+    assert gate.reached.wait(20)
+    raw.close()
+    until(lambda: not server.connections, "end of the connection")
+    gate.open()
+    until(lambda: server.stats().dropped == 1, "answer that was dropped")
+
+
+def test_a_server_that_was_restarted_costs_no_failed_call(serve: Serve) -> None:
+    server = serve()
+    with open_queue(client(server)) as queue:
+        saved(queue, 4)
+        endpoint = server.endpoint
+        assert server.close()
+        serve(endpoint=endpoint)
+        saved(queue, 4)
+        assert queue.stats().store["failed_calls"] == 0
+
+
+def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
+    server = serve(connections=1)
+    with open_queue(client(server, connections=1)) as queue:
+        saved(queue, 1)
+        other = client(server, timeout_ms=300)
+        other.open(SPACE)
+        assert other.stats()["connections"] == 0
+        until(lambda: server.stats().connections_refused == 1, "refusal")
+        other.close()
+
+
+# -- who may use it ------------------------------------------------------------------------------------
+
+
+def test_a_client_with_another_secret_is_not_let_in(serve: Serve) -> None:
+    with pytest.raises(PermissionError, match="does not accept this client's secret"):
+        open_queue(client(serve(), secret=bytes(32)))
+
+
+def test_blocks_of_another_size_are_refused(serve: Serve) -> None:
+    server = serve(block_bytes=2 * BLOCK_BYTES)
+    with pytest.raises(
+        ValueError, match=rf"blocks of {BLOCK_BYTES} bytes: this server has blocks of {2 * BLOCK_BYTES}"
+    ):
+        open_queue(client(server))
+    assert server.stats().refused == 1
+
+
+def test_with_keys_the_server_needs_no_secret_and_strangers_are_not_let_in(serve: Serve) -> None:
+    (public, private), (own, mine), (_, _) = (zmq.curve_keypair() for _ in range(3))
+    server = serve(keys=ServerKeys(public, private, [own]))
+    with open_queue(client(server, keys=ClientKeys(own, mine, public))) as queue:
+        keys = saved(queue, 4)
+        job = queue.load(keys, np.arange(4))
+        assert job.wait(20, returned=True) and job.ok == 4
+    stranger = zmq.curve_keypair()
+    with pytest.raises(PermissionError, match="does not accept"):
+        open_queue(client(server, keys=ClientKeys(*stranger, public)))
+
+
+def test_clients_with_another_secret_behind_keys_find_nothing_of_each_other(serve: Serve) -> None:
+    (public, private), (own, mine) = zmq.curve_keypair(), zmq.curve_keypair()
+    server, keys = serve(keys=ServerKeys(public, private, [own])), ClientKeys(own, mine, public)
+    with open_queue(client(server, keys=keys)) as one, open_queue(client(server, keys=keys, secret=bytes(32))) as other:
+        saved(one, 4)
+        job = other.find(other.secret.opaque(names(4)))
+        assert job.wait(20) and job.codes.tolist() == [ABSENT] * 4
+
+
+def test_only_this_machine_without_keys() -> None:
+    for make in (
+        lambda: PeerStore("tcp://10.0.0.1:5555", secret=SECRET),
+        lambda: StoreServer(MemoryStore(1 << 20), "tcp://0.0.0.0:*", block_bytes=4096, secret=SECRET),
+    ):
+        with pytest.raises(ValueError, match="without keys="):
+            make()
+
+
+def test_the_secret_is_shown_nowhere(caplog: pytest.LogCaptureFixture, serve: Serve) -> None:
+    with caplog.at_level(logging.DEBUG):
+        store = client(serve())
+        with open_queue(store):
+            shown = caplog.text + repr(store) + repr(SharedSecret(SECRET)) + repr(vars(store))
+        assert SECRET.decode() not in shown and password(SharedSecret(SECRET)) not in shown
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(SharedSecret(SECRET))
+
+
+def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path, serve: Serve) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET.hex() + "\n")
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        PeerStore("tcp://127.0.0.1:1", secret_file=path)
+    path.chmod(0o600)
+    path.write_text("00" * 31)
+    with pytest.raises(ValueError, match="64 hex digits"):
+        PeerStore("tcp://127.0.0.1:1", secret_file=path)
+    path.write_text(SECRET.hex() + "\n")
+    server = serve()
+    store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=2000&connections=1")
+    assert isinstance(store, PeerStore) and store.threads == 1
+    with open_queue(store) as queue, open_queue(client(server)) as other:
+        assert np.array_equal(saved(queue, 1), other.secret.opaque(names(1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"secret": None}, "accepted is one of them"),
+        ({"secret": b"short"}, "secret: accepted are 32 bytes"),
+        ({"secret": "a text of 32"}, "secret: accepted are 32 bytes"),
+        ({"secret_file": "/nowhere"}, "accepted is one of them"),
+        ({"timeout_ms": 0}, "timeout_ms=0"),
+        ({"connections": 65}, "connections=65"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        PeerStore("tcp://127.0.0.1:1", **({"secret": SECRET} | options))
+    assert "short'" not in str(caught.value)
+
+
+def test_without_pyzmq_the_extra_is_named() -> None:
+    for name in ("peer", "serving"):
+        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.{name}"
+        run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr
+
+
+@pytest.mark.parametrize("text", ["peer:", "peer:tcp://127.0.0.1:1", "peer:tcp://127.0.0.1:1?timeout_ms=x"])
+def test_a_text_that_is_no_peer_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"store=|secret"):
+        open_store(text)
+
+
+def test_a_child_gets_an_error_and_does_not_hang(serve: Serve) -> None:
+    server = serve()
+    store = client(server)
+    with open_queue(store) as queue:
+        saved(queue, 1)
+        pid = os.fork()
+        if not pid:
+            refused = 0
+            for call in (store.close, server.close, server.stats, lambda: store.find(np.zeros((1, 32), np.uint8))):
+                try:
+                    call()
+                except ForkedProcess:
+                    refused += 1
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        saved(queue, 2)
+
+
+def test_threads_and_descriptors_end_with_the_store_and_the_server(serve: Serve) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        server = serve()
+        with StoreQueue(client(server), memory(), IDENTITY) as queue:
+            saved(queue, 1)
+        assert queue.close(20) and server.close(20)
+
+    once()
+    before, threads = count(), threading.active_count()
+    for _ in range(3):
+        once()
+    until(lambda: threading.active_count() <= threads and count() <= before + 1, "end of threads and descriptors")
