@@ -46,7 +46,7 @@ LAYERS = [
     ["core"],
     ["sequences", "holders", "tables.host", "tables.hand_over"],
     ["hostcache"],
-    ["stores.base", "stores.jobs", "stores.seals", "stores.queue", "stores.memory", "stores.urls"],
+    ["stores.base", "stores.jobs", "stores.seals", "stores.queue", "stores.health", "stores.memory", "stores.urls"],
     ["manager"],
     ["warming"],
     [""],

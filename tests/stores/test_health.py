@@ -1,0 +1,131 @@
+"""A store that fails is left alone, and tried again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
+from kvpool.stores.health import StoreHealth
+from kvpool.stores.jobs import FORGET, Job
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def job(*codes: int, kind: str = "load") -> Any:
+    """A job that is done, with these codes."""
+
+    made = object.__new__(Job)
+    made.kind, made.codes = kind, np.array(codes, np.uint8)
+    return made
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def health(clock: Clock) -> StoreHealth:
+    return StoreHealth(3, 5.0, probe_seconds_max=15.0, clock=clock)
+
+
+def fail(health: StoreHealth, count: int = 3, kind: str = "load") -> None:
+    for _ in range(count):
+        health.note(job(FAILED, kind=kind))
+
+
+def test_failures_in_a_row_suspend_it(health: StoreHealth) -> None:
+    fail(health, 2)
+    assert health.usable()
+    fail(health, 1)
+    assert not health.usable() and health.suspended() and health.stats().suspensions == 1
+
+
+@pytest.mark.parametrize("code", [OK, ABSENT, REFUSED])
+def test_an_answer_between_failures_counts_them_anew(health: StoreHealth, code: int) -> None:
+    fail(health, 2)
+    health.note(job(code, FAILED))
+    fail(health, 2)
+    assert health.usable()
+
+
+@pytest.mark.parametrize("code", [FAILED, LATE, DAMAGED])
+def test_what_counts_as_a_failure(health: StoreHealth, code: int) -> None:
+    for _ in range(3):
+        health.note(job(code, code))
+    assert not health.usable() and health.stats().failed_jobs == 3
+
+
+def test_a_cancelled_job_says_nothing(health: StoreHealth) -> None:
+    fail(health, 2)
+    health.note(job(CANCELLED))
+    assert health.usable()
+    health.note(job(CANCELLED, FAILED))
+    assert not health.usable()
+    health.note(job())
+    assert not health.usable()
+
+
+def test_one_job_probes_it_after_a_while(health: StoreHealth, clock: Clock) -> None:
+    fail(health)
+    clock.now += 4.9
+    assert not health.usable()
+    clock.now += 0.1
+    assert health.usable() and not health.usable()
+    health.note(job(OK))
+    assert health.usable() and health.usable() and not health.suspended()
+    assert health.stats().probes == 1
+
+
+def test_a_probe_that_fails_doubles_the_wait_up_to_a_bound(health: StoreHealth, clock: Clock) -> None:
+    fail(health)
+    for wait in (5, 10, 15, 15):
+        clock.now += wait - 0.5
+        assert not health.usable()
+        clock.now += 0.5
+        assert health.usable()
+        health.note(job(LATE))
+    health.note(job(OK))
+    fail(health)
+    clock.now += 5
+    assert health.usable()
+
+
+def test_late_failures_of_older_jobs_do_not_lengthen_the_wait(health: StoreHealth, clock: Clock) -> None:
+    fail(health, 10)
+    clock.now += 5
+    assert health.usable()
+
+
+def test_a_probe_that_was_never_begun_is_replaced(health: StoreHealth, clock: Clock) -> None:
+    fail(health)
+    clock.now += 5
+    assert health.usable()
+    clock.now += 5
+    assert health.usable()
+
+
+def test_writes_that_fail_suspend_no_reads(health: StoreHealth) -> None:
+    fail(health, kind="save")
+    assert health.usable() and not health.usable(writes=True)
+    assert health.stats().writes_suspended and not health.stats().reads_suspended
+    health.note(job(OK, kind="find"))
+    assert not health.usable(writes=True)
+    health.note(job(OK, kind=FORGET))
+    assert health.usable(writes=True)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "5", None, True])
+def test_bad_times_are_named(bad: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="probe_seconds="):
+        StoreHealth(3, bad)
+    with pytest.raises((TypeError, ValueError), match="failures="):
+        StoreHealth(0)
