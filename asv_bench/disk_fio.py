@@ -1,0 +1,128 @@
+"""A DiskStore beside fio on the same file system: random reads and writes of whole blocks, in alternating runs.
+
+``python -m asv_bench.disk_fio --folder FOLDER`` needs fio and some GiB. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvpool import ModelIdentity
+from kvpool.stores import StoreQueue
+from kvpool.stores.disk import DiskStore
+
+IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
+FIO = ("READ", "WRITE", "WRITE+SYNC")
+
+
+def memory(blocks: int, block_bytes: int) -> np.ndarray:
+    """Random bytes in page-aligned rows."""
+    raw = np.frombuffer(bytearray(os.urandom(1 << 20)) * (blocks * block_bytes // (1 << 20) + 1), np.uint8)
+    start = -raw.ctypes.data % 4096
+    return raw[start : start + blocks * block_bytes].reshape(blocks, block_bytes)
+
+
+class Subject:
+    """A full store, and jobs of some blocks each, of which several are under way."""
+
+    def __init__(self, folder: str, block_bytes: int, nbytes: int, threads: int, job_blocks: int, jobs: int) -> None:
+        self.block_bytes, self.job_blocks, self.jobs = block_bytes, job_blocks, jobs
+        self.blocks = nbytes // block_bytes
+        self.store = DiskStore(folder, nbytes, threads=threads)
+        self.queue = StoreQueue(self.store, memory(jobs * job_blocks, block_bytes), IDENTITY, report=False)
+        self.random, self.count = np.random.default_rng(1), 0
+        self.run("save", self.blocks // job_blocks)
+
+    def keys(self, kind: str) -> np.ndarray:
+        """New keys to save, or some of those that were saved last, in random order."""
+        if kind == "load":
+            numbers = self.count - 1 - self.random.choice(self.blocks * 15 // 16, self.job_blocks, replace=False)
+        else:
+            numbers = np.arange(self.count, self.count + self.job_blocks)
+            self.count += self.job_blocks
+        return self.queue.secret.opaque(b"%d" % number for number in numbers)
+
+    def run(self, kind: str, jobs: int | None = None, seconds: float = float("inf")) -> float:
+        """Bytes per second of this many jobs, or of as many as fit into this time."""
+        running: deque[tuple[object, int]] = deque()
+        free, done, began = deque(range(self.jobs)), 0, time.perf_counter()
+        begin = self.queue.load if kind == "load" else self.queue.save
+        while running or (jobs is None or jobs) and time.perf_counter() - began < seconds:
+            while free and (jobs is None or jobs) and time.perf_counter() - began < seconds:
+                place = free.popleft()
+                rows = np.arange(place * self.job_blocks, (place + 1) * self.job_blocks)
+                running.append((begin(self.keys(kind), rows), place))
+                jobs = None if jobs is None else jobs - 1
+            job, place = running.popleft()
+            assert job.wait(60, returned=True) and job.ok == self.job_blocks, (job, job.error)
+            free.append(place)
+            done += self.job_blocks
+        return done * self.block_bytes / (time.perf_counter() - began)
+
+
+def fio(folder: str, rw: str, block_bytes: int, nbytes: int, seconds: float, sync: int) -> float:
+    """Bytes per second of fio."""
+    command = [
+        *("fio", "--name=x", f"--filename={folder}/fio", f"--size={nbytes}", "--ioengine=psync", "--direct=1"),
+        *("--numjobs=4", f"--rw={rw}", f"--bs={block_bytes}", f"--runtime={seconds}", "--time_based"),
+        *("--group_reporting", "--output-format=json", *([f"--fdatasync={sync}"] if sync else [])),
+    ]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(found["jobs"][0]["read" if rw == "randread" else "write"]["bw_bytes"])
+
+
+def measure(arguments: argparse.Namespace, block_bytes: int, folder: str) -> Iterator[tuple[str, float, float, float]]:
+    """Medians: what, bytes per second of fio, of the store, and the ratio of both, of alternating runs."""
+    nbytes, seconds = arguments.gib << 30, arguments.seconds
+    job_blocks = max(1, arguments.job_mib * (1 << 20) // block_bytes)
+    subject = Subject(f"{folder}/store", block_bytes, nbytes, arguments.threads, job_blocks, arguments.jobs)
+    fio(folder, "randwrite", block_bytes, nbytes, 1, 0)
+    kinds = [("read", "load", "randread", 0), ("write", "save", "randwrite", 0)]
+    # Four jobs of fio, each of which syncs after this many blocks.
+    kinds.append(("write, fio syncs", "save", "randwrite", max(1, (16 << 20) // block_bytes)))
+    for what, kind, rw, sync in kinds:
+        pairs = []
+        for _ in range(arguments.runs):
+            theirs = fio(folder, rw, block_bytes, nbytes, seconds, sync)
+            pairs.append((theirs, subject.run(kind, seconds=seconds)))
+        medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
+        yield what, *medians, statistics.median(ours / theirs for theirs, ours in pairs)
+    subject.queue.close(60)
+    shutil.rmtree(f"{folder}/store")
+    Path(f"{folder}/fio").unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the files are made (%(default)s)")
+    parser.add_argument("--gib", type=int, default=2, help="GiB of blocks (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=3, help="of one run (%(default)s)")
+    parser.add_argument("--runs", type=int, default=7, help="of each, alternating (%(default)s)")
+    parser.add_argument("--threads", type=int, default=8, help="of the store (%(default)s)")
+    parser.add_argument("--job-mib", type=int, default=32, help="MiB of one job (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=4, help="jobs under way (%(default)s)")
+    arguments = parser.parse_args()
+    for block_bytes in (256 << 10, 1 << 20):
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            for what, theirs, ours, ratio in measure(arguments, block_bytes, folder):
+                print(
+                    f"{block_bytes >> 10} KiB, {what}: fio {theirs / 1e9:.2f} GB/s, DiskStore {ours / 1e9:.2f} GB/s,"
+                    f" median of the ratios {ratio:.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Database: keeps the pages of a table, in SQLite. It is put aside if it is damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from kvpool.stores.disk.folder import Folder, check_private
+from kvpool.stores.disk.system import System
+from kvpool.stores.disk.table import PAGE_BYTES, Page
+
+NAME = "rows.sqlite"
+VERSION = 1
+_LOGS = (f"{NAME}-wal", f"{NAME}-shm", f"{NAME}-journal")
+_NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "locked", "out of memory")
+
+
+class Header(NamedTuple):
+    """What a store was made with. ``secret``: a digest, by which a new secret is noticed."""
+
+    version: int
+    block_bytes: int
+    slots: int
+    secret: bytes
+
+
+class Database:
+    """The SQLite database of a store. One thread at a time.
+
+    ``header``: what it has, or None if it is new. ``damaged``: whether an old one was put aside. Raises OSError.
+    """
+
+    def __init__(self, folder: Folder, system: System) -> None:
+        self._folder, self._system, self.damaged = folder, system, False
+        self._path = folder.join(NAME)
+        try:
+            self._open()
+        except sqlite3.DatabaseError as error:
+            if _is_no_damage(error):
+                raise self._error(error) from error
+            self._put_aside()
+
+    def _open(self) -> None:
+        # SQLite gives its log and shared memory the mode of the database.
+        os.close(self._folder.open(NAME))
+        for name in _LOGS:
+            _check_file(self._folder.join(name))
+        self._connection = self._system.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
+        try:
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "trusted_schema = OFF", "cell_size_check = ON"):
+                self._connection.execute(f"PRAGMA {setting}")
+            if self._connection.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
+                raise sqlite3.DatabaseError("quick_check has found damage")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB)"
+            )
+            self._connection.execute("CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, content BLOB)")
+            self.header = self._header()
+            self._pages = [Page(*row) for row in self._connection.execute("SELECT number, content FROM pages")]
+            self._folder.sync()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _header(self) -> Header | None:
+        """Raises DatabaseError for a header that nobody can have written."""
+        rows = self._connection.execute("SELECT version, block_bytes, slots, secret FROM store").fetchall()
+        if not rows and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
+            return None
+        if len(rows) != 1 or [*map(type, rows[0])] != [int, int, int, bytes] or min(rows[0][:3]) < 1:
+            raise sqlite3.DatabaseError("the header is damaged")
+        return Header(*rows[0])
+
+    def _put_aside(self) -> None:
+        """Begin anew. The damaged file stays under another name."""
+        self._folder.put_aside(NAME)
+        for name in _LOGS:
+            self._folder.remove(name)
+        self.damaged = True
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def pages(self) -> list[Page]:
+        """All pages that it had when it was opened, in any order, and of any content. They are given once."""
+        found, self._pages = self._pages, []
+        return found
+
+    def begin(self, header: Header, dropped: Iterable[int]) -> None:
+        """Write the header, and drop pages, durably. Raises OSError."""
+        commands: list[tuple[str, Any]] = [("DELETE FROM store", [()])]
+        commands.append(("INSERT INTO store VALUES (?, ?, ?, ?)", [tuple(header)]))
+        commands.append(("DELETE FROM pages WHERE number = ?", [(number,) for number in dropped]))
+        self._transaction(commands)
+        self.header = header
+
+    def write(self, pages: Iterable[Page]) -> None:
+        """Keep these pages durably: all of them, or none if it raises OSError."""
+        self._transaction([("INSERT OR REPLACE INTO pages VALUES (?, ?)", [tuple(page) for page in pages])])
+
+    def _transaction(self, commands: list[tuple[str, Any]]) -> None:
+        connection = self._connection
+        try:
+            if connection.in_transaction:  # A rollback has failed before.
+                connection.execute("ROLLBACK")
+            connection.execute("BEGIN IMMEDIATE")
+            for command, rows in commands:
+                connection.executemany(command, rows)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            try:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+            except sqlite3.Error:
+                pass  # The next transaction tries again.
+            raise self._error(error) from error
+
+    def close(self) -> None:
+        """End. Raises OSError."""
+        try:
+            self._connection.close()
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def _error(self, error: sqlite3.Error) -> OSError:
+        number = errno.ENOSPC if "disk is full" in str(error) else errno.EIO
+        return OSError(number, f"SQLite: {error}", self._path)
+
+
+def valid(page: Page) -> bool:
+    """Whether a page has the form of one."""
+    return isinstance(page.content, bytes) and len(page.content) == PAGE_BYTES and page.number >= 0
+
+
+def _is_no_damage(error: sqlite3.Error) -> bool:
+    return any(text in str(error).lower() for text in _NOT_DAMAGE)
+
+
+def _check_file(path: str) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    check_private(path, found)

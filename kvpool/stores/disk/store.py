@@ -1,0 +1,296 @@
+"""DiskStore: keeps blocks in a folder, so that they outlive the process."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.errors import PoolClosed
+from kvpool.process import Process
+from kvpool.stores.base import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.disk import index
+from kvpool.stores.disk.commits import GroupCommit
+from kvpool.stores.disk.database import VERSION, Database, Header, valid
+from kvpool.stores.disk.folder import Folder
+from kvpool.stores.disk.index import Index
+from kvpool.stores.disk.slab import Slab, stride_of
+from kvpool.stores.disk.system import System
+from kvpool.stores.disk.table import PER_PAGE, Table
+
+DEFAULT_CAPACITY = 64 << 30
+CAPACITY_MAX = 1 << 50
+
+
+class DiskStore:
+    """A ``Store`` in a folder of a local file system.
+
+    Parameters
+    ----------
+    path
+        The folder. It is made if it is not there; its parent must be there. It gets the mode 0700, its files 0600.
+    capacity
+        Bytes of blocks. The file for them is allocated when the store is opened. None: what the folder has already,
+        and for a new one half of what is free in the file system, up to 64 GiB.
+    threads
+        How many calls run at a time.
+    system
+        The calls of the operating system, for tests.
+
+    A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
+    fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
+    being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
+    its seal finds that.
+
+    Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
+    PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
+    other OSErrors. A damaged file is replaced and counted. All calls raise ForkedProcess in a child of ``os.fork()``,
+    and PoolClosed after ``close``.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
+        system: System | None = None,
+    ) -> None:  # fmt: skip
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
+        self._path = os.fspath(path)
+        self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, CAPACITY_MAX)
+        threads = int(threads) if isinstance(threads, str) and threads.isdecimal() else threads
+        self.threads = integer_argument("threads", threads, 1, 256)
+        self._system, self._process = system or System(), Process()
+        self._lock, self._opened = threading.Condition(), False
+        self._counts = dict.fromkeys(
+            ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "damaged_files", "commits"), 0
+        )
+        self._slots = 0
+
+    def __repr__(self) -> str:
+        return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
+
+    # -- begin -----------------------------------------------------------------------------------------
+
+    def open(self, space: Space) -> bytes:
+        self._process.check(self)
+        if self._opened:
+            raise BlockingIOError(errno.EAGAIN, "this store is open already", self._path)
+        undo: list[Callable[[], None]] = []
+        try:
+            folder = _named(self._path, lambda: Folder(self._path))
+            undo.append(folder.close)
+            secret = folder.secret()
+            database = Database(folder, self._system)
+            undo.append(database.close)
+            self._counts["damaged_files"] += database.damaged
+            self._slots = self._size(folder, database.header, space.block_bytes)
+            slab = Slab(folder, self._slots, space.memory, self._system)
+            undo.append(slab.close)
+            check = hashlib.blake2b(b"kvpool disk store", key=secret, digest_size=16).digest()
+            # Bytes without rows are lost: nobody knows whose they are.
+            self._counts["damaged_files"] += database.header is None and not database.damaged and slab.had > 0
+            header = Header(VERSION, space.block_bytes, self._slots, check)
+            self._read(database, header, slab.had, space.fingerprint)
+            folder.sync()
+        except BaseException:
+            for close in reversed(undo):
+                close()
+            raise
+        self._folder, self._database, self._slab = folder, database, slab
+        self._commits, self._opened = GroupCommit(self._commit), True
+        return secret
+
+    def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
+        """How many slots there are. Raises ValueError."""
+        if header is not None and header.version != VERSION:
+            raise ValueError(f"{self._path} has a store of version {header.version}: accepted is {VERSION}")
+        if header is not None and header.block_bytes != block_bytes:
+            sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
+            raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
+        stride = stride_of(block_bytes)
+        if self._capacity is None and header is not None:
+            return header.slots
+        free = os.statvfs(folder.path)
+        wanted = self._capacity or min(DEFAULT_CAPACITY, free.f_bavail * free.f_frsize // 2)
+        if wanted < stride:
+            raise ValueError(f"capacity={wanted}: accepted is at least one block, which takes {stride} bytes here")
+        return wanted // stride
+
+    def _read(self, database: Database, header: Header, had: int, model: bytes) -> None:
+        """Read what the database has. What cannot be there is dropped and counted."""
+        table, wrong, dropped = Table(self._slots), [], 0
+        same_secret = database.header is not None and database.header.secret == header.secret
+        for page in database.pages():
+            if valid(page) and same_secret and page.number * PER_PAGE < self._slots:
+                table.put(page)
+            else:
+                wrong.append(page.number)
+                dropped += PER_PAGE
+        dropped += table.check(min(had, self._slots))
+        database.begin(header, wrong)
+        self._table, self._index = table, Index(table, model)
+        self._counts["dropped_rows"] += dropped + self._index.duplicates
+        self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def find(self, keys: Bytes) -> Bytes:
+        self._check()
+        with self._lock:
+            return np.array([OK if self._index.has(key.tobytes()) else ABSENT for key in keys], np.uint8)
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        self._check()
+        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        with self._lock:
+            slots = self._index.pin([key.tobytes() for key in keys])
+            places = [place for place, slot in enumerate(slots) if slot >= 0]
+            seals[places] = self._table.entries["seal"][[slots[place] for place in places]]
+        try:
+            codes[[place for place, slot in enumerate(slots) if slot < 0]] = ABSENT
+            self._transfer(self._slab.read, places, [slots[place] for place in places], rows, codes, stop)
+        finally:
+            with self._lock:
+                self._index.unpin(slots)
+        return codes, seals
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        self._check()
+        codes = np.full(len(keys), CANCELLED, np.uint8)
+        names = [key.tobytes() for key in keys]
+        left = list(range(len(keys)))
+        while left and not stop():
+            left = self._save(left, names, rows, seals, tag, limit, stop, codes)
+        return codes
+
+    def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
+              stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
+        """Save what no other call is writing. Wait for what another writes, and return its places."""
+        with self._lock:
+            answers = self._index.reserve([names[place] for place in places], tag, limit)
+        own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
+        for place, answer in zip(places, answers, strict=True):
+            codes[place] = {index.HERE: OK, index.REFUSED: REFUSED}.get(answer, CANCELLED)
+        try:
+            self._transfer(self._slab.write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
+            self._finish(own, names, seals, codes)
+        except BaseException:
+            with self._lock:
+                self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
+                self._lock.notify_all()
+            raise
+        pending = [place for place, answer in zip(places, answers, strict=True) if answer == index.PENDING]
+        with self._lock:
+            self._lock.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
+        return pending
+
+    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes) -> None:
+        """Make durable what was written, and give up what was not. The keys are still pending."""
+        written = [place for place, _ in own if codes[place] == OK]
+        with self._lock:
+            self._index.abort([names[place] for place, _ in own if codes[place] != OK])
+            self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
+            self._lock.notify_all()
+        if not written:
+            return
+        self._commits.wait()
+        with self._lock:
+            self._index.complete([names[place] for place in written])
+            self._lock.notify_all()
+
+    def forget(self, keys: Bytes) -> int:
+        self._check()
+        with self._lock:
+            count = self._index.forget([key.tobytes() for key in keys])
+        if count:
+            self._commits.wait()
+        return count
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            found = self._index if self._opened else ()
+            evicted = self._index.evicted if self._opened else 0
+            return {"capacity": self._slots, "blocks": len(found), "evicted": evicted, **self._counts}
+
+    def close(self) -> None:
+        """End. The order of last use is written too, if that is possible. Closing twice is fine."""
+        self._process.check(self)
+        with self._lock:
+            opened, self._opened = self._opened, False
+        if not opened:
+            return
+        for end in (lambda: self._write(everything=True), self._database.close):
+            try:
+                end()
+            except OSError:  # What was promised is durable already.
+                self._count_error()
+        self._slab.close()
+        self._folder.close()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self._process.check(self)
+        if not self._opened:
+            raise PoolClosed("the store is closed")
+
+    def _transfer(self, call: Callable[[list[int], list[int]], None], places: list[int], slots: list[int], rows: Rows,
+                  codes: Bytes, stop: Stop) -> None:  # fmt: skip
+        """Read or write slots, and set the codes of their places. Raises the last error if there was nothing else."""
+        failed: OSError | None = None
+        for run in self._slab.runs(slots):
+            if stop():
+                break
+            where = places[run]
+            try:
+                call(slots[run], rows[where].tolist())
+                codes[where] = OK
+            except OSError as error:
+                failed = error
+                codes[where] = FAILED
+                self._count_error()
+        if failed is not None and not (codes[places] == OK).any():
+            raise failed
+
+    def _commit(self) -> None:
+        try:
+            self._write()
+        except OSError:
+            self._count_error()
+            raise
+
+    def _write(self, everything: bool = False) -> None:
+        """Make all content durable, and then the entries. One thread at a time."""
+        with self._lock:
+            pages = self._table.take(everything)
+        if not pages:
+            return
+        try:
+            self._slab.sync()
+            self._database.write(pages)
+        except BaseException:
+            with self._lock:
+                self._table.give_back(pages)
+            raise
+        self._counts["commits"] += 1
+
+    def _count_error(self) -> None:
+        with self._lock:
+            self._counts["io_errors"] += 1
+
+
+def _named(path: str, call: Callable[[], Any]) -> Any:
+    """Say what a read-only file system means here."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        raise OSError(errno.EROFS, "a DiskStore needs a file system that it can write to", path) from None

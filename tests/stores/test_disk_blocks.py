@@ -1,0 +1,329 @@
+"""Which blocks a DiskStore keeps, what it evicts, and how calls share commits."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
+from kvpool.stores.disk import DiskStore
+from tests.stores.disk_lab import Faulty, crash
+from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, fill, names, open_queue, saved
+
+
+@pytest.fixture
+def faulty() -> Faulty:
+    return Faulty()
+
+
+def store_of(tmp_path: Path, blocks: int, faulty: Faulty | None = None, name: str = "store") -> DiskStore:
+    return DiskStore(tmp_path / name, blocks * BLOCK_BYTES, system=faulty.system if faulty else None)
+
+
+def here(queue: StoreQueue, count: int, first: int = 0) -> list[int]:
+    """The numbers of the blocks that are found."""
+    job = queue.find(queue.secret.opaque(names(count, first)))
+    assert job.wait(60)
+    return [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
+
+
+def load(queue: StoreQueue, *numbers: int) -> None:
+    keys = queue.secret.opaque([b"block %d" % number for number in numbers])
+    job = queue.load(keys, np.arange(40, 40 + len(numbers)))
+    assert job.wait(60, returned=True) and job.ok == len(numbers), (job.codes, job.error)
+    for place, number in enumerate(numbers):
+        assert np.array_equal(queue.memory[40 + place], content(number))
+
+
+# -- eviction ----------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_goes_first_and_of_one_call_the_last(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 4)
+        saved(queue, 4, first=4)
+        load(queue, 0, 1)
+        saved(queue, 4, first=8)
+        assert here(queue, 12) == [0, 1, 4, 5, 8, 9, 10, 11]
+        assert queue.stats().store["evicted"] == 4
+
+
+def test_saving_what_is_there_counts_as_a_use(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 4)
+        saved(queue, 4, first=4)
+        saved(queue, 4)
+        saved(queue, 4, first=8)
+        assert here(queue, 12) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_a_restart_keeps_the_order_of_last_use(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 4)
+        saved(queue, 4, first=4)
+        load(queue, 1, 0)
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 6, first=8)
+        assert here(queue, 14) == [0, 1, 8, 9, 10, 11, 12, 13]
+
+
+def test_a_crash_keeps_the_order_of_saves(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        for first in (4, 0):
+            saved(queue, 4, first=first)
+        crash(tmp_path / "store", tmp_path / "later")
+    with open_queue(store_of(tmp_path, 8, name="later")) as queue:
+        saved(queue, 4, first=8)
+        assert here(queue, 12) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_the_uses_of_a_long_run_are_written_with_later_commits(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 9)) as queue:
+        saved(queue, 4)
+        saved(queue, 4, first=4)
+        load(queue, 0, 1, 2, 3)
+        saved(queue, 1, first=8)
+        crash(tmp_path / "store", tmp_path / "later")
+    with open_queue(store_of(tmp_path, 9, name="later")) as queue:
+        saved(queue, 4, first=20)
+        assert here(queue, 9) == [0, 1, 2, 3, 8]
+
+
+def test_blocks_of_another_model_are_counted_and_go_first(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8), OTHER) as queue:
+        saved(queue, 4)
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        stats = queue.stats().store
+        assert stats["other_model_blocks"] == stats["opened_blocks"] == stats["blocks"] == 4
+        saved(queue, 4, first=4)
+        saved(queue, 2, first=8)
+        assert here(queue, 10) == [4, 5, 6, 7, 8, 9]
+    with open_queue(store_of(tmp_path, 8), OTHER) as queue:
+        assert len(here(queue, 4)) == 2, "they are found again by their own model"
+
+
+def test_a_call_larger_than_the_store_keeps_its_beginning(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 8, first=100)
+        fill(queue.memory, 20)
+        job = queue.save(queue.secret.opaque(names(20)), np.arange(20))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [OK] * 8 + [REFUSED] * 12
+        assert here(queue, 20) == list(range(8))
+
+
+def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 4, faulty)) as queue:
+        keys, gate = saved(queue, 4), Gate()
+        faulty.before["preadv"] = gate
+        reading = queue.load(keys[:2], np.arange(50, 52))
+        assert gate.reached.wait(60)
+        assert queue.forget(keys[:1]).wait(60)
+        fill(queue.memory, 4, first=10)
+        job = queue.save(queue.secret.opaque(names(4, 10)), np.arange(4))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
+        gate.open()
+        assert reading.wait(60, returned=True) and reading.ok == 2
+        assert np.array_equal(queue.memory[50], content(0)) and np.array_equal(queue.memory[51], content(1))
+        saved(queue, 4, first=20)
+        assert here(queue, 4, first=20) == [20, 21, 22, 23], "no slot is lost"
+
+
+# -- limits of namespaces ------------------------------------------------------------------------------
+
+
+def save_as(queue: StoreQueue, name: bytes, limit: int, count: int, first: int) -> list[int]:
+    fill(queue.memory, count, first)
+    tag = queue.secret.tag(name)
+    job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), tag=tag, limit=limit)
+    assert job.wait(60, returned=True)
+    return job.codes.tolist()
+
+
+def test_a_namespace_at_its_limit_evicts_its_own_oldest(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 32)) as queue:
+        saved(queue, 4, first=100)
+        assert save_as(queue, b"a", 4, 2, 0) + save_as(queue, b"a", 4, 2, 2) == [OK] * 4
+        load(queue, 0)
+        assert save_as(queue, b"b", 4, 4, 50) == [OK] * 4
+        assert save_as(queue, b"a", 4, 2, 4) == [OK] * 2
+        assert here(queue, 8) == [0, 2, 4, 5]
+        assert len(here(queue, 4, 50)) == len(here(queue, 4, 100)) == 4
+
+
+def test_a_limit_counts_what_was_saved_before_it_and_before_a_restart(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 32)) as queue:
+        save_as(queue, b"a", 1 << 40, 6, 0)
+    with open_queue(store_of(tmp_path, 32)) as queue:
+        assert save_as(queue, b"a", 3, 1, 6) == [OK]
+        assert here(queue, 7) == [0, 1, 6]
+        assert save_as(queue, b"a", 1 << 40, 4, 10) == [OK] * 4
+        assert save_as(queue, b"a", 3, 1, 20) == [OK]
+        assert len(here(queue, 30)) == 3
+
+
+def test_a_call_beyond_its_limit_keeps_its_beginning(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 32)) as queue:
+        assert save_as(queue, b"a", 3, 5, 0) == [OK] * 3 + [REFUSED] * 2
+        assert save_as(queue, b"b", 0, 2, 10) == [REFUSED] * 2
+        assert here(queue, 12) == [0, 1, 2]
+
+
+def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 32, faulty)) as queue:
+        assert save_as(queue, b"a", 4, 4, 0) == [OK] * 4
+        assert queue.forget(queue.secret.opaque(names(2))).wait(60)
+
+        def fail() -> None:
+            raise OSError(5, "I/O error")
+
+        faulty.before["pwritev"] = fail
+        save_as(queue, b"a", 4, 2, 10)
+        del faulty.before["pwritev"]
+        assert save_as(queue, b"a", 4, 2, 20) == [OK] * 2
+        assert here(queue, 30) == [2, 3, 20, 21]
+        assert queue.stats().store["evicted"] == 0
+
+
+# -- calls that share a commit ---------------------------------------------------------------------------
+
+
+def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
+        gate = Gate()
+        faulty.before["fdatasync"] = gate
+        fill(queue.memory, 8)
+        keys = queue.secret.opaque(names(8))
+        first = queue.save(keys[:1], np.arange(1))
+        assert gate.reached.wait(60)
+        written = threading.Semaphore(0)
+        faulty.before["pwritev"] = written.release
+        others = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(1, 8)]
+        for _ in others:
+            assert written.acquire(timeout=60)
+        assert not any(job.done for job in [first, *others]), "nothing is durable yet"
+        assert here(queue, 8) == []
+        gate.open()
+        assert all(job.wait(60) and job.ok == 1 for job in [first, *others])
+        # A thread that has written but not begun to wait when the second commit begins takes part in a third.
+        assert 2 <= queue.stats().store["commits"] <= 3 and faulty.count["fdatasync"] == faulty.count["COMMIT"] - 1
+
+
+def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
+        before = saved(queue, 2, first=50)
+        gate = Gate()
+
+        def fail() -> None:
+            gate()
+            raise OSError(28, "No space left on device")
+
+        faulty.before["fdatasync"] = fail
+        fill(queue.memory, 8)
+        keys = queue.secret.opaque(names(8))
+        jobs = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(8)]
+        assert gate.reached.wait(60)
+        gate.open()
+        assert all(job.wait(60, returned=True) and not job.ok and "No space" in job.error for job in jobs)
+        del faulty.before["fdatasync"]
+        saved(queue, 8)
+        assert here(queue, 8) == list(range(8)) and queue.find(before).wait(60)
+        assert here(queue, 2, 50) == [50, 51]
+
+
+def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 8, faulty)) as queue:
+        gate = Gate()
+        faulty.before["fdatasync"] = gate
+        fill(queue.memory, 1)
+        keys = queue.secret.opaque(names(1))
+        jobs = [queue.save(keys, np.arange(1)) for _ in range(3)]
+        assert gate.reached.wait(60)
+        assert not any(job.done for job in jobs) and queue.load(keys, np.arange(9, 10)).wait(60)
+        gate.open()
+        assert all(job.wait(60) and job.ok == 1 for job in jobs)
+        assert faulty.count["pwritev"] == 1
+
+
+def test_a_key_twice_in_one_call_is_saved_once(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        fill(queue.memory, 1)
+        key = queue.secret.opaque(names(1))
+        job = queue.save(np.concatenate([key, key]), np.array([0, 0]))
+        assert job.wait(60, returned=True) and job.ok == 2 and queue.stats().store["blocks"] == 1
+        job = queue.load(np.concatenate([key, key]), np.array([3, 4]))
+        assert job.wait(60, returned=True) and job.ok == 2
+
+
+def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 8, faulty)) as queue:
+        gate = Gate()
+
+        def fail_once() -> None:
+            gate()
+            if faulty.count["pwritev"] == 1:
+                raise OSError(5, "I/O error")
+
+        faulty.before["pwritev"] = fail_once
+        fill(queue.memory, 1)
+        keys = queue.secret.opaque(names(1))
+        jobs = [queue.save(keys, np.arange(1)) for _ in range(2)]
+        assert gate.reached.wait(60)
+        gate.open()
+        assert all(job.wait(60, returned=True) for job in jobs)
+        assert sorted(job.ok for job in jobs) == [0, 1] and here(queue, 1) == [0]
+
+
+def test_a_call_that_nobody_waits_for_stops_between_blocks(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+        saved(queue, 8)
+        gate, keys = Gate(), queue.secret.opaque([b"block %d" % number for number in (0, 2, 4, 6)])
+        faulty.before["preadv"] = gate
+        job = queue.load(keys, np.arange(20, 24))
+        assert gate.reached.wait(60)
+        job.cancel()
+        gate.open()
+        assert job.wait(60, returned=True) and job.codes.tolist() == [CANCELLED] * 4
+        assert faulty.count["preadv"] == 1
+
+
+# -- capacity --------------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_read_and_written_by_one_call(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+        saved(queue, 8)
+        load(queue, *range(8))
+        assert faulty.count["pwritev"] == faulty.count["preadv"] == 1
+        load(queue, 7, 6, 5)
+        assert faulty.count["preadv"] == 4
+
+
+def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 64)) as queue:
+        saved(queue, 60)
+    with open_queue(store_of(tmp_path, 50)) as queue:
+        stats = queue.stats().store
+        assert stats["capacity"] == stats["opened_blocks"] == 50 and stats["dropped_rows"] == 10
+        assert len(here(queue, 60)) == 50
+        assert (tmp_path / "store" / "slab").stat().st_size == 50 * BLOCK_BYTES
+    with open_queue(store_of(tmp_path, 200)) as queue:
+        assert len(here(queue, 60)) == 50
+        saved(queue, 60, first=1000)
+        assert queue.stats().store["blocks"] == 110
+    with open_queue(DiskStore(tmp_path / "store")) as queue:
+        assert queue.stats().store["capacity"] == 200, "without a capacity it stays as it is"
+
+
+def test_the_slab_is_allocated_when_the_store_is_opened(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 512)):
+        found = (tmp_path / "store" / "slab").stat()
+        assert found.st_size == 512 * BLOCK_BYTES <= found.st_blocks * 512
+
+
+def test_a_block_that_is_absent_costs_no_read(tmp_path: Path, faulty: Faulty) -> None:
+    with open_queue(store_of(tmp_path, 8, faulty)) as queue:
+        job = queue.load(np.zeros((3, 32), np.uint8), np.arange(3))
+        assert job.wait(60) and job.codes.tolist() == [ABSENT] * 3 and "preadv" not in faulty.count

@@ -1,0 +1,192 @@
+"""Whatever has happened to its files, a DiskStore opens, serves no wrong byte, and counts what is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.stores import ABSENT, DAMAGED, OK
+from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk.table import PAGE_BYTES
+from tests.stores.disk_lab import Faulty, crash
+from tests.stores.lab import BLOCK_BYTES, Gate, content, names, open_queue, saved
+
+BLOCKS = 60
+CAPACITY = 64 * BLOCK_BYTES
+FILES = ["slab", "rows.sqlite", "rows.sqlite-wal", "secret", "lock"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store as a killed process leaves it: half of the rows are in the database, half in its log."""
+    with open_queue(DiskStore(tmp_path / "first", CAPACITY)) as queue:
+        saved(queue, BLOCKS // 2)
+    with open_queue(DiskStore(tmp_path / "first", CAPACITY)) as queue:
+        saved(queue, BLOCKS // 2, first=BLOCKS // 2)
+        return crash(tmp_path / "first", tmp_path / "store")
+
+
+def check(folder: Path) -> tuple[int, dict[str, int]]:
+    """Open the store. Every block is right, damaged or absent, and the store takes new ones. Returns how many are
+    right."""
+    with open_queue(DiskStore(folder, CAPACITY)) as queue:
+        stats = queue.stats().store
+        job = queue.load(queue.secret.opaque(names(BLOCKS)), np.arange(BLOCKS))
+        assert job.wait(60, returned=True)
+        assert set(job.codes.tolist()) <= {OK, ABSENT, DAMAGED}, (job.codes, job.error)
+        for number in np.flatnonzero(job.codes == OK).tolist():
+            assert np.array_equal(queue.memory[number], content(number))
+        keys = saved(queue, 4, first=1000)
+        job2 = queue.load(keys, np.arange(4))
+        assert job2.wait(60, returned=True) and job2.ok == 4
+    with open_queue(DiskStore(folder)) as queue:
+        again = queue.find(keys)
+        assert again.wait(60) and again.ok == 4
+    return job.ok, stats
+
+
+def test_a_killed_store_has_all_that_was_saved(folder: Path) -> None:
+    ok, stats = check(folder)
+    assert ok == BLOCKS and stats["opened_blocks"] == BLOCKS and not stats["dropped_rows"] + stats["damaged_files"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [0, 1, 100, 5000, 0.5])
+def test_truncated_files(folder: Path, name: str, size: float) -> None:
+    path = folder / name
+    os.truncate(path, int(size if size >= 1 or not size else size * path.stat().st_size))
+    check(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_files(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    ok, stats = check(folder)
+    if name in ("slab", "secret"):
+        assert ok == 0 and stats["dropped_rows"] >= BLOCKS
+    if name == "rows.sqlite":
+        assert ok == 0 and stats["damaged_files"] == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_bytes_in_files(folder: Path, name: str, seed: int) -> None:
+    print("seed", seed)
+    chance = random.Random(f"{name} {seed}")
+    with open(folder / name, "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        for _ in range(chance.choice([1, 3, 30])):
+            file.seek(chance.choice([0, 16, chance.randrange(size)]))
+            file.write(chance.randbytes(min(chance.choice([1, 16, 512, 4096]), size)))
+    check(folder)
+
+
+def change(folder: Path, command: str, *arguments: object) -> None:
+    connection = sqlite3.connect(folder / "rows.sqlite")
+    connection.execute(command, arguments)
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "DELETE FROM store",
+        "INSERT INTO store SELECT * FROM store",
+        "UPDATE store SET block_bytes = 'many'",
+        "UPDATE store SET slots = -1",
+        "UPDATE store SET secret = NULL",
+        "DROP TABLE store",
+        "DROP TABLE pages",
+        "ALTER TABLE pages RENAME COLUMN content TO other",
+        "UPDATE pages SET content = 'text'",
+        "UPDATE pages SET content = x'00'",
+        "UPDATE pages SET number = number - 5",
+        "UPDATE pages SET number = number + 1000000",
+        f"UPDATE pages SET content = randomblob({PAGE_BYTES})",
+        f"UPDATE pages SET content = zeroblob({PAGE_BYTES})",
+        "INSERT INTO pages SELECT number + 1, content FROM pages WHERE number = 1",
+    ],
+)
+def test_rows_that_nobody_has_written(folder: Path, command: str) -> None:
+    change(folder, command)
+    check(folder)
+
+
+def test_a_database_that_is_damaged_is_kept_under_another_name(folder: Path) -> None:
+    damaged = b"no database at all" * 500
+    (folder / "rows.sqlite").write_bytes(damaged)
+    (folder / "rows.sqlite-wal").unlink()
+    ok, stats = check(folder)
+    assert ok == 0 and stats["damaged_files"] == 1
+    assert (folder / "rows.sqlite.damaged").read_bytes() == damaged
+
+
+def test_the_files_of_two_stores_do_not_mix(tmp_path: Path, folder: Path) -> None:
+    """An operator restores the wrong file from a backup."""
+    with open_queue(DiskStore(tmp_path / "other", CAPACITY)) as queue:
+        saved(queue, 20, first=500)
+    for name in ("slab", "secret"):
+        mixed = tmp_path / f"mixed {name}"
+        shutil.copytree(folder, mixed)
+        shutil.copy(tmp_path / "other" / name, mixed / name)
+        assert check(mixed)[0] == 0
+
+
+# -- slots that are used again -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["pwritev", "fdatasync", "COMMIT"])
+def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
+    """The old row may still name the slot. Its seal tells that the bytes are not its own."""
+    faulty, gate = Faulty(), Gate()
+    store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
+    with open_queue(store) as queue:
+        old = saved(queue, 1)
+        new = queue.secret.opaque(names(1, first=7))
+        queue.memory[0] = content(7)
+        faulty.before[at] = gate
+        job = queue.save(new, np.arange(1))
+        assert gate.reached.wait(60)
+        before = crash(tmp_path / "store", tmp_path / "before")
+        gate.open()
+        assert job.wait(60, returned=True) and job.ok == 1
+        after = crash(tmp_path / "store", tmp_path / "after")
+    with open_queue(DiskStore(before)) as queue:
+        jobs = [queue.load(old, np.arange(1)), queue.load(new, np.arange(1, 2))]
+        assert all(job.wait(60, returned=True) for job in jobs)
+        assert jobs[0].codes.tolist() == [OK if at == "pwritev" else DAMAGED]
+        assert jobs[1].codes.tolist() == [ABSENT], "nobody was told that it was saved"
+    with open_queue(DiskStore(after)) as queue:
+        jobs = [queue.load(old, np.arange(1)), queue.load(new, np.arange(1, 2))]
+        assert all(job.wait(60, returned=True) for job in jobs)
+        assert [job.codes.tolist() for job in jobs] == [[ABSENT], [OK]]
+        assert np.array_equal(queue.memory[1], content(7))
+
+
+def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path) -> None:
+    with open_queue(DiskStore(folder)) as queue:
+        assert queue.forget(queue.secret.opaque(names(10))).wait(60)
+        later = crash(folder, tmp_path / "later")
+    with open_queue(DiskStore(later)) as queue:
+        job = queue.find(queue.secret.opaque(names(BLOCKS)))
+        assert job.wait(60) and job.codes.tolist() == [ABSENT] * 10 + [OK] * (BLOCKS - 10)
+
+
+def test_of_two_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
+    """Only damage makes them: a page that was copied."""
+    store = DiskStore(tmp_path / "store", 200 * BLOCK_BYTES)
+    with open_queue(store) as queue:
+        saved(queue, 40)
+    change(tmp_path / "store", "INSERT INTO pages SELECT 2, content FROM pages WHERE number = 0")
+    with open_queue(store) as queue:
+        stats = queue.stats().store
+        assert stats["opened_blocks"] == 40 and stats["dropped_rows"] == 40
+        job = queue.load(queue.secret.opaque(names(40)), np.arange(40))
+        assert job.wait(60, returned=True) and set(job.codes.tolist()) <= {OK, DAMAGED}

@@ -1,0 +1,240 @@
+"""A disk that is full, read-only or broken: blocks fail, all is counted, and nothing is lost that was saved."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.stores import FAILED, OK, StoreQueue
+from kvpool.stores.base import Space
+from kvpool.stores.disk import DiskStore
+from tests.stores.disk_lab import Faulty, raising
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, fill, memory, names, open_queue, saved
+
+CAPACITY = 32 * BLOCK_BYTES
+ERRORS = [errno.ENOSPC, errno.EROFS, errno.EIO]
+FULL, BROKEN = sqlite3.OperationalError("database or disk is full"), sqlite3.OperationalError("disk I/O error")
+
+
+@pytest.fixture
+def faulty() -> Faulty:
+    return Faulty()
+
+
+@pytest.fixture
+def store(tmp_path: Path, faulty: Faulty) -> DiskStore:
+    return DiskStore(tmp_path / "store", CAPACITY, system=faulty.system)
+
+
+FAILURES = [(name, OSError(number, os.strerror(number))) for name in ("pwritev", "fdatasync") for number in ERRORS]
+FAILURES += [(name, error) for name in ("BEGIN", "COMMIT") for error in (FULL, BROKEN)]
+
+
+@pytest.mark.parametrize(("name", "error"), FAILURES, ids=lambda value: str(value))
+def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
+    store: DiskStore, faulty: Faulty, tmp_path: Path, name: str, error: Exception
+) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 4)
+        faulty.before[name] = raising(error)
+        fill(queue.memory, 4, first=4)
+        job = queue.save(queue.secret.opaque(names(4, 4)), np.arange(4))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4
+        text = "database" if error is FULL else "disk I/O" if error is BROKEN else os.strerror(error.errno)  # type: ignore
+        assert text in job.error
+        assert queue.stats().store["io_errors"] == 1 and queue.stats().store["blocks"] == 4
+        del faulty.before[name]
+        found = queue.find(queue.secret.opaque(names(8)))
+        assert found.wait(60) and found.ok == 4
+        load = queue.load(keys, np.arange(10, 14))
+        assert load.wait(60, returned=True) and load.ok == 4
+        saved(queue, 20, first=8)
+    with open_queue(DiskStore(tmp_path / "store")) as queue:
+        job = queue.load(queue.secret.opaque([*names(4), *names(20, 8)]), np.arange(24))
+        assert job.wait(60, returned=True) and job.ok == 24
+        assert np.array_equal(queue.memory[0], content(0)) and np.array_equal(queue.memory[4], content(8))
+
+
+@pytest.mark.parametrize("name", ["fdatasync", "COMMIT"])
+def test_slots_of_saves_that_failed_are_used_again(store: DiskStore, faulty: Faulty, name: str) -> None:
+    with open_queue(store) as queue:
+        faulty.before[name] = raising(FULL if name == "COMMIT" else OSError(errno.EIO, "I/O error"))
+        for first in range(0, 320, 32):
+            job = queue.save(queue.secret.opaque(names(32, first)), np.arange(32))
+            assert job.wait(60, returned=True) and not job.ok
+        del faulty.before[name]
+        saved(queue, 32, first=1000)
+        assert queue.stats().store["blocks"] == 32 and queue.stats().store["evicted"] == 0
+
+
+def test_a_forget_that_is_not_durable_fails_and_is_made_up_for(
+    store: DiskStore, faulty: Faulty, tmp_path: Path
+) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 4)
+        faulty.before["COMMIT"] = raising(BROKEN)
+        job = queue.forget(keys[:2])
+        assert job.wait(60) and job.codes.tolist() == [FAILED] * 2
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 2, "they are forgotten all the same"
+        del faulty.before["COMMIT"]
+    with open_queue(DiskStore(tmp_path / "store")) as queue:
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 2
+
+
+def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 8)[[0, 2, 4, 6]]
+        reads = iter([None, OSError(errno.EIO, "I/O error"), None, None])
+
+        def second() -> None:
+            error = next(reads)
+            if error:
+                raise error
+
+        faulty.before["preadv"] = second
+        job = queue.load(keys, np.arange(20, 24))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [OK, FAILED, OK, OK]
+        assert queue.stats().store["io_errors"] == 1
+        del faulty.before["preadv"]
+        job = queue.load(keys, np.arange(20, 24))
+        assert job.wait(60, returned=True) and job.ok == 4
+
+
+def test_a_call_that_does_a_part_is_made_again(tmp_path: Path) -> None:
+    """The kernel may read or write fewer bytes than it was asked for."""
+    faulty = Faulty()
+    system = faulty.system
+
+    def part(call: object) -> object:
+        def few(fd: int, views: list[memoryview], place: int) -> int:
+            return call(fd, [views[0][:512]], place)  # type: ignore[operator]
+
+        return few
+
+    small = type(system)(preadv=part(os.preadv), pwritev=part(os.pwritev))  # type: ignore[arg-type]
+    with open_queue(DiskStore(tmp_path / "store", CAPACITY, system=small)) as queue:
+        keys = saved(queue, 5)
+        job = queue.load(keys, np.arange(20, 25))
+        assert job.wait(60, returned=True) and job.ok == 5
+        assert np.array_equal(queue.memory[24], content(4))
+
+
+def test_a_slab_that_was_cut_while_it_is_used_fails_and_does_not_hang(store: DiskStore, tmp_path: Path) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 8)
+        os.truncate(tmp_path / "store" / "slab", 4 * BLOCK_BYTES)
+        job = queue.load(keys[4:], np.arange(4))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4 and "ends early" in job.error
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_a_store_that_finds_no_room_says_how_much_it_wants(
+    store: DiskStore, faulty: Faulty, tmp_path: Path, number: int
+) -> None:
+    space = Space(bytes(16), memory(4))
+    faulty.before["posix_fallocate"] = raising(OSError(number, os.strerror(number)))
+    with pytest.raises(OSError, match=f"{os.strerror(number)}.*takes {CAPACITY} bytes"):
+        store.open(space)
+    del faulty.before["posix_fallocate"]
+    store.open(space)
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["PRAGMA", "CREATE", "BEGIN", "INSERT"])
+def test_a_database_that_cannot_be_opened_is_not_thrown_away(
+    store: DiskStore, faulty: Faulty, tmp_path: Path, name: str
+) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 4)
+    faulty.before[name] = raising(BROKEN)
+    if name != "INSERT":
+        with pytest.raises(OSError, match="disk I/O error"):
+            open_queue(store)
+    faulty.before.clear()
+    with open_queue(store) as queue:
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 4 and not queue.stats().store["damaged_files"]
+
+
+def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Faulty, tmp_path: Path) -> None:
+    queue = open_queue(store)
+    keys = saved(queue, 4)
+    assert queue.load(keys, np.arange(4)).wait(60, returned=True)
+    faulty.before["COMMIT"] = raising(FULL)
+    assert queue.close(60)
+    assert store.stats()["io_errors"] == 1
+    with open_queue(DiskStore(tmp_path / "store")) as queue:
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 4
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB of its own."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_read_only_file_system_is_named(small: Path) -> None:
+    store = DiskStore(small / "store", CAPACITY)
+    with open_queue(store) as queue:
+        keys = saved(queue, 4)
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    for path in (small / "store", small / "other"):
+        with pytest.raises(OSError, match="needs a file system that it can write to") as caught:
+            DiskStore(path, CAPACITY).open(Space(bytes(16), memory(4)))
+        assert str(path) in str(caught.value)
+    subprocess.run(["mount", "-o", "remount,rw", small], check=True)
+    with open_queue(store) as queue:
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 4
+
+
+def test_a_file_system_that_becomes_full(small: Path) -> None:
+    with pytest.raises(OSError, match=f"takes {32 << 20} bytes"):
+        DiskStore(small / "store", 32 << 20).open(Space(bytes(16), memory(4)))
+    store = DiskStore(small / "store", 8 << 20)
+    with open_queue(store) as queue:
+        (small / "other").write_bytes(bytes(8 << 20 >> 1))
+        failed, kept = 0, []
+        with suppress(OSError), open(small / "rest", "wb") as rest:
+            while True:
+                rest.write(bytes(1 << 12))
+                rest.flush()
+        for first in range(0, 1280, 64):
+            fill(queue.memory, 64, first)
+            job = queue.save(queue.secret.opaque(names(64, first)), np.arange(64))
+            assert job.wait(60, returned=True)
+            failed += int(np.count_nonzero(job.codes == FAILED))
+            kept += [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
+        assert failed and queue.stats().store["io_errors"]
+    with open_queue(DiskStore(small / "store")) as queue:
+        keys = queue.secret.opaque([b"block %d" % number for number in kept])
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == len(kept)
+
+
+def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
+    """They go through memory that direct I/O takes."""
+    rows = np.zeros((8, 5001), np.uint8)
+    with StoreQueue(DiskStore(tmp_path / "store", 16 * 8192), rows, IDENTITY) as queue:
+        keys = saved(queue, 4)
+        rows[:] = 0
+        job = queue.load(keys, np.arange(4, 8))
+        assert job.wait(60, returned=True) and job.ok == 4
+        assert np.array_equal(rows[7], content(3, 5001))
+        assert queue.stats().store["capacity"] == 16

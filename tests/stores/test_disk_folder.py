@@ -1,0 +1,232 @@
+"""The folder of a DiskStore is private, has one user at a time, and keeps its secret."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool import ForkedProcess, PoolClosed
+from kvpool.stores import OK
+from kvpool.stores.base import Space
+from kvpool.stores.disk import DiskStore
+from tests.stores.lab import BLOCK_BYTES, memory, names, open_queue, saved
+
+SPACE = Space(bytes(16), memory(4))
+CAPACITY = 8 * BLOCK_BYTES
+
+HOLDER = """
+import os, sys, time
+from kvpool.stores.base import Space
+from kvpool.stores.disk import DiskStore
+import numpy as np
+store = DiskStore(sys.argv[1], 8 * 4096)
+store.open(Space(bytes(16), np.zeros((4, 4096), np.uint8)))
+child = os.fork() if len(sys.argv) > 2 else 1
+if not child:
+    os.close(1)
+    time.sleep(600)
+print(os.getpid(), child, flush=True)
+time.sleep(600)
+"""
+
+
+def opened(path: Path) -> DiskStore:
+    store = DiskStore(path, CAPACITY)
+    store.open(SPACE)
+    return store
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    old = os.umask(request.param)
+    yield request.param
+    os.umask(old)
+
+
+@pytest.mark.parametrize("umask", [0, 0o077, 0o777], indirect=True, ids=oct)
+def test_files_are_of_the_user_alone_under_any_umask(tmp_path: Path, umask: int) -> None:
+    folder = tmp_path / "store"
+    with open_queue(DiskStore(folder, CAPACITY)) as queue:
+        saved(queue, 2)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes.keys() >= {"lock", "secret", "slab", "rows.sqlite", "rows.sqlite-wal"}
+    assert set(modes.values()) == {0o600} and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o770, 0o707])
+def test_a_folder_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match=f"its mode is {mode:04o}"):
+        opened(folder)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lock", "secret", "slab", "rows.sqlite", "rows.sqlite-wal"])
+def test_a_file_that_others_can_reach_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    opened(folder).close()
+    (folder / name).touch()
+    (folder / name).chmod(0o640)
+    with pytest.raises(PermissionError, match="its mode is 0640"):
+        opened(folder)
+    (folder / name).chmod(0o600)
+    opened(folder).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", [".", "secret", "slab"])
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    opened(folder).close()
+    os.chown(folder / name, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to user 12345"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("name", ["", "lock", "secret", "slab", "rows.sqlite", "rows.sqlite-wal"])
+def test_a_symbolic_link_is_refused(tmp_path: Path, name: str) -> None:
+    folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    opened(folder).close()
+    if not name:
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+    else:
+        elsewhere.write_bytes(b"")
+        elsewhere.chmod(0o600)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(elsewhere)
+    with pytest.raises(PermissionError, match="link|plain files"):
+        opened(folder)
+    assert elsewhere.is_dir() or not elsewhere.read_bytes()
+
+
+def test_a_place_that_is_no_folder_or_has_no_parent_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="accepted is a folder"):
+        opened(tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        opened(tmp_path / "missing" / "store")
+
+
+def test_the_secret_stays_and_is_shown_nowhere(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store", CAPACITY)
+    secret = store.open(SPACE)
+    assert len(secret) == 32 and secret == (tmp_path / "store" / "secret").read_bytes()
+    assert secret.hex() not in repr(store) + repr(vars(store)) and repr(secret) not in repr(vars(store))
+    store.close()
+    assert store.open(SPACE) == secret
+    store.close()
+    assert DiskStore(tmp_path / "other", CAPACITY).open(SPACE) != secret
+
+
+def test_a_second_store_of_this_process_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    with open_queue(DiskStore(tmp_path / "store", CAPACITY)) as queue:
+        for _ in range(2):
+            with pytest.raises(BlockingIOError, match=str(os.getpid())):
+                opened(tmp_path / "store")
+        # The failed attempts have not ended the first store's lock.
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / "store")]
+        other = subprocess.run(command, capture_output=True, text=True)
+        assert other.returncode and f"a store of process {os.getpid()} has this folder" in other.stderr
+        saved(queue, 2)
+    opened(tmp_path / "store").close()
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a child that lives on"])
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, forks: bool) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "store"), *(["fork"] if forks else [])]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    pid, child = map(int, holder.stdout.readline().split())
+    try:
+        with pytest.raises(BlockingIOError, match=f"process {pid} has this folder"):
+            opened(tmp_path / "store")
+        holder.kill()
+        holder.wait()
+        opened(tmp_path / "store").close()
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+        if forks:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_gets_an_error_and_does_no_harm(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store", CAPACITY)
+    queue = open_queue(store)
+    keys = saved(queue, 3)
+    pid = os.fork()
+    if not pid:
+        wrong = 0
+        for call in (
+            lambda: store.find(keys),
+            lambda: store.load(keys, np.arange(3), lambda: False),
+            lambda: store.forget(keys),
+            lambda: store.open(SPACE),
+            store.close,
+        ):
+            try:
+                call()
+                wrong = 1
+            except ForkedProcess:
+                pass
+        # The copy of the connection to SQLite ends, as it does when an interpreter ends.
+        del store, queue
+        os._exit(wrong)
+    assert os.waitpid(pid, 0)[1] == 0
+    saved(queue, 3, first=3)
+    assert queue.close(60)
+    with open_queue(DiskStore(tmp_path / "store")) as queue:
+        assert queue.find(queue.secret.opaque(names(6))).wait(60)
+        job = queue.load(queue.secret.opaque(names(6)), np.arange(6))
+        assert job.wait(60) and (job.codes == OK).all()
+
+
+def test_closing_twice_is_fine_and_later_calls_are_refused(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    with pytest.raises(BlockingIOError, match="open already"):
+        store.open(SPACE)
+    store.close()
+    store.close()
+    with pytest.raises(PoolClosed):
+        store.find(np.zeros((1, 32), np.uint8))
+    assert store.stats()["capacity"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "path="),
+        (("",), "path="),
+        (("/tmp/x", 0), "capacity="),
+        (("/tmp/x", 1 << 60), "capacity="),
+        (("/tmp/x", "1GiB"), "capacity="),
+    ],
+)
+def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        DiskStore(*arguments)  # type: ignore[arg-type]
+
+
+def test_a_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        DiskStore(tmp_path / "store", 4095).open(SPACE)
+    opened(tmp_path / "store").close()
+
+
+def test_blocks_of_another_size_are_refused_with_both_sizes(tmp_path: Path) -> None:
+    opened(tmp_path / "store").close()
+    with pytest.raises(ValueError, match="4096 bytes, and this engine's have 8192"):
+        DiskStore(tmp_path / "store", CAPACITY).open(Space(bytes(16), memory(4, 8192)))
+    opened(tmp_path / "store").close()
