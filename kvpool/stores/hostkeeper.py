@@ -134,9 +134,9 @@ class HostKeeper:
 
     Notes
     -----
-    Use ``find``, ``lookup``, ``pin`` and ``publish`` of the keeper in the place of the cache's. ``reserve``, ``abort``,
-    ``touch`` and ``forget`` are the cache's own. Not thread-safe: the thread of the scheduler calls it. Calls never
-    wait for a store, except ``drain`` and ``close``.
+    Use ``find``, ``lookup``, ``pin``, ``publish``, ``forget`` and ``clear`` of the keeper in the place of the cache's.
+    ``reserve``, ``abort`` and ``touch`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
+    Calls never wait for a store, except ``drain`` and ``close``.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
     checks and its deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
@@ -246,6 +246,17 @@ class HostKeeper:
             _bound(self._unused, self._cache.host_blocks)
         return count
 
+    def forget(self, keys: Keys) -> int:
+        """What ``HostCache.forget`` does. The stores keep the blocks, but are not asked for them for a while."""
+        own = tuple(keys)
+        count = self._cache.forget(own)
+        until = self._clock() + self._retry_seconds
+        for key in own:
+            self._absent.pop(key, None)
+            self._absent[key] = until
+        _bound(self._absent, ASKED_MAX)
+        return count
+
     def poll(self) -> None:
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
         if self._closed:
@@ -263,6 +274,11 @@ class HostKeeper:
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
         return bool(self._asked or self._waiting)
+
+    @property
+    def totals(self) -> tuple[int, int, int, int]:
+        """Blocks that were loaded, missed, saved and not saved, since the keeper was made. Fast."""
+        return self._loaded, sum(self._missed.values()), self._saved, sum(self._unsaved.values())
 
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
