@@ -27,6 +27,11 @@ class StoreOptions(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.texts)
 
+    @property
+    def lasting(self) -> list[str]:
+        """Those that outlive the process, or are shared with others."""
+        return [text for text in self.texts if not text.startswith(_IN_PROCESS)]
+
 
 def store_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> StoreOptions:
     """The options ``stores``, ``save`` and ``weights``. Raises ValueError for what cannot work.
@@ -40,14 +45,14 @@ def store_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.
         raise ValueError(f"save={save!r:.80} in kv_connector_extra_config: accepted are 'publish' and 'reuse'")
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise ValueError(f"weights={weights!r:.80} in kv_connector_extra_config: a text is needed, such as a revision")
-    lasting = [text for text in texts if not text.startswith(_IN_PROCESS)]
-    if lasting and not environment.get(SEED):
+    found = StoreOptions(tuple(texts), save, weights)
+    if found.lasting and not environment.get(SEED):
         raise ValueError(
-            f"stores={lasting}: the keys of vLLM's blocks may begin with a random seed, so that nothing would be found "
-            f"after a restart. Set the environment variable {SEED} to one number for all engines that use this store, "
-            f"such as {SEED}=0"
+            f"stores={found.lasting}: the keys of vLLM's blocks may begin with a random seed, so that nothing would be "
+            f"found after a restart. Set the environment variable {SEED} to one number for all engines that use this "
+            f"store, such as {SEED}=0"
         )
-    return StoreOptions(tuple(texts), save, weights)
+    return found
 
 
 def lasting_identity(

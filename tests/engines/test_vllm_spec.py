@@ -85,7 +85,7 @@ def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> No
 
 
 def test_another_version_gets_a_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(vllm, "_version", lambda: "9.9.9")
+    monkeypatch.setattr(vllm, "version", lambda: "9.9.9")
     monkeypatch.setattr(vllm.log, "propagate", True)
     monkeypatch.setattr(vllm.log.parent, "propagate", True)
     vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
