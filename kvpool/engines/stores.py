@@ -23,6 +23,8 @@ class StoreOptions(NamedTuple):
     save: str
     weights: str | None
     """names the model's weights; None: the files of the model do"""
+    load_seconds: float = 2.0
+    """how long a request waits for the stores"""
 
     def __bool__(self) -> bool:
         return bool(self.texts)
@@ -34,7 +36,7 @@ class StoreOptions(NamedTuple):
 
 
 def store_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> StoreOptions:
-    """The options ``stores``, ``save`` and ``weights``. Raises ValueError for what cannot work.
+    """The options ``stores``, ``save``, ``weights`` and ``load_seconds``. Raises ValueError for what cannot work.
 
     A store that outlives the process needs keys that outlive it: PYTHONHASHSEED must be set.
     """
@@ -45,7 +47,10 @@ def store_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.
         raise ValueError(f"save={save!r:.80} in kv_connector_extra_config: accepted are 'publish' and 'reuse'")
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise ValueError(f"weights={weights!r:.80} in kv_connector_extra_config: a text is needed, such as a revision")
-    found = StoreOptions(tuple(texts), save, weights)
+    seconds = extra.get("load_seconds", 2.0)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 3600:
+        raise ValueError(f"load_seconds={seconds!r:.80} in kv_connector_extra_config: accepted are seconds below 3600")
+    found = StoreOptions(tuple(texts), save, weights, float(seconds))
     if found.lasting and not environment.get(SEED):
         raise ValueError(
             f"stores={found.lasting}: the keys of vLLM's blocks may begin with a random seed, so that nothing would be "

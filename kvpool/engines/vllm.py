@@ -168,8 +168,9 @@ class KVPoolOffloadingManager(OffloadingManager):
         stores = [open_store(text) for text in self.stores.texts]
         self._tier = kvpool.HostTier.attach(description)
         self._keeper = self._front = HostKeeper(
-            self._cache, self._tier, stores, identity=identity, save=self.stores.save
-        )
+            self._cache, self._tier, stores, identity=identity, save=self.stores.save,
+            load_seconds=self.stores.load_seconds,
+        )  # fmt: skip
         log.info("kvpool: stores %s", ", ".join(store.name for store in stores))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -376,9 +377,9 @@ class KVPoolOffloadingSpec(OffloadingSpec):
 
     Its options are in ``kv_connector_extra_config``. ``host_memory`` is the memory of all workers together, in bytes or
     as text such as ``"8GiB"``. ``stores`` are the stores behind it, such as ``["disk:/path?capacity=100GiB"]``, with
-    ``save`` ("publish" or "reuse") and ``weights``, a text that tells the model's weights from others. vLLM's own
-    options that belong to no backend work too (``blocks_per_chunk``, ``block_size``, ``offload_prompt_only``,
-    ``self_describing_kv_events``).
+    ``save`` ("publish" or "reuse"), ``weights``, a text that tells the model's weights from others, and
+    ``load_seconds``. vLLM's own options that belong to no backend work too (``blocks_per_chunk``, ``block_size``,
+    ``offload_prompt_only``, ``self_describing_kv_events``).
 
     Raises
     ------

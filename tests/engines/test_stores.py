@@ -23,6 +23,8 @@ PASSING = kvpool.ModelIdentity("/models/tiny", "engine 1", "float16", "LBHNC, tp
         ({"stores": ["memory:"], "save": "never"}, "save='never'"),
         ({"stores": ["memory:"], "weights": ""}, "weights=''"),
         ({"stores": ["memory:"], "weights": 3}, "weights=3"),
+        ({"stores": ["memory:"], "load_seconds": 0}, "load_seconds=0"),
+        ({"stores": ["memory:"], "load_seconds": "2"}, "load_seconds='2'"),
     ],
 )
 def test_bad_options_are_named(extra: Any, words: str) -> None:
