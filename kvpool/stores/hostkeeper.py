@@ -283,8 +283,6 @@ class HostKeeper:
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
         were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``."""
-        for job in list(self._jobs):
-            job.cancel()
         for keys in (self._asked, self._absent, self._unread, self._waiting, self._unused):
             keys.clear()
         self._new.clear()
@@ -473,8 +471,6 @@ class HostKeeper:
         while self._waiting and next(iter(self._waiting.values())) <= now:
             del self._waiting[next(iter(self._waiting))]
             self._unsaved["late"] += 1
-        if self._saving >= self._save_max:
-            return
         usable = [number for number, line in enumerate(self._lines) if line.health.usable(writes=True)]
         if not usable:
             self._unsaved["suspended"] += len(self._waiting)

@@ -376,6 +376,23 @@ def test_a_block_that_is_being_saved_is_not_evicted(make: Callable[..., Engine],
     engine.cache.abort(names(6, 70))
 
 
+def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    """Its bytes are still read."""
+    engine, gate = make(blocks=4, save_share=1.0), Gate()
+    store.before["save"] = gate
+    engine.write(3)
+    engine.until(gate.reached.is_set)
+    engine.later(61)
+    engine.until(lambda: engine.keeper.stats().unsaved.get("late") == 3)
+    assert engine.cache.stats().pinned == 3
+    with pytest.raises(OutOfBlocks):
+        engine.cache.reserve(names(2, 50))
+    gate.open()
+    assert engine.keeper.drain(60) and engine.cache.stats().pinned == 0
+
+
 def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gate = make(blocks=16, save_share=0.25), Gate()
     store.before["save"] = gate
@@ -484,6 +501,20 @@ def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[
     assert engine.keeper.close(60)
     assert engine.cache.stats().pending == 0
     assert engine.keeper.find(b"block 0") == ABSENT
+
+
+def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> None:
+    """The store has found a key, and nobody has polled since."""
+    engine = make()
+    engine.saved(2)
+    engine.keeper.lookup(names(2))
+    engine.keeper.poll()
+    end = time.monotonic() + 20
+    while engine.keeper.stats().stores[0].blocks["find", "ok"] < 2:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert engine.keeper.close(60)
+    assert engine.cache.stats().pending == 0 and "load" not in store.calls
 
 
 def test_no_key_or_secret_is_in_what_people_read(make: Callable[..., Engine]) -> None:
