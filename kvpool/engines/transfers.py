@@ -128,6 +128,15 @@ class Transfers:
                 at += count
         return found
 
+    def partial(self, parts: Sequence[Part]) -> set[int]:
+        """The host blocks of which these parts leave something out."""
+        per, found = self._written.shape[1], set[int]()
+        for part in parts:
+            there = np.zeros((len(part.host_blocks), per), bool)
+            there.reshape(-1)[: len(part.blocks)] = part.blocks >= 0
+            found.update(part.host_blocks[~there.all(axis=1)].tolist())
+        return found
+
     def store(self, job: int, parts: Sequence[Part], stream: Any = None) -> None:
         """Begin to copy the engine's blocks to host blocks, after all work that is enqueued on ``stream``."""
         for part in parts:

@@ -116,15 +116,17 @@ class HostMemory(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):
-    """What a worker tells the scheduler's process in a step: vLLM's jobs that have ended, and the host blocks whose
-    copy failed."""
+    """What a worker tells the scheduler's process in a step: vLLM's jobs that have ended, the host blocks whose copy
+    failed, and those that are filled in part only."""
 
     failed_blocks: set[int] = field(default_factory=set)
+    partial_blocks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> WorkerReport:
         both = super().aggregate(other)
         failed = self.failed_blocks | getattr(other, "failed_blocks", set())
-        return WorkerReport(both.completed_jobs, both.transfer_stats, failed)
+        partial = self.partial_blocks | getattr(other, "partial_blocks", set())
+        return WorkerReport(both.completed_jobs, both.transfer_stats, failed, partial)
 
 
 class KVPoolOffloadingManager(OffloadingManager):
@@ -153,9 +155,11 @@ class KVPoolOffloadingManager(OffloadingManager):
         }
         self._leases: dict[str, kvpool.HostLease] = {}
         self._failed: set[str] = set()
-        # The host blocks of chunks that are being stored, and those of them whose copy failed.
+        # The host blocks of chunks that are being stored, those of them whose copy failed, and those that are filled in
+        # part: a worker knows which part, and a store does not.
         self._storing: dict[bytes, int] = {}
         self._lost: set[int] = set()
+        self._partial: set[int] = set()
         self._counts = dict.fromkeys(_COUNTERS, 0)
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
@@ -236,14 +240,18 @@ class KVPoolOffloadingManager(OffloadingManager):
         """End the stores of these chunks. A chunk that is not being stored stays as it is."""
         ended = {key: self._storing.pop(key) for key in keys if key in self._storing}
         lost = {key for key, block in ended.items() if not success or block in self._lost}
+        partial = {key for key, block in ended.items() if block in self._partial} - lost
         self._lost.difference_update(ended.values())
+        self._partial.difference_update(ended.values())
         self._cache.abort(lost)
         self._counts["vllm:kvpool_failed_stores"] += len(lost)
-        self._counts["vllm:kvpool_stored_chunks"] += self._front.publish([key for key in ended if key not in lost])
+        stored = self._front.publish([key for key in ended if key not in lost and key not in partial])
+        self._counts["vllm:kvpool_stored_chunks"] += stored + self._cache.publish(partial)
 
-    def stores_failed(self, host_blocks: Collection[int]) -> None:
-        """A worker could not fill these host blocks. vLLM then calls ``complete_store`` as if it had."""
-        self._lost.update(set(host_blocks).intersection(self._storing.values()))
+    def report(self, report: WorkerReport) -> None:
+        """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""
+        self._lost.update(report.failed_blocks.intersection(self._storing.values()))
+        self._partial.update(report.partial_blocks.intersection(self._storing.values()))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._cache.events():
@@ -260,6 +268,7 @@ class KVPoolOffloadingManager(OffloadingManager):
         self._cache.abort(self._storing)
         self._storing.clear()
         self._lost.clear()
+        self._partial.clear()
         self._front.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -303,6 +312,7 @@ class KVPoolOffloadingWorker(OffloadingWorker):
         self._on_gpu = on_gpu
         self._stores: dict[int, tuple[int, ...]] = {}
         self._lost: set[int] = set()
+        self._partial: set[int] = set()
         self._loads: set[int] = set()
         self._expedited: set[int] = set()
         self._failed: set[int] = set()
@@ -315,6 +325,7 @@ class KVPoolOffloadingWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         parts = self._parts(src_spec, dst_spec)
         self._stores[job_id] = dst_spec.blocks if isinstance(dst_spec, HostBlocks) else ()
+        self._partial |= self._transfers.partial(parts)
         self._transfers.store(job_id, parts, self._stream())
         return True
 
@@ -360,10 +371,11 @@ class KVPoolOffloadingWorker(OffloadingWorker):
         failed, self._failed = self._failed, set()
         return failed
 
-    def take_lost(self) -> set[int]:
-        """The host blocks of failed stores that ``get_finished`` has returned since the last call."""
-        lost, self._lost = self._lost, set()
-        return lost
+    def take_report(self, ended: OffloadingWorkerMetadata) -> WorkerReport:
+        """What vLLM says of ended jobs, with what has become of host blocks since the last call."""
+        failed, partial = self._lost, self._partial
+        self._lost, self._partial = set(), set()
+        return WorkerReport(ended.completed_jobs, ended.transfer_stats, failed, partial)
 
     def wait(self, job_ids: set[int]) -> None:
         self._transfers.wait(job_ids)
@@ -515,16 +527,14 @@ class KVPoolOffloadingConnector(OffloadingConnector):
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         found = super().build_connector_worker_meta()
-        if found is None:
-            return None
-        return WorkerReport(found.completed_jobs, found.transfer_stats, self._worker.take_lost())
+        return None if found is None else self._worker.take_report(found)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         manager = self.scheduler.manager
         if isinstance(manager, KVPoolOffloadingManager):
             report = connector_output.kv_connector_worker_meta
             if isinstance(report, WorkerReport):
-                manager.stores_failed(report.failed_blocks)
+                manager.report(report)
             for request in connector_output.failed_recving:
                 manager.load_failed(request)
         super().update_connector_output(connector_output)

@@ -172,7 +172,7 @@ def test_a_chunk_whose_copy_failed_in_a_worker_is_not_found(make: Callable[..., 
     """vLLM completes its store as if it had succeeded."""
     manager = make()
     _, blocks, _ = manager.prepare_store(1, 2, 3)
-    manager.real.stores_failed({blocks[1], 1000})
+    manager.real.report(vllm.WorkerReport(failed_blocks={blocks[1], 1000}))
     manager.complete_store(1, 2, 3)
     assert manager.lookup(1, 2, 3) == [HIT, MISS, HIT]
     assert manager.counted()["vllm:kvpool_failed_stores"] == 1
@@ -304,11 +304,30 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
 def test_a_chunk_whose_copy_failed_is_not_saved() -> None:
     manager = Stored(4)
     _, blocks, _ = manager.prepare_store(1)
-    manager.real.stores_failed(set(blocks))
+    manager.real.report(vllm.WorkerReport(failed_blocks=set(blocks)))
     manager.complete_store(1)
     assert not manager.real.has_pending_work()
     assert manager.found(1) == [MISS]
     manager.real.shutdown()
+
+
+def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
+    """A store gives whole chunks, and the worker would take it for one."""
+    manager = Stored(4)
+    _, blocks, _ = manager.prepare_store(1, 2)
+    manager.real.report(vllm.WorkerReport(partial_blocks={blocks[0]}))
+    manager.complete_store(1, 2)
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.cache.forget(keys(1, 2))
+    assert manager.found(1, 2) == [MISS, HIT]
+    manager.real.shutdown()
+
+
+def test_reports_of_workers_are_joined() -> None:
+    one, other = vllm.WorkerReport({1: 1}, failed_blocks={3}), vllm.WorkerReport({1: 1, 2: 1}, partial_blocks={4})
+    both = one.aggregate(other)
+    assert (both.completed_jobs, both.failed_blocks, both.partial_blocks) == ({1: 2, 2: 1}, {3}, {4})
+    assert pickle.loads(pickle.dumps(both)) == both
 
 
 def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
