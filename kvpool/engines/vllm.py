@@ -291,10 +291,11 @@ class KVPoolOffloadingManager(OffloadingManager):
         return found
 
     def shutdown(self) -> None:
-        if self._keeper is not None:
-            if not self._keeper.drain(_DRAIN_SECONDS):
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            if not keeper.drain(_DRAIN_SECONDS):
                 log.warning("kvpool: not all chunks could be saved in %s s", _DRAIN_SECONDS)
-            self._keeper.close()
+            keeper.close()
         self._cache.close()
         if self._tier is not None:
             self._tier.close()
