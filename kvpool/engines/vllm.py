@@ -260,7 +260,8 @@ class KVPoolOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more
-        about the old ones."""
+        about the old ones. No store writes to their host blocks meanwhile: from now on it has nothing for this engine,
+        until chunks that are stored later have been saved."""
         for lease in self._leases.values():
             lease.close()
         self._leases.clear()
