@@ -6,6 +6,8 @@ from __future__ import annotations
 from tests.mutations import (
     content,
     control,
+    disk,
+    durability,
     engines,
     eviction,
     hostcache,
@@ -18,5 +20,19 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines)
+PARTS = (
+    content,
+    tiers,
+    eviction,
+    sequences,
+    control,
+    steps,
+    swaps,
+    transfer,
+    remote,
+    hostcache,
+    engines,
+    disk,
+    durability,
+)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
@@ -233,6 +234,31 @@ def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, 
         assert here(queue, 2, 50) == [50, 51]
 
 
+def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, faulty: Faulty) -> None:
+    """The kernel tells of a failure once. What was written before it may be lost, and the next sync says nothing."""
+    with open_queue(store_of(tmp_path, 64, faulty)) as queue:
+        gate = Gate()
+
+        def fail_once() -> None:
+            gate()
+            if faulty.count["fdatasync"] == 1:
+                raise OSError(5, "I/O error")
+
+        faulty.before["fdatasync"] = fail_once
+        fill(queue.memory, 2)
+        keys = queue.secret.opaque(names(2))
+        jobs = [queue.save(keys[:1], np.arange(1))]
+        assert gate.reached.wait(60)
+        written = threading.Event()
+        faulty.before["pwritev"] = written.set
+        jobs.append(queue.save(keys[1:], np.arange(1, 2)))
+        assert written.wait(60)
+        gate.open()
+        assert all(job.wait(60, returned=True) and not job.ok for job in jobs), "the second was synced without an error"
+        assert here(queue, 2) == []
+        saved(queue, 2)
+
+
 def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
         gate = Gate()
@@ -327,3 +353,41 @@ def test_a_block_that_is_absent_costs_no_read(tmp_path: Path, faulty: Faulty) ->
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
         job = queue.load(np.zeros((3, 32), np.uint8), np.arange(3))
         assert job.wait(60) and job.codes.tolist() == [ABSENT] * 3 and "preadv" not in faulty.count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path, faulty: Faulty, seed: int) -> None:
+    """Saves, loads and forgets of the same 40 keys on 12 slots, while one write and one commit of ten fail."""
+    print("seed", seed)
+    chance = random.Random(seed)
+
+    def sometimes() -> None:
+        if chance.random() < 0.1:
+            raise OSError(5, "I/O error")
+
+    with open_queue(store_of(tmp_path, 12, faulty), piece_bytes=3 * BLOCK_BYTES, report=False) as queue:
+        faulty.before.update(pwritev=sometimes, fdatasync=sometimes)
+        fill(queue.memory, 40)
+        jobs, tags = [], [queue.secret.tag(name) for name in (b"a", b"b")]
+        for _ in range(400):
+            numbers = chance.sample(range(40), chance.choice([1, 4, 8]))
+            keys = queue.secret.opaque([b"block %d" % number for number in numbers])
+            kind = chance.choice(["save", "save", "load", "forget"])
+            if kind == "save":
+                limit = chance.choice([3, 1 << 40])
+                jobs.append(queue.save(keys, np.array(numbers), tag=chance.choice(tags), limit=limit))
+            elif kind == "load":
+                # Loads share rows: their seals are compared, and what another has overwritten is damaged.
+                jobs.append(queue.load(keys[:1], np.array([40 + chance.randrange(24)])))
+            else:
+                jobs.append(queue.forget(keys[:1]))
+        assert all(job.wait(60, returned=True) for job in jobs)
+        faulty.before.clear()
+        assert queue.stats().store["blocks"] == len(here(queue, 40)) <= 12
+        load(queue, *here(queue, 40))
+        assert queue.stats().store["io_errors"]
+    with open_queue(store_of(tmp_path, 12)) as queue:
+        load(queue, *here(queue, 40))
+        saved(queue, 12, first=100)
+        assert here(queue, 12, 100) == list(range(100, 112)), "no slot is lost"
+        assert queue.stats().store["blocks"] == 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from kvpool.stores import ABSENT, DAMAGED, OK
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.table import PAGE_BYTES
-from tests.stores.disk_lab import Faulty, crash
+from tests.stores.disk_lab import Faulty, crash, raising
 from tests.stores.lab import BLOCK_BYTES, Gate, content, names, open_queue, saved
 
 BLOCKS = 60
@@ -168,6 +169,54 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         assert all(job.wait(60, returned=True) for job in jobs)
         assert [job.codes.tolist() for job in jobs] == [[ABSENT], [OK]]
         assert np.array_equal(queue.memory[1], content(7))
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["bytes taken", "bytes there"])
+def test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes(tmp_path: Path, taken: bool) -> None:
+    """The row is there in both cases, so that a save could take it for saved."""
+    faulty, gate = Faulty(), Gate()
+    store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
+    with open_queue(store) as queue:
+        old = saved(queue, 1)
+        queue.memory[1] = content(7)
+        faulty.before["fdatasync" if taken else "pwritev"] = gate
+        job = queue.save(queue.secret.opaque(names(1, first=7)), np.arange(1, 2))
+        assert gate.reached.wait(60)
+        left = crash(tmp_path / "store", tmp_path / "left")
+        gate.open()
+        assert job.wait(60, returned=True)
+    with open_queue(DiskStore(left)) as queue:
+        for _ in range(2):
+            assert np.array_equal(saved(queue, 1), old)
+            assert queue.stats().store["commits"] == int(taken)
+        job = queue.load(old, np.arange(1, 2))
+        assert job.wait(60, returned=True) and job.ok == 1 and np.array_equal(queue.memory[1], content(0))
+
+
+def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
+    """A save of what is there costs no read after the store was closed."""
+    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
+        saved(queue, 2)
+        crash(tmp_path / "store", tmp_path / "left")
+    for name, reads in (("store", 0), ("left", 2)):
+        faulty = Faulty()
+        with open_queue(DiskStore(tmp_path / name, system=faulty.system)) as queue:
+            saved(queue, 2)
+            saved(queue, 2)
+            assert faulty.count.get("preadv", 0) == reads and "pwritev" not in faulty.count
+
+
+def test_a_slot_that_cannot_be_read_is_written_anew(tmp_path: Path) -> None:
+    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
+        saved(queue, 2)
+        left = crash(tmp_path / "store", tmp_path / "left")
+    faulty = Faulty()
+    with open_queue(DiskStore(left, system=faulty.system)) as queue:
+        faulty.before["preadv"] = raising(OSError(errno.EIO, "I/O error"))
+        keys = saved(queue, 2)
+        del faulty.before["preadv"]
+        job = queue.load(keys, np.arange(2, 4))
+        assert job.wait(60, returned=True) and job.ok == 2 and queue.stats().store["io_errors"] == 2
 
 
 def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvpool.stores.disk.folder import Folder, check_private
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PAGE_BYTES, Page
+from kvpool.stores.disk.table import Page
 
 NAME = "rows.sqlite"
 VERSION = 1
@@ -19,12 +19,14 @@ _NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "
 
 
 class Header(NamedTuple):
-    """What a store was made with. ``secret``: a digest, by which a new secret is noticed."""
+    """What a store was made with. ``secret``: a digest, by which a new secret is noticed. ``closed``: 1 if nothing was
+    under way when it was left."""
 
     version: int
     block_bytes: int
     slots: int
     secret: bytes
+    closed: int
 
 
 class Database:
@@ -55,11 +57,12 @@ class Database:
             if self._connection.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
                 raise sqlite3.DatabaseError("quick_check has found damage")
             self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB)"
+                "CREATE TABLE IF NOT EXISTS store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB,"
+                " closed INTEGER)"
             )
             self._connection.execute("CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, content BLOB)")
             self.header = self._header()
-            self._pages = [Page(*row) for row in self._connection.execute("SELECT number, content FROM pages")]
+            self._pages = self._connection.execute("SELECT number, content FROM pages").fetchall()
             self._folder.sync()
         except BaseException:
             self._connection.close()
@@ -67,10 +70,10 @@ class Database:
 
     def _header(self) -> Header | None:
         """Raises DatabaseError for a header that nobody can have written."""
-        rows = self._connection.execute("SELECT version, block_bytes, slots, secret FROM store").fetchall()
+        rows = self._connection.execute("SELECT version, block_bytes, slots, secret, closed FROM store").fetchall()
         if not rows and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
             return None
-        if len(rows) != 1 or [*map(type, rows[0])] != [int, int, int, bytes] or min(rows[0][:3]) < 1:
+        if len(rows) != 1 or [*map(type, rows[0])] != [int, int, int, bytes, int] or min(rows[0][:3]) < 1:
             raise sqlite3.DatabaseError("the header is damaged")
         return Header(*rows[0])
 
@@ -90,17 +93,17 @@ class Database:
         found, self._pages = self._pages, []
         return found
 
-    def begin(self, header: Header, dropped: Iterable[int]) -> None:
+    def begin(self, header: Header, dropped: Iterable[int] = ()) -> None:
         """Write the header, and drop pages, durably. Raises OSError."""
         commands: list[tuple[str, Any]] = [("DELETE FROM store", [()])]
-        commands.append(("INSERT INTO store VALUES (?, ?, ?, ?)", [tuple(header)]))
+        commands.append(("INSERT INTO store VALUES (?, ?, ?, ?, ?)", [tuple(header)]))
         commands.append(("DELETE FROM pages WHERE number = ?", [(number,) for number in dropped]))
         self._transaction(commands)
         self.header = header
 
     def write(self, pages: Iterable[Page]) -> None:
         """Keep these pages durably: all of them, or none if it raises OSError."""
-        self._transaction([("INSERT OR REPLACE INTO pages VALUES (?, ?)", [tuple(page) for page in pages])])
+        self._transaction([("INSERT OR REPLACE INTO pages VALUES (?, ?)", list(pages))])
 
     def _transaction(self, commands: list[tuple[str, Any]]) -> None:
         connection = self._connection
@@ -129,11 +132,6 @@ class Database:
     def _error(self, error: sqlite3.Error) -> OSError:
         number = errno.ENOSPC if "disk is full" in str(error) else errno.EIO
         return OSError(number, f"SQLite: {error}", self._path)
-
-
-def valid(page: Page) -> bool:
-    """Whether a page has the form of one."""
-    return isinstance(page.content, bytes) and len(page.content) == PAGE_BYTES and page.number >= 0
 
 
 def _is_no_damage(error: sqlite3.Error) -> bool:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 import threading
+from contextlib import suppress
 
 from kvpool.stores.seals import SECRET_BYTES
 
@@ -26,19 +27,15 @@ class Folder:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, made = path, False
-        try:
+        self.path = path
+        with suppress(FileExistsError):
             os.mkdir(path, 0o700)
             os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
-            made = True
-        except FileExistsError:
-            pass
         self._fd = _open_folder(path)
         self._lock_fd, self._entry = -1, (0, 0, 0)
         try:
-            if made:
-                _sync_path(os.path.dirname(os.path.abspath(path)))
             check_private(path, os.fstat(self._fd))
+            _sync_path(os.path.dirname(os.path.abspath(path)))
             self._lock()
         except BaseException:
             self.close()
@@ -161,7 +158,12 @@ def _open_folder(path: str) -> int:
 
 
 def _sync_path(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make the names in a folder durable, also in one that this user may not list."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        os.sync()
+        return
     try:
         os.fsync(fd)
     finally:

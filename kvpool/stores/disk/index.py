@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ HERE, PENDING, REFUSED = -1, -2, -3
 """Answers in the place of a slot. HERE: the key has one. PENDING: another call writes it."""
 
 
+_VICTIMS_MIN = 1024
+
+
 class _Pending(NamedTuple):
     slot: int
     tag: bytes
@@ -23,38 +26,44 @@ class _Pending(NamedTuple):
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
+    After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
+    right before. A save of it is not acknowledged until its bytes were compared.
+
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
     have the lowest priority. A block that is read is no victim.
     """
 
-    def __init__(self, table: Table, model: bytes) -> None:
+    def __init__(self, table: Table, model: bytes, in_doubt: bool) -> None:
         self._table, self._model = table, model
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()
         self._left: set[int] = set()  # slots whose key was dropped while they were read
         self._tags: dict[bytes, OrderedDict[bytes, None]] = {}  # keys of a tag that has a limit, oldest first
         self.evicted = 0
+        self._oldest: list[tuple[int, int]] = []  # slots and when they were used, the next victim at the end
         entries = table.entries
         taken = np.flatnonzero(entries["used"])
-        taken = taken[np.argsort(entries["used"][taken], kind="stable")]
         own = entries["model"][taken] == np.void(model)
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
-        free = np.flatnonzero(entries["used"] == 0)
-        self._free: list[int] = free[::-1].tolist()
+        self._doubtful = (entries["used"] != 0) & in_doubt
+        self._free: list[int] = np.flatnonzero(entries["used"] == 0)[::-1].tolist()
 
-    def _by_key(self, slots: np.ndarray) -> OrderedDict[bytes, int]:
-        return OrderedDict(zip(self._table.entries["key"][slots].tolist(), slots.tolist(), strict=True))
+    def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:
+        return dict(zip(self._table.entries["key"][slots].tolist(), slots.tolist(), strict=True))
 
     def _drop_duplicates(self, taken: np.ndarray) -> int:
         """Of two slots with one key, the one that was used last counts. Only damage makes them."""
-        if len(self._here) + len(self._others) == len(taken):
-            return 0
-        wrong = set(taken.tolist()) - set(self._here.values()) - set(self._others.values())
-        for slot in wrong:
-            self._table.clear(slot)
-        return len(wrong)
+        count = len(taken) - len(self._here) - len(self._others)
+        if count:
+            entries = self._table.entries
+            taken = taken[np.argsort(entries["used"][taken])]
+            for where in (self._here, self._others):
+                where.update((key, slot) for key, slot in self._by_key(taken).items() if key in where)
+            for slot in set(taken.tolist()) - {*self._here.values(), *self._others.values()}:
+                self._table.clear(slot)
+        return count
 
     def __len__(self) -> int:
         return len(self._here) + len(self._others)
@@ -86,6 +95,24 @@ class Index:
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
+
+    def doubtful(self, keys: list[bytes]) -> list[int]:
+        """The slots of those keys that are doubtful, -1 for others. They stay as they are until ``settle``."""
+        if not self._doubtful.any():
+            return [-1] * len(keys)
+        found = (self._here.get(key, -1) for key in keys)
+        slots = [slot if slot >= 0 and self._doubtful[slot] else -1 for slot in found]
+        self._pins.update(slot for slot in slots if slot >= 0)
+        return slots
+
+    def settle(self, keys: list[bytes], slots: list[int], right: Collection[int]) -> None:
+        """What ``doubtful`` gave was compared: entries of slots in ``right`` are right, and others are dropped."""
+        for key, slot in zip(keys, slots, strict=True):
+            if slot in right:
+                self._doubtful[slot] = False
+            elif slot >= 0 and self._here.get(key) == slot:
+                self._drop(self._here, key)
+        self.unpin(slots)
 
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
@@ -144,7 +171,6 @@ class Index:
     def _use(self, keys: list[bytes]) -> None:
         """These keys are used now, the first of them last."""
         for key in reversed(keys):
-            self._here.move_to_end(key)
             slot = self._here[key]
             self._table.touch(slot)
             members = self._tags.get(self._tag(slot)) if self._tags else None
@@ -157,29 +183,55 @@ class Index:
             return REFUSED
         members = self._tags.get(tag)
         while members is not None and len(members) >= limit:
-            if not self._evict(self._here, (key for key in members if key in self._here), keep):
+            oldest = (self._here[key] for key in members if key in self._here)
+            if not self._evict(next((slot for slot in oldest if self._may_go(slot, keep)), None)):
                 return REFUSED
-        if not self._free and not self._evict(self._others, self._others, keep):
-            self._evict(self._here, self._here, keep)
+        if not self._free:
+            self._evict(self._victim(keep))
         if not self._free:
             return REFUSED
         slot = self._free.pop()
+        self._doubtful[slot] = False
         self._pending[key] = _Pending(slot, tag)
         if members is not None:
             members[key] = None
         return slot
 
-    def _evict(self, where: OrderedDict[bytes, int], oldest: Iterator[bytes] | OrderedDict[bytes, int],
-               keep: Collection[bytes]) -> bool:  # fmt: skip
-        """Free the slot of the first of these keys that nobody reads. Returns whether there is one."""
-        victim = next((key for key in oldest if key not in keep and where[key] not in self._pins), None)
-        if victim is None:
-            return False
-        self._drop(where, victim)
-        self.evicted += 1
-        return True
+    def _victim(self, keep: Collection[bytes]) -> int | None:
+        """The slot that is evicted next. None if all are read, written or kept."""
+        for last_try in (False, True):
+            while self._oldest:
+                slot, used = self._oldest.pop()
+                # What was used since is newer than all that are left, and comes with a later list.
+                if used == self._table.used[slot] and self._may_go(slot, keep):
+                    return slot
+            if not last_try:
+                self._oldest = self._list_oldest()
+        return None
 
-    def _drop(self, where: OrderedDict[bytes, int], key: bytes) -> None:
+    def _list_oldest(self) -> list[tuple[int, int]]:
+        """A part of the blocks, the oldest last. To sort them costs a part of a microsecond for each victim."""
+        used = self._table.used
+        slots = np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used)
+        count = max(_VICTIMS_MIN, len(slots) // 16)
+        if len(slots) > count:
+            slots = slots[np.argpartition(used[slots], count)[:count]]
+        slots = slots[np.argsort(used[slots])[::-1]]
+        return list(zip(slots.tolist(), used[slots].tolist(), strict=True))
+
+    def _may_go(self, slot: int, keep: Collection[bytes]) -> bool:
+        key = self._key(slot)
+        return slot not in self._pins and key not in keep and (key in self._here or key in self._others)
+
+    def _evict(self, slot: int | None) -> bool:
+        """Free a slot. Returns whether there is one."""
+        if slot is not None:
+            key = self._key(slot)
+            self._drop(self._here if key in self._here else self._others, key)
+            self.evicted += 1
+        return slot is not None
+
+    def _drop(self, where: dict[bytes, int], key: bytes) -> None:
         slot = where.pop(key)
         self._leaves(self._tag(slot), key)
         self._table.clear(slot)
@@ -193,6 +245,9 @@ class Index:
         if members is not None:
             members.pop(key, None)
 
+    def _key(self, slot: int) -> bytes:
+        return self._table.entries["key"][slot].tobytes()
+
     def _tag(self, slot: int) -> bytes:
         return self._table.entries["tag"][slot].tobytes()
 
@@ -202,7 +257,7 @@ class Index:
             return
         entries = self._table.entries
         slots = np.flatnonzero((entries["tag"] == np.void(tag)) & (entries["model"] == np.void(self._model)))
-        slots = slots[np.argsort(entries["used"][slots], kind="stable")]
+        slots = slots[np.argsort(entries["used"][slots])]
         found = (key for key in entries["key"][slots].tolist() if key in self._here)
         pending = (key for key, held in self._pending.items() if held.tag == tag)
         self._tags[tag] = OrderedDict.fromkeys(chain(found, pending))

@@ -17,12 +17,12 @@ from kvpool.process import Process
 from kvpool.stores.base import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, Bytes, Rows, Space, Stop
 from kvpool.stores.disk import index
 from kvpool.stores.disk.commits import GroupCommit
-from kvpool.stores.disk.database import VERSION, Database, Header, valid
+from kvpool.stores.disk.database import VERSION, Database, Header
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.index import Index
 from kvpool.stores.disk.slab import Slab, stride_of
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PER_PAGE, Table
+from kvpool.stores.disk.table import PAGE_BYTES, PER_PAGE, Page, Table
 
 DEFAULT_CAPACITY = 64 << 30
 CAPACITY_MAX = 1 << 50
@@ -46,7 +46,8 @@ class DiskStore:
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that.
+    its seal finds that. So after a crash the first save of a block that was there at the opening reads it, and writes
+    it again if it has other bytes.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
@@ -60,9 +61,9 @@ class DiskStore:
         self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
         system: System | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if not isinstance(self._path, str) or not self._path:
             raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
-        self._path = os.fspath(path)
         self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, CAPACITY_MAX)
         threads = int(threads) if isinstance(threads, str) and threads.isdecimal() else threads
         self.threads = integer_argument("threads", threads, 1, 256)
@@ -71,7 +72,7 @@ class DiskStore:
         self._counts = dict.fromkeys(
             ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "damaged_files", "commits"), 0
         )
-        self._slots = 0
+        self._slots = self._failed_syncs = 0
 
     def __repr__(self) -> str:
         return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
@@ -96,7 +97,7 @@ class DiskStore:
             check = hashlib.blake2b(b"kvpool disk store", key=secret, digest_size=16).digest()
             # Bytes without rows are lost: nobody knows whose they are.
             self._counts["damaged_files"] += database.header is None and not database.damaged and slab.had > 0
-            header = Header(VERSION, space.block_bytes, self._slots, check)
+            header = Header(VERSION, space.block_bytes, self._slots, check, closed=0)
             self._read(database, header, slab.had, space.fingerprint)
             folder.sync()
         except BaseException:
@@ -125,17 +126,14 @@ class DiskStore:
 
     def _read(self, database: Database, header: Header, had: int, model: bytes) -> None:
         """Read what the database has. What cannot be there is dropped and counted."""
-        table, wrong, dropped = Table(self._slots), [], 0
         same_secret = database.header is not None and database.header.secret == header.secret
-        for page in database.pages():
-            if valid(page) and same_secret and page.number * PER_PAGE < self._slots:
-                table.put(page)
-            else:
-                wrong.append(page.number)
-                dropped += PER_PAGE
+        right, wrong = _pages(database.pages(), self._slots if same_secret else 0)
+        table, dropped = Table(self._slots), PER_PAGE * len(wrong)
+        table.fill(right)
         dropped += table.check(min(had, self._slots))
-        database.begin(header, wrong)
-        self._table, self._index = table, Index(table, model)
+        in_doubt = database.header is not None and not database.header.closed
+        database.begin(header, [number for number, _ in wrong])
+        self._table, self._index = table, Index(table, model, in_doubt)
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
 
@@ -166,21 +164,46 @@ class DiskStore:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         names = [key.tobytes() for key in keys]
         left = list(range(len(keys)))
+        self._compare(names, rows, stop)
         while left and not stop():
             left = self._save(left, names, rows, seals, tag, limit, stop, codes)
         return codes
+
+    def _compare(self, names: list[bytes], rows: Rows, stop: Stop) -> None:
+        """Drop the blocks that a crash may have left without their bytes, unless they have those of the rows."""
+        with self._lock:
+            slots = self._index.doubtful(names)
+        right: set[int] = set()
+        try:
+            for slot, row in zip(slots, rows.tolist(), strict=True):
+                if slot >= 0 and not stop() and self._holds(slot, row):
+                    right.add(slot)
+        finally:
+            with self._lock:
+                self._index.settle(names, slots, right)
+
+    def _holds(self, slot: int, row: int) -> bool:
+        """Whether a slot has the bytes of a row, as far as it can be read."""
+        try:
+            return self._slab.holds(slot, row)
+        except OSError:
+            self._count_error()
+            return False
 
     def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
               stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
         """Save what no other call is writing. Wait for what another writes, and return its places."""
         with self._lock:
-            answers = self._index.reserve([names[place] for place in places], tag, limit)
+            answers, failed_syncs = (
+                self._index.reserve([names[place] for place in places], tag, limit),
+                self._failed_syncs,
+            )
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
         for place, answer in zip(places, answers, strict=True):
             codes[place] = {index.HERE: OK, index.REFUSED: REFUSED}.get(answer, CANCELLED)
         try:
             self._transfer(self._slab.write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
-            self._finish(own, names, seals, codes)
+            self._finish(own, names, seals, codes, failed_syncs)
         except BaseException:
             with self._lock:
                 self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
@@ -191,7 +214,8 @@ class DiskStore:
             self._lock.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
         return pending
 
-    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes) -> None:
+    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
+                failed_syncs: int) -> None:  # fmt: skip
         """Make durable what was written, and give up what was not. The keys are still pending."""
         written = [place for place, _ in own if codes[place] == OK]
         with self._lock:
@@ -202,6 +226,9 @@ class DiskStore:
             return
         self._commits.wait()
         with self._lock:
+            # A sync that fails is not made up for by the next one: what was written before it may be lost for good.
+            if self._failed_syncs != failed_syncs:
+                raise OSError(errno.EIO, "a sync has failed since the blocks were written", self._path)
             self._index.complete([names[place] for place in written])
             self._lock.notify_all()
 
@@ -226,7 +253,7 @@ class DiskStore:
             opened, self._opened = self._opened, False
         if not opened:
             return
-        for end in (lambda: self._write(everything=True), self._database.close):
+        for end in (self._write_all, self._database.close):
             try:
                 end()
             except OSError:  # What was promised is durable already.
@@ -272,18 +299,39 @@ class DiskStore:
             pages = self._table.take(everything)
         if not pages:
             return
+        synced = False
         try:
             self._slab.sync()
+            synced = True
             self._database.write(pages)
         except BaseException:
             with self._lock:
+                self._failed_syncs += not synced
                 self._table.give_back(pages)
             raise
         self._counts["commits"] += 1
 
+    def _write_all(self) -> None:
+        """Leave the store as one whose rows name the bytes that are there."""
+        self._write(everything=True)
+        header = self._database.header
+        if header is not None:
+            self._database.begin(header._replace(closed=1))
+
     def _count_error(self) -> None:
         with self._lock:
             self._counts["io_errors"] += 1
+
+
+def _pages(found: list[Page], slots: int) -> tuple[list[Page], list[Page]]:
+    """The pages of a table with this many slots, and those that cannot be."""
+    right: list[Page] = []
+    wrong: list[Page] = []
+    for page in found:
+        number, content = page
+        fits = isinstance(content, bytes) and len(content) == PAGE_BYTES and 0 <= number * PER_PAGE < slots
+        (right if fits else wrong).append(page)
+    return right, wrong
 
 
 def _named(path: str, call: Callable[[], Any]) -> Any:

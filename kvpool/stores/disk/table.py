@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +26,8 @@ USED_MAX = 1 << 62
 _TOUCHED_AT_ONCE = 8
 
 
-class Page(NamedTuple):
-    number: int
-    content: bytes
+Page = tuple[int, bytes]
+"""The number of a page, and its content."""
 
 
 class Table:
@@ -43,15 +41,16 @@ class Table:
         pages = -(-slots // PER_PAGE)
         self._all = np.zeros(pages * PER_PAGE, ENTRY)
         self.entries = self._all[:slots]
-        self._used: npt.NDArray[np.int64] = self.entries["used"]
+        self.used: npt.NDArray[np.int64] = self.entries["used"]
         self._changed: set[int] = set()
         self._touched: dict[int, None] = {}
         self._now = 0
 
-    def put(self, page: Page) -> None:
-        """Take a page as the database has it."""
-        start = page.number * PER_PAGE
-        self._all[start : start + PER_PAGE] = np.frombuffer(page.content, ENTRY)
+    def fill(self, pages: list[Page]) -> None:
+        """Take pages as the database has them."""
+        content = np.frombuffer(b"".join(content for _, content in pages), np.uint8)
+        rows = self._all.view(np.uint8).reshape(-1, PAGE_BYTES)
+        rows[[number for number, _ in pages]] = content.reshape(-1, PAGE_BYTES)
 
     def check(self, slots: int) -> int:
         """Empty the entries that cannot be true, and those beyond this many slots. Returns how many."""
@@ -59,11 +58,11 @@ class Table:
         if beyond:
             self._all[len(self.entries) :] = np.zeros(1, ENTRY)
             self._changed.add(len(self.entries) // PER_PAGE)
-        wrong = (self._used < 0) | (self._used > USED_MAX)
-        wrong[slots:] |= self._used[slots:] != 0
+        wrong = (self.used < 0) | (self.used > USED_MAX)
+        wrong[slots:] |= self.used[slots:] != 0
         for slot in np.flatnonzero(wrong).tolist():
             self.clear(slot)
-        self._now = int(self._used.max(initial=0))
+        self._now = int(self.used.max(initial=0))
         return beyond + int(np.count_nonzero(wrong))
 
     def now(self) -> int:
@@ -78,13 +77,13 @@ class Table:
 
     def clear(self, slot: int) -> None:
         """Empty an entry."""
-        if self._used[slot]:
+        if self.used[slot]:
             self.entries[slot] = np.zeros((), ENTRY)
             self._changed.add(slot // PER_PAGE)
 
     def touch(self, slot: int) -> None:
         """Note that a slot is used now."""
-        self._used[slot] = self.now()
+        self.used[slot] = self.now()
         self._touched[slot // PER_PAGE] = None
 
     def take(self, everything: bool = False) -> list[Page]:
@@ -96,8 +95,8 @@ class Table:
         for number in numbers:
             self._touched.pop(number, None)
         size = PER_PAGE
-        return [Page(n, self._all[n * size : n * size + size].tobytes()) for n in sorted(numbers)]
+        return [(n, self._all[n * size : n * size + size].tobytes()) for n in sorted(numbers)]
 
     def give_back(self, pages: Iterable[Page]) -> None:
         """The database has not got these pages."""
-        self._changed.update(page.number for page in pages)
+        self._changed.update(number for number, _ in pages)

@@ -1,0 +1,115 @@
+"""Mutations of DiskStore: when a save is told, whose slot may be written, what is evicted, who may use a folder."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+BLOCKS, DAMAGE = "tests/stores/test_disk_blocks.py::", "tests/stores/test_disk_damage.py::"
+FOLDER, FAILURES = "tests/stores/test_disk_folder.py::", "tests/stores/test_disk_failures.py::"
+MUTATIONS = (
+    Mutation(
+        "a_save_is_told_before_it_is_durable",
+        "stores/disk/store.py",
+        "        self._commits.wait()\n        with self._lock:",
+        "        with self._lock:",
+        "A block that an engine was told of is gone after a crash.",
+        (
+            f"{BLOCKS}test_saves_that_wait_share_one_commit",
+            f"{FAILURES}test_a_save_that_fails_loses_nothing_and_later_ones_go_on[COMMIT-disk I/O error]",
+        ),
+    ),
+    Mutation(
+        "a_sync_makes_up_for_one_that_failed",
+        "stores/disk/store.py",
+        "if self._failed_syncs != failed_syncs:",
+        "if False:",
+        "A block that an engine was told of is gone after a power failure.",
+        (f"{BLOCKS}test_a_sync_that_fails_is_not_made_up_for_by_the_next_one",),
+    ),
+    Mutation(
+        "pages_of_a_failed_commit_are_forgotten",
+        "stores/disk/store.py",
+        "                self._table.give_back(pages)\n",
+        "",
+        "Blocks that a user had forgotten are back after a restart.",
+        (f"{FAILURES}test_a_forget_that_is_not_durable_fails_and_is_made_up_for",),
+    ),
+    Mutation(
+        "a_block_that_is_read_can_be_evicted",
+        "stores/disk/index.py",
+        " for key in keys]\n        self._pins.update(slot for slot in slots if slot >= 0)",
+        " for key in keys]\n        self._pins.update(())",
+        "A load gets bytes of another block, and the block counts as damaged.",
+        (f"{BLOCKS}test_a_block_that_is_read_is_not_overwritten",),
+    ),
+    Mutation(
+        "the_end_of_a_prompt_outlives_its_beginning",
+        "stores/disk/index.py",
+        "for key, seal in zip(reversed(keys), reversed(seals), strict=True)",
+        "for key, seal in zip(keys, seals, strict=True)",
+        "What is left of a prompt cannot be used.",
+        (f"{BLOCKS}test_the_least_recently_used_goes_first_and_of_one_call_the_last",),
+    ),
+    Mutation(
+        "a_load_is_no_use",
+        "stores/disk/table.py",
+        "        self.used[slot] = self.now()\n",
+        "",
+        "What everybody loads is evicted.",
+        (
+            f"{BLOCKS}test_the_least_recently_used_goes_first_and_of_one_call_the_last",
+            f"{BLOCKS}test_a_restart_keeps_the_order_of_last_use",
+        ),
+    ),
+    Mutation(
+        "a_new_secret_keeps_old_rows",
+        "stores/disk/store.py",
+        "self._slots if same_secret else 0",
+        "self._slots",
+        "Blocks that nobody can ever find fill the store.",
+        (f"{DAMAGE}test_missing_files[secret]",),
+    ),
+    Mutation(
+        "rows_beyond_the_slab_are_kept",
+        "stores/disk/store.py",
+        "table.check(min(had, self._slots))",
+        "table.check(self._slots)",
+        "A load of a block whose file is gone is told to be damaged, and not absent.",
+        (f"{DAMAGE}test_missing_files[slab]",),
+    ),
+    Mutation(
+        "two_stores_of_a_process_share_a_folder",
+        "stores/disk/folder.py",
+        "            if entry in _open:",
+        "            if False:",
+        "Each overwrites what the other has saved.",
+        (f"{FOLDER}test_a_second_store_of_this_process_is_refused_and_the_first_goes_on",),
+    ),
+    Mutation(
+        "two_processes_share_a_folder",
+        "stores/disk/folder.py",
+        "                fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "                pass\n",
+        "Each overwrites what the other has saved.",
+        (f"{FOLDER}test_a_second_process_is_refused_until_the_first_is_dead[alone]",),
+    ),
+    Mutation(
+        "others_can_read_the_folder",
+        "stores/disk/folder.py",
+        "if found.st_mode & 0o077:",
+        "if False:",
+        "Other users of the machine read prompts' KV and the secret.",
+        (f"{FOLDER}test_a_folder_that_others_can_reach_is_refused",),
+    ),
+    Mutation(
+        "a_namespace_evicts_others",
+        "stores/disk/index.py",
+        "while members is not None and len(members) >= limit:",
+        "while False:",
+        "One tenant pushes out the blocks of all others.",
+        (
+            f"{BLOCKS}test_a_namespace_at_its_limit_evicts_its_own_oldest",
+            f"{BLOCKS}test_a_limit_counts_what_was_saved_before_it_and_before_a_restart",
+        ),
+    ),
+)

@@ -1,0 +1,75 @@
+"""``python -m tests.stores.crash [--states N] [--recoveries N] [--kills N] [--seed S]``: the proof, and its figures."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.stores.crash import proof
+from tests.stores.crash.log import Missing
+
+
+def states(count: int, recoveries: int, seed: int) -> int:
+    """Record once, replay into so many crash states, and into some of the recoveries from them. The failures."""
+    with tempfile.TemporaryDirectory() as slow, proof.in_memory() as built:
+        began, work, results = time.monotonic(), Path(slow), []
+        recording = proof.recorded(work, seed)
+        print(f"{len(recording.records)} records in the log, {len(recording.promises().acknowledged)} acknowledgements")
+        if count:
+            results.append(("from the log", proof.replayed(recording, count, seed, built / "root")))
+            results.append(("with files of another moment", proof.rolled_back(recording, 20, seed, built / "old")))
+        for number in range(recoveries):
+            folder = work / f"recovery-{number}"
+            folder.mkdir()
+            again = proof.recovered(recording, folder, seed + number)
+            name = f"from recovery {number}"
+            results.append((name, proof.replayed(again, 100, seed + number, built / f"recovery-{number}")))
+        for name, result in results:
+            print(f"{name}: {result}")
+            print("".join(f"  {failure}\n" for failure in result.failures), end="")
+        print(f"{time.monotonic() - began:.0f} s")
+        return sum(len(result.failures) for _, result in results)
+
+
+def kills(count: int, seed: int) -> int:
+    """Kill so many processes. The failures."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = proof.killed(Path(folder) / "store", count, seed)
+    moments = ", ".join(f"{number} while {name}" for name, number in sorted(found["moments"].items()))
+    wrong = found["wrong"]
+    print(f"{found['kills']} kills: {moments}; {found['checked']} promised blocks checked, {len(wrong)} failures")
+    print("".join(f"  {failure}\n" for failure in wrong), end="")
+    return len(wrong)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if nothing failed, 1 if something did, 2 if nothing can be recorded here."""
+    parser = argparse.ArgumentParser(prog="python -m tests.stores.crash", description="Crash a DiskStore.")
+    parser.add_argument("--states", type=int, default=0, metavar="N", help="crash states of one recorded log")
+    parser.add_argument("--recoveries", type=int, default=0, metavar="N", help="recoveries to crash, 100 states each")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="processes that are killed")
+    parser.add_argument("--seed", type=int, default=None, metavar="S")
+    options = parser.parse_args(arguments)
+    if not options.states + options.recoveries + options.kills:
+        parser.error("give --states, --recoveries or --kills")
+    seed = random.randrange(1 << 31) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    failures = 0
+    try:
+        if options.states or options.recoveries:
+            failures += states(options.states, options.recoveries, seed)
+        if options.kills:
+            failures += kills(options.kills, seed)
+    except Missing as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The proof: a program is recorded, and its log replayed into crash states, each of which is checked."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.stores.crash.check import Checker
+from tests.stores.crash.log import ROOT, Missing, Record, record
+from tests.stores.crash.model import ALL, NOTHING, Disk, Existing, Fate, Folder, State
+from tests.stores.crash.promises import Promises
+from tests.stores.crash.session import ROWS
+from tests.stores.lab import memory
+
+WORKLOAD = "-m", "tests.stores.crash.workload"
+PAUSE_US = 300
+FAST = Path("/dev/shm")
+
+
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A temporary folder for crash states, in memory where the system has that: they need not last."""
+    with tempfile.TemporaryDirectory(dir=FAST if FAST.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@dataclass
+class Result:
+    """What came of some crash states."""
+
+    states: int = 0
+    promised: int = 0
+    loaded: int = 0
+    damaged: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.states} crash states: {self.promised} promised blocks, {self.loaded} loads that were right, "
+            f"{self.damaged} damaged blocks found by their seals, {len(self.failures)} failures"
+        )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A log, the folder below which it happened, and what was there and promised before."""
+
+    root: Path
+    records: Sequence[Record]
+    there: Sequence[Existing] = ()
+    promised: frozenset[int] = frozenset()
+
+    def disk(self) -> Disk:
+        return Disk(self.root, self.there)
+
+    def promises(self) -> Promises:
+        return Promises(self.records, self.promised)
+
+
+def recorded(folder: Path, seed: int, skip: str = "", breakage: str = "") -> Recording:
+    """Record the workload below a new folder. ``skip``: as in ``record``. ``breakage``: as in ``workload``."""
+    root = folder.resolve() / "recorded"
+    root.mkdir(mode=0o700)
+    parts = [(*WORKLOAD, str(root / "store"), part, str(seed), breakage) for part in ("first", "second")]
+    return explained(Recording(root, record(parts, root, folder / "log", PAUSE_US, skip)))
+
+
+def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
+    """Record how a store is opened that a crash at some point of another log has left."""
+    rng, disk, root = random.Random(seed), recording.disk(), folder.resolve() / "recovered"
+    point = rng.choice(recording.promises().acknowledged)
+    disk.apply(recording.records[:point])
+    copy = Folder(root)
+    copy.become(disk.state(Fate.drawn(rng), rng))
+    there, promised = copy.there(), frozenset(recording.promises().at(point))
+    records = record([(*WORKLOAD, str(root / "store"), "recovery", str(seed))], root, folder / "log", PAUSE_US)
+    return explained(Recording(root, records, there, promised))
+
+
+def explained(recording: Recording) -> Recording:
+    """Raises Missing if the log does not lead to what is in the folder, files aside that are mapped."""
+    disk = recording.disk()
+    disk.apply(recording.records)
+    said = disk.state(ALL, random.Random(0))
+    there = {path: content for _, path, content in Folder(recording.root).there()}
+    differ = [path for path in sorted({*said, *there} - disk.mapped()) if said.get(path, 0) != there.get(path, 0)]
+    if differ:
+        raise Missing(f"system calls were not recorded: the log does not lead to what is in {', '.join(differ)}")
+    return recording
+
+
+def points(recording: Recording, promises: Promises, states: int, rng: random.Random) -> Iterator[tuple[int, Fate]]:
+    """Crash points in their order. Each place in the log comes with all and with nothing of what is not durable, as far
+    as there are so many states, and other fates are drawn: half of them right after an acknowledgement."""
+    count = len(recording.records)
+    plain = [(point, fate) for point in range(count + 1) for fate in (ALL, NOTHING)]
+    if len(plain) > states // 2:
+        plain = rng.sample(plain, states // 2)
+    drawn = [
+        (rng.choice(promises.acknowledged) if rng.random() < 0.5 else rng.randint(0, count), Fate.drawn(rng))
+        for _ in range(states - len(plain))
+    ]
+    yield from sorted([*plain, *drawn], key=lambda entry: entry[0])
+
+
+def replayed(recording: Recording, states: int, seed: int, folder: Path, stop_after: int = 20) -> Result:
+    """Build crash states in this folder and check them, until so many have failed."""
+    rng, promises, result = random.Random(seed), recording.promises(), Result()
+    checker, disk, copy = Checker(promises.numbers, memory(ROWS)), recording.disk(), Folder(folder)
+    for point, fate in points(recording, promises, states, rng):
+        disk.apply(recording.records[disk.point : point])
+        own = rng.randrange(1 << 32)
+        copy.become(disk.state(fate, random.Random(own)))
+        promised = promises.at(point)
+        wrong = checker.wrong(folder / "store", promised, random.Random(own))
+        result.states += 1
+        result.promised += len(promised)
+        if wrong:
+            result.failures.append(f"point {point}, {fate}, seed {own}: {'; '.join(wrong)[:400]}")
+        if len(result.failures) >= stop_after:
+            break
+    result.loaded, result.damaged = checker.loaded, checker.damaged
+    return result
+
+
+def rolled_back(recording: Recording, pairs: int, seed: int, folder: Path) -> Result:
+    """Mix the files of two moments: each file as it was earlier, all others as they were later, and the other way
+    round."""
+    rng, promises, result = random.Random(seed), recording.promises(), Result()
+    checker, copy = Checker(promises.numbers, memory(ROWS)), Folder(folder)
+    for _ in range(pairs):
+        early, late = (whole(recording, point) for point in sorted(rng.sample(promises.acknowledged, 2)))
+        for path in sorted(path for path, content in {**early, **late}.items() if content is not None):
+            for one, others in ((early, late), (late, early)):
+                state = {**others, path: one.get(path)}
+                copy.become({name: data for name, data in state.items() if data is not None or name != path})
+                wrong = checker.wrong_bytes(folder / "store")
+                result.states += 1
+                if wrong:
+                    result.failures.append(f"{path} of another moment: {'; '.join(wrong)[:400]}")
+    result.loaded, result.damaged = checker.loaded, checker.damaged
+    return result
+
+
+def whole(recording: Recording, point: int) -> State:
+    """What is in the folder at this point if nothing crashes."""
+    disk = recording.disk()
+    disk.apply(recording.records[:point])
+    return disk.state(ALL, random.Random(0))
+
+
+def killed(folder: Path, count: int, seed: int, breakage: str = "") -> dict[str, Any]:
+    """Kill so many processes over a store. What ``kills`` prints."""
+    command = [sys.executable, "-m", "tests.stores.crash.kills", str(folder), str(count), str(seed), breakage]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,284 @@
+"""The recorder misses nothing, and the model lets a crash take what no sync has covered, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.stores.crash import log, proof
+from tests.stores.crash.log import Kind, Missing, Record
+from tests.stores.crash.model import ALL, NOTHING, SECTOR, Disk, Fate, Folder, Unsupported
+from tests.stores.crash.promises import Promises
+
+ROOT = Path("/disk")
+FILE, OTHER, FOLDER = 11, 12, 0
+"""inode numbers; 0 is the folder itself"""
+
+
+class Calls:
+    """A disk, and calls that are put into its log."""
+
+    def __init__(self) -> None:
+        self.disk, self._numbers = Disk(ROOT), itertools.count(1)
+
+    def begin(
+        self, kind: Kind, file: int = 0, data: bytes = b"", offset: int = 0, *, length: int = 0, path: str = "",
+        flags: int = 0,
+    ) -> int:  # fmt: skip
+        number = next(self._numbers)
+        self.disk.apply([Record(kind, flags, number, file, offset, length or len(data), path, data)])
+        return number
+
+    def end(self, call: int, result: int = 0) -> None:
+        self.disk.apply([Record(Kind.END, 0, call, 0, 0, result, "", b"")])
+
+    def name(self, kind: Kind, path: str, file: int = 0) -> None:
+        self.begin(kind, file, path="\n".join(f"{ROOT}/{part}" for part in path.split("\n")))
+
+    def write(self, file: int, data: bytes, offset: int = 0, flags: int = 0) -> None:
+        self.end(self.begin(Kind.WRITE, file, data, offset, flags=flags), len(data))
+
+    def sync(self, file: int) -> None:
+        self.end(self.begin(Kind.SYNC, file))
+
+    def left(self, fate: Fate = NOTHING, seed: int = 0) -> dict[str, bytes | None]:
+        """What a crash leaves now."""
+        return self.disk.state(fate, random.Random(seed))
+
+
+@pytest.fixture
+def calls() -> Calls:
+    """With an empty file that is durable."""
+    made = Calls()
+    made.name(Kind.CREATE, "file", FILE)
+    made.sync(FOLDER)
+    return made
+
+
+# -- what a crash may leave ----------------------------------------------------------------------------
+
+
+def test_bytes_are_durable_when_a_sync_has_returned(calls: Calls) -> None:
+    calls.write(FILE, b"new")
+    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": b"new"})
+    sync = calls.begin(Kind.SYNC, FILE)
+    assert calls.left() == {"file": b""}
+    calls.end(sync)
+    assert calls.left() == {"file": b"new"}
+
+
+def test_a_write_under_way_when_a_sync_begins_is_not_covered(calls: Calls) -> None:
+    write = calls.begin(Kind.WRITE, FILE, b"new")
+    sync = calls.begin(Kind.SYNC, FILE)
+    calls.end(write, 3)
+    calls.end(sync)
+    assert calls.left() == {"file": b""}
+
+
+def test_a_sync_that_fails_covers_nothing(calls: Calls) -> None:
+    calls.write(FILE, b"new")
+    calls.end(calls.begin(Kind.SYNC, FILE), -1)
+    assert calls.left() == {"file": b""}
+
+
+def test_a_write_that_fails_changes_nothing(calls: Calls) -> None:
+    calls.end(calls.begin(Kind.WRITE, FILE, b"new"), -1)
+    assert calls.left(ALL) == {"file": b""}
+
+
+def test_a_sync_of_another_file_covers_nothing(calls: Calls) -> None:
+    calls.name(Kind.CREATE, "other", OTHER)
+    calls.write(FILE, b"new")
+    calls.sync(OTHER)
+    calls.sync(FOLDER)
+    assert calls.left() == {"file": b"", "other": b""}
+
+
+def test_a_write_with_dsync_is_durable_when_it_returns(calls: Calls) -> None:
+    calls.write(FILE, b"old")
+    calls.write(FILE, b"new", 3, flags=1)
+    assert calls.left() == {"file": b"\0\0\0new"}
+
+
+def test_what_is_not_durable_survives_in_any_subset(calls: Calls) -> None:
+    for place in range(3):
+        calls.write(FILE, b"%d" % place, place)
+    found = {calls.left(Fate(0.5), seed)["file"] for seed in range(200)}
+    assert found == {b"", b"0", b"\0" + b"1", b"\0\0" + b"2", b"01", b"0\0" + b"2", b"\0" + b"12", b"012"}
+
+
+def test_a_torn_write_changes_its_own_sectors_only(calls: Calls) -> None:
+    calls.write(FILE, b"a" * 4 * SECTOR)
+    calls.sync(FILE)
+    calls.write(FILE, b"b" * 2 * SECTOR, SECTOR)
+    found = {calls.left(Fate(0.0, 1.0), seed)["file"] for seed in range(200)}
+    middles = {one * SECTOR + other * SECTOR for one in (b"a", b"b") for other in (b"a", b"b")}
+    assert found == {b"a" * SECTOR + middle + b"a" * SECTOR for middle in middles}
+    noisy = [calls.left(Fate(0.0, 1.0, 0.5), seed)["file"] or b"" for seed in range(50)]
+    assert all(data[:SECTOR] == data[-SECTOR:] == b"a" * SECTOR for data in noisy)
+    assert set(noisy) - found
+
+
+def test_sizes_change_as_bytes_do(calls: Calls) -> None:
+    calls.end(calls.begin(Kind.ALLOCATE, FILE, length=100))
+    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": bytes(100)})
+    calls.sync(FILE)
+    calls.end(calls.begin(Kind.TRUNCATE, FILE, length=10))
+    assert (calls.left(), calls.left(ALL)) == ({"file": bytes(100)}, {"file": bytes(10)})
+
+
+def test_names_are_durable_when_their_folder_was_synced(calls: Calls) -> None:
+    calls.name(Kind.MKDIR, "folder", 20)
+    calls.name(Kind.CREATE, "folder/in", 21)
+    calls.write(21, b"x")
+    calls.sync(21)
+    assert calls.left() == {"file": b""}
+    calls.sync(20)
+    assert calls.left() == {"file": b""}
+    calls.sync(FOLDER)
+    assert calls.left() == {"file": b"", "folder": None, "folder/in": b"x"}
+
+
+def test_names_survive_in_their_order(calls: Calls) -> None:
+    calls.name(Kind.CREATE, "new", OTHER)
+    calls.name(Kind.RENAME, "new\nfile")
+    calls.name(Kind.UNLINK, "file")
+    found = [calls.left(Fate(0.6), seed) for seed in range(100)]
+    assert {tuple(sorted(state)) for state in found} == {("file",), ("file", "new"), ()}
+
+
+def test_a_renamed_file_may_be_empty_without_a_sync_of_its_bytes(calls: Calls) -> None:
+    calls.write(FILE, b"old")
+    calls.sync(FILE)
+    calls.name(Kind.CREATE, "new", OTHER)
+    calls.write(OTHER, b"new")
+    calls.name(Kind.RENAME, "new\nfile")
+    assert calls.left() == {"file": b"old"}
+    calls.sync(FOLDER)
+    assert (calls.left(), calls.left(ALL)) == ({"file": b""}, {"file": b"new"})
+
+
+def test_a_call_that_the_model_does_not_know_is_an_error(calls: Calls) -> None:
+    with pytest.raises(Unsupported, match="copy_file_range"):
+        calls.begin(Kind.UNKNOWN, FILE, path="copy_file_range")
+
+
+def test_a_folder_becomes_each_state(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "root")
+    for state in ({"a": b"1", "in": None, "in/b": b"2"}, {"a": b"", "b": b"3"}, {}):
+        folder.become(dict(state))
+        assert {path: content for _, path, content in folder.there()} == state
+        assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "root").rglob("*"))
+
+
+# -- what is promised ----------------------------------------------------------------------------------
+
+
+def promised(*marks: object) -> list[set[int]]:
+    """The promises before the first mark and after each."""
+    records = [Record(Kind.MARK, 0, 0, 0, 0, 0, "", json.dumps(mark).encode()) for mark in marks]
+    found = Promises(records)
+    return [found.at(point) for point in range(len(records) + 1)]
+
+
+def test_a_block_is_promised_from_its_acknowledgement_until_it_is_forgotten() -> None:
+    found = promised({"saving": [1, 2]}, {"saved": [1]}, {"forgetting": [1]}, {"forgot": [1]})
+    assert found == [set(), set(), {1}, set(), set()]
+
+
+def test_a_block_that_was_evicted_is_promised_until_the_last_look() -> None:
+    found = promised(
+        {"saved": [1, 2]}, {"looking": 0}, {"seen": [1, 2], "evicted": False}, {"saved": [3]},
+        {"looking": 0}, {"seen": [2, 3], "evicted": True},
+    )  # fmt: skip
+    assert found == [set(), {1, 2}, {2}, {2}, {2, 3}, {2, 3}, {2, 3}]
+
+
+def test_a_block_that_was_saved_again_may_have_been_evicted_before() -> None:
+    found = promised(
+        {"saved": [1]}, {"looking": 0}, {"seen": [1], "evicted": False}, {"saving": [1]}, {"saved": [1]},
+        {"looking": 0}, {"seen": [1], "evicted": True},
+    )  # fmt: skip
+    assert found == [set(), {1}, set(), set(), set(), {1}, {1}, {1}]
+
+
+def test_a_block_that_is_lost_without_a_crash_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="lost without a crash"):
+        promised({"saved": [1]}, {"looking": 0}, {"seen": [], "evicted": False})
+
+
+# -- the recorder --------------------------------------------------------------------------------------
+
+PROGRAM = """
+import ctypes, mmap, os, sqlite3, sys, threading
+root = sys.argv[1]
+os.mkdir(f"{root}/made", 0o700)
+fd = os.open(f"{root}/made/file", os.O_RDWR | os.O_CREAT)
+os.posix_fallocate(fd, 0, 8192)
+os.ftruncate(fd, 5000)
+os.pwritev(fd, [b"one", b"two"], 100)
+os.pwrite(fd, b"three", 200)
+os.write(fd, b"four")
+os.writev(fd, [b"five", b"six"])
+again = os.dup(fd)
+os.pwrite(again, b"seven", 300)
+folder = os.open(f"{root}/made", os.O_RDONLY)
+relative = os.open("relative", os.O_RDWR | os.O_CREAT | os.O_APPEND, dir_fd=folder)
+os.write(relative, b"a"); os.write(relative, b"b")
+os.rename("relative", "renamed", src_dir_fd=folder, dst_dir_fd=folder)
+os.link(f"{root}/made/renamed", f"{root}/made/linked")
+os.chdir(root)
+with open("plain", "wb") as file:
+    file.write(b"buffered")
+with open("plain", "wb") as file:
+    file.write(b"anew")
+with open("gone", "wb") as file:
+    file.write(b"x")
+os.unlink("gone")
+database = sqlite3.connect("rows.sqlite")
+database.execute("PRAGMA journal_mode=WAL")
+database.execute("CREATE TABLE t (a)")
+threads = [threading.Thread(target=os.pwrite, args=(fd, b"%d" % i, 1000 + i)) for i in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+os.fsync(fd); os.fsync(folder)
+"""
+
+
+def recorded(program: str, folder: Path) -> proof.Recording:
+    root = folder / "root"
+    root.mkdir()
+    try:
+        log.recorder()
+    except Missing as missing:
+        pytest.skip(str(missing))
+    return proof.Recording(root, log.record([("-c", program + "\nos._exit(0)\n", str(root))], root, folder / "log"))
+
+
+def test_the_log_leads_to_what_is_in_the_folder(tmp_path: Path) -> None:
+    found = proof.explained(recorded(PROGRAM, tmp_path))
+    disk = found.disk()
+    disk.apply(found.records)
+    assert disk.state(ALL, random.Random(0))["made/linked"] == b"ab"
+    assert {"rows.sqlite-shm"} == disk.mapped()
+
+
+def test_calls_that_pass_the_recorder_by_are_noticed(tmp_path: Path) -> None:
+    past = "ctypes.CDLL(None).syscall(18, fd, b'unseen', 6, ctypes.c_long(400))"
+    if os.uname().machine != "x86_64":
+        pytest.skip("the number of the system call pwrite64 is that of x86-64")
+    with pytest.raises(Missing, match="made/file"):
+        proof.explained(recorded(PROGRAM + past, tmp_path))
+
+
+def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(log.CACHE, str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(Missing, match="C compiler"):
+        log.recorder()

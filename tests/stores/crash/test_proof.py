@@ -1,0 +1,90 @@
+"""DiskStore survives crashes: what was acknowledged is there, nothing is wrong, and opening works. A store that does
+things in a wrong order is found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("blake3")
+
+from tests.stores.crash import proof
+from tests.stores.crash.log import Missing
+from tests.stores.crash.proof import Recording
+
+SEED = int(os.environ.get("KVPOOL_CRASH_SEED", "1"))
+
+
+def record(folder: Path, skip: str = "", breakage: str = "") -> Recording:
+    print(f"KVPOOL_CRASH_SEED={SEED}")
+    try:
+        return proof.recorded(folder, SEED, skip, breakage)
+    except Missing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(tmp_path_factory.mktemp("crash"))
+
+
+@pytest.fixture
+def built() -> Iterator[Path]:
+    """Where crash states are built."""
+    with proof.in_memory() as folder:
+        yield folder / "root"
+
+
+def test_in_hundreds_of_crash_states_nothing_acknowledged_is_lost(recording: Recording, built: Path) -> None:
+    result = proof.replayed(recording, 300, SEED, built)
+    assert result.states == 300 and result.promised > 300 and not result.failures, result.failures
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_crash_of_the_opening_after_a_crash_loses_nothing(
+    recording: Recording, number: int, tmp_path: Path, built: Path
+) -> None:
+    again = proof.recovered(recording, tmp_path, SEED + number)
+    result = proof.replayed(again, 60, SEED + number, built)
+    assert result.states == 60 and result.promised and not result.failures, result.failures
+
+
+def test_files_of_another_moment_give_no_wrong_bytes(recording: Recording, built: Path) -> None:
+    """Somebody has copied one file of the store back, or all but one."""
+    result = proof.rolled_back(recording, 6, SEED, built)
+    assert result.damaged > 0 and not result.failures, result.failures
+
+
+def test_processes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
+    print(f"KVPOOL_CRASH_SEED={SEED}")
+    found = proof.killed(tmp_path / "store", 10, SEED)
+    assert found["kills"] == 10 and found["checked"] > 0 and not found["wrong"], found
+
+
+# -- the proof can fail --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("skip", "breakage"),
+    [
+        ("slab", ""),
+        ("rows.sqlite-wal", ""),
+        ("/store", ""),
+        ("/recorded", ""),
+        ("", "row first"),
+        ("", "acknowledged first"),
+    ],
+    ids=["slab not synced", "database not synced", "names not synced", "folder not synced", "row first", "not waited"],
+)
+def test_a_wrong_order_is_found(skip: str, breakage: str, tmp_path: Path, built: Path) -> None:
+    recording = record(tmp_path, skip, breakage)
+    result = proof.replayed(recording, 200, SEED, built)
+    assert any("was promised" in failure for failure in result.failures), result
+
+
+def test_a_save_that_does_not_wait_is_found_by_kills(tmp_path: Path) -> None:
+    found = proof.killed(tmp_path / "store", 10, SEED, "acknowledged first")
+    assert found["wrong"], found
