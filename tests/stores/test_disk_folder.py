@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.stores.base import Space
 from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk.system import System
 from tests.stores.lab import BLOCK_BYTES, memory, names, open_queue, saved
 
 SPACE = Space(bytes(16), memory(4))
@@ -25,6 +27,7 @@ HOLDER = """
 import os, sys, time
 from kvpool.stores.base import Space
 from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk.system import System
 import numpy as np
 store = DiskStore(sys.argv[1], 8 * 4096)
 store.open(Space(bytes(16), np.zeros((4, 4096), np.uint8)))
@@ -189,6 +192,7 @@ PARENT = """
 import os, sys
 import numpy as np
 from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk.system import System
 from tests.stores.lab import open_queue, saved
 queue = open_queue(DiskStore(sys.argv[1], 64 * 4096))
 saved(queue, 3)
@@ -247,3 +251,18 @@ def test_blocks_of_another_size_are_refused_with_both_sizes(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="4096 bytes, and this engine's have 8192"):
         DiskStore(tmp_path / "store", CAPACITY).open(Space(bytes(16), memory(4, 8192)))
     opened(tmp_path / "store").close()
+
+
+@pytest.mark.parametrize(("free", "blocks"), [(100, 50), (1 << 20, 64 << 10)], ids=["small", "large"])
+def test_without_a_capacity_a_store_takes_half_of_what_is_free_and_at_most_64_gib(
+    tmp_path: Path, free: int, blocks: int
+) -> None:
+    """Once it is made it stays as it is."""
+    found = SimpleNamespace(f_bavail=free << 8, f_frsize=4096)
+    system = System(posix_fallocate=lambda fd, start, nbytes: None, statvfs=lambda path: found)
+    store, space = DiskStore(tmp_path / "store", system=system), Space(bytes(16), memory(1, 1 << 20))
+    for _ in range(2):
+        store.open(space)
+        assert store.stats()["capacity"] == blocks
+        store.close()
+        found.f_bavail = 1 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,6 @@ from kvpool.stores.disk.table import Table
 
 HERE, PENDING, REFUSED = -1, -2, -3
 """Answers in the place of a slot. HERE: the key has one. PENDING: another call writes it."""
-
-
 _VICTIMS_MIN = 1024
 
 
@@ -48,7 +46,8 @@ class Index:
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
         self._doubtful = (entries["used"] != 0) & in_doubt
-        self._free: list[int] = np.flatnonzero(entries["used"] == 0)[::-1].tolist()
+        self._free: list[int] = []
+        self._unused = iter(np.flatnonzero(entries["used"] == 0))  # since the opening
 
     def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:
         return dict(zip(self._table.entries["key"][slots].tolist(), slots.tolist(), strict=True))
@@ -186,6 +185,8 @@ class Index:
             oldest = (self._here[key] for key in members if key in self._here)
             if not self._evict(next((slot for slot in oldest if self._may_go(slot, keep)), None)):
                 return REFUSED
+        if not self._free:
+            self._free += [int(slot) for slot in islice(self._unused, 1)]
         if not self._free:
             self._evict(self._victim(keep))
         if not self._free:

@@ -118,7 +118,7 @@ class DiskStore:
         stride = stride_of(block_bytes)
         if self._capacity is None and header is not None:
             return header.slots
-        free = os.statvfs(folder.path)
+        free = self._system.statvfs(folder.path)
         wanted = self._capacity or min(DEFAULT_CAPACITY, free.f_bavail * free.f_frsize // 2)
         if wanted < stride:
             raise ValueError(f"capacity={wanted}: accepted is at least one block, which takes {stride} bytes here")

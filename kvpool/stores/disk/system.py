@@ -1,4 +1,4 @@
-"""The calls of the operating system that a DiskStore makes for content. Tests replace them by ones that fail."""
+"""The calls of the operating system that a DiskStore makes for its content. Tests replace them by ones that fail."""
 
 from __future__ import annotations
 
@@ -17,4 +17,5 @@ class System:
     pwritev: Callable[[int, list[memoryview], int], int] = os.pwritev
     fdatasync: Callable[[int], None] = os.fdatasync
     posix_fallocate: Callable[[int, int, int], None] = os.posix_fallocate
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
     connect: Callable[..., Any] = sqlite3.connect
