@@ -14,6 +14,8 @@ from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
 from kvpool.device.base import BYTES, FROM, TO
 from kvpool.jit import jit
 from kvpool.state.atomics import memcpy
+from kvpool.stores import MemoryStore
+from kvpool.stores.hostkeeper import HostKeeper
 
 KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
@@ -66,6 +68,51 @@ class Verbs:
         return 1e6 * best(self._calls(verb))
 
     track_verb.unit = "us"  # type: ignore[attr-defined]
+
+
+class Keeper:
+    """Microseconds of the scheduler's thread with a store behind the cache, for 60 keys: the best of 100. "idle" is one
+    poll that has nothing to do. "here" and "absent" are finds of single keys, in the cache and found absent a moment
+    ago. "save" is publishing and the poll that begins the save, "ask" finding and the poll that asks the store."""
+
+    params = ["idle", "here", "absent", "save", "ask"]
+    param_names = ["call"]
+    unit = "us"
+
+    def setup(self, call: str) -> None:
+        self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
+        self.tier = HostTier.of(self.cache)
+        self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 30)], retry_seconds=1e6)
+
+    def teardown(self, call: str) -> None:
+        self.keeper.close()
+        self.cache.close()
+        self.tier.close()
+
+    def track_call(self, call: str) -> float:
+        keeper, times = self.keeper, []
+        for _ in range(100):
+            some = keys(KEYS)
+            if call in ("here", "save"):
+                self.cache.reserve(some)
+            if call == "here":
+                self.cache.publish(some)
+            if call == "absent":
+                keeper.lookup(some)
+                keeper.drain(60)
+            start = perf_counter()
+            if call in ("here", "absent", "ask"):
+                for key in some:
+                    keeper.find(key)
+            if call == "save":
+                keeper.publish(some)
+            if call in ("idle", "save", "ask"):
+                keeper.poll()
+            times.append(perf_counter() - start)
+            keeper.drain(60)
+        return 1e6 * min(times)
+
+    track_call.unit = "us"  # type: ignore[attr-defined]
 
 
 class SingleKeys(Verbs):

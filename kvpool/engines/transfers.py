@@ -72,15 +72,17 @@ class Transfers:
         The worker's copy engine. ``close`` closes it.
     host_blocks, blocks_per_host_block
         The number of host blocks in the tier, and of the engine's blocks in a host block.
+    filled
+        Whether others fill host blocks too, such as stores. Then a load trusts all but those whose store failed here.
 
     Notes
     -----
     Not thread-safe: an engine's worker calls it from one thread.
     """
 
-    def __init__(self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int) -> None:
+    def __init__(self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int, filled: bool = False) -> None:
         self._copies = copies
-        self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
+        self._written = np.full((host_blocks, blocks_per_host_block), filled)
         self._jobs: dict[int, _Job] = {}
 
     def parts(
@@ -124,6 +126,15 @@ class Transfers:
                 placed[first % per :] = blocks[at : at + count]
                 found.append(Part(group, placed, hosts[end + (-len(placed) // per) : end]))
                 at += count
+        return found
+
+    def partial(self, parts: Sequence[Part]) -> set[int]:
+        """The host blocks of which these parts leave something out."""
+        per, found = self._written.shape[1], set[int]()
+        for part in parts:
+            there = np.zeros((len(part.host_blocks), per), bool)
+            there.reshape(-1)[: len(part.blocks)] = part.blocks >= 0
+            found.update(part.host_blocks[~there.all(axis=1)].tolist())
         return found
 
     def store(self, job: int, parts: Sequence[Part], stream: Any = None) -> None:

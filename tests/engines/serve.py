@@ -3,14 +3,17 @@
 A script is JSON: the ``shape`` of the model, the options of the ``engine``, its ``transfer`` (None: no offload),
 whether the engine core has ``processes`` of its own, whether its KV ``events`` are counted, and ``waves`` of requests.
 The requests of a wave are given to the engine at once, and the next wave when all have ended. A request is its
-``name``, ``tokens``, ``new`` (how many to generate), ``abort`` (after so many steps of the engine), and ``after``, the
-name of an earlier one whose tokens, said and generated, come first. The wave "reset" drops what both caches have.
+``name``, ``tokens``, ``new`` (how many to generate), ``abort`` (after so many steps of the engine), ``die`` (after so
+many the process kills itself), and ``after``, the name of an earlier one whose tokens, said and generated, come first.
+The wave "reset" drops what both caches have. ``environment`` has more variables, ``folder`` is where the model is
+written.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -99,7 +102,7 @@ def open_engine(script: dict[str, Any], folder: Path) -> Any:
         options["kv_transfer_config"] = script["transfer"]
     if script.get("events"):
         options["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint(folder)}
-    model = write(folder / script["shape"], SHAPES[script["shape"]])
+    model = write(Path(script.get("folder", folder)) / script["shape"], SHAPES[script["shape"]])
     return LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
 
 
@@ -120,6 +123,8 @@ def serve_wave(engine: Any, wave: list[dict[str, Any]], said: dict[str, list[int
                 answers[output.request_id] = answer_of(output)
         steps += 1
         engine.abort_request([request["name"] for request in wave if request.get("abort") == steps])
+        if any(request.get("die") == steps for request in wave):
+            os.kill(os.getpid(), signal.SIGKILL)
     for name, answer in answers.items():
         said[name] = said[name] + answer["tokens"]
     return answers
@@ -148,6 +153,7 @@ def counters(engine: Any) -> dict[str, float]:
 def main(script_file: str, answers_file: str) -> None:
     script = json.loads(Path(script_file).read_text(encoding="utf-8"))
     os.environ.update(SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(script["processes"]))})
+    os.environ.update(script.get("environment", {}))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:
         engine = open_engine(script, Path(folder))

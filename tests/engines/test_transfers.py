@@ -223,3 +223,39 @@ def test_jobs_whose_parts_do_not_fit_are_refused(
 def test_layers_with_blocks_of_different_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks of one size"):
         paged([np.zeros((4, 8), np.int8), np.zeros((4, 16), np.int8)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "firsts", "expected"),
+    [
+        ((4, 0), (0, 0), set()),
+        ((3, 0), (1, 0), {4}),
+        ((3, 0), (0, 0), {2}),
+        ((2, 1), (2, 3), {2}),
+        ((1, 2), (0, 1), {4, 2, 7}),
+    ],
+)
+def test_host_blocks_that_are_filled_in_part_are_named(counts: Any, firsts: Any, expected: set[int]) -> None:
+    worker = Worker("cpu", 2)
+    hosts = [4, 2, 7][: sum(-(-(first % 2 + count) // 2) for count, first in zip(counts, firsts, strict=True) if count)]
+    parts = worker.transfers.parts(range(sum(counts)), counts, firsts, hosts)
+    assert worker.transfers.partial(parts) == expected
+    worker.transfers.close()
+
+
+def test_what_others_have_filled_is_loaded_but_not_what_a_store_has_left() -> None:
+    """As with stores, which fill host blocks without the worker."""
+    worker = Worker("cpu", 1)
+    worker.transfers = Transfers(worker.copies, HOST_BLOCKS, 1, filled=True)
+    worker.load(1, [3], (1, 0), (0, 0), [5])
+    assert worker.ended(1)[1].error is None
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise kvpool.DeviceError("a test's")
+
+    worker.copies.copy_in = refuse  # type: ignore[method-assign]
+    worker.store(2, [3], (1, 0), (0, 0), [5])
+    assert worker.ended(2)[2].error is not None
+    worker.load(3, [4], (1, 0), (0, 0), [5])
+    assert worker.ended(3)[3].error is not None
+    worker.transfers.close()

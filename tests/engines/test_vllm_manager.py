@@ -7,6 +7,7 @@ backend. Which host block a chunk gets is nobody's business but the tier's, and 
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,15 @@ vllm = pytest.importorskip(
     exc_type=ImportError,
 )
 
-from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, make_offload_key  # noqa: E402
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+
+from kvpool.engines.stores import store_options  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
@@ -159,6 +168,19 @@ def test_a_failed_store_leaves_nothing_and_what_was_there(make: Callable[..., Ma
     assert manager.lookup(7, 9) == [HIT, MISS]
 
 
+def test_a_chunk_whose_copy_failed_in_a_worker_is_not_found(make: Callable[..., Manager]) -> None:
+    """vLLM completes its store as if it had succeeded."""
+    manager = make()
+    _, blocks, _ = manager.prepare_store(1, 2, 3)
+    manager.real.report(vllm.WorkerReport(failed_blocks={blocks[1], 1000}))
+    manager.complete_store(1, 2, 3)
+    assert manager.lookup(1, 2, 3) == [HIT, MISS, HIT]
+    assert manager.counted()["vllm:kvpool_failed_stores"] == 1
+    manager.complete_store(2)
+    manager.store(2)
+    assert manager.lookup(2) == [HIT], "the block is not lost for ever"
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_host_blocks_are_in_the_order_of_the_keys(make: Callable[..., Manager], order: tuple[int, ...]) -> None:
     manager = make()
@@ -226,3 +248,101 @@ def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]
     manager = make()
     found = manager.real.prepare_store(keys(1, 2), request()).store_spec
     assert pickle.loads(pickle.dumps(found)).blocks == found.blocks
+
+
+# -- stores behind it ------------------------------------------------------------------------------------
+
+
+class Stored(Manager):
+    """A manager whose chunks are in memory and are saved to a store."""
+
+    def __init__(self, chunks: int) -> None:
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY)
+        self.tier = kvpool.HostTier.of(self.cache)
+        self.real = vllm.KVPoolOffloadingManager(self.cache, store_options({"stores": ["memory:?capacity=1MiB"]}))
+        self.real.open_stores(self.tier.share(), IDENTITY)
+
+    def fill(self, *numbers: int) -> None:
+        for number, block in zip(numbers, self.store(*numbers), strict=True):
+            self.tier.blocks[block] = number
+
+    def step(self) -> None:
+        self.real.on_schedule_end(ScheduleEndContext((), ()))
+
+    def found(self, *numbers: int) -> list[Any]:
+        """What lookups say in the end, step by step, as long as the manager wants steps."""
+        end = time.monotonic() + 60
+        found = self.lookup(*numbers)
+        while self.real.has_pending_work():
+            assert time.monotonic() < end
+            self.step()
+        return self.lookup(*numbers) if PENDING in found else found
+
+
+def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
+    manager = Stored(4)
+    manager.fill(1, 2)
+    assert manager.real.has_pending_work(), "the store is to save them"
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.real.on_request_finished(request())
+    for number in (3, 4, 5, 6):
+        manager.fill(number)
+        assert manager.found(number) == [HIT]
+    assert manager.lookup(1) == [PENDING]
+    assert manager.found(1) == [HIT]
+    (block,) = manager.load("a", 1)
+    assert (manager.tier.blocks[block] == 1).all()
+    manager.complete_load("a", 1)
+    counted = manager.counted()
+    assert counted["vllm:kvpool_store_loaded_chunks"] == 1
+    assert counted["vllm:kvpool_store_saved_chunks"] >= 1
+    defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
+    assert {name.partition(":(")[0] for name in counted} <= set(defined)
+    manager.real.shutdown()
+
+
+def test_a_chunk_whose_copy_failed_is_not_saved() -> None:
+    manager = Stored(4)
+    _, blocks, _ = manager.prepare_store(1)
+    manager.real.report(vllm.WorkerReport(failed_blocks=set(blocks)))
+    manager.complete_store(1)
+    assert not manager.real.has_pending_work()
+    assert manager.found(1) == [MISS]
+    manager.real.shutdown()
+
+
+def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
+    """A store gives whole chunks, and the worker would take it for one."""
+    manager = Stored(4)
+    _, blocks, _ = manager.prepare_store(1, 2)
+    manager.real.report(vllm.WorkerReport(partial_blocks={blocks[0]}))
+    manager.complete_store(1, 2)
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.cache.forget(keys(1, 2))
+    assert manager.found(1, 2) == [MISS, HIT]
+    manager.real.shutdown()
+
+
+def test_reports_of_workers_are_joined() -> None:
+    one, other = vllm.WorkerReport({1: 1}, failed_blocks={3}), vllm.WorkerReport({1: 1, 2: 1}, partial_blocks={4})
+    both = one.aggregate(other)
+    assert (both.completed_jobs, both.failed_blocks, both.partial_blocks) == ({1: 2, 2: 1}, {3}, {4})
+    assert pickle.loads(pickle.dumps(both)) == both
+
+
+def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
+    manager = Stored(4)
+    manager.fill(1, 2)
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.real.reset_cache()
+    assert manager.found(1, 2) == [MISS, MISS]
+    manager.real.shutdown()
+
+
+def test_a_request_before_the_stores_are_open_is_refused() -> None:
+    real = vllm.KVPoolOffloadingManager(
+        kvpool.HostCache(4, 64, identity=IDENTITY), store_options({"stores": ["memory:?capacity=1MiB"]})
+    )
+    with pytest.raises(ValueError, match="KVPoolOffloadingConnector"):
+        real.on_new_request(request())
+    real.shutdown()

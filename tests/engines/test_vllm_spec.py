@@ -77,6 +77,8 @@ def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks
         (config({"host_memory": "1GiB"}, stages=2), "pipeline_parallel_size=2"),
         (config({"host_memory": "1GiB"}, canonical_layout=True), "canonical_layout"),
         (config({"host_memory": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
+        (config({"host_memory": "1GiB", "stores": ["memory:"]}, workers=2, replicated_layout=True), "tensor parallel"),
+        (config({"host_memory": "1GiB", "stores": "memory:"}), "stores='memory:'"),
     ],
 )
 def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> None:
@@ -85,7 +87,7 @@ def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> No
 
 
 def test_another_version_gets_a_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(vllm, "_version", lambda: "9.9.9")
+    monkeypatch.setattr(vllm, "version", lambda: "9.9.9")
     monkeypatch.setattr(vllm.log, "propagate", True)
     monkeypatch.setattr(vllm.log.parent, "propagate", True)
     vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
@@ -153,14 +155,16 @@ def test_the_plug_in_is_imported_without_numba() -> None:
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
-def test_the_command_that_is_shown_is_what_the_tests_run() -> None:
+def test_the_commands_that_are_shown_are_what_the_tests_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"vllm serve (.*?)```", page, re.DOTALL)
+    commands = re.findall(r"vllm serve (.*?)```", page, re.DOTALL)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    model, *options = shlex.split(command)
-    found = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
-    wanted = serve.transfer({"host_memory": "8GiB"})
-    assert {name: getattr(found, name) for name in wanted} == wanted
+    with_stores = {"stores": ["disk:/var/kvpool/llama?capacity=200GiB"], "weights": "revision 1a2b3c"}
+    for command, extra in zip(commands, ({}, with_stores), strict=True):
+        model, *options = shlex.split(command)
+        found = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
+        wanted = serve.transfer({"host_memory": "8GiB", **extra})
+        assert {name: getattr(found, name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("recovers", [True, False])

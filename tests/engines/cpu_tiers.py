@@ -1,0 +1,43 @@
+"""vLLM's tiered offloading with a worker that runs on a CPU, where vLLM's own refuses: its tiers, policies and host
+memory are vLLM's, the copies are kvpool's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+import kvpool
+from kvpool.engines.vllm import HostBlocks, KVPoolOffloadingWorker, identity, tensors_of, version
+
+
+class _Worker(KVPoolOffloadingWorker):
+    """Takes vLLM's numbers of chunks for host blocks."""
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: LoadStoreSpec) -> bool:
+        return super().submit_store(job_id, src_spec, HostBlocks(tuple(dst_spec.chunk_ids.tolist())))
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: Any, expedited: bool = False) -> bool:
+        return super().submit_load(job_id, HostBlocks(tuple(src_spec.chunk_ids.tolist())), dst_spec, expedited)
+
+
+class CpuTieringSpec(TieringOffloadingSpec):
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        from kvpool.engines.transfers import Transfers, paged
+
+        self.region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        rows = np.asarray(self.region.create_kv_memoryview()).view(np.uint8)
+        tier = kvpool.HostTier(*rows.shape, identity=identity(self.config, version()), memory=rows)
+        groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
+        first = self.config.parallel.rank * self.cpu_page_size_per_worker
+        copies = kvpool.HostCopies(tier, groups, blocks_per_host_block=self.blocks_per_chunk, first_byte=first)
+        return _Worker(Transfers(copies, self.num_chunks, self.blocks_per_chunk, filled=True), False)

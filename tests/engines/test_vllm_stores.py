@@ -1,0 +1,77 @@
+"""A real vLLM with stores behind kvpool's host tier: what was evicted from the host comes back, an engine that was
+killed is warm when it is started again, and the tokens are those of a run without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test")
+
+from tests.engines.serve import BLOCK, transfer
+from tests.engines.test_vllm_engine import Runs, answers, counted, differing, waves
+
+SEED = {"PYTHONHASHSEED": "7"}
+LITTLE = "1000KiB"
+"""Host memory for two of the three prompts."""
+LONG, SHORT = waves(more=False), waves(prompts=2, more=False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    found = Runs(tmp_path_factory.mktemp("vllm-stores"))
+    yield found
+    found.close()
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    return {"stores": [f"disk:{folder}/store?capacity=64MiB"], "weights": "random 0"}
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["in one process", "engine core in a process"])
+def test_what_the_host_has_evicted_comes_back_from_a_store(runs: Runs, processes: bool) -> None:
+    options = {"host_memory": LITTLE, "stores": ["memory:?capacity=64MiB"], "weights": "random 0"}
+    loaded = runs.run("tiny", options, processes=processes, waves=LONG)
+    assert differing(runs.run("tiny", None, waves=LONG), loaded) == {}
+    assert counted(loaded, "evicted_chunks") > 0 and counted(loaded, "failed_loads") == 0
+    assert counted(loaded, "store_saved_chunks") > 0
+    assert counted(loaded, "store_loaded_chunks") > 0
+    assert [answers(loaded)[f"again-{n}"]["cached"] for n in range(3)] == [15 * BLOCK] * 3
+
+
+def test_an_engine_that_was_killed_is_warm_when_it_is_started_again(runs: Runs, tmp_path: Path) -> None:
+    again = [wave for wave in SHORT if "first" in wave[0]["name"]]
+    dies = [{**SHORT[0][0], "name": "dies", "new": 40, "die": 20}]
+    same = {"environment": SEED, "folder": str(tmp_path)}
+    killed = runs.run("tiny", disk(tmp_path), waves=[*again, dies], **same)
+    assert "failed" in killed
+    warm = runs.run("tiny", disk(tmp_path), waves=again, **same)
+    assert differing(runs.run("tiny", None, waves=LONG), warm) == {}
+    assert answers(warm)["first-0"]["cached"] == 15 * BLOCK
+    assert counted(warm, "store_loaded_chunks") > 0 and counted(warm, "failed_loads") == 0
+    other = runs.run("tiny", disk(tmp_path) | {"weights": "random 1"}, waves=again[:1], **same)
+    assert answers(other)["first-0"]["cached"] == 0, "other weights find nothing"
+
+
+def test_two_workers_share_a_store(runs: Runs, tmp_path: Path) -> None:
+    options = {"engine": {"tensor_parallel_size": 2}, "processes": True, "environment": SEED, "folder": str(tmp_path)}
+    first = SHORT[:1]
+    runs.run("tiny", disk(tmp_path), waves=first, **options)
+    warm = runs.run("tiny", disk(tmp_path), waves=[*first, *first], **options)
+    assert differing(runs.run("tiny", None, waves=LONG), warm) == {}
+    assert answers(warm)["first-0"]["cached"] == 15 * BLOCK
+
+
+def test_a_lasting_store_without_a_seed_is_refused_with_the_remedy(runs: Runs, tmp_path: Path) -> None:
+    refused = runs.run("tiny", disk(tmp_path), waves=SHORT[:1])
+    assert "Set the environment variable PYTHONHASHSEED" in refused["failed"]
+    assert not (tmp_path / "store").exists()
+
+
+def test_under_vllms_own_connector_stores_are_refused(runs: Runs) -> None:
+    given = transfer({"stores": ["memory:?capacity=64MiB"]}, recovers=False)
+    refused = runs.run("tiny", {}, transfer=given, waves=SHORT[:1])
+    assert "KVPoolOffloadingConnector" in refused["failed"]

@@ -1,0 +1,567 @@
+"""A keeper brings blocks from stores into a host cache, and saves them: in time, within its bounds, and nothing wrong,
+whatever the stores do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
+from kvpool.stores import REFUSED, MemoryStore
+from kvpool.stores.hostkeeper import HostKeeper
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
+
+ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
+
+
+class Engine:
+    """A cache, its memory and a keeper, and an engine that writes and reads blocks of known content."""
+
+    def __init__(self, *stores: Any, blocks: int = 16, identity: Any = IDENTITY, **options: Any) -> None:
+        self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity)
+        self.tier = HostTier.of(self.cache)
+        self.now = 1000.0
+        self.keeper = HostKeeper(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
+
+    def later(self, seconds: float) -> None:
+        """Time passes. The threads that watch deadlines look at the clock when a job begins."""
+        self.now += seconds
+        self.keeper.find(b"another at %f" % self.now)
+        self.keeper.poll()
+
+    def write(self, count: int, first: int = 0) -> list[int]:
+        """Reserve, fill and publish blocks. Returns the rows."""
+        taken = self.cache.reserve(names(count, first))
+        for row, key in zip(taken.blocks.tolist(), taken.keys, strict=True):
+            self.tier.blocks[row] = content(number_of(key))
+        self.keeper.publish(taken.keys)
+        return taken.blocks.tolist()
+
+    def saved(self, count: int, first: int = 0) -> None:
+        """Write blocks, have them saved, and drop them from the cache."""
+        self.write(count, first)
+        assert self.keeper.drain(60)
+        self.cache.forget(names(count, first))
+
+    def ask(self, count: int, first: int = 0) -> list[int]:
+        """What becomes of keys that are looked for once: ABSENT or HERE."""
+        self.keeper.lookup(names(count, first))
+        self.until(lambda: not self.keeper.stats().searching)
+        here = self.cache.lookup(names(count, first)) == HERE
+        return np.where(here, HERE, ABSENT).tolist()
+
+    def until(self, right: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        self.keeper.poll()
+        while not right():
+            assert time.monotonic() < end, self.keeper.stats()
+            time.sleep(0.001)
+            self.keeper.poll()
+
+    def read(self, count: int, first: int = 0) -> None:
+        """Pin blocks, and compare every byte."""
+        with self.keeper.pin(names(count, first)) as lease:
+            for row, key in zip(lease.blocks.tolist(), lease.keys, strict=True):
+                assert np.array_equal(self.tier.blocks[row], content(number_of(key))), key
+
+    def close(self) -> None:
+        assert self.keeper.close(60)
+        self.cache.verify()
+        self.cache.close()
+        self.tier.close()
+
+
+def number_of(key: bytes) -> int:
+    return int(key.split()[1])
+
+
+@pytest.fixture
+def store() -> Wrong:
+    return Wrong(MemoryStore(256 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
+    opened: list[Engine] = []
+
+    def build(*stores: Any, **options: Any) -> Engine:
+        opened.append(Engine(*(stores or (store,)), **options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
+        if not engine.cache.closed:
+            engine.close()
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(5, "I/O error")
+
+
+# -- what it is for --------------------------------------------------------------------------------------
+
+
+def test_what_was_evicted_comes_back_byte_for_byte(make: Callable[..., Engine]) -> None:
+    engine = make(blocks=8)
+    engine.write(4)
+    assert engine.keeper.drain(60)
+    engine.write(8, first=100)
+    assert engine.keeper.drain(60)
+    assert engine.cache.lookup(names(4)).tolist() == [ABSENT] * 4
+    assert engine.ask(4) == [HERE] * 4
+    engine.read(4)
+    stats = engine.keeper.stats()
+    assert (stats.saved, stats.loaded, stats.asked) == (12, 4, 4) and not stats.missed
+
+
+def test_a_new_engine_over_the_same_store_is_warm(make: Callable[..., Engine], store: Wrong) -> None:
+    first = make()
+    first.write(6)
+    assert first.keeper.drain(60)
+    first.close()
+    again = make(store)
+    assert again.ask(8) == [HERE] * 6 + [ABSENT] * 2
+    again.read(6)
+    assert again.keeper.stats().missed == {"absent": 2}
+
+
+def test_another_model_finds_nothing(make: Callable[..., Engine], store: Wrong) -> None:
+    first = make()
+    first.saved(4)
+    first.close()
+    assert make(store, identity=OTHER).ask(4) == [ABSENT] * 4
+
+
+def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., Engine], store: Wrong) -> None:
+    """The cache's may name the engine that runs."""
+    first = make()
+    first.saved(4)
+    first.close()
+    again = make(store, identity=OTHER, **{"blocks": 8})
+    again.close()
+    cache = HostCache(8, BLOCK_BYTES, identity=OTHER)
+    with HostTier.of(cache) as tier, HostKeeper(cache, tier, [store], identity=IDENTITY) as keeper:
+        assert keeper.find(b"block 0") == PENDING
+        assert keeper.drain(60)
+        assert keeper.find(b"block 0") == HERE
+
+
+def test_a_key_is_pending_until_its_bytes_are_checked(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gates = make(), {"find": Gate(), "load": Gate()}
+    engine.saved(2)
+    store.before.update(gates)
+    assert engine.keeper.lookup(names(2)).tolist() == [PENDING] * 2
+    engine.keeper.poll()
+    for gate in gates.values():
+        engine.until(gate.reached.is_set)
+        assert engine.keeper.lookup(names(2)).tolist() == [PENDING] * 2
+        gate.open()
+    assert engine.ask(2) == [HERE] * 2
+
+
+def test_an_absent_key_is_not_asked_for_in_every_step(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make()
+    assert engine.ask(3) == [ABSENT] * 3
+    for _ in range(20):
+        assert engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3
+        engine.keeper.poll()
+    assert store.calls.count("find") == 1
+    engine.write(3)
+    assert engine.keeper.drain(60)
+    engine.cache.forget(names(3))
+    assert engine.ask(3) == [HERE] * 3, "what was published since may be asked for at once"
+
+
+def test_with_reuse_a_block_is_saved_when_it_has_a_reader(make: Callable[..., Engine]) -> None:
+    engine = make(save="reuse")
+    engine.write(4)
+    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 0
+    engine.read(2)
+    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 2
+    engine.read(2)
+    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 2
+    engine.cache.forget(names(4))
+    assert engine.ask(4) == [HERE, HERE, ABSENT, ABSENT]
+
+
+def test_what_came_from_a_store_is_not_saved_to_it_again(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.saved(4)
+    assert engine.ask(4) == [HERE] * 4
+    engine.read(4)
+    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 4
+
+
+def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Callable[..., Engine]) -> None:
+    stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
+    engine = make(*stores)
+    engine.saved(4)
+    assert [one.stats()["blocks"] for one in stores] == [4, 4]
+    engine.keeper.stats()
+    queue_keys = list(stores[0].inner._blocks)
+    stores[0].forget(np.frombuffer(b"".join(queue_keys[:2]), np.uint8).reshape(2, 32))
+    assert engine.ask(5) == [HERE] * 4 + [ABSENT]
+    engine.read(4)
+    assert stores[0].calls.count("load") == stores[1].calls.count("load") == 1
+
+
+def test_after_clear_nothing_is_found_that_was_saved_before(make: Callable[..., Engine]) -> None:
+    """As with weights that were replaced while the engine runs."""
+    engine = make(retry_seconds=0.0)
+    engine.saved(4)
+    engine.write(2, first=10)
+    engine.keeper.lookup(names(4))
+    engine.keeper.clear()
+    assert engine.cache.stats().evictable == 0
+    assert engine.ask(4) == [ABSENT] * 4
+    engine.saved(4)
+    assert engine.ask(4) == [HERE] * 4
+    engine.read(4)
+
+
+def test_a_clear_while_blocks_come_leaves_none_of_them(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(retry_seconds=0.0), Gate()
+    engine.saved(4)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(4))
+    engine.until(gate.reached.is_set)
+    engine.keeper.clear()
+    gate.open()
+    assert engine.keeper.drain(60)
+    assert engine.ask(4) == [ABSENT] * 4
+    assert engine.cache.stats().used == 0
+
+
+def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(), Gate()
+    engine.saved(1)
+    store.before["find"] = gate
+    assert engine.keeper.find(b"block 0") == PENDING
+    engine.until(gate.reached.is_set)
+    taken = engine.cache.reserve([b"block 0"])
+    gate.open()
+    assert engine.keeper.drain(60)
+    assert engine.keeper.stats().missed == {"taken": 1} and "load" not in store.calls
+    engine.tier.blocks[taken.blocks[0]] = content(0)
+    engine.keeper.publish(taken.keys)
+    engine.read(1)
+
+
+# -- stores that are late, dead, lying or full -----------------------------------------------------------
+
+
+def test_a_find_that_hangs_is_a_miss_at_its_deadline(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(), Gate()
+    store.before["find"] = gate
+    assert engine.keeper.lookup(names(3)).tolist() == [PENDING] * 3
+    engine.until(gate.reached.is_set)
+    engine.later(3)
+    engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
+    assert engine.keeper.stats().missed == {"late": 3}
+    gate.open()
+
+
+def test_nobody_gets_the_blocks_of_a_load_that_hangs(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(blocks=8, save_share=1.0), Gate()
+    engine.saved(3)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(3))
+    engine.until(gate.reached.is_set)
+    engine.later(3)
+    engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
+    stats = engine.keeper.stats()
+    assert (stats.missed["late"], stats.loading, stats.hung) == (3, 3, 3)
+    assert engine.cache.reserve(names(3)).keys == (), "they are pending"
+    with pytest.raises(OutOfBlocks):
+        engine.cache.reserve(names(6, 50))
+    engine.write(5, first=50)
+    gate.open()
+    assert engine.keeper.drain(60)
+    assert (engine.keeper.stats().loading, engine.keeper.stats().hung, engine.cache.stats().pending) == (0, 0, 0)
+    assert engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3
+    engine.read(5, first=50)
+    assert len(engine.cache.reserve(names(8, 70)).keys) == 8
+    engine.cache.abort(names(8, 70))
+
+
+def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) -> None:
+    """A load of two calls, of which one hangs."""
+    store, gate, count = Wrong(MemoryStore(2000 * BLOCK_BYTES)), Gate(), 1100
+    engine, hangs = make(store, blocks=4096), iter([gate])
+    engine.saved(count)
+    store.before["load"] = lambda: next(hangs, lambda: None)()
+    engine.keeper.lookup(names(count))
+    engine.until(lambda: store.calls.count("load") == 2)
+    engine.until(lambda: engine.keeper.stats().stores[0].running_calls == 1)
+    engine.later(3)
+    engine.until(lambda: PENDING not in engine.keeper.lookup(names(count)))
+    here = (engine.keeper.lookup(names(count)) == HERE).tolist()
+    assert sorted([here[0], here[-1]]) == [False, True] and sum(here) in (1024, count - 1024)
+    assert engine.keeper.stats().hung == count - sum(here)
+    gate.open()
+    assert engine.keeper.drain(60) and engine.cache.stats().pending == 0
+    engine.read(sum(here), first=0 if here[0] else 1024)
+
+
+def test_a_changed_byte_is_never_found(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make()
+    engine.saved(3)
+
+    def flip(answer: Any) -> Any:
+        store.memory[:, 100] ^= 1
+        return answer
+
+    store.after["load"] = flip
+    assert engine.ask(3) == [ABSENT] * 3
+    assert engine.keeper.stats().missed == {"damaged": 3}
+    assert engine.cache.stats().pending == 0 and store.stats()["blocks"] == 0
+
+
+def test_a_dead_store_is_left_alone_and_the_cache_goes_on(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(retry_seconds=0.0)
+    for kind in ("find", "save", "load"):
+        store.before[kind] = fail
+    for first in range(0, 40, 4):
+        assert engine.ask(4, first) == [ABSENT] * 4
+        engine.write(4, first)
+        assert engine.keeper.drain(60)
+        engine.read(4, first)
+    stats = engine.keeper.stats()
+    assert store.calls.count("find") == store.calls.count("save") == 3
+    assert stats.missed == {"failed": 12, "suspended": 28} and stats.suspended == ("wrong",)
+    assert stats.unsaved["failed"] == 12 and stats.unsaved["suspended"] == 28
+    assert engine.cache.stats().pinned == 0
+
+
+def test_a_store_that_is_back_is_used_again(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(retry_seconds=0.0)
+    engine.saved(1)
+    store.before["find"] = fail
+    for _ in range(4):
+        assert engine.ask(1) == [ABSENT]
+    del store.before["find"]
+    assert engine.ask(1) == [ABSENT], "it is suspended"
+    engine.now += 6
+    assert engine.ask(1) == [HERE]
+    assert engine.keeper.stats().suspended == ()
+
+
+def test_a_full_store_refuses_and_it_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make()
+    store.after["save"] = lambda codes: np.full(len(codes), REFUSED, np.uint8)
+    engine.write(5)
+    assert engine.keeper.drain(60)
+    assert engine.keeper.stats().unsaved["refused"] == 5 and engine.keeper.stats().saved == 0
+    assert engine.cache.stats().pinned == 0
+
+
+# -- bounds ----------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_is_being_saved_is_not_evicted(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(blocks=8, save_share=1.0), Gate()
+    store.before["save"] = gate
+    engine.write(3)
+    engine.until(gate.reached.is_set)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.reserve(names(6, 50))
+    engine.write(5, first=50)
+    gate.open()
+    assert engine.keeper.drain(60)
+    assert len(engine.cache.reserve(names(6, 70)).evicted) == 6
+    engine.cache.abort(names(6, 70))
+
+
+def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    """Its bytes are still read."""
+    engine, gate = make(blocks=4, save_share=1.0), Gate()
+    store.before["save"] = gate
+    engine.write(3)
+    engine.until(gate.reached.is_set)
+    engine.later(61)
+    engine.until(lambda: engine.keeper.stats().unsaved.get("late") == 3)
+    assert engine.cache.stats().pinned == 3
+    with pytest.raises(OutOfBlocks):
+        engine.cache.reserve(names(2, 50))
+    gate.open()
+    assert engine.keeper.drain(60) and engine.cache.stats().pinned == 0
+
+
+def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(blocks=16, save_share=0.25), Gate()
+    store.before["save"] = gate
+    for first in range(0, 160, 4):
+        engine.write(4, first)
+        engine.keeper.poll()
+    stats = engine.keeper.stats()
+    assert engine.cache.stats().pinned == stats.saving == 4 and stats.waiting <= 16
+    assert stats.unsaved["crowded"] + stats.waiting + stats.saving == 160
+    gate.open()
+    assert engine.keeper.drain(60)
+    stats = engine.keeper.stats()
+    assert stats.saved + sum(stats.unsaved.values()) == 160 and stats.unsaved["evicted"] > 0
+    assert engine.cache.stats().pinned == 0
+
+
+def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[..., Engine]) -> None:
+    engine = make(blocks=16, load_share=0.25, retry_seconds=0.0)
+    for first in range(0, 16, 4):
+        engine.saved(4, first)
+    engine.write(12, first=100)
+    assert engine.ask(16).count(HERE) == 4
+    assert engine.keeper.stats().missed["crowded"] >= 12
+    assert engine.cache.lookup(names(12, 100)).tolist() == [HERE] * 12
+    engine.read(4)
+    assert engine.ask(8) == [HERE] * 8, "what was read makes room"
+
+
+def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[..., Engine]) -> None:
+    engine = make(blocks=8, load_share=1.0, retry_seconds=0.0)
+    engine.saved(8)
+    rows = engine.write(4, first=100)
+    pending = engine.cache.reserve(names(2, 200))
+    with engine.keeper.pin(names(4, 100)) as lease:
+        found = engine.ask(8)
+        assert found.count(HERE) == 1, "half of the two blocks that are free"
+        assert lease.blocks.tolist() == rows
+    engine.cache.abort(pending.keys)
+    engine.read(4, first=100)
+
+
+def test_with_no_block_free_nothing_comes(make: Callable[..., Engine]) -> None:
+    engine = make(blocks=4)
+    engine.saved(2)
+    engine.write(4, first=10)
+    with engine.keeper.pin(names(4, 10)):
+        assert engine.ask(2) == [ABSENT] * 2
+    assert engine.keeper.stats().missed == {"crowded": 2}
+
+
+# -- arguments, closing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save": "evict"}, "save='evict'"),
+        ({"load_share": 0.0}, "load_share=0.0"),
+        ({"save_share": 1.5}, "save_share=1.5"),
+        ({"load_seconds": -1.0}, "load_seconds=-1.0"),
+        ({"retry_seconds": float("nan")}, "retry_seconds=nan"),
+    ],
+)
+def test_bad_options_are_named(store: Wrong, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(store, **options)
+    assert "open" not in store.calls
+
+
+def test_the_memory_of_another_cache_is_refused(store: Wrong) -> None:
+    with HostCache(4, BLOCK_BYTES, identity=IDENTITY) as cache, HostCache(4, BLOCK_BYTES, identity=OTHER) as other:
+        with HostTier.of(other) as tier, pytest.raises(ValueError, match="tier: accepted"):
+            HostKeeper(cache, tier, [store])
+        with HostTier.of(cache) as tier, pytest.raises(ValueError, match="stores="):
+            HostKeeper(cache, tier, [])
+
+
+def test_a_store_that_does_not_open_closes_the_others(store: Wrong) -> None:
+    broken = Wrong(MemoryStore(1 << 20))
+    broken.before["open"] = fail
+    with pytest.raises(OSError, match="I/O error"):
+        Engine(store, broken)
+    assert store.calls == ["open", "close"]
+
+
+def test_bad_keys_are_refused_as_by_the_cache(make: Callable[..., Engine]) -> None:
+    engine = make()
+    with pytest.raises(TypeError):
+        engine.keeper.find("text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="65 bytes"):
+        engine.keeper.lookup([bytes(65)])
+    assert engine.keeper.stats().asked == 0
+
+
+def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(), Gate()
+    engine.saved(3)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(3))
+    engine.until(gate.reached.is_set)
+    assert not engine.keeper.close(0.05)
+    assert engine.cache.stats().pending == 3
+    with pytest.raises(PoolClosed):
+        engine.keeper.poll()
+    gate.open()
+    assert engine.keeper.close(60)
+    assert engine.cache.stats().pending == 0
+    assert engine.keeper.find(b"block 0") == ABSENT
+
+
+def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> None:
+    """The store has found a key, and nobody has polled since."""
+    engine = make()
+    engine.saved(2)
+    engine.keeper.lookup(names(2))
+    engine.keeper.poll()
+    end = time.monotonic() + 20
+    while engine.keeper.stats().stores[0].blocks["find", "ok"] < 2:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert engine.keeper.close(60)
+    assert engine.cache.stats().pending == 0 and "load" not in store.calls
+
+
+def test_no_key_or_secret_is_in_what_people_read(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.saved(2)
+    text = repr(engine.keeper) + repr(engine.keeper.stats())
+    assert "block 0" not in text and "Secret" not in text
+
+
+# -- everything at once ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_whatever_happens_no_wrong_byte_is_read(make: Callable[..., Engine], store: Wrong, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    print(f"seed {seed}")
+
+    def maybe(answer: Any) -> Any:
+        if random.integers(8) == 0:
+            raise OSError(5, "I/O error")
+        return answer
+
+    def seals_of_others(answer: Any) -> Any:
+        return answer[0], np.roll(answer[1], int(random.integers(4) == 0), 0)
+
+    engine = make(blocks=12, load_seconds=0.02, retry_seconds=0.0, clock=time.monotonic)
+    store.after.update({"find": maybe, "save": maybe, "load": seals_of_others})
+    for _ in range(400):
+        first, count = int(random.integers(40)), int(random.integers(1, 5))
+        keys = names(count, first)
+        verb = random.integers(6)
+        if verb == 0:
+            try:
+                engine.write(count, first)
+            except OutOfBlocks:
+                pass
+        elif verb == 1:
+            engine.cache.forget(keys)
+        elif verb == 2 and (engine.keeper.lookup(keys) == HERE).all():
+            engine.read(count, first)
+        elif verb == 3 and random.integers(20) == 0:
+            engine.keeper.clear()
+        else:
+            engine.keeper.lookup(keys)
+        engine.keeper.poll()
+        if random.integers(3) == 0:
+            time.sleep(0.001)
+    assert engine.keeper.drain(60)
+    engine.cache.verify()
+    assert engine.cache.stats().pending == engine.cache.stats().pinned == 0
