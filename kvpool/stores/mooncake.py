@@ -7,6 +7,7 @@ import ipaddress
 import mmap
 import os
 import queue
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -344,8 +345,8 @@ def _number(value: Any) -> Any:
 
 def _master_argument(value: Any) -> str:
     text = text_argument("master", value)
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    found = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
         raise ValueError(f"master={text!r:.80}: accepted is HOST:PORT of one master; several masters were not tested")
     return text
 
