@@ -206,14 +206,14 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     assert save(one, 4).ok == 4, "there are connections"
     assert save(other, 2, 50).ok == 2
     holder.freeze()
-    job = save(one, 8, 100, seconds=1.0)
+    job = save(one, 4, 100, seconds=1.0)
     assert set(job.codes.tolist()) <= {LATE, FAILED}
-    fill(other.memory, 8, 200)
-    late = other.save(other.secret.opaque(names(8, 200)), np.arange(8), deadline=other.now() + 60)
+    fill(other.memory, 4, 200)
+    late = other.save(other.secret.opaque(names(4, 200)), np.arange(4), deadline=other.now() + 60)
     assert not late.wait(0.5)
     holder.resume()
     assert late.wait(60, returned=True)
-    for first, count in ((0, 4), (50, 2), (100, 8), (200, 8)):
+    for first, count in ((0, 4), (50, 2), (100, 4), (200, 4)):
         for queue in (one, other):
             assert set(load(queue, count, first).codes.tolist()) <= {OK, ABSENT, FAILED, DAMAGED}
 
