@@ -3,6 +3,7 @@ end, or in a forked child."""
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import socket
@@ -11,13 +12,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import PoolClosed
+from kvpool.errors import ForkedProcess, PoolClosed
 from kvpool.process import Process
 
 TESTED = "0.3.13.post1"
@@ -49,7 +51,7 @@ REASONS = {
 
 _TRANSFER_BOUNDS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 _GIVES_UP_SECONDS = 50.0
-_CONNECT_SECONDS, _LAST_WAIT_SECONDS = 2.0, 120.0
+_CONNECT_SECONDS, _LAST_WAIT_SECONDS, _EXIT_WAIT_SECONDS = 2.0, 120.0, 10.0
 _METHODS = (
     "setup", "close", "register_buffer", "unregister_buffer", "batch_put_from_multi_buffers",
     "batch_get_into_multi_buffers", "batch_is_exist", "batch_remove",
@@ -108,6 +110,16 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def end_all() -> None:
+    """Close what is open when the interpreter ends. A thread that it ends inside a call would crash the process."""
+    for client in list(_OPEN):
+        with suppress(ForkedProcess):
+            client.close(_EXIT_WAIT_SECONDS)
+
+
+atexit.register(end_all)
 
 
 class Client:
@@ -171,18 +183,18 @@ class Client:
         """Drop objects, also those with a lease. 0 for each that was there, or codes below zero."""
         return self._batch("batch_remove", keys, True)
 
-    def close(self) -> None:
+    def close(self, timeout: float = _LAST_WAIT_SECONDS) -> None:
         """Wait for calls under way, and end. Holds the interpreter's lock for about a second, as the library does.
 
-        If calls still hang after two minutes, or if memory is lent and the master is gone, which takes the library a
-        quarter of a minute, the client is left to the end of the process, with the memory that it uses.
+        The client is left to the end of the process, with the memory that it uses, if calls still hang after
+        ``timeout`` seconds. So it is if memory is lent and the master is gone: the library would take 13 seconds.
         """
         self._process.check(self)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            over = self._lock.wait_for(lambda: not self._calls, _LAST_WAIT_SECONDS)
+            over = self._lock.wait_for(lambda: not self._calls, timeout)
         inner, memory, self.inner, self._memory = self.inner, self._memory, None, []
         if not over or not self._can_leave():
             _KEPT.append((inner, memory))

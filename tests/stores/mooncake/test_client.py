@@ -124,19 +124,37 @@ def test_close_waits_for_calls_under_way(library: Library) -> None:
     assert library.calls.count("close") == 1 and made.calls == 0
 
 
-def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mooncake_client, "_LAST_WAIT_SECONDS", 0.05)
+def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library) -> None:
     made, gate = client(), Gate()
     library.answers["batch_is_exist"] = lambda keys: gate() or [1]
     reader = threading.Thread(target=lambda: made.exist(["a"]))
     reader.start()
     assert gate.reached.wait(60)
-    made.close()
+    made.close(0.05)
     assert "close" not in library.calls
     gate.open()
     reader.join(60)
+
+
+def test_an_interpreter_that_ends_waits_for_calls_under_way(library: Library) -> None:
+    """A thread that it ends inside a call crashes the process."""
+    made, gate = client(), Gate()
+    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
+    reader = threading.Thread(target=lambda: made.exist(["a"]))
+    reader.start()
+    assert gate.reached.wait(60)
+    ending = threading.Thread(target=mooncake_client.end_all)
+    ending.start()
+    while True:
+        try:
+            made.register(memory(1))
+        except PoolClosed:
+            break
+    assert ending.is_alive() and "close" not in library.calls
+    gate.open()
+    reader.join(60)
+    ending.join(60)
+    assert library.calls.count("close") == 1
 
 
 def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
