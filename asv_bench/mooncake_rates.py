@@ -1,10 +1,11 @@
 """Rates of a MooncakeStore beside bare calls of the same blocks, over a master and a worker on loopback::
 
-    python -m asv_bench.mooncake_rates [--rounds 15] [--calls 4]
+    python -m asv_bench.mooncake_rates [--rounds 41] [--calls 2]
 
 ``bare`` is batch_put_from and batch_get_into; ``store`` is the store without seals, on the same thread, in calls of the
 same blocks: 4 MiB each; ``queue`` is a StoreQueue, which makes and checks seals and has four threads; ``bare x4`` are
-the bare calls on four threads. They alternate; the medians of GB/s are printed, and the shares of the bare calls.
+the bare calls on four threads. They alternate. Printed are the medians of GB/s, and the medians of the shares of the
+bare calls of the same round.
 """
 
 from __future__ import annotations
@@ -126,6 +127,10 @@ class Queued:
         self.queue.close(60)
 
 
+def share(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(own / other for own, other in zip(ours, theirs, strict=True))
+
+
 def measure(address: str, block_bytes: int, calls: int, rounds: int) -> None:
     per_call = max(1, CALL_BYTES // block_bytes)
     count = per_call * calls
@@ -152,18 +157,19 @@ def measure(address: str, block_bytes: int, calls: int, rounds: int) -> None:
     for verb in ("save", "load"):
         found = {kind: statistics.median(rates[kind, verb]) for kind in kinds}
         shown = "  ".join(f"{kind} {rate:.2f}" for kind, rate in found.items())
-        shares = (
-            f"store/bare {found['store'] / found['bare']:.2f}  queue/bare x4 {found['queue'] / found['bare x4']:.2f}"
-        )
-        print(f"{block_bytes >> 10:5} KiB {verb}: {shown} GB/s; {shares}", flush=True)
+        shares = [
+            f"{ours}/{theirs} {share(rates[ours, verb], rates[theirs, verb]):.2f}"
+            for ours, theirs in (("store", "bare"), ("queue", "bare x4"))
+        ]
+        print(f"{block_bytes >> 10:5} KiB {verb}: {shown} GB/s; {', '.join(shares)}", flush=True)
     for made in kinds.values():
         made.close()
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--calls", type=int, default=4)
+    options.add_argument("--rounds", type=int, default=41)
+    options.add_argument("--calls", type=int, default=2)
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder))
