@@ -11,7 +11,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -186,7 +186,7 @@ class MooncakeStore:
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
-        return sum(code == 0 for part in _parts(len(keys), _FIND_KEYS) for code in self._remove(keys[part]))
+        return sum(self._remove(keys[part]) for part in _parts(len(keys), _FIND_KEYS))
 
     def stats(self) -> dict[str, int]:
         """``segment``: bytes lent to the cluster. ``calls``: under way. Then blocks, by what became of them: one for
@@ -260,12 +260,11 @@ class MooncakeStore:
         if not keys:
             return
         try:
-            answer = self._remove(np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES))
-            self._judge([code for code in answer if code != client.NOT_THERE], lambda done: OK)
+            dropped = self._remove(np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES))
         except BaseException:
             self._limits.restore(tag, keys)
             raise
-        self._count("dropped", answer.count(0))
+        self._count("dropped", dropped)
 
     def _save(self, keys: Bytes, rows: Rows, seals: Bytes, area: Bytes) -> Bytes:
         if not len(keys):
@@ -294,7 +293,8 @@ class MooncakeStore:
                 codes[place] = self._decode(self._transform, keys[place], int(rows[place]), area[place])
         wrong = codes == DAMAGED
         if wrong.any():
-            self._remove(keys[wrong])
+            with suppress(OSError):
+                self._remove(keys[wrong])
         return codes
 
     def _encode(self, transform: Transform, keys: Bytes, rows: Rows, area: Bytes) -> None:
@@ -313,8 +313,11 @@ class MooncakeStore:
             return DAMAGED
         return OK
 
-    def _remove(self, keys: Bytes) -> list[int]:
-        return self._opened().remove(self._names(keys))
+    def _remove(self, keys: Bytes) -> int:
+        """Drop blocks, and say how many were there. Raises OSError if none could be dropped."""
+        answer = self._opened().remove(self._names(keys))
+        self._judge([code for code in answer if code != client.NOT_THERE], lambda done: OK)
+        return answer.count(0)
 
     def _code(self, code: int) -> int:
         """Our code for one of the library's below zero, which is counted."""

@@ -232,6 +232,21 @@ def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreQueue, lib
     assert library.calls.count("batch_remove") == 1 and queue.stats().store["wrong_size"] == 1
 
 
+def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: StoreQueue, library: Library) -> None:
+    keys = queue.secret.opaque(names(3))
+    for answer, code in ((-704, OK), (-900, FAILED)):
+        library.answers["batch_remove"] = answer
+        job = queue.forget(keys)
+        assert job.wait(60, returned=True) and job.codes.tolist() == [code] * 3
+    assert "master_unreachable" in job.error and queue.stats().store["not_there"] == 0
+
+
+def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreQueue, library: Library) -> None:
+    library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
+    job = queue.load(queue.secret.opaque(names(2)), np.arange(2))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] * 2
+
+
 @pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreQueue, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
