@@ -9,6 +9,7 @@ from tests.mutations import (
     engines,
     eviction,
     hostcache,
+    mooncake,
     remote,
     sequences,
     steps,
@@ -18,5 +19,5 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines)
+PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, mooncake, engines)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}
