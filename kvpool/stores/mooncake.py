@@ -145,7 +145,8 @@ class MooncakeStore:
         held = SEAL_BYTES if self._transform is None else space.block_bytes + self._extra + SEAL_BYTES
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
         self._most = min(max(1, most), _CALL_KEYS)
-        own = np.frombuffer(mmap.mmap(-1, self.threads * self._most * held), np.uint8)
+        raw = mmap.mmap(-1, self.threads * self._most * held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        own = np.frombuffer(raw, np.uint8)
         try:
             made.register(space.memory)
             made.register(own)
@@ -213,6 +214,7 @@ class MooncakeStore:
         made = self._client
         if made is None:
             raise PoolClosed("this MooncakeStore is not open")
+        made.check()
         return made
 
     @contextmanager

@@ -100,6 +100,7 @@ def reach(master: str, timeout: float = _CONNECT_SECONDS) -> str:
 
 
 _OPEN: weakref.WeakSet[Client] = weakref.WeakSet()
+_USED_BY: dict[str, int] = {}
 _KEPT: list[Any] = []
 """What must not be destroyed before the process ends."""
 
@@ -126,11 +127,15 @@ class Client:
     """One client of a cluster. Thread-safe. No lock is held during a call.
 
     Answers are lists with a code for each key: see ``REASONS``. Raises OSError if the master cannot be reached, and
-    PoolClosed after ``close``. All calls raise ForkedProcess in a child of ``os.fork()``.
+    PoolClosed after ``close``. All calls raise ForkedProcess in a child of ``os.fork()``. So does the
+    constructor if the parent has had a client.
     """
 
     def __init__(self, master: str, segment: int, hostname: str, metadata: str, protocol: str, devices: str) -> None:
         make = library()
+        if _USED_BY.setdefault("process", os.getpid()) != os.getpid():
+            used = f"process {_USED_BY['process']} used Mooncake before it started this one by os.fork()"
+            raise ForkedProcess(f"{used}, in which it would hang: start processes by spawn")
         seen = reach(master)
         for name, value in ENVIRONMENT.items():
             given = os.environ.get(name, "")
@@ -150,6 +155,10 @@ class Client:
     def calls(self) -> int:
         """How many calls are under way."""
         return self._calls
+
+    def check(self) -> None:
+        """Raise ForkedProcess in a child of ``os.fork()``."""
+        self._process.check(self)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         """Tell the library of memory that calls read and write. It is kept until ``close`` has returned."""

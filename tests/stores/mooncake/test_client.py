@@ -175,13 +175,35 @@ def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreQueue, library: 
     if not pid:
         status = 1
         try:
-            made.exist(["a"])
-        except ForkedProcess:
-            kept = library in mooncake_client._KEPT
-            status = 0 if kept and not library.calls else 2
-        os._exit(status)
+            for call in (lambda: made.exist(["a"]), made.check, made.close, client):
+                with pytest.raises(ForkedProcess):
+                    call()
+            status = 0 if library in mooncake_client._KEPT and not library.calls else 2
+        finally:
+            os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     made.close()
+
+
+def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: StoreQueue, library: Library) -> None:
+    store, gate = MooncakeStore(secret=bytes(32), threads=1), Gate()
+    keys, rows = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
+    with StoreQueue(store, memory(), IDENTITY):
+        library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
+        reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
+        reader.start()
+        assert gate.reached.wait(60)
+        pid = os.fork()
+        if not pid:
+            try:
+                with pytest.raises(ForkedProcess):
+                    store.load(keys, rows, lambda: False)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        gate.open()
+        reader.join(60)
 
 
 # -- what the library answers --------------------------------------------------------------------------
