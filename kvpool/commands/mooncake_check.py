@@ -15,8 +15,8 @@ MASTER = "MOONCAKE_MASTER"
 """Names the master where no option does. Mooncake's own tools read it too."""
 
 OPEN_TO_ALL = (
-    "every client listens on all interfaces, without a password or encryption: who reaches its ports can read, change "
-    "and fill what it holds"
+    "every client listens on all interfaces, without a password or encryption: who reaches its ports can read and "
+    "write the memory that it lends, and the host tier"
 )
 
 

@@ -98,7 +98,8 @@ class MooncakeStore:
         How many calls it makes at a time, 1 to 64. One that waits for a machine that hangs takes a thread for up to
         a minute.
     transform
-        See ``Transform``. All workers that share have to give the same. Blocks are then copied.
+        See ``Transform``. All workers that share have to give the same. Blocks are then copied, and the library never
+        learns of the host tier's memory, which it otherwise opens to whoever reaches its ports.
 
     Notes
     -----
@@ -148,7 +149,9 @@ class MooncakeStore:
         raw = mmap.mmap(-1, self.threads * self._most * held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         own = np.frombuffer(raw, np.uint8)
         try:
-            made.register(space.memory)
+            # What is registered can be read and written by whoever reaches the ports of this client.
+            if self._transform is None:
+                made.register(space.memory)
             made.register(own)
         except BaseException:
             made.close()

@@ -417,6 +417,24 @@ def test_bad_arguments_are_named(library: Library, arguments: Any, kind: type[Ex
     assert "abab" not in str(raised.value)
 
 
+class Changed:
+    extra = 0
+
+    def outgoing(self, key: bytes, block: memoryview) -> bytes:
+        return bytes(block)
+
+    def incoming(self, key: bytes, kept: memoryview) -> bytes:
+        return bytes(kept)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_host_tier_is_opened_to_others_only_where_it_has_to_be(library: Library, changes: bool) -> None:
+    registered, rows = list[int](), memory()
+    library.answers["register_buffer"] = lambda address, nbytes: registered.append(address) or 0
+    with StoreQueue(MooncakeStore(secret=bytes(32), transform=Changed() if changes else None), rows, IDENTITY):
+        assert (rows.ctypes.data in registered) != changes and len(registered) == 2 - changes
+
+
 def test_a_store_is_not_pickled(library: Library) -> None:
     with pytest.raises(TypeError, match="secret would travel"):
         pickle.dumps(MooncakeStore(secret=bytes(32)))
