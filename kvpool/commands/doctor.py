@@ -13,13 +13,15 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from kvpool.commands import checks
+from kvpool.commands import checks, mooncake_check
 from kvpool.commands.checks import gib
 from kvpool.commands.terminal import FAILED, OK, print_text
+from kvpool.stores import mooncake_client
 
 _HELP = """\
 Say what works on this machine and how to mend what does not: packages, compiled code,
-driver, GPUs, memory that can be pinned, which device "auto" is and why, how copies are chosen.
+driver, GPUs, memory that can be pinned, which device "auto" is and why, how copies are chosen,
+and Mooncake: whether it can be loaded, and its master reached.
 
   ok       works
   absent   optional, and not there
@@ -54,6 +56,10 @@ _PARTS = (
     Part("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
     Part("zmq", "pyzmq", "other workers and routers", "pip install -U 'kvpool[remote]'", "25"),
     Part("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
+    Part("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
+    Part(
+        "mooncake", mooncake_client.PACKAGES[0], "a store in a cluster", "pip install -U 'kvpool[mooncake]'", "0.3.13"
+    ),
     Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -71,18 +77,23 @@ def add_parser(subparsers: Any) -> None:
     doctor.add_argument(
         "--device", choices=("auto", *_DEVICES), default="auto", help="the device that has to work (default: auto)"
     )
+    doctor.add_argument(
+        "--mooncake",
+        metavar="HOST:PORT",
+        help=f"a Mooncake master that has to be reached (default: ${mooncake_check.MASTER}, which may be unreachable)",
+    )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Examine the machine, print the findings, and return the exit status."""
-    found = examine(options.device)
+    found = examine(options.device, options.mooncake)
     print_text(json.dumps(found, indent=2) if options.json else text(found))
     failed = any(check["status"] == checks.FAILED for check in found["checks"])
     return OK if found["usable"] and not failed else FAILED
 
 
-def examine(device: str = "auto") -> dict[str, Any]:
+def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]:
     """All findings of the command. It starts no device, but asks the driver for its GPUs."""
     packages = {part.package: _look(part) for part in _PARTS}
     broken = False
@@ -93,6 +104,7 @@ def examine(device: str = "auto") -> dict[str, Any]:
         because = f"kvpool's devices cannot be imported: {type(error).__name__}: {error}"
         chosen, missing, gpus, available, broken = None, because, list[Any](), None, True
     wanted = chosen if device == "auto" else device
+    cluster = mooncake_check.look(mooncake)
     found = {
         "python": platform.python_version(),
         "packages": packages,
@@ -104,11 +116,13 @@ def examine(device: str = "auto") -> dict[str, Any]:
         "auto": {"device": chosen, "because": because},
         "memory": {"locked_limit": _locked_limit(), "available": available},
         "copies": _copies(gpus),
+        "mooncake": cluster,
         "device": device,
         "usable": wanted is not None and not broken and (wanted != "cuda" or missing is None),
         "missing": missing if wanted == "cuda" or broken else None,
     }
-    return found | {"checks": [check._asdict() for check in checks.judge(found)]}
+    judged = [*checks.judge(found), *mooncake_check.judge(cluster)]
+    return found | {"checks": [check._asdict() for check in judged]}
 
 
 def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | None]:

@@ -20,6 +20,7 @@ PROGRAMS = [
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 ]
 NEEDS = {
+    "cryptography": ("cryptography",),
     "kvpool.publish": ("msgspec", "zmq"),
     "kvpool.remote": ("zmq",),
     "kvpool.stores": ("blake3",),

@@ -12,6 +12,7 @@ from tests.mutations import (
     eviction,
     hostcache,
     keeper,
+    mooncake,
     peers,
     remote,
     sequences,
@@ -23,5 +24,5 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, disk, durability, keeper, stores, peers)
+PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, disk, durability, keeper, stores, peers, mooncake)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

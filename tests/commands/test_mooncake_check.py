@@ -1,0 +1,90 @@
+"""The doctor says whether Mooncake can be loaded, whether its master answers, and that its clients are open to all."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpool.__main__ import main
+from kvpool.commands import mooncake_check
+from kvpool.commands.checks import FAILED, OK, WARNING
+from kvpool.stores import mooncake_client
+
+WELL: dict[str, Any] = {
+    "version": mooncake_client.TESTED,
+    "error": None,
+    "master": "10.0.0.1:50051",
+    "asked": True,
+    "seen_as": "10.0.0.2",
+    "unreachable": None,
+}
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The address of something that accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def nobody() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_who_uses_a_master_is_warned_that_clients_are_open_to_all() -> None:
+    client, master, security = mooncake_check.judge(WELL)
+    assert (client.status, master.status, security.status) == (OK, OK, WARNING)
+    assert (
+        "10.0.0.2" in master.found and "without a password" in security.found and "docs/cluster.md" in security.remedy
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"version": "9.9"}, WARNING, "9.9, which was not tested"),
+        ({"error": "Mooncake cannot be loaded: apt-get install libibverbs1"}, WARNING, "cannot be loaded"),
+    ],
+)
+def test_a_client_that_cannot_be_used_is_named(changes: dict[str, Any], status: str, words: str) -> None:
+    check = mooncake_check.judge(WELL | changes)[0]
+    assert check.status == status and words in check.found
+    assert check.remedy in ("", "apt-get install libibverbs1")
+
+
+def test_where_it_is_not_installed_the_list_of_packages_says_so() -> None:
+    assert mooncake_check.judge(WELL | {"version": None, "master": None}) == []
+
+
+def test_the_environment_names_a_master(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_MASTER", listening)
+    found = mooncake_check.look(None)
+    assert found["seen_as"] == "127.0.0.1" and found["unreachable"] is None
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_master_that_was_asked_for_has_to_be_reached(
+    nobody: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_MASTER", nobody)
+    found = mooncake_check.look(nobody if asked else None)
+    assert f"no Mooncake master at {nobody}" in found["unreachable"]
+    assert mooncake_check.judge(WELL | found)[1].status == (FAILED if asked else WARNING)
+
+
+@pytest.mark.parametrize("text", ["host", "host:port", ":1 2"])
+def test_what_is_no_address_is_no_crash(text: str) -> None:
+    assert "accepted is HOST:PORT" in mooncake_check.look(text)["unreachable"]
+
+
+def test_the_command_has_it(listening: str, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--mooncake", listening, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mooncake"]["seen_as"] == "127.0.0.1"
+    assert main(["doctor", "--mooncake", nobody]) == 1
+    assert f"failed   mooncake master {nobody}" in capsys.readouterr().out

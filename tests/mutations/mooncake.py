@@ -1,0 +1,62 @@
+"""Mutations of the store in a Mooncake cluster: what it believes, when rows are given back, and when nothing is
+called."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+
+def _client(test: str) -> tuple[str]:
+    return (f"tests/stores/mooncake/test_client.py::{test}",)
+
+
+MUTATIONS = (
+    Mutation(
+        "a_put_that_says_0_is_believed",
+        "stores/mooncake.py",
+        "OK if code > 0 else self._code(code) if code else REFUSED",
+        "OK",
+        "A save is OK, and its block is nowhere.",
+        _client("test_a_put_that_stored_nothing_is_refused"),
+    ),
+    Mutation(
+        "rows_are_returned_while_transfers_run",
+        "stores/mooncake_client.py",
+        "            time.sleep(len(keys)",
+        "            bool(len(keys)",
+        "A machine that hung writes an old block over one that was loaded and checked since.",
+        _client("test_rows_of_a_load_that_the_library_gave_up_are_not_returned_before_it_has_let_go"),
+    ),
+    Mutation(
+        "close_waits_for_no_call",
+        "stores/mooncake_client.py",
+        "lambda: not self._calls, timeout",
+        "lambda: True, timeout",
+        "The process crashes when a call returns to a library that has ended.",
+        _client("test_close_waits_for_calls_under_way"),
+    ),
+    Mutation(
+        "a_client_that_is_closed_is_called",
+        "stores/mooncake_client.py",
+        "            if self._closed:\n                raise",
+        "            if False:\n                raise",
+        "The process crashes.",
+        _client("test_a_client_that_is_closed_calls_nothing"),
+    ),
+    Mutation(
+        "a_child_calls_the_library",
+        "stores/mooncake_client.py",
+        "self._process.check(self)\n        with self._lock:\n            if self._closed:\n                raise",
+        "with self._lock:\n            if self._closed:\n                raise",
+        "A child of os.fork() hangs for ever.",
+        _client("test_a_child_gets_an_error_and_destroys_nothing"),
+    ),
+    Mutation(
+        "room_is_not_made_below_a_limit",
+        "stores/mooncake.py",
+        "            self._drop(tag, added.gone)\n",
+        "            pass\n",
+        "A tenant has more blocks in the cluster than its limit.",
+        _client("test_a_limit_counts_what_was_saved_and_room_is_made_first"),
+    ),
+)

@@ -1,0 +1,460 @@
+"""A client makes no call that would crash the process, and a store passes on no answer that it should not. Over a
+library that answers what a test wants."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import ForkedProcess, PoolClosed
+from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue, mooncake_client
+from kvpool.stores.mooncake import MooncakeStore
+from kvpool.stores.mooncake_client import Client
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, memory, names
+
+SIZE = BLOCK_BYTES + 16
+
+
+class Library:
+    """Stands in for MooncakeDistributedStore. ``answers[name]`` is what a call answers for each key, or a function."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.answers: dict[str, Any] = {
+            "batch_put_from_multi_buffers": 0,
+            "batch_get_into_multi_buffers": SIZE,
+            "batch_is_exist": 1,
+            "batch_remove": 0,
+            "setup": 0,
+            "register_buffer": 0,
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.calls.append(name)
+            answer = self.answers.get(name, 0)
+            if callable(answer):
+                return answer(*arguments)
+            return [answer] * len(arguments[0]) if name.startswith("batch_") and isinstance(answer, int) else answer
+
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(mooncake_client, "library", lambda: lambda: made)
+    monkeypatch.setattr(mooncake_client, "reach", lambda master: "127.0.0.1")
+    for name, value in mooncake_client.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+@pytest.fixture
+def queue(library: Library) -> Iterator[StoreQueue]:
+    with StoreQueue(MooncakeStore(secret=bytes(32)), memory(), IDENTITY) as made:
+        yield made
+
+
+def client() -> Client:
+    return Client("127.0.0.1:1", 0, "", "P2PHANDSHAKE", "tcp", "")
+
+
+# -- no call before, after, or in a child --------------------------------------------------------------
+
+
+def test_nothing_is_called_before_open_and_after_close(library: Library) -> None:
+    store, keys, rows = MooncakeStore(secret=bytes(32)), np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
+    for _ in range(2):
+        for call in (
+            lambda: store.find(keys),
+            lambda: store.save(keys, rows, np.zeros((1, 16), np.uint8), bytes(16), 1 << 62, lambda: False),
+            lambda: store.load(keys, rows, lambda: False),
+            lambda: store.forget(keys),
+        ):
+            library.calls.clear()
+            with pytest.raises(PoolClosed, match="not open"):
+                call()
+            assert not library.calls
+        with StoreQueue(store, memory(), IDENTITY) as queue:
+            with pytest.raises(ValueError, match="is open"):
+                StoreQueue(store, memory(), IDENTITY)
+            assert queue.find(keys).wait(60)
+        store.close()
+        assert library.calls.count("close") == 1
+
+
+def test_a_client_that_is_closed_calls_nothing(library: Library) -> None:
+    made = client()
+    made.close()
+    library.calls.clear()
+    for call in (lambda: made.exist(["a"]), lambda: made.register(memory(1)), lambda: made.remove(["a"])):
+        with pytest.raises(PoolClosed, match="closed"):
+            call()
+    made.close()
+    assert not library.calls
+
+
+def test_close_waits_for_calls_under_way(library: Library) -> None:
+    made, gate = client(), Gate()
+    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
+    reader = threading.Thread(target=lambda: made.exist(["a"]))
+    reader.start()
+    assert gate.reached.wait(60) and made.calls == 1
+    closer = threading.Thread(target=made.close)
+    closer.start()
+    while True:
+        try:
+            made.register(memory(1))
+        except PoolClosed:
+            break
+    assert closer.is_alive() and "close" not in library.calls
+    gate.open()
+    reader.join(60)
+    closer.join(60)
+    assert library.calls.count("close") == 1 and made.calls == 0
+
+
+def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library) -> None:
+    made, gate = client(), Gate()
+    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
+    reader = threading.Thread(target=lambda: made.exist(["a"]))
+    reader.start()
+    assert gate.reached.wait(60)
+    made.close(0.05)
+    assert "close" not in library.calls
+    gate.open()
+    reader.join(60)
+
+
+def test_an_interpreter_that_ends_waits_for_calls_under_way(library: Library) -> None:
+    """A thread that it ends inside a call crashes the process."""
+    made, gate = client(), Gate()
+    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
+    reader = threading.Thread(target=lambda: made.exist(["a"]))
+    reader.start()
+    assert gate.reached.wait(60)
+    ending = threading.Thread(target=mooncake_client.end_all)
+    ending.start()
+    while True:
+        try:
+            made.register(memory(1))
+        except PoolClosed:
+            break
+    assert ending.is_alive() and "close" not in library.calls
+    gate.open()
+    reader.join(60)
+    ending.join(60)
+    assert library.calls.count("close") == 1
+
+
+def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would stop all threads for a quarter of a minute."""
+    made = Client("127.0.0.1:1", 16 << 20, "", "P2PHANDSHAKE", "tcp", "")
+    monkeypatch.undo()
+    made._master = f"127.0.0.1:{unused_port()}"
+    made.close()
+    assert "close" not in library.calls
+
+
+def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreQueue, library: Library) -> None:
+    made = client()
+    library.calls.clear()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            for call in (lambda: made.exist(["a"]), made.check, made.close, client):
+                with pytest.raises(ForkedProcess):
+                    call()
+            status = 0 if library in mooncake_client._KEPT and not library.calls else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    made.close()
+
+
+def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: StoreQueue, library: Library) -> None:
+    store, gate = MooncakeStore(secret=bytes(32), threads=1), Gate()
+    keys, rows = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
+    with StoreQueue(store, memory(), IDENTITY):
+        library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
+        reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
+        reader.start()
+        assert gate.reached.wait(60)
+        pid = os.fork()
+        if not pid:
+            try:
+                with pytest.raises(ForkedProcess):
+                    store.load(keys, rows, lambda: False)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        gate.open()
+        reader.join(60)
+
+
+# -- what the library answers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "found", "saved", "loaded", "reason"),
+    [
+        (-200, REFUSED, REFUSED, REFUSED, "no_space"),
+        (-703, ABSENT, ABSENT, ABSENT, "unfinished"),
+        (-704, ABSENT, ABSENT, ABSENT, "not_there"),
+        (-707, FAILED, FAILED, FAILED, "lease_ended"),
+        (-800, FAILED, FAILED, FAILED, "transfer_failed"),
+        (-801, DAMAGED, DAMAGED, DAMAGED, "checksum"),
+        (-900, FAILED, FAILED, FAILED, "master_unreachable"),
+        (-901, FAILED, FAILED, FAILED, "master_late"),
+        (-600, FAILED, FAILED, FAILED, "bad_argument"),
+        (-12345, FAILED, FAILED, FAILED, "other_error"),
+    ],
+)
+def test_each_code_has_one_meaning_and_is_counted(
+    queue: StoreQueue, library: Library, code: int, found: int, saved: int, loaded: int, reason: str
+) -> None:
+    for name in ("batch_put_from_multi_buffers", "batch_get_into_multi_buffers", "batch_is_exist"):
+        library.answers[name] = code
+    keys = queue.secret.opaque(names(2))
+    jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
+    assert all(job.wait(60, returned=True) for job in jobs)
+    assert [job.codes.tolist() for job in jobs] == [[found] * 2, [saved] * 2, [loaded] * 2]
+    assert queue.stats().store[reason] == 6
+    if found == FAILED:
+        assert all(reason in job.error and str(code) in job.error for job in jobs)
+
+
+def test_a_put_that_stored_nothing_is_refused(queue: StoreQueue, library: Library) -> None:
+    """It says 0 if another client has begun with the key, and will never end."""
+    library.answers["batch_is_exist"] = lambda keys: [1, 0, -900]
+    job = queue.save(queue.secret.opaque(names(3)), np.arange(3))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [OK, REFUSED, FAILED]
+    assert queue.stats().store["not_stored"] == 1
+
+
+@pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1])
+def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreQueue, library: Library, size: int) -> None:
+    library.answers["batch_get_into_multi_buffers"] = size
+    job = queue.load(queue.secret.opaque(names(1)), np.arange(1))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED]
+    assert library.calls.count("batch_remove") == 1 and queue.stats().store["wrong_size"] == 1
+
+
+def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: StoreQueue, library: Library) -> None:
+    keys = queue.secret.opaque(names(3))
+    for answer, code in ((-704, OK), (-900, FAILED)):
+        library.answers["batch_remove"] = answer
+        job = queue.forget(keys)
+        assert job.wait(60, returned=True) and job.codes.tolist() == [code] * 3
+    assert "master_unreachable" in job.error and queue.stats().store["not_there"] == 0
+
+
+def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreQueue, library: Library) -> None:
+    library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
+    job = queue.load(queue.secret.opaque(names(2)), np.arange(2))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] * 2
+
+
+@pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
+def test_an_answer_of_another_form_fails_the_blocks(queue: StoreQueue, library: Library, answer: Any) -> None:
+    library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
+    job = queue.load(queue.secret.opaque(names(4)), np.arange(4))
+    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
+
+
+def test_rows_of_a_load_that_the_library_gave_up_are_not_returned_before_it_has_let_go(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a minute it returns, although transfers into the rows may still run."""
+    slept = list[float]()
+    monkeypatch.setattr(mooncake_client.time, "sleep", slept.append)
+    now = iter([0.0, 1.0, 10.0, 70.0, 100.0, 160.0])
+    monkeypatch.setattr(mooncake_client.time, "monotonic", lambda: next(now))
+    made = client()
+    library.answers["batch_get_into_multi_buffers"] = lambda keys, *rest: [SIZE, -800, SIZE]
+    made.get(["a", "b", "c"], [[1]] * 3, [[1]] * 3)
+    assert not slept
+    made.get(["a", "b", "c"], [[1]] * 3, [[1]] * 3)
+    assert slept == [3 * 4 + 5.0]
+    library.answers["batch_get_into_multi_buffers"] = SIZE
+    made.get(["a", "b", "c"], [[1]] * 3, [[1]] * 3)
+    assert len(slept) == 1
+    monkeypatch.undo()
+    made.close()
+
+
+def test_a_call_is_bounded_and_stop_is_asked_between(library: Library) -> None:
+    store, calls = MooncakeStore(secret=bytes(32)), list[int]()
+    library.answers["batch_get_into_multi_buffers"] = lambda keys, *rest: calls.append(len(keys)) or [SIZE] * len(keys)
+    with StoreQueue(store, memory(200), IDENTITY, piece_bytes=1 << 30):
+        keys = np.zeros((100, 32), np.uint8)
+        store.load(keys, np.arange(100), lambda: False)
+        assert sum(calls) == 100 and max(calls) == 32
+        codes, _ = store.load(keys, np.arange(100), lambda: len(calls) >= 6)
+        assert codes.tolist().count(OK) == 64
+
+
+def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreQueue, library: Library) -> None:
+    removed = list[int]()
+    library.answers["batch_remove"] = lambda keys, force: removed.append(len(keys)) or [0] * len(keys)
+    tag = queue.secret.tag(b"tenant")
+    for first in (0, 4):
+        job = queue.save(queue.secret.opaque(names(4, first)), np.arange(4), tag=tag, limit=6)
+        assert job.wait(60, returned=True) and job.ok == 4
+    assert removed == [2] and queue.stats().store["dropped"] == 2
+    library.answers["batch_remove"] = -900
+    job = queue.save(queue.secret.opaque(names(4, 8)), np.arange(4), tag=tag, limit=6)
+    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4, "what cannot be dropped still counts"
+    job = queue.save(queue.secret.opaque(names(1, 20)), np.arange(1), tag=tag, limit=0)
+    assert job.wait(60, returned=True) and job.codes.tolist() == [REFUSED]
+
+
+# -- beginning -----------------------------------------------------------------------------------------
+
+
+def unused_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def test_a_master_that_is_not_there_is_an_error_at_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(mooncake_client, "library", lambda: lambda: library)
+    address = f"127.0.0.1:{unused_port()}"
+    with pytest.raises(OSError, match=f"no Mooncake master at {address}"):
+        StoreQueue(MooncakeStore(address, secret=bytes(32)), memory(), IDENTITY)
+    assert "setup" not in library.calls
+
+
+@pytest.mark.parametrize(("name", "code"), [("setup", -1), ("register_buffer", -600)])
+def test_a_client_that_does_not_begin_is_an_error(library: Library, name: str, code: int) -> None:
+    library.answers[name] = code
+    with pytest.raises(OSError, match=f"code {code}"):
+        StoreQueue(MooncakeStore(secret=bytes(32)), memory(), IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'mooncake'"), r"pip install 'kvpool\[mooncake\]'"),
+        (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
+        (ImportError("libcurl.so.4: cannot open shared object file"), "apt-get install libcurl4"),
+        (ImportError("libnuma.so.1: cannot open shared object file"), "apt-get install libnuma1"),
+        (ImportError("other"), r"cannot be loaded \(other\)$"),
+    ],
+)
+def test_what_is_missing_is_named(error: ImportError, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, *rest: Any) -> None:
+            if name == "mooncake":
+                raise error
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(ImportError, match=words):
+        MooncakeStore(secret=bytes(32))
+
+
+def module_of(monkeypatch: pytest.MonkeyPatch, made: type[Any]) -> None:
+    module = type(sys)("mooncake.store")
+    module.MooncakeDistributedStore = made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake", type(sys)("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+
+
+def test_a_version_that_lacks_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module_of(monkeypatch, object)
+    with pytest.raises(ImportError, match="has no setup: pip install"):
+        mooncake_client.library()
+
+
+def test_a_version_that_was_not_tested_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = dict.fromkeys(mooncake_client._METHODS)
+    module_of(monkeypatch, type("Store", (), names))
+    monkeypatch.setattr(mooncake_client.metadata, "version", lambda package: "9.9")
+    with pytest.warns(RuntimeWarning, match="Mooncake 9.9 was not tested"):
+        mooncake_client.library()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"master": "host"}, ValueError, "master='host': accepted is HOST:PORT"),
+        ({"master": "etcd://a:1;b:2"}, ValueError, "several masters were not tested"),
+        ({"master": "a:70000"}, ValueError, "master="),
+        ({"master": 3}, TypeError, "master=3"),
+        ({"segment": 100}, ValueError, "segment=100: accepted are 0 and 16777216"),
+        ({"segment": -1}, ValueError, "segment"),
+        ({"protocol": "udp"}, ValueError, "protocol='udp'"),
+        ({"threads": 0}, ValueError, "threads"),
+        ({"threads": "many"}, TypeError, "threads"),
+        ({"hostname": 1}, TypeError, "hostname"),
+        ({"transform": 1}, TypeError, "transform=1"),
+        ({"secret": b"short"}, ValueError, "secret: accepted are 32 bytes"),
+        ({"secret": "ab" * 32}, ValueError, "secret: accepted are 32 bytes"),
+        ({"secret_file": "/x"}, ValueError, "accepted is one of them"),
+    ],
+)
+def test_bad_arguments_are_named(library: Library, arguments: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words) as raised:
+        MooncakeStore(**({"secret": bytes(32)} | arguments))
+    assert "abab" not in str(raised.value)
+
+
+class Changed:
+    extra = 0
+
+    def outgoing(self, key: bytes, block: memoryview) -> bytes:
+        return bytes(block)
+
+    def incoming(self, key: bytes, kept: memoryview) -> bytes:
+        return bytes(kept)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_host_tier_is_opened_to_others_only_where_it_has_to_be(library: Library, changes: bool) -> None:
+    registered, rows = list[int](), memory()
+    library.answers["register_buffer"] = lambda address, nbytes: registered.append(address) or 0
+    with StoreQueue(MooncakeStore(secret=bytes(32), transform=Changed() if changes else None), rows, IDENTITY):
+        assert (rows.ctypes.data in registered) != changes and len(registered) == 2 - changes
+
+
+def test_a_store_is_not_pickled(library: Library) -> None:
+    with pytest.raises(TypeError, match="secret would travel"):
+        pickle.dumps(MooncakeStore(secret=bytes(32)))
+
+
+def test_settings_that_are_there_stay_and_others_get_short_bounds(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "7")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "soon")
+    monkeypatch.delenv("MC_RPC_TIMEOUT_MS")
+    client().close()
+    assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "7"
+    assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2" and os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
+
+
+def test_a_client_that_nobody_holds_is_let_go(library: Library) -> None:
+    made = client()
+    made.close()
+    before = len(mooncake_client._OPEN)
+    del made
+    gc.collect()
+    assert len(mooncake_client._OPEN) <= before

@@ -1,0 +1,257 @@
+"""Whatever happens to a cluster, no wrong byte is served: at worst a block is a miss, within the deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.stores import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, Job, StoreQueue
+from tests.stores.lab import BLOCK_BYTES, content, fill, names, saved
+from tests.stores.mooncake.cluster import ROOT, Cluster
+
+MIB = 1 << 20
+Start = Callable[..., Cluster]
+OpenAt = Callable[..., StoreQueue]
+
+
+def load(queue: StoreQueue, count: int, first: int = 0, seconds: float = 60.0) -> Job:
+    """Load blocks, and compare those that are OK."""
+    job = queue.load(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    assert job.wait(seconds + 5), "a job ends at its deadline"
+    assert job.wait(150, returned=True)
+    for place in np.flatnonzero(job.codes == OK).tolist():
+        assert np.array_equal(queue.memory[place], content(first + place, queue.block_bytes)), "a wrong byte"
+    return job
+
+
+def save(queue: StoreQueue, count: int, first: int = 0, seconds: float = 60.0) -> Job:
+    fill(queue.memory, count, first)
+    job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    assert job.wait(seconds + 5), "a job ends at its deadline"
+    assert job.wait(150, returned=True)
+    return job
+
+
+def until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def library(cluster: Cluster) -> Iterator[Any]:
+    """A client of Mooncake without kvpool, that does what kvpool would not."""
+    from mooncake.store import MooncakeDistributedStore
+
+    made = MooncakeDistributedStore()
+    assert made.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", cluster.address) == 0
+    yield made
+    made.close()
+
+
+# -- several workers -----------------------------------------------------------------------------------
+
+
+def test_a_worker_finds_what_another_has_saved(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
+    other, queue = cluster.worker(secret), open_at(cluster.address)
+    assert other.do(do="save", first=0, count=20)["codes"] == [OK] * 20
+    assert load(queue, 24).codes.tolist() == [OK] * 20 + [ABSENT] * 4
+    assert save(queue, 10, 30).ok == 10
+    assert other.do(do="load", first=30, count=10) == {"codes": [OK] * 10, "wrong": 0, "error": ""}
+
+
+def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
+    """Each has computed it with other rounding. A save is refused while the other's is under way."""
+    other, queue = cluster.worker(secret), open_at(cluster.address)
+    fill(queue.memory, 40)
+    other.tell(do="save", first=0, count=40, shift=1000)
+    job = queue.save(queue.secret.opaque(names(40)), np.arange(40))
+    codes = other.answer()["codes"]
+    assert job.wait(60, returned=True) and {*codes, *job.codes.tolist()} <= {OK, REFUSED}
+    assert all(OK in pair for pair in zip(codes, job.codes.tolist(), strict=True)), "one of them has stored it"
+    assert other.do(do="load", first=0, count=40, shifts=[0, 1000]) == {"codes": [OK] * 40, "wrong": 0, "error": ""}
+
+
+def test_who_has_another_secret_finds_nothing(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
+    queue = open_at(cluster.address)
+    saved(queue, 4)
+    assert load(open_at(cluster.address, secret=os.urandom(32)), 4).codes.tolist() == [ABSENT] * 4
+
+
+# -- what a cluster says and does not do ---------------------------------------------------------------
+
+
+def object_name(queue: StoreQueue, number: int, kind: str = "kvpool1-") -> str:
+    return kind + queue.secret.opaque(names(1, number))[0].tobytes().hex()
+
+
+@pytest.mark.parametrize("size", [BLOCK_BYTES, 1, BLOCK_BYTES + 100])
+def test_an_object_of_another_size_is_a_miss(cluster: Cluster, open_at: OpenAt, library: Any, size: int) -> None:
+    queue = open_at(cluster.address)
+    saved(queue, 2)
+    assert library.upsert(object_name(queue, 1), os.urandom(size)) == 0
+    assert load(queue, 2).codes.tolist()[0] == OK and load(queue, 2).codes.tolist()[1] in (FAILED, DAMAGED, ABSENT)
+
+
+def test_what_another_has_put_under_a_key_is_damaged_and_removed(
+    cluster: Cluster, open_at: OpenAt, library: Any
+) -> None:
+    queue = open_at(cluster.address)
+    saved(queue, 2)
+    assert library.upsert(object_name(queue, 1), os.urandom(BLOCK_BYTES + 16)) == 0
+    assert load(queue, 2).codes.tolist() == [OK, DAMAGED]
+    assert load(queue, 2).codes.tolist() == [OK, ABSENT]
+
+
+def test_a_save_that_another_has_begun_and_never_ends_is_refused(
+    cluster: Cluster, open_at: OpenAt, library: Any
+) -> None:
+    """The library says that it was stored."""
+    queue = open_at(cluster.address)
+    begun = [object_name(queue, number) for number in range(2)]
+    assert library.batch_put_session_start(begun, [BLOCK_BYTES + 16] * 2) == [0, 0]
+    assert save(queue, 3).codes.tolist() == [REFUSED, REFUSED, OK]
+    assert load(queue, 3).codes.tolist() == [ABSENT, ABSENT, OK]
+    assert queue.stats().store["not_stored"] == 2
+    library.batch_put_session_revoke(begun)
+
+
+def test_a_cluster_without_memory_refuses(own_cluster: Start, open_at: OpenAt) -> None:
+    queue = open_at(own_cluster().address)
+    assert save(queue, 4).codes.tolist() == [REFUSED] * 4 and queue.stats().store["no_space"] == 4
+
+
+def test_a_full_segment_drops_or_refuses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
+    cluster = own_cluster("--default_kv_lease_ttl=200")
+    cluster.worker(secret, 16 * MIB)
+    queue = open_at(cluster.address, slots=8, block_bytes=MIB)
+    codes = [code for first in range(0, 64, 8) for code in save(queue, 8, first).codes.tolist()]
+    assert set(codes) == {OK, REFUSED}
+    found = [code for first in range(0, 64, 8) for code in load(queue, 8, first).codes.tolist()]
+    assert 0 < found.count(OK) <= 16 and set(found) <= {OK, ABSENT}
+
+
+def test_leases_that_end_during_a_load_give_misses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
+    cluster = own_cluster("--default_kv_lease_ttl=1")
+    cluster.worker(secret, 64 * MIB)
+    queue = open_at(cluster.address, slots=32, block_bytes=MIB, piece=32 * MIB)
+    assert save(queue, 32).ok == 32
+    for _ in range(4):
+        assert set(load(queue, 32).codes.tolist()) <= {OK, FAILED}
+    assert queue.stats().store["lease_ended"] > 0
+
+
+# -- what dies and hangs -------------------------------------------------------------------------------
+
+
+def test_a_master_that_dies_and_comes_back(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
+    cluster = own_cluster("--default_kv_lease_ttl=500")
+    cluster.worker(secret, 16 * MIB)
+    queue = open_at(cluster.address)
+    assert save(queue, 8).ok == 8
+    cluster.master.kill()
+    jobs = [load(queue, 8, seconds=1.0), save(queue, 8, 100, seconds=1.0)]
+    assert {code for job in jobs for code in job.codes.tolist()} <= {LATE, FAILED}
+    cluster.restart_master()
+    until(lambda: save(queue, 8, 200).ok == 8)
+    assert load(queue, 8).codes.tolist() == [ABSENT] * 8, "a master that is new knows of nothing"
+    assert load(queue, 8, 200).ok == 8
+
+
+def test_a_worker_that_is_killed_with_a_load_under_way(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
+    cluster = own_cluster("--client_ttl=2", "--default_kv_lease_ttl=500")
+    first = cluster.worker(secret, 64 * MIB)
+    queue = open_at(cluster.address, slots=32, block_bytes=MIB, piece=32 * MIB)
+    assert save(queue, 32).ok == 32
+    began = threading.Event()
+
+    def loads() -> list[int]:
+        found = []
+        for _ in range(200):
+            began.set()
+            found += load(queue, 32, seconds=5.0).codes.tolist()
+            if found[-1] != OK:
+                break
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(loads)
+        assert began.wait(60)
+        time.sleep(0.02)
+        first.kill()
+        assert set(done.result()) <= {OK, FAILED, ABSENT, LATE} and done.result()[-1] != OK
+    cluster.worker(secret, 64 * MIB)
+    until(lambda: save(queue, 4, 500).ok == 4)
+    assert load(queue, 4, 500).ok == 4
+    until(lambda: load(queue, 4).codes.tolist() == [ABSENT] * 4)
+
+
+def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
+    own_cluster: Start, open_at: OpenAt, secret: bytes
+) -> None:
+    """It has bytes for a key that was given up. Their place belongs to other keys when it takes them."""
+    cluster = own_cluster("--default_kv_lease_ttl=500", "--client_ttl=60")
+    holder = cluster.worker(secret, 16 * MIB)
+    one, other = (open_at(cluster.address, slots=8, block_bytes=MIB) for _ in range(2))
+    assert save(one, 4).ok == 4, "there are connections"
+    assert save(other, 2, 50).ok == 2
+    holder.freeze()
+    job = save(one, 4, 100, seconds=1.0)
+    assert set(job.codes.tolist()) <= {LATE, FAILED}
+    fill(other.memory, 4, 200)
+    late = other.save(other.secret.opaque(names(4, 200)), np.arange(4), deadline=other.now() + 60)
+    assert not late.wait(0.5)
+    holder.resume()
+    assert late.wait(60, returned=True)
+    for first, count in ((0, 4), (50, 2), (100, 4), (200, 4)):
+        for queue in (one, other):
+            assert set(load(queue, count, first).codes.tolist()) <= {OK, ABSENT, FAILED, DAMAGED}
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+def test_a_child_of_fork_harms_nobody(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
+    queue = open_at(cluster.address)
+    keys = saved(queue, 4)
+    pid = os.fork()
+    if not pid:
+        from kvpool import ForkedProcess
+        from kvpool.stores.mooncake import MooncakeStore
+
+        status = 1
+        try:
+            queue.find(keys)
+        except ForkedProcess:
+            status = 0
+        del queue, MooncakeStore
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert load(queue, 4).ok == 4
+
+
+def test_a_process_that_ends_without_closing_ends_well(own_cluster: Start) -> None:
+    """Also with calls under way."""
+    cluster = own_cluster()
+    cluster.worker(bytes(32), 16 * MIB)
+    code = f"""
+import numpy as np
+from kvpool.stores import StoreQueue
+from kvpool.stores.mooncake import MooncakeStore
+from tests.stores.lab import IDENTITY, memory, saved
+queue = StoreQueue(MooncakeStore({cluster.address!r}, secret=bytes(32)), memory(), IDENTITY)
+saved(queue, 4)
+queue.load(queue.secret.opaque([b"a"]), np.arange(1))
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
