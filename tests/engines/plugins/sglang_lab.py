@@ -15,6 +15,7 @@ from tests.engines.plugins.absent import stand_in
 stand_in()
 
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: E402
@@ -128,7 +129,8 @@ def fetch(controller: Any, tokens: list[int], transfers: list[PoolTransfer] | No
     """What the scheduler does to bring pages back: it asks for hits, allocates host memory for them, and waits for all
     acknowledgements. Returns the host memory, how many tokens came, and what came of other pools."""
     more = {} if transfers is None else {"extra_pools": transfers}
-    controller.prefetch("request", tokens, **more)
+    handle = CacheRequestHandle("request", 0) if isinstance(controller, HybridCacheController) else "request"
+    controller.prefetch(handle, tokens, **more)
     operation = controller.prefetch_hit_queue.get(timeout=WAIT_S)
     if not operation.storage_hit_count:
         return None, 0, {}

@@ -35,7 +35,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
     found: dict[str, Wrong] = {}
 
     def open_store(text: str) -> Any:
-        return found.setdefault(text, Wrong(MemoryStore(1 << 22)))
+        store = Wrong(MemoryStore(1 << 22))
+        return store if text.endswith("/check") else found.setdefault(text, store)
 
     monkeypatch.setattr(staged, "open_store", open_store)
     return found
@@ -263,7 +264,7 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
 
 def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
     pool = host_pool("page_first")
-    config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, revision="1", store="disk:/kv/{part}")
+    config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, revision="1", store="memory:?capacity=1MiB")
     with pytest.raises(ValueError, match="mooncake, peer"):
         StorageBackendFactory.create_backend("dynamic", config, pool)
 
