@@ -162,6 +162,11 @@ class StagedBlocks:
         the store later finds them again."""
         self._generation = os.urandom(16)
 
+    @property
+    def suspended(self) -> bool:
+        """Whether the store is not asked for now."""
+        return self._queue.now() < self._paused_until
+
     def resume(self) -> None:
         """Ask a store again that is suspended."""
         with self._lock:
@@ -215,7 +220,7 @@ class StagedBlocks:
     @contextmanager
     def _watched(self, kind: str, count: int) -> Iterator[bool]:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
-        paused = self._queue.now() < self._paused_until
+        paused = self.suspended
         if paused and count:
             self._note(kind, "suspended", count, quiet=True)
         try:
