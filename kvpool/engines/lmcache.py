@@ -382,8 +382,8 @@ def _name(key: ObjectKey, layout: _Layout) -> bytes:
 
 
 def _layout(memory: MemoryObj) -> _Layout:
-    shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
-    layout = _Layout.of(shapes or [memory.get_shape()], dtypes or [memory.get_dtype()])
+    about = memory.metadata
+    layout = _Layout.of(about.shapes or [about.shape], about.dtypes or [about.dtype])
     return layout._replace(nbytes=memory.get_size())
 
 

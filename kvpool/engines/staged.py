@@ -152,10 +152,10 @@ class StagedBlocks:
         return self._staged(jobs.SAVE, names, fill, None)
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """Drop blocks. Returns before the store has done so."""
+        """Drop blocks. A store that is too slow does so after this has returned."""
         with self._watched(jobs.FORGET, len(names)) as usable:
             if usable:
-                self._queue.forget(self._keys(names))
+                self._queue.forget(self._keys(names)).wait(self.deadline)
 
     def clear(self) -> None:
         """Find no block any more that was saved until now. The store drops them as it needs room. A process that opens
