@@ -11,13 +11,20 @@ import numpy.typing as npt
 
 KEY_BYTES, SEAL_BYTES, TAG_BYTES = 32, 16, 16
 
-ABSENT, OK, FAILED, DAMAGED, LATE, CANCELLED, REFUSED = range(7)
-"""Codes of a block in a job.
-
-ABSENT: the store does not have it. OK: it is there, was saved or was loaded. FAILED: the store gave an error.
-DAMAGED: it gave other bytes than were saved. LATE: the deadline came first. CANCELLED: by the caller, or by closing.
-REFUSED: the store is full, or the block's namespace has all that it may have.
-"""
+ABSENT = 0
+"""The store does not have the block."""
+OK = 1
+"""The block is there, was saved, or was loaded."""
+FAILED = 2
+"""The store gave an error."""
+DAMAGED = 3
+"""The store gave other bytes than were saved."""
+LATE = 4
+"""The deadline came first."""
+CANCELLED = 5
+"""The caller gave up, or the queue was closed."""
+REFUSED = 6
+"""The store is full, or the namespace of the block has all that it may have."""
 
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]

@@ -251,7 +251,8 @@ class StoreQueue:
         with self._lock:
             self._closing = True
             for job in {piece.job for piece in self._queue} | set(self._running.values()):
-                self._settle(job, CANCELLED)
+                if not job.done:
+                    self._settle(job, CANCELLED)
             self._lock.notify_all()
             over = self._lock.wait_for(lambda: self._store_closed, timeout)
         return over

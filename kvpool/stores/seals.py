@@ -23,15 +23,15 @@ class Secret:
     one for each purpose.
     """
 
-    __slots__ = ("_identity", "_keys", "_roots", "_seals", "_tags")
+    __slots__ = ("_chains", "_identity", "_opaque", "_roots", "_seals", "_tags")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
         self._identity = bytes.fromhex(identity.fingerprint)
-        self._keys, self._roots, self._seals, self._tags = (
+        self._opaque, self._roots, self._chains, self._seals, self._tags = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
-            for purpose in (b"keys", b"roots", b"seals", b"tags")
+            for purpose in (b"opaque", b"roots", b"chains", b"seals", b"tags")
         )
 
     def __repr__(self) -> str:
@@ -46,7 +46,9 @@ class Secret:
 
     def opaque(self, keys: Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
-        found = [hashlib.blake2b(self._identity + key, key=self._keys, digest_size=KEY_BYTES).digest() for key in keys]
+        found = [
+            hashlib.blake2b(self._identity + key, key=self._opaque, digest_size=KEY_BYTES).digest() for key in keys
+        ]
         return _rows(found)
 
     def chain(self, namespace: bytes, group: int, tokens: npt.NDArray[np.int32],
@@ -58,13 +60,14 @@ class Secret:
         """
         root = self._identity + group.to_bytes(4, "little") + namespace
         key = hashlib.blake2b(root, key=self._roots, digest_size=KEY_BYTES).digest()
+        content, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * tokens_per_block
         found = []
-        for start in range(0, len(tokens) - tokens_per_block + 1, tokens_per_block):
-            own = slice(start, start + tokens_per_block)
-            content = tokens[own].astype("<i4").tobytes()
-            if extra is not None and extra[own].any():
-                content += extra[own].astype("<i8").tobytes()
-            key = hashlib.blake2b(key + content, key=self._keys, digest_size=KEY_BYTES).digest()
+        for place in range(len(tokens) // tokens_per_block):
+            key += content[place * width : (place + 1) * width]
+            if extra is not None:
+                own = extra[place * tokens_per_block : (place + 1) * tokens_per_block]
+                key += own.astype("<i8").tobytes() if own.any() else b""
+            key = hashlib.blake2b(key, key=self._chains, digest_size=KEY_BYTES).digest()
             found.append(key)
         return _rows(found)
 

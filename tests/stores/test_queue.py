@@ -208,6 +208,22 @@ def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
         queue.find(queue.secret.opaque(names(1)))
 
 
+def test_a_job_is_counted_once(store: Wrong) -> None:
+    """It is late, then the queue is closed, then its call returns."""
+    queue, gate = open_queue(store, piece_bytes=BLOCK_BYTES), Gate()
+    keys = saved(queue, 4)
+    store.before["load"] = gate
+    late, cancelled = queue.load(keys, np.arange(4), deadline=queue.now() + 0.01), queue.load(keys, np.arange(4, 8))
+    assert late.wait(60)
+    cancelled.cancel()
+    queue.close(0)
+    gate.open()
+    assert queue.close(60) and late.returned and cancelled.returned
+    blocks, waiting = queue.stats().blocks, queue.stats().queued_blocks
+    assert (blocks["load", "late"], blocks["load", "cancelled"], blocks["load", "ok"], waiting) == (4, 4, 0, 0)
+    assert queue.finished().count(late) <= 2
+
+
 def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
     with open_queue(store, report=False) as queue:
         keys = queue.secret.opaque(names(1))

@@ -1,0 +1,70 @@
+"""Keys of two contents, models, namespaces or purposes never agree, and a secret is never shown."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from kvpool.stores.seals import Secret
+from tests.stores.lab import IDENTITY, OTHER, memory, names
+
+SECRET = Secret(bytes(range(32)), IDENTITY)
+TOKENS = np.arange(12, dtype=np.int32)
+
+
+def chain(tokens: np.ndarray = TOKENS, extra: np.ndarray | None = None, namespace: bytes = b"", group: int = 0,
+          secret: Secret = SECRET) -> list[bytes]:  # fmt: skip
+    return [key.tobytes() for key in secret.chain(namespace, group, tokens, extra, 4)]
+
+
+def test_a_key_says_all_that_is_before_it() -> None:
+    other = TOKENS.copy()
+    other[0] += 1
+    assert not set(chain()) & set(chain(other))
+    assert chain(TOKENS[:10]) == chain()[:2]
+    assert len(chain(TOKENS[:3])) == 0
+
+
+def test_a_change_of_any_part_changes_every_key() -> None:
+    extra = np.zeros(12, np.int64)
+    extra[1] = 1
+    tail = np.zeros(12, np.int64)
+    tail[4:8] = np.frombuffer(TOKENS[8:].tobytes() + bytes(16), np.int64)
+    found = [
+        chain(), chain(extra=extra), chain(namespace=b"a"), chain(group=1), chain(namespace=bytes(4)),
+        chain(secret=Secret(bytes(range(32)), OTHER)), chain(secret=Secret(bytes(32), IDENTITY)),
+    ]  # fmt: skip
+    assert len(set(sum(found, []))) == 21
+    assert chain(extra=tail)[0] == chain()[0] and not set(chain(extra=tail)[1:]) & set(chain())
+    assert chain(extra=np.zeros(12, np.int64)) == chain()
+
+
+def test_keys_that_an_engine_names_are_no_keys_of_prompts() -> None:
+    first = chain()[0]
+    content = first + TOKENS[4:8].tobytes()
+    assert SECRET.opaque([content])[0].tobytes() not in chain()
+    assert not np.array_equal(SECRET.opaque([b"a"]), SECRET.opaque([b"b"]))
+
+
+def test_a_seal_is_of_key_model_secret_and_every_byte() -> None:
+    rows, keys = memory(2, 64), SECRET.opaque(names(2))
+    seal = SECRET.seal(keys[:1], np.array([0]), rows)
+    others = [
+        SECRET.seal(keys[1:], np.array([0]), rows),
+        Secret(bytes(range(32)), OTHER).seal(keys[:1], np.array([0]), rows),
+        Secret(bytes(32), IDENTITY).seal(keys[:1], np.array([0]), rows),
+        SECRET.seal(keys[:1], np.array([0]), rows[:, :63].copy()),
+    ]
+    rows[1, 63] = 1
+    others.append(SECRET.seal(keys[:1], np.array([1]), rows))
+    assert len({seal.tobytes(), *(other.tobytes() for other in others)}) == 6
+
+
+def test_a_secret_is_neither_shown_nor_pickled() -> None:
+    assert repr(SECRET) == "Secret()"
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(SECRET)
+    with pytest.raises(ValueError, match="32 bytes"):
+        Secret(b"short", IDENTITY)
