@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engines.staged import StagedBlocks, StoreOptions
-from kvpool.stores import MemoryStore
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
+pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
+
+from kvpool.engines.staged import StagedBlocks, StoreOptions  # noqa: E402
+from kvpool.stores import MemoryStore  # noqa: E402
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names  # noqa: E402
 
 Open = Callable[..., StagedBlocks]
 
