@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
 
-from kvpool.engines.staged import StagedBlocks, StoreOptions  # noqa: E402
-from kvpool.stores import MemoryStore  # noqa: E402
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names  # noqa: E402
+from kvpool.engines.staged import StagedBlocks, StoreOptions
+from kvpool.stores import MemoryStore
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
 Open = Callable[..., StagedBlocks]
 
