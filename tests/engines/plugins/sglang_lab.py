@@ -1,7 +1,12 @@
-"""SGLang's own cache controller over host memory on a CPU: what the tests of its storage share."""
+"""SGLang's own cache controller over host memory on a CPU: what the tests of its storage share.
+
+SGLang compiles its hash of tokens when it first needs it, with a compiler that may not be there. Here Python makes the
+names of pages.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,23 +19,36 @@ from tests.engines.plugins.absent import stand_in
 
 stand_in()
 
-from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+from sglang.srt.managers import cache_controller  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer  # noqa: E402
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: E402
+from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller  # noqa: E402
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # noqa: E402
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
-from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
+PLAIN, HYBRID = cache_controller.HiCacheController, hybrid_cache_controller.HybridCacheController
 LAYERS, HEADS, WIDTH, PAGE, TOKENS = 2, 2, 8, 4, 64
 WAIT_S = 60
 RANKS = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
 NAMES = {
     "backend_name": "kvpool", "module_path": "kvpool.engines.sglang", "class_name": "KVPoolHiCacheStorage",
 }  # fmt: skip
+
+
+def names_of(tokens: list[int], prior: str | None = None, page_size: int = PAGE) -> list[str]:
+    """The names of the pages of a prompt: a chain of hashes, as SGLang's are."""
+    found, name = [], prior or ""
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        name = hashlib.sha256(f"{name} {tokens[start : start + page_size]}".encode()).hexdigest()
+        found.append(name)
+    return found
+
+
+for module in (cache_controller, hybrid_cache_controller):
+    module.get_storage_hash_str = names_of
 
 
 def group() -> Any:
@@ -65,7 +83,7 @@ def allocator() -> Any:
 
 def controller(pool: Any, metrics: bool = False, **options: Any) -> Any:
     """SGLang's controller, with the plug-in behind it."""
-    kind = HybridCacheController if isinstance(pool, HostPoolGroup) else HiCacheController
+    kind = HYBRID if isinstance(pool, HostPoolGroup) else PLAIN
     return kind(
         allocator(), pool, PAGE, group(), threading.Event(), storage_backend="dynamic", prefetch_threshold=PAGE,
         model_name="toy", storage_backend_extra_config={**NAMES, "revision": "1", **options},
@@ -103,11 +121,6 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def names_of(tokens: list[int]) -> list[str]:
-    """SGLang's names of the pages of a prompt."""
-    return get_storage_hash_str(tokens, None, page_size=PAGE)
-
-
 def config(**fields: Any) -> HiCacheStorageConfig:
     """What the controller tells the plug-in. Options are among the fields."""
     own = {name: fields.pop(name) for name in ("store", "revision") if name in fields}
@@ -119,7 +132,7 @@ def config(**fields: Any) -> HiCacheStorageConfig:
 
 
 def back_up(controller: Any, indices: torch.Tensor, tokens: list[int], **more: Any) -> int:
-    """What the scheduler does to keep pages: it names them by SGLang's hashes, and waits for the acknowledgement.
+    """What the scheduler does to keep pages: it names them, and waits for the acknowledgement.
     Returns how many tokens were kept."""
     controller.write_storage(indices, tokens, hash_value=names_of(tokens), **more)
     return controller.ack_backup_queue.get(timeout=WAIT_S).completed_tokens
@@ -129,7 +142,7 @@ def fetch(controller: Any, tokens: list[int], transfers: list[PoolTransfer] | No
     """What the scheduler does to bring pages back: it asks for hits, allocates host memory for them, and waits for all
     acknowledgements. Returns the host memory, how many tokens came, and what came of other pools."""
     more = {} if transfers is None else {"extra_pools": transfers}
-    handle = CacheRequestHandle("request", 0) if isinstance(controller, HybridCacheController) else "request"
+    handle = CacheRequestHandle("request", 0) if isinstance(controller, HYBRID) else "request"
     controller.prefetch(handle, tokens, **more)
     operation = controller.prefetch_hit_queue.get(timeout=WAIT_S)
     if not operation.storage_hit_count:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,18 @@ def test_objects_of_two_groups_come_back_byte_for_byte_after_a_restart(stores: d
         assert [row.popcount() for row in result.l2_hit_cells] == [6, 6]
         for (own, _), expected in zip(groups.values(), content, strict=True):
             assert same(lab.read(after, own), expected)
+
+
+def test_objects_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("kvpool.stores.disk")
+    own, store = keys(6), f"disk:{tmp_path}/{{part}}?capacity=1MiB"
+    with closing(lab.manager(store=store)) as before:
+        stored = lab.Stored(before)
+        content = lab.write(before, own, SMALL, seed=2)
+        assert stored.wait(own)
+    with closing(lab.manager(store=store)) as after:
+        assert lab.fetch(after, {0: (own, SMALL)}).l2_hit_cells[0].popcount() == 6
+        assert same(lab.read(after, own), content)
 
 
 def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -> None:

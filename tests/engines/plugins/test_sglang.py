@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,21 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
     opened[0].resume()
     indices, came, _ = fetch(controller, TOKENS)
     assert came == len(TOKENS) and lab.same(lab.read(pool, indices), pages)
+
+
+def test_pages_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("kvpool.stores.disk")
+    options = {"store": f"disk:{tmp_path}/{{part}}?capacity=1MiB", "interface_v1": 1}
+    first, fresh = host_pool("page_first"), host_pool("page_first")
+    before = lab.controller(first, **options)
+    kept = first.alloc(10 * PAGE)
+    pages = lab.write(first, kept, seed=9)
+    assert back_up(before, kept, TOKENS) == len(TOKENS)
+    before.detach_storage_backend()
+    after = lab.controller(fresh, **options)
+    indices, came, _ = fetch(after, TOKENS)
+    after.detach_storage_backend()
+    assert came == len(TOKENS) and lab.same(lab.read(fresh, indices), pages)
 
 
 def transfers(**keys: Any) -> list[PoolTransfer]:
