@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,6 +59,8 @@ _TASKS_MAX = 1024
 """Tasks of a kind that may wait. More of them end at once, without a result."""
 _LAYOUTS_MAX = 4096
 _CLOSE_S = 10.0
+_OPEN_AGAIN_S = 10.0
+"""After a store could not be opened, none is for so long."""
 
 
 class _Layout(NamedTuple):
@@ -163,6 +167,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         """Held by the adapter's threads while they open a store. No call of LMCache's but ``delete`` waits for it."""
+        self._open_again = -math.inf
         self._blocks: dict[int, StagedBlocks] = {}
         self._layouts: dict[tuple[str, int], _Layout] = {}
         self._numbers, self._closed, self._refused = itertools.count(1), threading.Event(), set[str]()
@@ -320,14 +325,15 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def _open(self, size: int) -> StagedBlocks | None:
         """The store for objects of this size, opened at its first use. None if it cannot be opened."""
         with self._opening:
-            if size in self._blocks or self._closed.is_set():
+            if size in self._blocks or self._closed.is_set() or time.monotonic() < self._open_again:
                 return self._blocks.get(size)
-            if len(self._blocks) >= (_SIZES_MAX if PART in self._options.store else 1):
+            if len(self._blocks) >= (_SIZES_MAX if self._options.separate else 1):
                 self._refuse(f"objects of {size} bytes beside {sorted(self._blocks)} need a store with {PART}")
                 return None
             try:
                 made = self._make(size)
             except Exception as error:
+                self._open_again = time.monotonic() + _OPEN_AGAIN_S
                 self._refuse(f"no store could be opened: {type(error).__name__}: {error}"[:1000])
                 return None
             with self._lock:

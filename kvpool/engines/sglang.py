@@ -124,7 +124,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             return
         if known is not None:
             known.blocks.close()
-        elif self._pools and PART not in self._options.store and self._options.kind != "memory":
+        elif self._pools and not self._options.separate:
             raise ValueError(
                 f"store={self._options.store!r:.80}: there are pools beside {', '.join(self._pools)}: {name}. Accepted "
                 f"is a text with {PART}, so that each has a store"

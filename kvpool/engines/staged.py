@@ -76,6 +76,11 @@ class StoreOptions:
         """``disk``, ``mooncake`` or another kind of store."""
         return self.store.partition(":")[0]
 
+    @property
+    def separate(self) -> bool:
+        """Whether several parts can have stores at a time."""
+        return PART in self.store or self.kind in ("memory", *SHARED)
+
     def make(self, part: str) -> Store:
         """The store of a part, which is not opened yet. Raises ValueError, and ImportError, which names the extra."""
         return open_store(self.store.replace(PART, re.sub(r"[^\w.-]", "-", part)))
@@ -109,7 +114,8 @@ class StagedBlocks:
     and logged once for each kind of trouble.
 
     A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
-    twice as long each time it fails again, up to 60 s. Until then nothing is found.
+    twice as long each time it fails again, up to 60 s. Until then nothing is found. Saves are judged apart from the
+    rest: a disk that is read-only still gives what it has.
 
     The constructor raises what ``StoreQueue`` raises.
     """
@@ -122,7 +128,7 @@ class StagedBlocks:
         self.deadline = deadline
         """Seconds that a call may take. It may be changed."""
         self._generation = b""
-        self._lock, self._pause, self._paused_until = threading.Lock(), 0.0, -math.inf
+        self._lock, self._pauses = threading.Lock(), {saving: _Pause() for saving in (False, True)}
         self.troubles: Counter[tuple[str, str]] = Counter()
         """Blocks by kind of job and by what went wrong."""
 
@@ -164,13 +170,14 @@ class StagedBlocks:
 
     @property
     def suspended(self) -> bool:
-        """Whether the store is not asked for now."""
-        return self._queue.now() < self._paused_until
+        """Whether the store is not asked for now, to save or for anything else."""
+        return any(self._queue.now() < pause.until for pause in self._pauses.values())
 
     def resume(self) -> None:
         """Ask a store again that is suspended."""
         with self._lock:
-            self._pause, self._paused_until = 0.0, -math.inf
+            for pause in self._pauses.values():
+                pause.end()
 
     def drain(self, timeout: float) -> bool:
         """Wait until the store does nothing more, at most ``timeout`` seconds. Returns whether that is so."""
@@ -220,13 +227,13 @@ class StagedBlocks:
     @contextmanager
     def _watched(self, kind: str, count: int) -> Iterator[bool]:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
-        paused = self.suspended
+        paused = self._queue.now() < self._pauses[kind == jobs.SAVE].until
         if paused and count:
             self._note(kind, "suspended", count, quiet=True)
         try:
             yield not paused and count > 0
         except Exception as error:
-            self._note(kind, f"{type(error).__name__}: {error}"[:200], count)
+            self._note(kind, type(error).__name__, count, str(error)[:200])
 
     def _judge(self, job: Job) -> None:
         """Count what went wrong, and suspend a store from which nothing came."""
@@ -235,11 +242,11 @@ class StagedBlocks:
         for code, count in wrong.items():
             self._note(job.kind, CODES[code], count, job.error)
         with self._lock:
+            pause = self._pauses[job.kind == jobs.SAVE]
             if counts[OK] or counts[ABSENT] or counts[REFUSED]:
-                self._pause = 0.0
+                pause.end()
             elif wrong:
-                self._pause = min(max(2 * self._pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-                self._paused_until = self._queue.now() + self._pause
+                pause.begin(self._queue.now())
 
     def _note(self, kind: str, trouble: str, count: int, detail: str = "", quiet: bool = False) -> None:
         with self._lock:
@@ -248,6 +255,20 @@ class StagedBlocks:
         if first and not quiet:
             text = "kvpool: store %s: %s of %d blocks: %s. More of this is counted, and not logged."
             log.warning(text, self._queue.name, kind, count, f"{trouble} {detail}".strip())
+
+
+class _Pause:
+    """Until when a store is not asked. Each one is twice as long as the one before, unless it has answered."""
+
+    def __init__(self) -> None:
+        self._seconds, self.until = 0.0, -math.inf
+
+    def begin(self, now: float) -> None:
+        self._seconds = min(max(2 * self._seconds, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self.until = now + self._seconds
+
+    def end(self) -> None:
+        self._seconds, self.until = 0.0, -math.inf
 
 
 @dataclass(eq=False)
