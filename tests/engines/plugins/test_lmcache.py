@@ -198,8 +198,10 @@ def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     gate = Gate()
     store.before["load"], blocks.deadline = gate, 0.2
     empty = objects(3)
-    assert lab.load(adapter, own, empty) == [] and gate.reached.is_set()
-    assert not adapter.report_status()["is_healthy"]
+    while not gate.reached.is_set():
+        blocks.resume()
+        assert lab.load(adapter, own, empty) == []
+    assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
     gate.open()
     assert blocks.drain(60)
     assert not any(one.raw_tensor.any() for one in empty)
@@ -231,6 +233,7 @@ def test_a_dead_store_gives_results_without_objects(
     }
     for kind in results if broken == "open" else [broken]:
         assert not results[kind]()
+    assert adapter.report_status()["is_healthy"] == (broken == "open")
 
 
 def test_deleted_objects_are_gone_and_counted_once(make: Any) -> None:
@@ -249,6 +252,26 @@ def test_sizes_without_a_store_of_their_own_are_not_kept(make: Any, caplog: pyte
     assert not result.is_successful()
     assert lab.load(adapter, keys(1), objects(1)) == [0]
     assert f"objects of {2 * SIZE} bytes beside [{SIZE}] need a store with {{part}}" in caplog.text
+
+
+def test_tasks_beyond_the_bound_end_at_once(
+    make: Any, stores: dict[str, Wrong], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "_TASKS_MAX", 1)
+    adapter = make()
+    lab.store(adapter, keys(1), objects(1, first=0))
+    gate = Gate()
+    (store,) = stores.values()
+    store.before["load"] = gate
+    first = adapter.submit_load_task(keys(1), objects(1))
+    assert gate.reached.wait(60)
+    second, third = (adapter.submit_load_task(keys(1), objects(1)) for _ in range(2))
+    assert adapter.query_load_result(third).popcount() == 0
+    assert adapter.query_load_result(first) is None and adapter.query_load_result(second) is None
+    gate.open()
+    while (result := adapter.query_load_result(second)) is None:
+        lab.wait_for(adapter.get_load_event_fd())
+    assert result.popcount() == 1 and adapter.query_load_result(first).popcount() == 1
 
 
 def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> None:
