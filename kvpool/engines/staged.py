@@ -188,8 +188,14 @@ class StagedBlocks:
         return self._queue.stats()
 
     def close(self) -> None:
-        """End all calls, and close the store. Waits at most 10 s."""
-        self._queue.close()
+        """End all calls, and close the store. Waits at most 10 s. Logs how much went wrong, if anything did."""
+        ended = self._queue.close()
+        with self._lock:
+            troubles = ", ".join(f"{kind} {what} {count}" for (kind, what), count in sorted(self.troubles.items()))
+        if troubles:
+            log.warning("kvpool: store %s: blocks by what went wrong: %s", self._queue.name, troubles)
+        if not ended:
+            log.warning("kvpool: store %s: a call hangs, and keeps its memory", self._queue.name)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -206,7 +212,11 @@ class StagedBlocks:
             keys = self._keys(names if usable else ())
             deadline, start = self._queue.now() + self.deadline, 0
             while start < len(keys):
-                with self._rows[kind].lent(len(keys) - start, deadline - self._queue.now()) as lent:
+                left = deadline - self._queue.now()
+                if left <= 0:
+                    self._note(kind, "late", len(keys) - start)
+                    break
+                with self._rows[kind].lent(len(keys) - start, left) as lent:
                     if not len(lent.rows):
                         self._note(kind, "without rows", len(keys) - start)
                         break
@@ -296,7 +306,7 @@ class _Rows:
         """Up to ``most`` rows. There are none if all are held by jobs that hang, or lent to others for too long."""
         with self._changed:
             self._reclaim()
-            self._changed.wait_for(lambda: self._free or not self._lent, max(timeout, 0.0))
+            self._changed.wait_for(lambda: self._free or not self._lent, timeout)
             own = _Lent(np.array(self._free[:most], np.int64))
             del self._free[:most]
             self._lent += 1

@@ -182,6 +182,33 @@ def test_threads_that_save_and_load_share_the_rows(make: Open) -> None:
     assert not wrong and not blocks.troubles
 
 
+def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
+    blocks = make(rows=2)
+    blocks.deadline = 0.01
+    copied = []
+
+    def slow(place: int, row: Any) -> None:
+        copied.append(place)
+        assert not threading.Event().wait(0.05)
+
+    assert blocks.save(names(3), slow) == [False] * 3
+    assert copied == [0] and blocks.troubles["save", "late"] == 3
+
+
+def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = make()
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    store.before["find"] = fail
+    blocks.find(names(2))
+    blocks.find(names(3))
+    with caplog.at_level(logging.WARNING, "kvpool.engines"):
+        blocks.close()
+    assert "find failed 2, find suspended 3" in caplog.text
+
+
 def test_a_closed_store_answers_without_errors(make: Open) -> None:
     blocks = make()
     save(blocks, 1)
