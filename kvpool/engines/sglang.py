@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 import kvpool
 from kvpool.engines.staged import PART, SHARED, StagedBlocks, StoreOptions
 from kvpool.stores.base import Bytes
@@ -62,15 +64,21 @@ class _Pool(NamedTuple):
     blocks: StagedBlocks
     dtype: torch.dtype
     """of the elements of a flat page"""
+    views: bool
+    """Whether ``get_data_page`` gives the memory of a page, and not a copy of it."""
 
     def save(self, index: int, row: Bytes) -> None:
         """Copy a page to a row."""
-        page = self.host.get_data_page(index, flat=False)
-        torch.from_numpy(row).view(page.dtype).view(page.shape).copy_(page)
+        page = _bytes(self.host.get_data_page(index, flat=False))
+        np.copyto(row.reshape(page.shape), page)
 
     def load(self, index: int, row: Bytes) -> None:
         """Copy a row to a page."""
-        self.host.set_from_flat_data_page(index, torch.from_numpy(row).view(self.dtype))
+        if self.views:
+            page = _bytes(self.host.get_data_page(index, flat=False))
+            np.copyto(page, row.reshape(page.shape))
+        else:
+            self.host.set_from_flat_data_page(index, torch.from_numpy(row).view(self.dtype))
 
 
 class KVPoolHiCacheStorage(HiCacheStorage):
@@ -142,7 +150,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         )
         blocks = StagedBlocks(store, size, identity, staging=self._options.staging, deadline=self._options.deadline)
         log.info("kvpool: pages of the pool %s, %d bytes each, are kept in the store %s", name, size, store.name)
-        self._pools[name] = _Pool(host_pool, blocks, page.dtype)
+        self._pools[name] = _Pool(host_pool, blocks, page.dtype, _views(host_pool))
 
     def _rank(self, name: str, host_pool: HostKVCache) -> str:
         """Whose share of the KV it is. Ranks that have the same bytes have the same name."""
@@ -177,7 +185,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             return [None] * len(keys)
 
         def put(place: int, row: Bytes) -> None:
-            targets[place].view(-1).copy_(torch.from_numpy(row).view(targets[place].dtype))
+            np.copyto(_bytes(targets[place]).reshape(-1), row)
 
         came = self._timed("prefetch", pool, lambda: pool.blocks.load(_names(keys), put))
         return [target if ok else None for target, ok in zip(targets, came, strict=True)]
@@ -195,7 +203,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             return False
 
         def fill(place: int, row: Bytes) -> None:
-            torch.from_numpy(row).view(pages[place].dtype).copy_(pages[place].reshape(-1))
+            np.copyto(row, _bytes(pages[place]).reshape(-1))
 
         return all(self._timed("backup", pool, lambda: pool.blocks.save(_names(keys), fill)))
 
@@ -329,7 +337,24 @@ def _restorable(found: Sequence[bool], needed: int) -> list[int]:
 
 
 def _fits(tensor: Any, pool: _Pool) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.nbytes == pool.blocks.block_bytes
+    shaped = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return shaped and tensor.nbytes == pool.blocks.block_bytes
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """The memory of a tensor, as bytes. NumPy copies it, as PyTorch waits for threads of its own to copy a page, which
+    takes long where all cores are in use."""
+    found: Bytes = tensor.view(torch.uint8).numpy()
+    return found
+
+
+def _views(host_pool: HostKVCache) -> bool:
+    """Whether a page is a view of the memory of a pool that nobody moves."""
+    memory = getattr(host_pool, "kv_buffer", None)
+    if not isinstance(memory, torch.Tensor) or getattr(host_pool, "shared_allocation_domain", None) is not None:
+        return False
+    page = host_pool.get_data_page(0, flat=False)
+    return bool(page.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr())
 
 
 def _flat_page(name: str, host_pool: HostKVCache) -> torch.Tensor:

@@ -71,18 +71,24 @@ def attach(stores: dict[str, Wrong]) -> Iterator[Callable[..., Any]]:
         controller.detach_storage_backend()
 
 
-@pytest.mark.parametrize("interface", [0, 1], ids=["generic", "v1"])
+@pytest.mark.parametrize("interface", ["generic", "v1", "v1 without views"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_come_back_byte_for_byte_after_a_restart(layout: str, interface: int, attach: Any) -> None:
+def test_pages_come_back_byte_for_byte_after_a_restart(
+    layout: str, interface: str, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = host_pool(layout)
-    before = attach(pool, interface_v1=interface, staging=4 * 512)
+    assert plugin._views(pool)
+    if interface == "v1 without views":
+        monkeypatch.setattr(plugin, "_views", lambda pool: False)
+    interface_v1 = int(interface != "generic")
+    before = attach(pool, interface_v1=interface_v1, staging=4 * 512)
     kept = pool.alloc(10 * PAGE)[torch.arange(10 * PAGE).view(10, PAGE).flip(0).flatten()]
     pages = lab.write(pool, kept, seed=1)
     assert back_up(before, kept, TOKENS) == len(TOKENS)
     before.detach_storage_backend()
 
     fresh = host_pool(layout)
-    after = attach(fresh, interface_v1=interface)
+    after = attach(fresh, interface_v1=interface_v1)
     indices, came, _ = fetch(after, [*TOKENS, *range(7 * PAGE)])
     assert came == len(TOKENS)
     assert lab.same(lab.read(fresh, indices), pages)
