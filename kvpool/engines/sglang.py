@@ -360,10 +360,11 @@ def _views(host_pool: HostKVCache) -> bool:
 def _flat_page(name: str, host_pool: HostKVCache) -> torch.Tensor:
     """A tensor of the type and size of a page. Raises ValueError if the pool has none."""
     try:
-        page: torch.Tensor = host_pool.get_dummy_flat_data_page()
-    except (AttributeError, NotImplementedError) as error:
-        kind = type(host_pool).__name__
-        raise ValueError(f"SGLang's host pool {name} ({kind}) gives no pages of bytes") from error
+        page: torch.Tensor | None = host_pool.get_dummy_flat_data_page()
+    except (AttributeError, NotImplementedError):
+        page = None
+    if page is None or not page.nbytes:
+        raise ValueError(f"SGLang's host pool {name} ({type(host_pool).__name__}) gives no pages of bytes")
     return page
 
 

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller  # noqa: E402
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool as LogicalHostPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # noqa: E402
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402

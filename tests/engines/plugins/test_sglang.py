@@ -301,6 +301,11 @@ def test_a_second_pool_needs_a_store_of_its_own(attach: Any) -> None:
         attach(lab.grouped(pools), store="disk:/kv")
 
 
+def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
+    with pytest.raises(ValueError, match=r"kv \(LogicalHostPool\) gives no pages of bytes"):
+        attach(lab.LogicalHostPool(16 * PAGE, PAGE))
+
+
 def test_another_version_of_sglang_is_named_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
