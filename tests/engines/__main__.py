@@ -1,5 +1,5 @@
-"""``python -m tests.engines build``, ``status``, ``test [PYTEST ARGUMENTS]``, or ``run COMMAND...`` in that
-environment."""
+"""``python -m tests.engines build``, ``status``, ``test [PYTEST ARGUMENTS]``, or ``run COMMAND...``, with a real vLLM;
+``python -m tests.engines plugins ...`` with the code of SGLang and LMCache."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ HERE = Path(__file__).parent
 
 
 def main(arguments: list[str]) -> int:
-    verb, rest = arguments[:1], arguments[1:]
+    wheels, own = (build.PLUGINS, arguments[1:]) if arguments[:1] == ["plugins"] else (build.VLLM, arguments)
+    verb, rest = own[:1], own[1:]
     if verb == ["build"] and not rest:
         try:
-            print(f"built: {build.build()}")
+            print(f"built: {build.build(wheels)}")
         except build.BuildError as error:
             print(f"cannot make the environment of the engines: {error}", file=sys.stderr)
             return 1
         return 0
     if verb == ["status"] and not rest:
-        print(f"{build.place()}: {'built' if build.built() else 'not built'}")
-        return 0 if build.built() else 1
+        print(f"{build.place(wheels)}: {'built' if build.built(wheels) else 'not built'}")
+        return 0 if build.built(wheels) else 1
     if verb == ["test"] or (verb == ["run"] and rest):
-        if not build.built():
-            print("not built: python -m tests.engines build", file=sys.stderr)
+        if not build.built(wheels):
+            words = ["python -m tests.engines", *arguments[: len(arguments) - len(own)], "build"]
+            print(f"not built: {' '.join(words)}", file=sys.stderr)
             return 1
-        python = str(build.python())
+        python = str(build.python(wheels))
         os.chdir(HERE.parents[1])
         words = rest if verb == ["run"] else [python, "-m", "pytest", *rest]
         if verb == ["test"] and not any(Path(word.partition("::")[0]).exists() for word in rest):
-            words.append("tests/engines")
+            words.append(wheels.tests)
         words = [python if words[0] == "python" else words[0], *words[1:]]
         os.execvpe(words[0], words, build.environment())
     print(__doc__, file=sys.stderr)

@@ -1,5 +1,5 @@
-"""Makes the environment that has a real vLLM: wheels at exact versions and hashes, in a folder outside of the tree,
-once."""
+"""Makes the environments that have a real vLLM, or the code of SGLang and LMCache: wheels at exact versions and
+hashes, in a folder outside of the tree, once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,37 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 VERSION = "0.32.0"
-PINS = HERE / f"vllm-{VERSION}.txt"
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """What an environment is made of."""
+
+    name: str
+    about: str
+    imports: str
+    """what it must be able to import"""
+    tests: str
+
+    @property
+    def pins(self) -> Path:
+        return HERE / f"{self.name}.txt"
+
+
+VLLM = Wheels(
+    f"vllm-{VERSION}", f"vLLM {VERSION} for CPUs: 400 MB of wheels, 2 GB installed", "vllm, vllm._C, pytest",
+    "tests/engines",
+)  # fmt: skip
+PLUGINS = Wheels(
+    "plugins-sglang-0.5.23-lmcache-0.5.6", "SGLang 0.5.23 and LMCache 0.5.6: 650 MB of wheels, 2.4 GB installed",
+    "torch, blake3, sglang.srt.mem_cache.hicache_storage, lmcache.v1.distributed.storage_manager, pytest",
+    "tests/engines/plugins",
+)  # fmt: skip
 CACHE = "KVPOOL_ENGINES_CACHE"
 """Environment variable: where environments are made, instead of ``~/.cache/kvpool-engines``."""
 PYTHON = (3, 11)
@@ -37,18 +63,18 @@ def cache() -> Path:
     return Path(os.environ.get(CACHE) or Path(base) / "kvpool-engines")
 
 
-def place() -> Path:
-    """Where the environment is, made or not: one for each list of wheels."""
-    digest = hashlib.sha256(PINS.read_bytes() + sys.version.encode()).hexdigest()[:16]
-    return cache() / f"vllm-{VERSION}-{digest}"
+def place(wheels: Wheels = VLLM) -> Path:
+    """Where an environment is, made or not: one for each list of wheels."""
+    digest = hashlib.sha256(wheels.pins.read_bytes() + sys.version.encode()).hexdigest()[:16]
+    return cache() / f"{wheels.name}-{digest}"
 
 
-def python() -> Path:
-    return place() / "bin" / "python"
+def python(wheels: Wheels = VLLM) -> Path:
+    return place(wheels) / "bin" / "python"
 
 
-def built() -> bool:
-    return (place() / "done").exists()
+def built(wheels: Wheels = VLLM) -> bool:
+    return (place(wheels) / "done").exists()
 
 
 def environment() -> dict[str, str]:
@@ -85,10 +111,10 @@ def need_machine() -> None:
             f"the wheels are for Python {wanted}, this is {found}: make the checkout's environment with that"
         )
     if not {"avx2", "avx512f"} & set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
-        raise BuildError("vLLM's build for CPUs needs AVX2")
+        raise BuildError("vLLM and PyTorch for CPUs need AVX2")
 
 
-def install(target: Path) -> None:
+def install(wheels: Wheels, target: Path) -> None:
     failed = run(sys.executable, "-m", "venv", target)
     if failed:
         raise BuildError(f"no environment could be made in {target}:\n{failed}")
@@ -102,23 +128,23 @@ def install(target: Path) -> None:
         "--no-deps",
         "--no-compile",
     )
-    wanted = ("--require-hashes", "--only-binary", ":all:", "-r", PINS)
+    wanted = ("--require-hashes", "--only-binary", ":all:", "-r", wheels.pins)
     failed = run(*pip, *wanted) and run(*pip, *wanted, "--extra-index-url", TORCH)
     if failed:
-        raise BuildError(f"pip could not install {PINS.name} (is there a network?):\n{failed}")
-    failed = run(target / "bin" / "python", "-c", "import vllm, vllm._C, pytest", environment=environment())
+        raise BuildError(f"pip could not install {wheels.pins.name} (is there a network?):\n{failed}")
+    failed = run(target / "bin" / "python", "-c", f"import {wheels.imports}", environment=environment())
     if failed:
-        raise BuildError(f"vLLM was installed and cannot be imported:\n{failed}")
+        raise BuildError(f"what was installed cannot be imported:\n{failed}")
 
 
-def build() -> Path:
+def build(wheels: Wheels = VLLM) -> Path:
     """All of it, or nothing to do. Raises BuildError."""
     need_machine()
-    target = place()
+    target = place(wheels)
     with only_one(cache()):
-        if not built():
-            print(f"installing vLLM {VERSION} for CPUs in {target}: 400 MB of wheels, 2 GB installed", flush=True)
+        if not built(wheels):
+            print(f"installing in {target}: {wheels.about}", flush=True)
             shutil.rmtree(target, ignore_errors=True)
-            install(target)
+            install(wheels, target)
             (target / "done").touch()
     return target

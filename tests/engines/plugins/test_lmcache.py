@@ -1,0 +1,305 @@
+"""LMCache's own storage manager and its checks over a store: objects come back byte for byte, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+plugin = pytest.importorskip(
+    "kvpool.engines.lmcache",
+    reason="needs LMCache: python -m tests.engines plugins build, then python -m tests.engines plugins test",
+    exc_type=ImportError,
+)
+
+import torch  # noqa: E402
+from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode  # noqa: E402
+
+from kvpool.engines import staged  # noqa: E402
+from kvpool.stores import MemoryStore  # noqa: E402
+from tests.engines.plugins import lmcache_lab as lab  # noqa: E402
+from tests.engines.plugins.lmcache_lab import LARGE, SMALL, keys, memory_object  # noqa: E402
+from tests.stores.lab import Gate, Wrong  # noqa: E402
+
+SIZE = 4096
+LAYOUT = lab.MemoryLayoutDesc([torch.Size([SIZE])], [torch.uint8])
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
+    """The stores that are opened, by their texts: each text is one store, as a path is."""
+    found: dict[str, Wrong] = {}
+
+    def open_store(text: str) -> Any:
+        store = Wrong(MemoryStore(1 << 22))
+        return store if text.endswith("/check") else found.setdefault(text, store)
+
+    monkeypatch.setattr(staged, "open_store", open_store)
+    return found
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[staged.StagedBlocks]:
+    """The blocks of all sizes of objects."""
+    found: list[staged.StagedBlocks] = []
+
+    class Recorded(staged.StagedBlocks):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            found.append(self)
+
+    monkeypatch.setattr(plugin, "StagedBlocks", Recorded)
+    return found
+
+
+@pytest.fixture
+def make(stores: dict[str, Wrong]) -> Iterator[Callable[..., Any]]:
+    made = []
+
+    def make(**params: Any) -> Any:
+        found = lab.adapter(**params)
+        made.append(found)
+        return found
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def objects(count: int, first: int | None = None) -> list[Any]:
+    return [memory_object(SIZE, None if first is None else first + number) for number in range(count)]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def test_objects_of_two_groups_come_back_byte_for_byte_after_a_restart(stores: dict[str, Wrong]) -> None:
+    groups = {0: (keys(6), SMALL), 1: (keys(6, group=1), LARGE)}
+    with closing(lab.manager()) as before:
+        stored = lab.Stored(before)
+        content = [lab.write(before, own, layout, seed=group) for group, (own, layout) in groups.items()]
+        assert stored.wait([key for own, _ in groups.values() for key in own])
+    assert len(stores) == 2, "each size of objects has a store of its own"
+    with closing(lab.manager()) as after:
+        result = lab.fetch(after, groups)
+        assert [row.popcount() for row in result.l2_hit_cells] == [6, 6]
+        for (own, _), expected in zip(groups.values(), content, strict=True):
+            assert same(lab.read(after, own), expected)
+
+
+def test_objects_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("kvpool.stores.disk")
+    own, store = keys(6), f"disk:{tmp_path}/{{part}}?capacity=1MiB"
+    with closing(lab.manager(store=store)) as before:
+        stored = lab.Stored(before)
+        content = lab.write(before, own, SMALL, seed=2)
+        assert stored.wait(own)
+    with closing(lab.manager(store=store)) as after:
+        assert lab.fetch(after, {0: (own, SMALL)}).l2_hit_cells[0].popcount() == 6
+        assert same(lab.read(after, own), content)
+
+
+def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -> None:
+    own = keys(6)
+    with closing(lab.manager()) as before:
+        stored = lab.Stored(before)
+        content = lab.write(before, own, SMALL, seed=1)
+        assert stored.wait(own)
+    (store,) = stores.values()
+    taken = store.inner.load
+
+    def lie(names: Any, rows: Any, stop: Any) -> Any:
+        answer = taken(names, rows, stop)
+        store.memory[rows[2]] ^= 1
+        return answer
+
+    store.inner.load = lie
+    with closing(lab.manager()) as after:
+        result = lab.fetch(after, {0: (own, SMALL)})
+        kept = result.hit_cells[0].get_indices_list()
+        assert kept and 2 not in kept
+        assert same(lab.read(after, [own[place] for place in kept]), [content[place] for place in kept])
+
+
+def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {
+        "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
+        "adapter_params": {"store": "disk:/kv/{part}", "revision": "1"},
+    }  # fmt: skip
+    asyncio.run(run_test_mode("toy", l2_adapter=[json.dumps(spec)], obj_size=1024, num_keys=5))
+    printed = capsys.readouterr().out
+    assert "FAIL" not in printed and "Failed" not in printed, printed
+    assert "5/5" in printed and "0/5" not in printed, printed
+
+
+def test_each_kind_of_task_has_an_event_of_its_own(make: Any) -> None:
+    adapter = make()
+    fds = [adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()]
+    assert len(set(fds)) == 3
+    assert all("eventfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in fds)
+
+
+def test_tasks_of_objects_outside_of_lmcaches_memory(make: Any) -> None:
+    adapter = make(staging=4 * SIZE)
+    own, content = keys(9), objects(9, first=0)
+    result = lab.store(adapter, own, content)
+    assert result.is_successful() and result.bytes_transferred() == 9 * SIZE
+    assert lab.look_up(adapter, [*keys(1, first=50), *own], {0: LAYOUT}) == list(range(1, 10))
+    empty = objects(10)
+    assert lab.load(adapter, [*own, *keys(1, first=50)], empty) == list(range(9))
+    assert same([one.raw_tensor for one in empty[:9]], [one.raw_tensor for one in content])
+    usage = adapter.get_usage()
+    assert usage.total_bytes_used == 9 * SIZE and usage.bytes_by_cache_salt == {"": 9 * SIZE}
+    assert adapter.report_status()["is_healthy"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        keys(1, model="other")[0], keys(1, group=1)[0], keys(1, salt="tenant")[0], keys(1, first=1)[0],
+        lab.ObjectKey(keys(1)[0].chunk_hash, "toy", 1),
+    ],
+    ids=["model", "group", "salt", "hash", "rank"],
+)  # fmt: skip
+def test_nothing_is_found_under_another_key(other: Any, make: Any) -> None:
+    adapter = make()
+    assert lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
+    layouts = {0: LAYOUT, 1: LAYOUT}
+    assert lab.look_up(adapter, [other, *keys(1)], layouts) == [1]
+    assert lab.load(adapter, [other, *keys(1)], objects(2)) == [1]
+
+
+def test_nothing_is_found_of_another_layout_or_other_weights(make: Any) -> None:
+    adapter = make()
+    assert lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
+    halves = lab.MemoryLayoutDesc([torch.Size([SIZE // 2])], [torch.bfloat16])
+    assert lab.look_up(adapter, keys(1), {0: halves}) == []
+    adapter.close()
+    assert lab.look_up(make(revision="2"), keys(1), {0: LAYOUT}) == []
+    assert lab.look_up(make(), keys(1), {0: LAYOUT}) == [0]
+
+
+def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
+    make: Any, stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
+) -> None:
+    adapter = make()
+    own = keys(3)
+    lab.store(adapter, own, objects(3, first=0))
+    (store,), (blocks,) = stores.values(), opened
+    gate = Gate()
+    store.before["load"], blocks.deadline = gate, 0.2
+    empty = objects(3)
+    while not gate.reached.is_set():
+        blocks.resume()
+        assert lab.load(adapter, own, empty) == []
+    assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
+    gate.open()
+    assert blocks.drain(60)
+    assert not any(one.raw_tensor.any() for one in empty)
+    blocks.deadline = 60
+    blocks.resume()
+    assert lab.load(adapter, own, empty) == [0, 1, 2] and adapter.report_status()["is_healthy"]
+
+
+@pytest.mark.parametrize("broken", ["open", "find", "load", "save"])
+def test_a_dead_store_gives_results_without_objects(
+    broken: str, make: Any, stores: dict[str, Wrong], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make()
+    own = keys(3)
+    if broken == "open":
+        monkeypatch.setattr(staged, "open_store", lambda text: (_ for _ in ()).throw(OSError("no such device")))
+    else:
+        lab.store(adapter, own, objects(3, first=0))
+        (store,) = stores.values()
+
+        def fail() -> None:
+            raise OSError("no such device")
+
+        store.before[broken] = fail
+    results = {
+        "save": lambda: lab.store(adapter, own, objects(3, first=9)).is_successful(),
+        "find": lambda: lab.look_up(adapter, own, {0: LAYOUT}),
+        "load": lambda: lab.load(adapter, own, objects(3)),
+    }
+    for kind in results if broken == "open" else [broken]:
+        assert not results[kind]()
+    assert adapter.report_status()["is_healthy"] == (broken == "open")
+
+
+def test_deleted_objects_are_gone_and_counted_once(make: Any) -> None:
+    adapter = make()
+    lab.store(adapter, keys(3), objects(3, first=0))
+    adapter.delete(keys(2))
+    adapter.delete([*keys(2), *keys(1, model="unknown")])
+    assert lab.look_up(adapter, keys(3), {0: LAYOUT}) == [2]
+    assert adapter.get_usage().bytes_by_cache_salt == {"": SIZE}
+
+
+def test_sizes_without_a_store_of_their_own_are_not_kept(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    adapter = make(store="disk:/kv")
+    with caplog.at_level(logging.ERROR, "lmcache.kvpool"):
+        result = lab.store(adapter, keys(2), [memory_object(SIZE, 0), memory_object(2 * SIZE, 1)])
+    assert not result.is_successful()
+    assert lab.load(adapter, keys(1), objects(1)) == [0]
+    assert f"objects of {2 * SIZE} bytes beside [{SIZE}] need a store with {{part}}" in caplog.text
+
+
+def test_tasks_beyond_the_bound_end_at_once(
+    make: Any, stores: dict[str, Wrong], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "_TASKS_MAX", 1)
+    adapter = make()
+    lab.store(adapter, keys(1), objects(1, first=0))
+    gate = Gate()
+    (store,) = stores.values()
+    store.before["load"] = gate
+    first = adapter.submit_load_task(keys(1), objects(1))
+    assert gate.reached.wait(60)
+    second, third = (adapter.submit_load_task(keys(1), objects(1)) for _ in range(2))
+    assert adapter.query_load_result(third).popcount() == 0
+    assert adapter.query_load_result(first) is None and adapter.query_load_result(second) is None
+    gate.open()
+    while (result := adapter.query_load_result(second)) is None:
+        lab.wait_for(adapter.get_load_event_fd())
+    assert result.popcount() == 1 and adapter.query_load_result(first).popcount() == 1
+
+
+def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> None:
+    adapter = make()
+    lab.store(adapter, keys(1), objects(1, first=0))
+    gate = Gate()
+    (store,) = stores.values()
+    store.before["load"] = gate
+    tasks = [adapter.submit_load_task(keys(1), objects(1)) for _ in range(3)]
+    assert gate.reached.wait(60)
+    closing = threading.Thread(target=adapter.close)
+    closing.start()
+    lab.wait_for(adapter.get_load_event_fd())
+    gate.open()
+    closing.join()
+    assert [adapter.query_load_result(task).popcount() for task in tasks] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("params", "words"), [({"store": "tape:"}, "store='tape:'"), ({"revision": ""}, "revision")])
+def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lab.adapter(**params)
+
+
+def test_another_version_of_lmcache_is_named_in_the_log(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "_version", lambda: "0.6.0")
+    with caplog.at_level(logging.WARNING, "lmcache.kvpool"):
+        make()
+    assert "tested with LMCache 0.5.6; this is 0.6.0" in caplog.text

@@ -1,0 +1,329 @@
+"""SGLang's own controller and host memory over a store: pages come back byte for byte, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+plugin = pytest.importorskip(
+    "kvpool.engines.sglang",
+    reason="needs SGLang: python -m tests.engines plugins build, then python -m tests.engines plugins test",
+    exc_type=ImportError,
+)
+
+import torch  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy  # noqa: E402
+from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
+
+from kvpool.engines import staged  # noqa: E402
+from kvpool.stores import MemoryStore  # noqa: E402
+from tests.engines.plugins import sglang_lab as lab  # noqa: E402
+from tests.engines.plugins.sglang_lab import PAGE, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
+from tests.stores.lab import Gate, Wrong  # noqa: E402
+
+TOKENS = list(range(1000, 1000 + 10 * PAGE))
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
+    """The stores that are opened, by their texts: each text is one store, as a path is."""
+    found: dict[str, Wrong] = {}
+
+    def open_store(text: str) -> Any:
+        store = Wrong(MemoryStore(1 << 22))
+        return store if text.endswith("/check") else found.setdefault(text, store)
+
+    monkeypatch.setattr(staged, "open_store", open_store)
+    return found
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[staged.StagedBlocks]:
+    """The blocks of all pools that were registered."""
+    found: list[staged.StagedBlocks] = []
+
+    class Recorded(staged.StagedBlocks):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            found.append(self)
+
+    monkeypatch.setattr(plugin, "StagedBlocks", Recorded)
+    return found
+
+
+@pytest.fixture
+def attach(stores: dict[str, Wrong]) -> Iterator[Callable[..., Any]]:
+    attached = []
+
+    def attach(pool: Any, *, metrics: bool = False, **options: Any) -> Any:
+        found = lab.controller(pool, metrics, **{"store": "disk:/kv/{part}", "deadline": 60, **options})
+        attached.append(found)
+        return found
+
+    yield attach
+    for controller in attached:
+        controller.detach_storage_backend()
+
+
+@pytest.mark.parametrize("interface", ["generic", "v1", "v1 without views"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_come_back_byte_for_byte_after_a_restart(
+    layout: str, interface: str, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = host_pool(layout)
+    assert plugin._views(pool)
+    if interface == "v1 without views":
+        monkeypatch.setattr(plugin, "_views", lambda pool: False)
+    interface_v1 = int(interface != "generic")
+    before = attach(pool, interface_v1=interface_v1, staging=4 * 512)
+    kept = pool.alloc(10 * PAGE)[torch.arange(10 * PAGE).view(10, PAGE).flip(0).flatten()]
+    pages = lab.write(pool, kept, seed=1)
+    assert back_up(before, kept, TOKENS) == len(TOKENS)
+    before.detach_storage_backend()
+
+    fresh = host_pool(layout)
+    after = attach(fresh, interface_v1=interface_v1)
+    indices, came, _ = fetch(after, [*TOKENS, *range(7 * PAGE)])
+    assert came == len(TOKENS)
+    assert lab.same(lab.read(fresh, indices), pages)
+    assert fetch(after, [7, *TOKENS])[1] == 0
+
+
+@pytest.mark.parametrize("interface", [0, 1], ids=["generic", "v1"])
+def test_the_pages_after_a_wrong_one_are_computed_and_the_wrong_one_is_forgotten(
+    interface: int, attach: Any, stores: dict[str, Wrong]
+) -> None:
+    pool = host_pool("page_first")
+    controller = attach(pool, interface_v1=interface)
+    kept = pool.alloc(10 * PAGE)
+    pages = lab.write(pool, kept, seed=2)
+    back_up(controller, kept, TOKENS)
+    (store,) = stores.values()
+    taken = store.inner.load
+
+    def lie(keys: Any, rows: Any, stop: Any) -> Any:
+        answer = taken(keys, rows, stop)
+        store.memory[rows[3]] ^= 1
+        return answer
+
+    store.inner.load = lie
+    indices, came, _ = fetch(controller, TOKENS)
+    assert came == 3 * PAGE
+    assert lab.same(lab.read(pool, indices[:came]), pages[:3])
+    store.inner.load = taken
+    assert fetch(controller, TOKENS)[1] == 3 * PAGE
+
+
+def test_a_store_that_hangs_writes_nothing_that_the_engine_uses_again(
+    attach: Any, stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
+) -> None:
+    pool = host_pool("page_first")
+    controller = attach(pool, interface_v1=1)
+    kept = pool.alloc(10 * PAGE)
+    lab.write(pool, kept, seed=3)
+    back_up(controller, kept, TOKENS)
+    (store,), (blocks,) = stores.values(), opened
+    gate = Gate()
+    store.before["load"], blocks.deadline = gate, 0.2
+    places = []
+    while not gate.reached.is_set():
+        blocks.resume()
+        indices, came, _ = fetch(controller, TOKENS)
+        assert came == 0
+        places += [] if indices is None else [indices]
+    pages = [lab.write(pool, indices, seed=4) for indices in places]
+    gate.open()
+    assert blocks.drain(60)
+    assert all(lab.same(lab.read(pool, indices), own) for indices, own in zip(places, pages, strict=True))
+
+
+@pytest.mark.parametrize("broken", ["find", "load", "save", "all"])
+def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
+    broken: str,
+    attach: Any,
+    stores: dict[str, Wrong],
+    opened: list[staged.StagedBlocks],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = host_pool("layer_first")
+    controller = attach(pool, interface_v1=1)
+    kept = pool.alloc(10 * PAGE)
+    pages = lab.write(pool, kept, seed=5)
+    back_up(controller, kept, TOKENS)
+    (store,) = stores.values()
+
+    def fail() -> None:
+        raise OSError("no such device")
+
+    store.before.update(dict.fromkeys(["find", "load", "save"] if broken == "all" else [broken], fail))
+    other = list(range(10 * PAGE))
+    with caplog.at_level(logging.ERROR):
+        assert back_up(controller, kept, other) == (0 if broken in ("save", "all") else len(other))
+        assert fetch(controller, TOKENS)[1] == 0 or broken == "save"
+    assert not [record for record in caplog.records if record.exc_info]
+    store.before.clear()
+    opened[0].resume()
+    indices, came, _ = fetch(controller, TOKENS)
+    assert came == len(TOKENS) and lab.same(lab.read(pool, indices), pages)
+
+
+def test_pages_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("kvpool.stores.disk")
+    options = {"store": f"disk:{tmp_path}/{{part}}?capacity=1MiB", "interface_v1": 1}
+    first, fresh = host_pool("page_first"), host_pool("page_first")
+    before = lab.controller(first, **options)
+    kept = first.alloc(10 * PAGE)
+    pages = lab.write(first, kept, seed=9)
+    assert back_up(before, kept, TOKENS) == len(TOKENS)
+    before.detach_storage_backend()
+    after = lab.controller(fresh, **options)
+    indices, came, _ = fetch(after, TOKENS)
+    after.detach_storage_backend()
+    assert came == len(TOKENS) and lab.same(lab.read(fresh, indices), pages)
+
+
+def transfers(**keys: Any) -> list[PoolTransfer]:
+    return [PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV, **keys)]
+
+
+def test_pools_beside_kv_are_kept_and_found_with_it(attach: Any, stores: dict[str, Wrong]) -> None:
+    pools = {PoolName.KV: host_pool("page_first"), PoolName.DRAFT: host_pool("page_first", torch.float16, layers=1)}
+    controller = attach(lab.grouped(pools), interface_v1=1)
+    kept = pools[PoolName.KV].alloc(10 * PAGE)
+    pages = {name: lab.write(pool, kept, seed=6 + place) for place, (name, pool) in enumerate(pools.items())}
+    assert back_up(controller, kept, TOKENS, extra_pools=transfers()) == len(TOKENS)
+    assert len(stores) == 2, "each pool has a store of its own"
+    indices, came, _ = fetch(controller, TOKENS, transfers())
+    assert came == len(TOKENS)
+    for name, pool in pools.items():
+        assert lab.same(lab.read(pool, indices), pages[name])
+
+
+def test_a_pool_beside_kv_that_has_less_limits_the_hit(attach: Any) -> None:
+    pools = {PoolName.KV: host_pool("page_first"), PoolName.DRAFT: host_pool("page_first", layers=1)}
+    backend = attach(lab.grouped(pools)).storage_backend
+    kept = pools[PoolName.KV].alloc(6 * PAGE)
+    keys = [f"{number:064x}" for number in range(6)]
+    assert backend.batch_set_v1(keys, kept) == [True] * 6
+    some = torch.cat([kept[:PAGE], kept[3 * PAGE : 5 * PAGE]])
+    (draft,) = transfers(keys=[keys[0], *keys[3:5]], host_indices=some)
+    assert backend.batch_set_v2([draft]) == {PoolName.DRAFT: [True] * 3}
+
+    def asked(policy: str, trailing: int = 1) -> Any:
+        transfer = PoolTransfer(PoolName.DRAFT, keys=keys[:trailing], hit_policy=PoolHitPolicy(policy))
+        found = backend.batch_exists_v2(keys, [transfer])
+        return found.kv_hit_pages, found.extra_pool_hit_pages.get(PoolName.DRAFT, 0), found.restorable_prefix_pages
+
+    assert asked("all_pages") == (1, 1, [1])
+    assert asked("trailing_pages", 1) == (5, 5, [1, 4, 5])
+    assert asked("trailing_pages", 2) == (5, 5, [1, 5])
+    assert asked("trailing_pages", 3) == (1, 1, [1])
+    assert asked("block_groups") == (6, 0, [1, 2, 3, 4, 5, 6])
+    assert backend.batch_exists_v2(["unknown", *keys]).kv_hit_pages == 0
+
+
+def test_what_does_not_fit_is_refused_page_by_page(attach: Any) -> None:
+    pool = host_pool("page_first")
+    backend = attach(pool).storage_backend
+    page = pool.get_dummy_flat_data_page()
+    assert backend.set("a", page) and backend.exists("a") and not backend.exists("b")
+    assert backend.get("a", torch.empty_like(page)) is not None and backend.get("b", page) is None
+    assert backend.get("a", page[:-1]) is None and backend.get("a") is None
+    assert not backend.set("c", page[:-1]) and not backend.set("c", None) and not backend.exists("c")
+    assert backend.batch_get_v1(["a"], torch.arange(PAGE - 1)) == [False]
+    assert backend.batch_set_v1(["a"], torch.arange(2 * PAGE)) == [False]
+    assert backend.batch_get_v2([PoolTransfer(PoolName.SWA, keys=["a"])]) == {PoolName.SWA: [False]}
+    assert backend.batch_set_v2([PoolTransfer(PoolName.KV, keys=["a"])]) == {PoolName.KV: [False]}
+
+
+def test_sglangs_clear_leaves_nothing_to_be_found(attach: Any) -> None:
+    pools = {PoolName.KV: host_pool("page_first")}
+    controller = attach(lab.grouped(pools))
+    kept = pools[PoolName.KV].alloc(10 * PAGE)
+    back_up(controller, kept, TOKENS)
+    assert controller.clear_storage_backend() and fetch(controller, TOKENS)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_name": "other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2}, {"layout": "layer_first"},
+        {"dtype": torch.float16}, {"revision": "2"}, {"version": "0.5.22"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_nothing_is_found_of_another_model_or_share_or_layout(
+    change: dict[str, Any], attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = attach(host_pool("page_first"), store="memory:shared")
+    kept = controller.mem_pool_host.alloc(10 * PAGE)
+    back_up(controller, kept, TOKENS)
+    keys = lab.names_of(TOKENS)
+    config, options = controller.storage_config, dict(controller.storage_config.extra_config)
+    options.update({name: change[name] for name in ("revision",) if name in change})
+    fields = {name: change[name] for name in change if hasattr(config, name)}
+    if "version" in change:
+        monkeypatch.setattr(plugin, "_version", lambda: change["version"])
+
+    def found(changed: bool) -> int:
+        pool = host_pool(
+            change.get("layout", "page_first") if changed else "page_first",
+            change.get("dtype", torch.bfloat16) if changed else torch.bfloat16,
+        )
+        own = dataclasses.replace(config, extra_config=options, **fields) if changed else config
+        backend = StorageBackendFactory.create_backend("dynamic", own, pool)
+        backend.register_mem_pool_host(pool)
+        hits = backend.batch_exists(keys)
+        backend.close()
+        return hits
+
+    assert found(changed=True) == 0
+    if "version" not in change:
+        assert found(changed=False) == 10
+
+
+def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
+    pool = host_pool("page_first")
+    config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, revision="1", store="memory:?capacity=1MiB")
+    with pytest.raises(ValueError, match="mooncake, peer"):
+        StorageBackendFactory.create_backend("dynamic", config, pool)
+
+
+def test_a_second_pool_needs_a_store_of_its_own(attach: Any) -> None:
+    pools = {PoolName.KV: host_pool("page_first"), PoolName.DRAFT: host_pool("page_first", layers=1)}
+    with pytest.raises(ValueError, match=r"\{part\}"):
+        attach(lab.grouped(pools), store="disk:/kv")
+
+
+def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
+    with pytest.raises(ValueError, match=r"kv \(LogicalHostPool\) gives no pages of bytes"):
+        attach(lab.LogicalHostPool(16 * PAGE, PAGE))
+
+
+def test_another_version_of_sglang_is_named_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "_version", lambda: "0.6.0")
+    config = lab.config(revision="1", store="memory:?capacity=1MiB")
+    with caplog.at_level(logging.WARNING, "sglang.kvpool"):
+        StorageBackendFactory.create_backend("dynamic", config, None)
+    assert "tested with SGLang 0.5.23; this is 0.6.0" in caplog.text
+
+
+def test_sglangs_metrics_get_pages_and_speed_once(attach: Any) -> None:
+    pool = host_pool("page_first")
+    assert attach(pool, store="disk:/other").storage_backend.get_stats() is None
+    backend = attach(pool, metrics=True).storage_backend
+    kept = pool.alloc(3 * PAGE)
+    backend.batch_set_v1(["a", "b", "c"], kept)
+    backend.batch_get_v1(["a", "b", "d"], kept)
+    found = backend.get_stats()
+    assert (found.backup_pgs, found.prefetch_pgs) == ([3], [2])
+    assert len(found.backup_bandwidth) == 1 and found.prefetch_bandwidth[0] > 0
+    assert backend.get_stats().backup_pgs == []

@@ -1,0 +1,243 @@
+"""Blocks that an engine keeps in a store by calls that wait: right bytes or none, and no errors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
+
+from kvpool.engines.staged import StagedBlocks, StoreOptions
+from kvpool.stores import MemoryStore
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
+
+Open = Callable[..., StagedBlocks]
+
+
+@pytest.fixture
+def store() -> Wrong:
+    return Wrong(MemoryStore(1 << 20))
+
+
+@pytest.fixture
+def make(store: Wrong) -> Iterator[Open]:
+    opened = []
+
+    def make(rows: int = 8) -> StagedBlocks:
+        blocks = StagedBlocks(store, BLOCK_BYTES, IDENTITY, staging=rows * BLOCK_BYTES, deadline=60.0)
+        opened.append(blocks)
+        return blocks
+
+    yield make
+    for blocks in opened:
+        blocks.close()
+
+
+def save(blocks: StagedBlocks, count: int, first: int = 0) -> list[bool]:
+    def fill(place: int, row: Any) -> None:
+        row[:] = content(first + place)
+
+    return blocks.save(names(count, first), fill)
+
+
+def load(blocks: StagedBlocks, count: int, first: int = 0) -> dict[int, np.ndarray]:
+    """The blocks that came, by number."""
+    found: dict[int, np.ndarray] = {}
+    came = blocks.load(names(count, first), lambda place, row: found.update({first + place: row.copy()}))
+    assert sorted(found) == [first + place for place, ok in enumerate(came) if ok]
+    return found
+
+
+def assert_right(found: dict[int, np.ndarray]) -> None:
+    for number, row in found.items():
+        assert np.array_equal(row, content(number)), number
+
+
+def test_more_blocks_than_rows_are_saved_and_loaded_byte_for_byte(make: Open) -> None:
+    blocks = make(rows=4)
+    assert all(save(blocks, 15))
+    assert blocks.find(names(17)) == [True] * 15 + [False] * 2
+    found = load(blocks, 17)
+    assert sorted(found) == list(range(15))
+    assert_right(found)
+    assert not blocks.troubles
+
+
+def test_wrong_bytes_are_not_handed_over(make: Open, store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = make()
+    save(blocks, 3)
+
+    def swap(answer: Any) -> Any:
+        store.memory[:2] = store.memory[[1, 0]]
+        return answer
+
+    store.after["load"] = swap
+    with caplog.at_level(logging.WARNING, "kvpool.engines"):
+        found = load(blocks, 3)
+        save(blocks, 3)
+        load(blocks, 3)
+    assert sorted(found) == [2]
+    assert_right(found)
+    assert blocks.troubles["load", "damaged"] == 4
+    assert len([record for record in caplog.records if "damaged" in record.getMessage()]) == 1
+
+
+def test_a_store_that_hangs_keeps_its_rows_and_cannot_reach_what_the_engine_uses(make: Open, store: Wrong) -> None:
+    blocks = make(rows=4)
+    save(blocks, 2)
+    gate = Gate()
+    store.before["load"], blocks.deadline = gate, 0.05
+    while not gate.reached.is_set():
+        assert load(blocks, 2) == {}
+        blocks.resume()
+    del store.before["load"]
+    assert load(blocks, 2) == {}, "both rows of loads belong to the call that hangs"
+    assert blocks.troubles["load", "late"] >= 2 and blocks.troubles["load", "without rows"] >= 2
+    gate.open()
+    blocks.deadline = 60.0
+    assert blocks.drain(60)
+    found = load(blocks, 2)
+    assert len(found) == 2
+    assert_right(found)
+
+
+def test_a_store_from_which_nothing_comes_is_asked_no_more_for_a_while(make: Open, store: Wrong) -> None:
+    blocks = make()
+    save(blocks, 2)
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    store.before["find"] = fail
+    assert blocks.find(names(2)) == [False, False] and blocks.suspended
+    calls = len(store.calls)
+    assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
+    assert len(store.calls) == calls
+    assert blocks.troubles["load", "suspended"] == 2
+    assert all(save(blocks, 2, first=2))
+    del store.before["find"]
+    blocks.resume()
+    assert blocks.find(names(4)) == [True] * 4 and not blocks.suspended
+
+
+def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: Wrong) -> None:
+    blocks = make()
+    save(blocks, 2)
+
+    def fail() -> None:
+        raise OSError("read-only")
+
+    store.before["save"] = fail
+    assert not any(save(blocks, 2, first=2)) and blocks.suspended
+    assert blocks.find(names(3)) == [True, True, False] and len(load(blocks, 2)) == 2
+    assert blocks.suspended and not any(save(blocks, 2, first=2))
+    assert store.calls.count("save") == 2
+
+
+@pytest.mark.parametrize("when", ["fill", "put"])
+def test_an_error_of_a_copy_raises_nothing_and_gives_the_rows_back(when: str, make: Open) -> None:
+    blocks = make(rows=2)
+    save(blocks, 1)
+
+    def broken(place: int, row: Any) -> None:
+        raise RuntimeError("no memory")
+
+    for _ in range(3):
+        names_ = names(1, 0 if when == "put" else 7)
+        assert (blocks.load if when == "put" else blocks.save)(names_, broken) == [False]
+    assert len(load(blocks, 1)) == 1
+    assert [trouble for _, trouble in blocks.troubles] == ["RuntimeError"]
+
+
+def test_what_was_cleared_is_not_found(make: Open) -> None:
+    blocks = make()
+    save(blocks, 2)
+    blocks.clear()
+    assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
+    assert all(save(blocks, 2)) and len(load(blocks, 2)) == 2
+
+
+def test_threads_that_save_and_load_share_the_rows(make: Open) -> None:
+    blocks = make(rows=4)
+    wrong: list[Any] = []
+
+    def work(first: int) -> None:
+        for _ in range(5):
+            if not all(save(blocks, 5, first)) or len(found := load(blocks, 5, first)) != 5:
+                wrong.append("lost")
+            for number, row in found.items():
+                if not np.array_equal(row, content(number)):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not blocks.troubles
+
+
+def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
+    blocks = make(rows=2)
+    blocks.deadline = 0.01
+    copied = []
+
+    def slow(place: int, row: Any) -> None:
+        copied.append(place)
+        assert not threading.Event().wait(0.05)
+
+    assert blocks.save(names(3), slow) == [False] * 3
+    assert copied == [0] and blocks.troubles["save", "late"] == 3
+
+
+def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = make()
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    store.before["find"] = fail
+    blocks.find(names(2))
+    blocks.find(names(3))
+    with caplog.at_level(logging.WARNING, "kvpool.engines"):
+        blocks.close()
+    assert "find failed 2, find suspended 3" in caplog.text
+
+
+def test_a_closed_store_answers_without_errors(make: Open) -> None:
+    blocks = make()
+    save(blocks, 1)
+    blocks.close()
+    assert blocks.find(names(1)) == [False] and load(blocks, 1) == {} and save(blocks, 1) == [False]
+
+
+GOOD = {"store": "memory:?capacity=1MiB", "revision": "1"}
+
+
+def test_options_are_read() -> None:
+    found = StoreOptions.of({**GOOD, "staging": "64KiB", "deadline": 2, "backend_name": "x"}, ["backend_name"])
+    assert (found.staging, found.deadline, found.kind) == (1 << 16, 2, "memory")
+    assert StoreOptions.of(GOOD) == StoreOptions(**GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"store": ""}, "store is missing"),
+        ({"store": "tape:"}, "store='tape:'"),
+        ({"revision": ""}, "revision is missing"),
+        ({"staging": "much"}, "staging='much'"),
+        ({"deadline": 0}, "deadline=0"),
+        ({"deadline": float("nan")}, "deadline=nan"),
+        ({"deadline": True}, "deadline=True"),
+        ({"dedline": 1}, "unknown options dedline"),
+    ],
+)
+def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StoreOptions.of({**GOOD, **change})
