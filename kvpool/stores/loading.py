@@ -341,9 +341,6 @@ class Loader:
                 self._promoted[_name(one.content)] = self._clock()
             # An event will say that it is there. Nobody waits for an event that was lost.
             self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
-            if stored < len(run):
-                # No event may tell that it is there.
-                self._coming.pop(_name(one.content), None)
         return all(here)
 
     def _came(self, fetch: _Fetch, store: int, items: int, began: float) -> None:

@@ -24,5 +24,23 @@ from tests.mutations import (
 )
 from tests.mutations.mutation import Mutation
 
-PARTS = (content, tiers, eviction, sequences, control, steps, swaps, transfer, remote, hostcache, engines, disk, durability, keeper, stores, peers, mooncake)
+PARTS = (
+    content,
+    tiers,
+    eviction,
+    sequences,
+    control,
+    steps,
+    swaps,
+    transfer,
+    remote,
+    hostcache,
+    engines,
+    disk,
+    durability,
+    keeper,
+    stores,
+    peers,
+    mooncake,
+)
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}
