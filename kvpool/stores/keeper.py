@@ -22,7 +22,7 @@ from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Events
 from kvpool.process import Process
-from kvpool.sequences.keys import BlockKeys, Match
+from kvpool.sequences.keys import Match
 from kvpool.state.records import H
 from kvpool.stores.base import Store
 from kvpool.stores.feed import Feed
@@ -190,7 +190,7 @@ class Keeper:
         its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         self._process.check(self)
-        keys = prompt if isinstance(prompt, BlockKeys) else self._pool.block_keys(prompt)
+        keys = self._pool.block_keys(prompt)
         seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
         handle = Prefetch(keys, self._clock() + seconds)
         with self._lock:
@@ -206,7 +206,7 @@ class Keeper:
         what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
         lost blocks since. Does not change the pool."""
         self._process.check(self)
-        keys = prompt if isinstance(prompt, BlockKeys) else self._pool.block_keys(prompt)
+        keys = self._pool.block_keys(prompt)
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
         full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
@@ -322,7 +322,7 @@ class Keeper:
         behind = self._apply()
         asked = len(self._asked)
         for _ in range(asked):
-            self._loader.begin(self._asked[0])
+            self._begin(self._asked[0])
             self._asked.popleft()
         self._loader.turn()
         self._rule.turn()
@@ -333,10 +333,20 @@ class Keeper:
             self._quiet = idle and not any(lane.under_way for lane in self._lanes)
             if self._quiet:
                 self._idle.notify_all()
-        if more or self._turns < self._awaited:
+        if more or busy or self._turns < self._awaited:
             return 0.0
         until = self._loader.next_deadline()
         return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
+
+    def _begin(self, handle: Prefetch) -> None:
+        """Begin a prefetch. What is wrong with one must not end all."""
+        try:
+            self._loader.begin(handle)
+        except PoolClosed:
+            raise
+        except Exception:
+            _log.exception("a prefetch has failed")
+            handle.end("failed")
 
     def _apply(self) -> bool:
         """Learn from the pool's events, some at a time. Returns whether there are more."""

@@ -28,6 +28,8 @@ CHUNKS_UNDER_WAY = 4
 """of one prompt, so that a long one leaves rows to others"""
 OF_STORES = ("loaded", "late", "failed")
 """How a prefetch ends that says something of the stores that it loaded from."""
+EVENT_SECONDS = 1.0
+"""An imported block counts as being on its way until the pool's event comes, at most so long."""
 PREFETCHES = 1024
 """under way at once; more get nothing"""
 UNUSED_SECONDS = 60.0
@@ -39,7 +41,8 @@ class Prefetch:
 
     ``blocks``: blocks that have entered the host tier so far, in all groups of layers. ``ended``: why there is no more
     to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has more), "declined" (to
-    compute is faster), "late", "failed", "cancelled", "reset" or "closed".
+    compute is faster), "late", "full" (no room before the deadline, or no more than what has come), "failed",
+    "cancelled", "reset" or "closed".
     """
 
     def __init__(self, prompt: BlockKeys, deadline: float) -> None:
@@ -116,7 +119,7 @@ class Loader:
         self._races, self._most = races, promotion_blocks
         self._fetches: list[_Fetch] = []
         self._promoted: dict[tuple[int, bytes], float] = {}
-        self._coming: dict[tuple[int, bytes], Content] = {}
+        self._coming: dict[tuple[int, bytes], float] = {}
         self.ended: Counter[str] = Counter()
         self.found_blocks = self.loaded_blocks = self.loaded_bytes = 0
 
@@ -201,7 +204,9 @@ class Loader:
             there[group, : len(source)] = source >= 0
         wanted = self._wanted(fetch, there)
         if not wanted:
-            return self._stop(fetch, "absent")
+            # Others may have brought it meanwhile.
+            more = self._pool.match_prefix(prompt).full_tokens > fetch.first * self._pool.tokens_per_block
+            return self._stop(fetch, "cached" if more else "absent")
         refused = self._race(fetch, wanted)
         if refused is not None:
             # The engine computes from there on.
@@ -242,6 +247,8 @@ class Loader:
         now = self._clock()
         while self._promoted and next(iter(self._promoted.values())) < now - UNUSED_SECONDS:
             del self._promoted[next(iter(self._promoted))]
+        for name in [name for name, until in self._coming.items() if until <= now]:
+            del self._coming[name]
         for fetch in list(self._fetches):
             if fetch.handle.cancelled:
                 self._stop(fetch, "cancelled")
@@ -288,7 +295,7 @@ class Loader:
             return False
         chunk = _Chunk(chosen, lane, job)
         fetch.chunks.append(chunk)
-        self._coming.update((_name(one.content), one.content) for one in chosen)
+        self._coming.update((_name(one.content), fetch.handle.deadline) for one in chosen)
         lane.follow(job, partial(self._loaded, fetch, chunk), held=True)
         return True
 
@@ -332,8 +339,10 @@ class Loader:
         for one, there in zip(run, here, strict=True):
             if there and not self._ledger.now(one.content).on & ON_DEVICE:
                 self._promoted[_name(one.content)] = self._clock()
-            if stored < len(run):
-                # No event may tell that it is there.
+            if there:
+                # An event will say that it is there. Nobody waits for an event that was lost.
+                self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
+            else:
                 self._coming.pop(_name(one.content), None)
         return all(here)
 
@@ -355,6 +364,8 @@ class Loader:
             self._stop(fetch, why)
 
     def _stop(self, fetch: _Fetch, why: str) -> None:
+        if fetch not in self._fetches:
+            return
         self._fetches.remove(fetch)
         for chunk in fetch.chunks:
             chunk.job.cancel()

@@ -39,7 +39,7 @@ class Race:
     def end(self, now: float) -> None:
         """It has ended. What it took is learned from."""
         took = max(0.0, now - self._at)
-        queued = min(took, max(0.0, self._began - self._at)) if math.isfinite(self._began) else 0.0
+        queued = min(took, max(0.0, self._began - self._at))
         self._choice.end(self._load, self._places(), took, queued)
 
     def _places(self) -> int:
@@ -74,8 +74,3 @@ class Races:
             return None
         load = choice.choose(places, ahead * self._block_bytes[store])
         return Race(choice, load, items, self._clock()) if load.blocks else False
-
-    def expected(self, store: int) -> tuple[float, float] | None:
-        """Latency in seconds and bytes per second of a store, as far as loads have shown."""
-        choice = self._choices[store]
-        return None if choice is None else choice.expected()

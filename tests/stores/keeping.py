@@ -19,6 +19,19 @@ T = 4
 """tokens per block"""
 
 
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def room(blocks: int) -> int:
     """Bytes of so many blocks of a store: each takes a page here."""
     return blocks * 4096

@@ -6,21 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens, wait
+from tests.stores.keeping import Clock, engine, fetch, keeper, seed, store, tokens, wait
 from tests.stores.lab import Gate, Wrong
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
