@@ -341,6 +341,11 @@ class Loader:
                 self._promoted[_name(one.content)] = self._clock()
             # An event will say that it is there. Nobody waits for an event that was lost.
             self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
+            if there:
+                # An event will say that it is there. Nobody waits for an event that was lost.
+                self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
+            else:
+                self._coming.pop(_name(one.content), None)
         return all(here)
 
     def _came(self, fetch: _Fetch, store: int, items: int, began: float) -> None:
