@@ -339,8 +339,6 @@ class Loader:
         for one, there in zip(run, here, strict=True):
             if there and not self._ledger.now(one.content).on & ON_DEVICE:
                 self._promoted[_name(one.content)] = self._clock()
-            # An event will say that it is there. Nobody waits for an event that was lost.
-            self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
             if there:
                 # An event will say that it is there. Nobody waits for an event that was lost.
                 self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
