@@ -13,9 +13,9 @@ import numpy as np
 from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
 from kvpool.device.base import BYTES, FROM, TO
 from kvpool.jit import jit
+from kvpool.keepers import HostKeeper
 from kvpool.state.atomics import memcpy
 from kvpool.stores import MemoryStore
-from kvpool.stores.hostkeeper import HostKeeper
 
 KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")

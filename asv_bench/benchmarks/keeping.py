@@ -7,7 +7,8 @@ import time
 from statistics import median
 
 import kvpool
-from kvpool.stores import Keeper, MemoryStore
+from kvpool.keepers import Keeper
+from kvpool.stores import MemoryStore
 
 from .pools import PROMPT_TOKENS, Pooled, blocks_of, make_pool, make_prompts
 

@@ -19,7 +19,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SERVER = """
 import sys
 from kvpool.stores import MemoryStore
-from kvpool.stores.serving import StoreServer
+from kvpool.stores.peer import StoreServer
 
 with StoreServer(MemoryStore(1 << 30), block_bytes=int(sys.argv[1]), secret=bytes(32)) as server:
     print(server.endpoint, flush=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvpool.commands import checks, mooncake_check
 from kvpool.commands.checks import gib
 from kvpool.commands.terminal import FAILED, OK, print_text
-from kvpool.stores import mooncake_client
+from kvpool.stores.mooncake import client as mooncake_client
 
 _HELP = """\
 Say what works on this machine and how to mend what does not: packages, compiled code,

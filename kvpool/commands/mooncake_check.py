@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from kvpool.commands.checks import FAILED, OK, WARNING, Check
-from kvpool.stores import mooncake_client
+from kvpool.stores.mooncake import client as mooncake_client
 
 MASTER = "MOONCAKE_MASTER"
 """Names the master where no option does. Mooncake's own tools read it too."""

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from kvpool.engines.transfers import Transfers
-    from kvpool.stores.hostkeeper import HostKeeper
+    from kvpool.keepers.hostkeeper import HostKeeper
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -164,7 +164,7 @@ class KVPoolOffloadingManager(OffloadingManager):
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
-        from kvpool.stores.hostkeeper import HostKeeper
+        from kvpool.keepers.hostkeeper import HostKeeper
         from kvpool.stores.urls import open_store
 
         if self.stores is None:

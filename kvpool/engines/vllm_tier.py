@@ -79,8 +79,8 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         save_seconds: float = 60.0,
         remember_seconds: float = 1.0,
     ) -> None:
+        from kvpool.keepers.health import StoreHealth
         from kvpool.stores.base import OK
-        from kvpool.stores.health import StoreHealth
         from kvpool.stores.queue import StoreQueue
         from kvpool.stores.urls import open_store
 

@@ -16,6 +16,7 @@ import zmq
 from kvpool.arguments import bool_argument
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
+from kvpool.keepers.keeper import Keeper
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Events
 from kvpool.process import Process
@@ -25,7 +26,6 @@ from kvpool.publish.replays import Replays, Sent, tracked
 from kvpool.remote.connections import Connections
 from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import is_loopback
-from kvpool.stores.keeper import Keeper
 
 if TYPE_CHECKING:
     from typing_extensions import Self

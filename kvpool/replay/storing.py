@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.hostcache.identity import ModelIdentity
+from kvpool.keepers import Keeper
 from kvpool.manager import KVCacheManager
 from kvpool.replay.summary import Stored
 from kvpool.sequences.keys import BlockKeys
-from kvpool.stores import Keeper, Store
+from kvpool.stores import Store
 
 STAGING_BYTES = 64 << 20
 """Blocks that are on their way to or from the store take about this much memory."""

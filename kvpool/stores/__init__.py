@@ -11,9 +11,6 @@ from kvpool.stores.base import REFUSED as REFUSED
 from kvpool.stores.base import Space as Space
 from kvpool.stores.base import Store as Store
 from kvpool.stores.jobs import Job as Job
-from kvpool.stores.keeper import Keeper as Keeper
-from kvpool.stores.keeper import KeeperStats as KeeperStats
-from kvpool.stores.loading import Prefetch as Prefetch
 from kvpool.stores.memory import MemoryStore as MemoryStore
 from kvpool.stores.queue import StoreQueue as StoreQueue
 from kvpool.stores.queue import StoreStats as StoreStats

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
+from pathlib import Path
 from typing import Any
 
 from kvpool.stores.seals import SECRET_BYTES
-
-_DIGITS = 2 * SECRET_BYTES
+from kvpool.stores.secret_files import read_secret
 
 
 class SharedSecret:
@@ -47,16 +46,7 @@ class SharedSecret:
 def _read(path: Any) -> bytes:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError("secret_file: accepted is a path")
-    name = f"secret_file={os.fspath(path)!r:.200}"
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
-        seen = os.fstat(file.fileno())
-        if not stat.S_ISREG(seen.st_mode) or seen.st_mode & 0o077 or seen.st_uid not in (os.geteuid(), 0):
-            raise ValueError(f"{name}: accepted is a file that only its owner can read or write: chmod 600")
-        text = file.read(_DIGITS + 16).strip()
     try:
-        secret = bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        secret = b""
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{name}: accepted is a file with {_DIGITS} hex digits, such as openssl rand -hex 32 prints")
-    return secret
+        return read_secret(Path(path))
+    except ValueError as error:
+        raise ValueError(f"secret_file: {error}") from None

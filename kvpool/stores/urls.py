@@ -13,8 +13,8 @@ UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _KINDS = {
     "disk": ("kvpool.stores.disk", "DiskStore"),
     "memory": ("kvpool.stores.memory", "MemoryStore"),
-    "mooncake": ("kvpool.stores.mooncake", "MooncakeStore"),
-    "peer": ("kvpool.stores.peer", "PeerStore"),
+    "mooncake": ("kvpool.stores.mooncake.store", "MooncakeStore"),
+    "peer": ("kvpool.stores.peer.store", "PeerStore"),
 }
 _SIZES = ("capacity", "segment")
 """options in bytes"""

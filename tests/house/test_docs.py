@@ -25,7 +25,18 @@ PAGES = [
     *sorted((ROOT / "docs" / "design").glob("*.md")),
 ]
 WITH_EXAMPLES = [path for path in sorted((ROOT / "kvpool").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
-PUBLIC = ("kvpool", "kvpool.device.sim", "kvpool.planner", "kvpool.publish", "kvpool.remote", "kvpool.stores")
+PUBLIC = (
+    "kvpool",
+    "kvpool.device.sim",
+    "kvpool.planner",
+    "kvpool.publish",
+    "kvpool.remote",
+    "kvpool.keepers",
+    "kvpool.stores",
+    "kvpool.stores.disk",
+    "kvpool.stores.mooncake",
+    "kvpool.stores.peer",
+)
 MADE = {"asv_bench/RESULTS.md"}
 """Files that a command makes, on a machine with a GPU."""
 SHELL = [

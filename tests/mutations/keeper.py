@@ -9,7 +9,7 @@ _KEEPER, _FAILURES = "tests/stores/test_keeper.py::", "tests/stores/test_keeper_
 MUTATIONS = (
     Mutation(
         "namespaces_are_not_in_the_keys_of_stores",
-        "stores/ledger.py",
+        "keepers/ledger.py",
         "    return ascii((name.salt, name.adapter_id)).encode()\n",
         '    return f"{name.salt}{name.adapter_id}".encode()\n',
         "A prompt of one tenant gets the KV of another, whose salt prints alike.",
@@ -17,7 +17,7 @@ MUTATIONS = (
     ),
     Mutation(
         "layouts_are_not_in_the_keys_of_stores",
-        "stores/ledger.py",
+        "keepers/ledger.py",
         "secret.link(one.link.chain[store], self._kinds[one.group])",
         'secret.link(one.link.chain[store], b"group %d" % one.group)',
         "After a change of the layout, the bytes of the old one are served.",
@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_behind_a_wrong_one_enter",
-        "stores/loading.py",
+        "keepers/loading.py",
         "        leading, memory = chunk.job.leading, chunk.lane.memory\n",
         "        leading, memory = len(chunk.wanted), chunk.lane.memory\n",
         "A changed byte in a store becomes a wrong token.",
@@ -36,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_are_free_while_a_call_hangs",
-        "stores/lanes.py",
+        "keepers/lanes.py",
         "        if job.returned and followed.done is None",
         "        if job.done and followed.done is None",
         "A store that was late writes into the block of another prompt.",
@@ -44,7 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "promotions_are_not_bounded",
-        "stores/loading.py",
+        "keepers/loading.py",
         "        return self._most - len(self._coming.keys() - self._promoted.keys()) - self.promoted\n",
         "        return self._most\n",
         "A long queue of requests displaces what running ones need.",
@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_asked_before_a_reset_enters",
-        "stores/loading.py",
+        "keepers/loading.py",
         "        if fetch.generation != self._generation():\n",
         "        if False:\n",
         "What was dropped on purpose is found again.",
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_suspended_store_is_asked",
-        "stores/health.py",
+        "keepers/health.py",
         "            if now < side.probe_at:\n                return False\n",
         "            if now < side.probe_at:\n                return True\n",
         "Every request waits for a store that is dead.",
@@ -74,7 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_saves_are_not_counted",
-        "stores/lanes.py",
+        "keepers/lanes.py",
         "        self.dropped[reason] += count\n",
         "        pass\n",
         "An operator does not see that a store is too slow for what it is to keep.",
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "to_be_saved_is_a_use",
-        "stores/saving.py",
+        "keepers/saving.py",
         "        core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())\n",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",

@@ -10,7 +10,7 @@ PEER = "tests/stores/test_peer.py"
 MUTATIONS = (
     Mutation(
         "a_late_answer_is_taken_for_the_next",
-        "stores/peer.py",
+        "stores/peer/store.py",
         "        if answer.id != message.id:",
         "        if False:",
         "A worker takes the answer to another call: codes that say nothing about its blocks.",
@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_goes_on_waiting_for_a_dead_server",
-        "stores/peer.py",
+        "stores/peer/store.py",
         "            if self._monitor in ready:",
         "            if False:",
         "A load over a connection that has ended takes all of its time, and prompts wait for it.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_waits_although_nobody_waits_for_it",
-        "stores/peer.py",
+        "stores/peer/store.py",
         "            if stop():\n                raise _Stopped",
         "            if stop():\n                pass",
         "A job that is late keeps its rows and its thread until the server answers.",
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "connections_that_have_ended_are_used_again",
-        "stores/peer.py",
+        "stores/peer/store.py",
         "                if connection.ended():",
         "                if False:",
         "After a restart of the server, the first calls fail although it is back.",
@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         "frames_of_any_length_are_blocks",
-        "stores/wire.py",
+        "stores/peer/wire.py",
         "    if len(frames) != count:",
         "    if False:",
         "A message with missing or additional frames is read as if it were whole.",
@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saves_may_take_all_threads_of_a_server",
-        "stores/serving.py",
+        "stores/peer/server.py",
         "may_save = self._saves < max(1, self._store.threads - 1)",
         "may_save = True",
         "A disk that hangs in a save keeps every load of every worker waiting.",
@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_server_reads_calls_without_bound",
-        "stores/serving.py",
+        "stores/peer/server.py",
         "zmq.POLLIN if self._under_way < self._calls_most else 0",
         "zmq.POLLIN",
         "A server with a slow store keeps all that its clients send in memory.",

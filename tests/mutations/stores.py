@@ -12,7 +12,7 @@ def _choice(test: str) -> str:
 MUTATIONS = (
     Mutation(
         "a_load_takes_nothing_from_the_budget",
-        "stores/choice.py",
+        "keepers/choice.py",
         "            self._budget -= load.risk\n",
         "",
         "A store that dies while many loads are on their way delays every one of their prompts.",
@@ -20,7 +20,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_is_queued_before_a_load_is_free",
-        "stores/choice.py",
+        "keepers/choice.py",
         "takes = max(2 * load.ahead",
         "takes = max(0 * load.ahead",
         "Prompts wait behind each other at the store, longer than it takes to compute them.",
@@ -28,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         "late_loads_are_forgotten",
-        "stores/choice.py",
+        "keepers/choice.py",
         "self._worse += _WORSE *",
         "self._worse += 0 *",
         "Each hit in a dead store waits again, until the whole budget is lost.",
@@ -36,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "probes_never_wait_longer",
-        "stores/choice.py",
+        "keepers/choice.py",
         "max(_PROBE * saved, 2 * self._tried, least)",
         "max(_PROBE * saved, least)",
         "A store with a long latency is never used, however much its hits would save.",

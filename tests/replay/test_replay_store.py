@@ -19,7 +19,7 @@ from kvpool.replay.content import KVBytes, token_states
 from kvpool.replay.verifier import Verifier
 from kvpool.stores import MemoryStore
 from kvpool.stores.base import Store
-from kvpool.stores.serving import StoreServer
+from kvpool.stores.peer.server import StoreServer
 from tests.stores.lab import Gate, Wrong
 
 LAYOUT = BlockLayout.of_block_bytes(4096, 16)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.keepers.choice import Load, LoadOrCompute
 from kvpool.replay.traces import stream_trace
-from kvpool.stores.choice import Load, LoadOrCompute
 
 TOKENS, BLOCK_BYTES = 16, 2 << 20
 """Of a block: those of an 8 billion model with 8 KV heads, in bfloat16."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.stores.choice import BUDGET, Load, LoadOrCompute, Speed
+from kvpool.keepers.choice import BUDGET, Load, LoadOrCompute, Speed
 from tests.stores.choice_grid import SCENARIOS
 from tests.stores.clock import Simulation, World, arrivals, grid, made_arrivals, means
 

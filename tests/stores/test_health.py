@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.keepers.health import StoreHealth
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
-from kvpool.stores.health import StoreHealth
 from kvpool.stores.jobs import FORGET, Job
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
+from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import REFUSED, MemoryStore
-from kvpool.stores.hostkeeper import HostKeeper
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING

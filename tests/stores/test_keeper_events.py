@@ -11,9 +11,9 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvpool.keepers import Keeper
 from kvpool.observe.metrics import PoolMetrics
 from kvpool.publish import KVEventPublisher
-from kvpool.stores import Keeper
 from tests.engine import Engine, EventReplay
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens, wait
 from tests.stores.lab import Wrong

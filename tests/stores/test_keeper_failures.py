@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import ForkedProcess, PoolClosed
-from kvpool.stores import ABSENT, FAILED, OK, REFUSED, Keeper, MemoryStore
+from kvpool.keepers import Keeper
+from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
 from kvpool.stores.base import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens, wait

@@ -25,11 +25,11 @@ from kvpool.remote.endpoints import ClientPassword, ServerPassword
 from kvpool.remote.messages import Failed, Message, encode
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
 from kvpool.stores.base import Space, Store
-from kvpool.stores.peer import PeerStore
+from kvpool.stores.peer.server import StoreServer
+from kvpool.stores.peer.store import PeerStore
+from kvpool.stores.peer.wire import StoreDone, StoreFind, StoreHello, StoreLoad, StoreSave, StoreWelcome, password
 from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.serving import StoreServer
 from kvpool.stores.urls import open_store
-from kvpool.stores.wire import StoreDone, StoreFind, StoreHello, StoreLoad, StoreSave, StoreWelcome, password
 from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
 
@@ -140,7 +140,7 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
 _OTHER_PROCESS = """
 import sys, time
 from kvpool.stores import MemoryStore
-from kvpool.stores.serving import StoreServer
+from kvpool.stores.peer.server import StoreServer
 
 class Slow(MemoryStore):
     def load(self, keys, rows, stop):
@@ -567,8 +567,8 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
 
 
 def test_without_pyzmq_the_extra_is_named() -> None:
-    for name in ("peer", "serving"):
-        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.{name}"
+    for name in ("store", "server"):
+        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.peer.{name}"
         run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr
 

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kvpool.stores import mooncake_client
+from kvpool.stores.mooncake import client as mooncake_client
 
 ROOT = Path(__file__).resolve().parents[3]
 READY_SECONDS = 30.0

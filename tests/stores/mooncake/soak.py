@@ -19,7 +19,7 @@ import numpy as np
 
 from kvpool.errors import StoreBusy
 from kvpool.stores import OK, Job, StoreQueue
-from kvpool.stores.mooncake import MooncakeStore
+from kvpool.stores.mooncake.store import MooncakeStore
 from kvpool.stores.queue import CODES
 from tests.stores.lab import IDENTITY, content, memory, names
 from tests.stores.mooncake.cluster import Cluster

@@ -17,8 +17,8 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue, mooncake_client
-from kvpool.stores.mooncake import MooncakeStore
-from kvpool.stores.mooncake_client import Client
+from kvpool.stores.mooncake.client import Client
+from kvpool.stores.mooncake.store import MooncakeStore
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, memory, names
 
 SIZE = BLOCK_BYTES + 16

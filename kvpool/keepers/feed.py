@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.keepers.ledger import Content, tokens_of
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import TIERS, Events, Name
 from kvpool.state.records import EVENT, H
 from kvpool.state.ring import STORED
-from kvpool.stores.ledger import Content, tokens_of
 
 Tokens = npt.NDArray[np.int32]
 Extra = npt.NDArray[np.int64]

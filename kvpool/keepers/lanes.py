@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpool.hostcache.identity import ModelIdentity
+from kvpool.keepers.health import StoreHealth
 from kvpool.stores.base import LATE, Bytes, Rows, Store
-from kvpool.stores.health import StoreHealth
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue
 

@@ -20,7 +20,6 @@ import numpy as np
 from kvpool.arguments import text_argument
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
-from kvpool.stores import mooncake_client as client
 from kvpool.stores.base import (
     ABSENT,
     CANCELLED,
@@ -35,11 +34,12 @@ from kvpool.stores.base import (
     Space,
     Stop,
 )
-from kvpool.stores.mooncake_client import Client
+from kvpool.stores.mooncake import client
+from kvpool.stores.mooncake.client import Client
+from kvpool.stores.mooncake.tag_limits import TagLimits
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import SECRET_BYTES
 from kvpool.stores.secret_files import default_place, read_or_make_secret, read_secret
-from kvpool.stores.tag_limits import TagLimits
 
 SECRET_FILE = "KVPOOL_MOONCAKE_SECRET_FILE"
 """Names the file of the secret where no argument does."""
@@ -110,7 +110,7 @@ class MooncakeStore:
     Bad arguments raise TypeError or ValueError, which show no secret. The constructor raises ImportError, which names
     what to install. ``open`` raises OSError within about 5 seconds if no master answers. ``open`` and ``close`` stop
     all Python threads for about a second, as the library holds the interpreter's lock. Settings of the library that are
-    not in the environment get the values of ``kvpool.stores.mooncake_client.ENVIRONMENT``. A child of ``os.fork()``
+    not in the environment get the values of ``kvpool.stores.mooncake.client.ENVIRONMENT``. A child of ``os.fork()``
     gets ForkedProcess. It must end by ``os._exit``, as those of multiprocessing do: the library crashes at its exit.
     """
 

@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed, StoreBusy
 from kvpool.holders.leases import Lease
+from kvpool.keepers.feed import Feed
+from kvpool.keepers.lanes import Lane
+from kvpool.keepers.ledger import ON_HOST, Content, Ledger
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Name
 from kvpool.state import saving
 from kvpool.state.ring import STORED
 from kvpool.stores.base import OK, REFUSED, Bytes
-from kvpool.stores.feed import Feed
 from kvpool.stores.jobs import Job
-from kvpool.stores.lanes import Lane
-from kvpool.stores.ledger import ON_HOST, Content, Ledger
 from kvpool.stores.queue import CODES, NO_LIMIT
 
 CHUNK_BYTES = 4 << 20

@@ -21,8 +21,8 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
+from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.stores.base import OK, Store
-from kvpool.stores.health import StoreHealth, seconds_argument
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import CODES, StoreQueue, StoreStats
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.remote.messages import Malformed, Message, decode
 from kvpool.stores.base import KEY_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
-from kvpool.stores.wire import (
+from kvpool.stores.peer.wire import (
     CALLS,
     KEYS_MAX,
     StoreCall,

@@ -19,20 +19,20 @@ from kvpool.arguments import adapter_argument, list_argument, salt_argument
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.keepers.feed import Feed
+from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
+from kvpool.keepers.lanes import Lane
+from kvpool.keepers.ledger import Content, Ledger
+from kvpool.keepers.loading import Loader, Prefetch
+from kvpool.keepers.racing import Races
+from kvpool.keepers.saving import Namespace, OnCommit, OnEviction, OnReuse, Rule, Saver
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Events
 from kvpool.process import Process
 from kvpool.sequences.keys import Match
 from kvpool.state.records import H
 from kvpool.stores.base import Store
-from kvpool.stores.feed import Feed
-from kvpool.stores.health import HealthStats, StoreHealth, seconds_argument
-from kvpool.stores.lanes import Lane
-from kvpool.stores.ledger import Content, Ledger
-from kvpool.stores.loading import Loader, Prefetch
 from kvpool.stores.queue import StoreStats
-from kvpool.stores.racing import Races
-from kvpool.stores.saving import Namespace, OnCommit, OnEviction, OnReuse, Rule, Saver
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import DeviceError, StoreBusy
+from kvpool.keepers.feed import Feed
+from kvpool.keepers.lanes import Lane
+from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
+from kvpool.keepers.racing import Race, Races
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.keys import BlockKeys
 from kvpool.state.records import H
 from kvpool.state.ring import REMOVED, STORED
 from kvpool.stores.base import ABSENT, DAMAGED, LATE, OK
-from kvpool.stores.feed import Feed
 from kvpool.stores.jobs import Job
-from kvpool.stores.lanes import Lane
-from kvpool.stores.ledger import ON_DEVICE, ON_HOST, Content, Ledger
-from kvpool.stores.racing import Race, Races
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4

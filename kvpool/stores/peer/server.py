@@ -23,9 +23,9 @@ from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import ServerKeys, ServerPassword, check_endpoint
 from kvpool.remote.messages import Failed, Malformed, Message, encode
 from kvpool.stores.base import Store
-from kvpool.stores.calls import Request, ServedStats, StoreCalls
+from kvpool.stores.peer.calls import Request, ServedStats, StoreCalls
+from kvpool.stores.peer.wire import KEYS_MAX, StoreHello, StoreSave, StoreWelcome, frame_bytes_max, password
 from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.wire import KEYS_MAX, StoreHello, StoreSave, StoreWelcome, frame_bytes_max, password
 
 if TYPE_CHECKING:
     from typing_extensions import Self

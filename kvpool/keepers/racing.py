@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kvpool.stores.choice import Load, LoadOrCompute
-from kvpool.stores.lanes import Lane
+from kvpool.keepers.choice import Load, LoadOrCompute
+from kvpool.keepers.lanes import Lane
 
 
 class Race:

@@ -28,8 +28,7 @@ from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
 from kvpool.remote.errors import printable
 from kvpool.remote.messages import Failed, Malformed, Message, decode, encode
 from kvpool.stores.base import ABSENT, CANCELLED, OK, SEAL_BYTES, Bytes, Rows, Space, Stop
-from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.wire import (
+from kvpool.stores.peer.wire import (
     KEYS_MAX,
     StoreCall,
     StoreDone,
@@ -46,6 +45,7 @@ from kvpool.stores.wire import (
     only_count,
     password,
 )
+from kvpool.stores.secrets import SharedSecret
 
 CALL_BYTES_MAX = 4 << 20
 """The most bytes of blocks that this client sends or takes in one call, if a block is not larger."""

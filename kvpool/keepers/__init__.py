@@ -1,0 +1,11 @@
+"""Keepers: what stands between blocks on the host and stores. They save, bring back, and drop what would take too
+long."""
+
+from kvpool.keepers.choice import LoadOrCompute as LoadOrCompute
+from kvpool.keepers.health import HealthStats as HealthStats
+from kvpool.keepers.health import StoreHealth as StoreHealth
+from kvpool.keepers.hostkeeper import HostKeeper as HostKeeper
+from kvpool.keepers.hostkeeper import HostKeeperStats as HostKeeperStats
+from kvpool.keepers.keeper import Keeper as Keeper
+from kvpool.keepers.keeper import KeeperStats as KeeperStats
+from kvpool.keepers.loading import Prefetch as Prefetch
