@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from kvpool.commands import checks, mooncake_check
 from kvpool.commands.checks import gib
 from kvpool.commands.terminal import FAILED, OK, print_text
-from kvpool.stores.mooncake import client as mooncake_client
 
 _HELP = """\
 Say what works on this machine and how to mend what does not: packages, compiled code,
@@ -58,7 +57,11 @@ _PARTS = (
     Part("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
     Part("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
     Part(
-        "mooncake", mooncake_client.PACKAGES[0], "a store in a cluster", "pip install -U 'kvpool[mooncake]'", "0.3.13"
+        "mooncake",
+        "mooncake-transfer-engine-non-cuda",
+        "a store in a cluster",
+        "pip install -U 'kvpool[mooncake]'",
+        "0.3.13",
     ),
     Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from kvpool.commands.checks import FAILED, OK, WARNING, Check
-from kvpool.stores.mooncake import client as mooncake_client
 
 MASTER = "MOONCAKE_MASTER"
 """Names the master where no option does. Mooncake's own tools read it too."""
@@ -22,27 +22,38 @@ OPEN_TO_ALL = (
 
 def look(asked: str | None) -> dict[str, Any]:
     """What is installed, and whether the master that an option or the environment names can be reached."""
-    master, error = asked or os.environ.get(MASTER) or None, None
-    installed = mooncake_client.version()
-    if installed is not None:
+    found: dict[str, Any] = {
+        "version": None,
+        "tested": None,
+        "error": None,
+        "master": asked or os.environ.get(MASTER) or None,
+    }
+    found |= {"asked": asked is not None, "seen_as": None, "unreachable": None}
+    try:
+        # Imported here, so that the doctor runs where kvpool cannot be imported.
+        from kvpool.stores.mooncake import client
+    except ImportError:
+        return found | {"unreachable": found["master"] and "kvpool cannot be imported"}
+    found |= {"version": client.version(), "tested": client.TESTED}
+    if found["version"] is not None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                mooncake_client.library()
+                client.library()
         except ImportError as raised:
-            error = str(raised)
-    return {"version": installed, "error": error, "master": master, "asked": asked is not None, **_reached(master)}
+            found["error"] = str(raised)
+    return found | _reached(found["master"], client.reach)
 
 
-def _reached(master: str | None) -> dict[str, Any]:
+def _reached(master: str | None, reach: Callable[[str], str]) -> dict[str, Any]:
     if master is None:
-        return {"seen_as": None, "unreachable": None}
+        return {}
     if not re.fullmatch(r"\S+:[0-9]+", master):
-        return {"seen_as": None, "unreachable": f"{master!r:.80} is no address: accepted is HOST:PORT"}
+        return {"unreachable": f"{master!r:.80} is no address: accepted is HOST:PORT"}
     try:
-        return {"seen_as": mooncake_client.reach(master), "unreachable": None}
+        return {"seen_as": reach(master)}
     except (OSError, ValueError, OverflowError) as error:
-        return {"seen_as": None, "unreachable": str(error)}
+        return {"unreachable": str(error)}
 
 
 def judge(found: dict[str, Any]) -> list[Check]:
@@ -61,8 +72,8 @@ def _client(found: dict[str, Any]) -> Check:
     if found["error"]:
         words, _, remedy = found["error"].rpartition(": ")
         return Check(name, WARNING, words or found["error"], remedy if "install" in remedy else "")
-    if version != mooncake_client.TESTED:
-        return Check(name, WARNING, f"{version}, which was not tested with kvpool ({mooncake_client.TESTED} was)")
+    if version != found["tested"]:
+        return Check(name, WARNING, f"{version}, which was not tested with kvpool ({found['tested']} was)")
     return Check(name, OK, "can be loaded")
 
 

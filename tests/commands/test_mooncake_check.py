@@ -16,6 +16,7 @@ from kvpool.stores.mooncake import client as mooncake_client
 
 WELL: dict[str, Any] = {
     "version": mooncake_client.TESTED,
+    "tested": mooncake_client.TESTED,
     "error": None,
     "master": "10.0.0.1:50051",
     "asked": True,
