@@ -287,7 +287,7 @@ def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(
     router.follow()
     assert router.known == cached(engine.cache)
     assert publisher.stats().lost_blocks == 2 and publisher.stats().resyncs == 2
-    with publisher._cache.core.lock:
+    with engine.cache.core.lock:
         engine.seed(range(40, 45), committed=4)
         assert engine.cache.events()
     engine.seed(range(50, 55), committed=4)

@@ -206,7 +206,7 @@ def test_results_are_those_of_the_verbs(make: Make) -> None:
         [op.match([*range(8), 1]), op.pin(keys), op.add([[*range(8), 1]]), op.commit([]), op.release([])], stream=0
     )
     sequence = engine.admitted(int(added.ids[0]), [*range(8), 1])
-    assert matched == (8, 0, 0) and lease.blocks.tolist() == engine.table(sequence)[:2]
+    assert matched == (8, 0, 0, 0) and lease.blocks.tolist() == engine.table(sequence)[:2]
     assert none is None and released is None and added.cached_tokens.tolist() == [8]
     assert cache.apply([op.unpin(lease)]) == [None] and lease.closed
     assert cache.apply([]) == []

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvpool import ForkedProcess, PoolClosed
-from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue, mooncake_client
+from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
+from kvpool.stores.mooncake import client as mooncake_client
 from kvpool.stores.mooncake.client import Client
 from kvpool.stores.mooncake.store import MooncakeStore
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, memory, names
