@@ -31,6 +31,10 @@ class Part:
         return self.number + len(self.records)
 
 
+LATE_ROWS = 65_536
+"""Rows that the keeper may be late with, beside as many as the pool keeps. Then it learns anew what there is."""
+
+
 class Feed:
     """Takes the events of a pool and passes them on. Thread-safe.
 
@@ -45,7 +49,7 @@ class Feed:
         self._lock = threading.Lock()
         self._new: deque[tuple[Events, int, int, bool]] = deque()
         self._kept: deque[Part] = deque()
-        self._kept_rows, self._expected, self._next, self.dropped = 0, 0, 0, 0
+        self._new_rows, self._kept_rows, self._expected, self._next, self.dropped = 0, 0, 0, 0, 0
         self._names: dict[int, Name] = {}
         self._capacities: tuple[tuple[int, int], ...] = ()
         with self._lock:
@@ -71,6 +75,7 @@ class Feed:
             if last - first > rows and not whole:
                 self._new.appendleft((events, first + rows, last, False))
                 last = first + rows
+            self._new_rows -= 0 if whole else last - first
             return events, first, last, whole
 
     def tell(self, kind: int, store: int, contents: Iterable[Content]) -> None:
@@ -111,8 +116,12 @@ class Feed:
         lost, self._expected = events.number - self._expected, events.next
         self._next += lost
         cut = int(events.bounds[events.before_snapshot])
-        if lost and not snapshot:
-            # The keeper needs to know what there is now. Its reader sees the gap.
+        behind = self._new_rows + cut > self._capacity + LATE_ROWS
+        if (lost or behind) and not snapshot:
+            # The keeper needs to know what there is now. If events were lost, its reader sees the gap.
+            self.dropped += self._new_rows
+            self._new.clear()
+            self._new_rows = 0
             self._keep(events.records, events.tokens, events.extra)
             again = self._pool.events(snapshot=True)
             self._next += again.number - self._expected
@@ -129,6 +138,7 @@ class Feed:
     def _tell_keeper(self, events: Events, first: int, last: int, whole: bool) -> None:
         if first < last:
             self._new.append((events, first, last, whole))
+            self._new_rows += 0 if whole else last - first
 
     def _learn(self, events: Events) -> None:
         """Keep the names of the namespaces of these events. They come to be as many as the pool has known."""

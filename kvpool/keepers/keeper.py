@@ -255,6 +255,7 @@ class Keeper:
     def stats(self) -> KeeperStats:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
         microseconds apart."""
+        self._process.check(self)
         saver, loader = self._saver, self._loader
         return KeeperStats(
             saver.saved_blocks, saver.saved_bytes, loader.loaded_blocks, loader.loaded_bytes, loader.found_blocks,
@@ -279,6 +280,10 @@ class Keeper:
         over = not self._thread.is_alive()
         for lane in self._lanes:
             over = lane.queue.close(max(0.0, end - time.monotonic())) and over
+        with self._lock:
+            for lane in self._lanes if not self._thread.is_alive() else ():
+                # What was cancelled is counted.
+                lane.settle()
         return over
 
     def __enter__(self) -> Self:
@@ -314,6 +319,7 @@ class Keeper:
                 self._asked.clear()
                 self._idle.notify_all()
             self._loader.stop_all("closed")
+            self._saver.stop()
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""

@@ -274,7 +274,8 @@ class Loader:
             return False
         lane = self._lanes[fetch.wanted[0].store]
         size = max(1, CHUNK_BYTES // lane.queue.block_bytes)
-        count = min(size, max(1, lane.queue.slots // 4), lane.free_for_loads, self._room)
+        share = max(1, lane.queue.slots // (2 * CHUNKS_UNDER_WAY))
+        count = min(size, share, lane.free_for_loads, self._room)
         if count < 1:
             return False
         chosen: list[_Wanted] = []

@@ -133,6 +133,12 @@ class Saver:
         """Blocks that wait to be saved, in all stores."""
         return sum(map(len, self._lines))
 
+    def stop(self) -> None:
+        """Give up what waits."""
+        for lane, line in zip(self._lanes, self._lines, strict=True):
+            self._give_up(lane, list(line.values()), "cancelled")
+            line.clear()
+
     def want(self, content: Content) -> None:
         """Save a content in every store that is not known to have it."""
         for lane, line in zip(self._lanes, self._lines, strict=True):

@@ -32,8 +32,8 @@ class Job:
     """
 
     __slots__ = (
-        "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error", "keys", "kind",
-        "limit", "rows", "seconds", "tag",
+        "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error",
+        "keys", "kind", "limit", "rows", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(

@@ -135,9 +135,14 @@ class StoreQueue:
         self._report = bool_argument("report", report)
         self._store, self._clock, self._process = store, clock, Process()
         own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
-        self.secret = Secret(own if secret is None else secret, identity)
+        try:
+            self.secret = Secret(own if secret is None else secret, identity)
+        except BaseException:
+            store.close()
+            raise
         self._lock = threading.Condition()
         self._queue: list[_Piece] = []
+        self._queue_max = 1024
         self._numbers = itertools.count()
         self._waiting = {True: 0, False: 0}
         self._running: dict[int, Job] = {}
@@ -350,7 +355,7 @@ class StoreQueue:
                 seals = self.secret.seal(keys, rows, self.memory)
                 return _codes(store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys)), ""
             return self._checked(job, keys, rows), ""
-        except Exception as error:  # A store that fails in any way must not end the thread.
+        except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(keys), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
@@ -390,6 +395,11 @@ class StoreQueue:
         """Decide a job that is not done. The lock is held."""
         self._waiting[job.kind == jobs.SAVE] -= job.queued
         job.settle(code)
+        if len(self._queue) > self._queue_max:
+            # Calls that will not be made are not kept until a thread that hangs comes back.
+            self._queue = [piece for piece in self._queue if not piece.job.done]
+            heapq.heapify(self._queue)
+            self._queue_max = max(1024, 2 * len(self._queue))
         self._count(job)
         self._announce(job)
         self._lock.notify_all()

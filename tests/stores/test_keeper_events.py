@@ -11,7 +11,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvpool.keepers import Keeper
+from kvpool.keepers import Keeper, feed
 from kvpool.observe.metrics import PoolMetrics
 from kvpool.publish import KVEventPublisher
 from tests.engine import Engine, EventReplay
@@ -119,6 +119,23 @@ def test_a_keeper_that_has_lost_events_learns_what_there_is() -> None:
         assert kept.drain(60)
         assert made.cache.stats().events_dropped > 0 and kept.stats().saved_blocks == 40
         assert kept.stats().orphans == 0 and not kept.stats().dropped
+
+
+def test_a_keeper_that_is_late_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it learns anew what there is, and its reader has lost nothing."""
+    monkeypatch.setattr(feed, "LATE_ROWS", 0)
+    one = engine(P=64, S=64, event_capacity=64)
+    with one.cache:
+        own = feed.Feed(one.cache, ["memory"])
+        own.new(1024)
+        for number in range(20):
+            one.seed(tokens(17, 100 * number), 16)
+            own.poll()
+        rows, parts = 0, 0
+        while (part := own.new(1 << 30)) is not None:
+            rows, parts = rows + part[2] - part[1], parts + 1
+        assert rows <= 64 + 64 + 1, "at most a snapshot, and what the pool would keep"
+        assert own.dropped > 0, "what it has not read is counted"
 
 
 def test_content_from_before_the_keeper_is_saved_too(one: Engine) -> None:

@@ -111,7 +111,7 @@ class Recorder(Wrong):
 def test_rows_of_a_call_that_hangs_are_given_to_nobody(one: Engine, wrong: Wrong) -> None:
     gate, clock, recorder = Gate(), Clock(), Recorder(wrong.inner)
     recorder.threads, recorder.before["load"] = 4, gate
-    with keeper(one, recorder, staging_blocks=32, clock=clock) as kept:
+    with keeper(one, recorder, staging_blocks=64, clock=clock) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 5.0)
         wait(lambda: kept.stats().stores["wrong"].running_calls == 2)
         clock.pass_(5.0)
@@ -259,7 +259,7 @@ def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong
 
 def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(one: Engine, wrong: Wrong) -> None:
     gate = Gate()
-    wrong.before["load"] = gate
+    wrong.before["load"], wrong.threads = gate, 4
     with keeper(one, wrong, deadline_ms=60_000) as kept:
         first = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(60)
@@ -327,6 +327,36 @@ def test_closing_waits_no_longer_than_it_was_told(one: Engine) -> None:
     assert kept.close(60)
 
 
+def test_closing_counts_what_it_gives_up(one: Engine, wrong: Wrong) -> None:
+    gate = Gate()
+    wrong.before["save"] = gate
+    kept = keeper(one, wrong, staging_blocks=8)
+    one.seed(tokens(81), 80)
+    assert gate.reached.wait(60)
+    wait(lambda: kept.stats().waiting_blocks == 16)
+    assert not kept.close(0.05)
+    gate.open()
+    assert kept.close(60)
+    stats = kept.stats()
+    assert stats.waiting_blocks == 0 and stats.saved_blocks + sum(stats.dropped.values()) == 20
+    assert stats.dropped["wrong", "cancelled"] == 20 - stats.saved_blocks >= 16
+
+
+def test_a_long_prompt_leaves_rows_to_others(wrong: Wrong) -> None:
+    long, short, engines = tokens(401, 1000), tokens(41), [engine(P=256, S=256) for _ in range(2)]
+    with engines[0].cache, keeper(engines[0], wrong, staging_blocks=64) as kept:
+        seed(engines[0], kept, [long, short])
+    gate, held = Gate(), [False] * 64 + [True]
+    wrong.before["load"] = lambda: gate() if held.pop() else None
+    wrong.threads = 4
+    with engines[1].cache, keeper(engines[1], wrong, staging_blocks=64) as kept:
+        first = kept.prefetch(engines[1].prompt(long), deadline=60.0)
+        assert gate.reached.wait(60)
+        assert fetch(engines[1], kept, short) == 10 and not first.done
+        gate.open()
+        assert first.wait(60) and first.blocks == 100
+
+
 def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong) -> None:
     with keeper(one, wrong) as kept:
         sequence = one.add(tokens(17, 500))
@@ -344,7 +374,8 @@ def test_a_child_gets_an_error(one: Engine) -> None:
         pid = os.fork()
         if not pid:
             wrong = 0
-            for call in (lambda: kept.prefetch([1]), lambda: kept.match_prefix([1]), kept.events, kept.close):
+            for call in (lambda: kept.prefetch([1]), lambda: kept.match_prefix([1]), kept.events,
+                         kept.stats, kept.close):  # fmt: skip
                 try:
                     call()
                 except ForkedProcess:

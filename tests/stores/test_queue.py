@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -222,6 +223,42 @@ def test_a_job_is_counted_once(store: Wrong) -> None:
     blocks, waiting = queue.stats().blocks, queue.stats().queued_blocks
     assert (blocks["load", "late"], blocks["load", "cancelled"], blocks["load", "ok"], waiting) == (4, 4, 0, 0)
     assert queue.finished().count(late) <= 2
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
+def test_no_error_of_a_store_ends_a_thread(store: Wrong, queue: StoreQueue, error: BaseException) -> None:
+    keys = saved(queue, 4)
+
+    def end() -> None:
+        raise error
+
+    store.before["load"] = end
+    for _ in range(2 * store.threads):
+        job = queue.load(keys, np.arange(4))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4
+
+
+def test_calls_that_will_not_be_made_are_not_kept(store: Wrong) -> None:
+    """All threads hang, and callers give up again and again."""
+    gate, keys = Gate(), np.zeros((8, 32), np.uint8)
+    with open_queue(store, piece_bytes=BLOCK_BYTES) as queue:
+        store.before["find"] = gate
+        given = []
+        for _ in range(1000):
+            job = queue.find(keys)
+            job.cancel()
+            given.append(weakref.ref(job))
+            del job
+            queue.finished()
+        assert sum(job() is not None for job in given) < 600
+        gate.open()
+
+
+def test_a_store_with_a_wrong_secret_is_closed_again(store: Wrong) -> None:
+    store.after["open"] = lambda secret: b"short"
+    with pytest.raises(ValueError, match="secret: accepted are 32 bytes"):
+        open_queue(store)
+    assert store.calls == ["open", "close"]
 
 
 def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
