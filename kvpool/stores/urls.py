@@ -38,6 +38,8 @@ def open_store(text: Any) -> Store:
         options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError:
         raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
+    if "secret" in options:  # It would be in logs and in lists of processes. The message does not have the text.
+        raise ValueError("secret: accepted is secret_file=, the path of a file that has it")
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
     for name in set(options) & set(_COUNTS):

@@ -6,18 +6,21 @@ import errno
 import os
 import sqlite3
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool.stores import FAILED, OK, StoreQueue
-from kvpool.stores.base import Space
+from kvpool.stores import ABSENT, FAILED, OK, StoreQueue
+from kvpool.stores.base import KEY_BYTES, SEAL_BYTES, Space
 from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk.system import System
 from tests.stores.disk_lab import Faulty, raising
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, fill, memory, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, content, fill, memory, names, open_queue, saved
 
 CAPACITY = 32 * BLOCK_BYTES
 ERRORS = [errno.ENOSPC, errno.EROFS, errno.EIO]
@@ -238,3 +241,60 @@ def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
         assert job.wait(60, returned=True) and job.ok == 4
         assert np.array_equal(rows[7], content(3, 5001))
         assert queue.stats().store["capacity"] == 16
+
+
+def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp_path: Path) -> None:
+    """One save cannot write a block, and its commit fails later. Meanwhile another save writes that block. The slot
+    that it writes to must not go to a third."""
+    rows = memory(8, 4097)  # of this size each block is written by a call of its own
+    for row in range(8):
+        rows[row] = row + 1
+    names = [np.full((1, KEY_BYTES), number, np.uint8) for number in range(8)]
+    seals, who = np.zeros((2, SEAL_BYTES), np.uint8), threading.local()
+    commit, write = Gate(), Gate()
+
+    def pwritev(fd: int, views: Any, at: int) -> int:
+        name = getattr(who, "name", "")
+        if name == "first" and bytes(views[0][:1]) == b"\x01":
+            raise OSError(errno.EIO, "one write fails")
+        if name == "second":
+            write()
+        return os.pwritev(fd, views, at)
+
+    def fdatasync(fd: int) -> None:
+        if getattr(who, "name", "") == "first":
+            commit()
+            raise OSError(errno.EIO, "the sync fails")
+        os.fdatasync(fd)
+
+    store = DiskStore(tmp_path / "store", 3 * 8192, system=System(pwritev=pwritev, fdatasync=fdatasync))
+    store.open(Space(bytes(16), rows))
+    codes: dict[str, Any] = {}
+
+    def save(name: str, *numbers: int) -> None:
+        who.name = name
+        keys = np.concatenate([names[number] for number in numbers])
+        with suppress(OSError):  # a sync that fails may fail the second too
+            codes[name] = store.save(keys, np.array(numbers) - 1, seals[: len(numbers)], bytes(16), 1 << 40, bool)
+
+    def begin(name: str, *numbers: int) -> threading.Thread:
+        thread = threading.Thread(target=save, args=(name, *numbers))
+        thread.start()
+        return thread
+
+    first = begin("first", 1, 2)
+    assert commit.reached.wait(60)
+    second = begin("second", 1)
+    assert write.reached.wait(60)
+    commit.open()
+    first.join(60)
+    for number in (3, 4):
+        save("third", number)
+        assert codes["third"].tolist() == [OK]
+    write.open()
+    second.join(60)
+    for number in (3, 4):
+        rows[7] = 0
+        found, _ = store.load(names[number], np.array([7]), bool)
+        assert found.tolist() == [ABSENT] or (rows[7] == number).all()
+    store.close()

@@ -135,6 +135,33 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
         assert all(job.wait(60, returned=True) and job.ok == 4 for job in held)
 
 
+def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
+    """As many saves as the server takes wait for a store that hangs. Their clients give up."""
+    wrong, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    wrong.before["save"] = gate
+    server = serve(wrong, calls_waiting=4)
+    writer, reader = client(server, connections=16, timeout_ms=500), client(server, timeout_ms=10_000)
+    with open_queue(writer, piece_bytes=BLOCK_BYTES) as saving, open_queue(reader) as loading:
+        keys = saving.secret.opaque(names(16))
+        assert saving.save(keys, np.arange(16)).wait(60, returned=True)
+        job = loading.load(keys, np.arange(16))
+        assert job.wait(60) and job.codes.tolist() == [ABSENT] * 16, job.error
+        gate.open()
+
+
+def test_answers_that_a_client_does_not_read_are_dropped_and_counted(serve: Serve) -> None:
+    server = serve()
+    with open_queue(client(server)) as queue:
+        keys = saved(queue, 1)
+    raw = Raw(server.endpoint)
+    raw.socket.rcvhwm = 1
+    raw.ask(encode(StoreHello(1, BLOCK_BYTES)))
+    for number in range(3000):
+        raw.socket.send_multipart([encode(StoreLoad(number + 2, 60_000)), keys.tobytes()])
+    until(lambda: server.stats().dropped > 0, "answers are dropped")
+    raw.close()
+
+
 # -- servers that are killed, away or late -------------------------------------------------------------
 
 _OTHER_PROCESS = """

@@ -25,3 +25,9 @@ def test_a_wrong_text_is_refused(text: str) -> None:
 def test_no_text_is_refused(text: object) -> None:
     with pytest.raises(TypeError, match="store"):
         open_store(text)
+
+
+def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="secret: accepted is secret_file=") as found:
+        open_store("peer:tcp://127.0.0.1:1?secret=abcdef")
+    assert "abcdef" not in str(found.value)

@@ -38,7 +38,7 @@ class Index:
         self._pins: Counter[int] = Counter()
         self._left: set[int] = set()  # slots whose key was dropped while they were read
         self._tags: dict[bytes, OrderedDict[bytes, None]] = {}  # keys of a tag that has a limit, oldest first
-        self.evicted = 0
+        self.evicted, self._tags_max = 0, 1024
         self._oldest: list[tuple[int, int]] = []  # slots and when they were used, the next victim at the end
         entries = table.entries
         taken = np.flatnonzero(entries["used"])
@@ -260,8 +260,11 @@ class Index:
 
     def _watch(self, tag: bytes, limit: int) -> None:
         """Keep the keys of a tag in order, from its first limit on that can be reached."""
-        if tag in self._tags or limit >= len(self._table.entries):
+        if tag in self._tags or not 0 < limit < len(self._table.entries):
             return
+        if len(self._tags) >= self._tags_max:  # Tags without blocks need no order.
+            self._tags = {own: keys for own, keys in self._tags.items() if keys}
+            self._tags_max = max(1024, 2 * len(self._tags))
         entries = self._table.entries
         slots = np.flatnonzero((entries["tag"] == np.void(tag)) & (entries["model"] == np.void(self._model)))
         slots = slots[np.argsort(entries["used"][slots])]

@@ -220,6 +220,7 @@ class DiskStore:
         written = [place for place, _ in own if codes[place] == OK]
         with self._lock:
             self._index.abort([names[place] for place, _ in own if codes[place] != OK])
+            own[:] = [(place, slot) for place, slot in own if codes[place] == OK]  # another may have the rest now
             self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
             self._lock.notify_all()
         if not written:

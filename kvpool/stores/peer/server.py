@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
@@ -121,7 +122,7 @@ class StoreServer:
         # An answer to a client that has gone, or reads nothing, is an error here instead of being dropped in silence.
         socket.router_mandatory = True
         # A client has one call under way on each connection.
-        #        socket.sndhwm = socket.rcvhwm = 1
+        socket.sndhwm = socket.rcvhwm = 4
         socket.maxmsgsize = frame_bytes_max(self._calls.blocks_per_call, self._calls.block_bytes)
         if stall_ms and endpoint.startswith("tcp:"):
             socket.tcp_maxrt = stall_ms
@@ -255,11 +256,12 @@ class StoreServer:
             while not self._stopping.is_set():
                 may_save = self._saves < max(1, self._store.threads - 1)
                 for place, request in enumerate(self._waiting):
-                    if may_save or not isinstance(request.message, StoreSave):
+                    over = time.monotonic() >= request.deadline  # its answer takes no time, and makes room
+                    if may_save or over or not isinstance(request.message, StoreSave):
                         del self._waiting[place]
                         self._saves += isinstance(request.message, StoreSave)
                         return request
-                self._lock.wait()
+                self._lock.wait(0.5 if self._waiting else None)
         return None
 
     def _sender(self) -> zmq.Socket[bytes]:

@@ -248,6 +248,8 @@ class Connection:
         socket.linger, socket.ipv6 = 0, "[" in endpoint
         # Another connection could not know what was under way on this one.
         socket.reconnect_ivl = -1
+        # One answer is awaited at a time.
+        socket.rcvhwm = 4
         self._most = max(1, CALL_BYTES_MAX // block_bytes)
         socket.maxmsgsize = frame_bytes_max(self._most, block_bytes)
         door.apply(socket)
