@@ -144,8 +144,9 @@ class _Worker:
 class KVPoolL2Adapter(L2AdapterInterface):
     """LMCache's objects in a store. Thread-safe: LMCache calls it from its controllers' threads.
 
-    Its options are in ``adapter_params``: ``store`` and ``revision``, and optionally ``staging`` and ``deadline``, as
-    in ``StoreOptions``. ``{part}`` in ``store`` stands for the size of the objects.
+    Its options are in ``adapter_params``: ``store`` and ``revision``, and optionally ``kv_dtype``, ``staging`` and
+    ``deadline``, as in ``StoreOptions``. ``{part}`` in ``store`` stands for the size of the objects. Objects whose type
+    of elements is not known are neither kept nor found.
 
     No call waits for the store, but ``delete`` and ``close``. A task ends at most ``deadline`` seconds after its thread
     has begun with it. What fails is an object that is not there; nothing is raised.
@@ -271,8 +272,10 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return L2StoreResult(len(stored) == len(keys), sum(sizes))
 
     def _look_up(self, keys: list[ObjectKey], descs: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        given = {group: _Layout.of(desc.shapes, desc.dtypes) for group, desc in descs.items()}
-        layouts = [given.get(key.object_group_id) or self._known(key) for key in keys]
+        given = {group: self._layout(desc.shapes, desc.dtypes) for group, desc in descs.items()}
+        layouts = [
+            given[group] if (group := key.object_group_id) in given else self._known(key) for key in keys
+        ]  # fmt: skip
         self._remember(keys, layouts)
         found = Bitmap(len(keys))
         for part in self._parts(keys, layouts):
@@ -307,9 +310,23 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return number
 
     def _layouts_of(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[_Layout | None]:
-        layouts: list[_Layout | None] = [_layout(memory) for memory in objects]
+        layouts = [self._layout_of(memory) for memory in objects]
         self._remember(keys, layouts)
         return layouts
+
+    def _layout_of(self, memory: MemoryObj) -> _Layout | None:
+        about = memory.metadata
+        layout = self._layout(about.shapes or [about.shape], about.dtypes or [about.dtype])
+        return layout and layout._replace(nbytes=memory.get_size())
+
+    def _layout(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> _Layout | None:
+        """None where it does not tell objects of two types of elements apart."""
+        try:
+            self._options.check_dtypes(dtypes)
+        except ValueError as error:
+            self._refuse(str(error))
+            return None
+        return _Layout.of(shapes, dtypes)
 
     def _parts(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> list[_Part]:
         """The objects of each size, where there is a store for them."""
@@ -346,7 +363,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         identity = kvpool.ModelIdentity(
             model="named by each key",
             revision=self._options.revision,
-            kv_dtype="named by each key",
+            kv_dtype=f"named by each key {self._options.kv_dtype}".rstrip(),
             layout=f"objects of {size} bytes",
             hash_version=f"lmcache {self._version}",
         )
@@ -385,12 +402,6 @@ def _name(key: ObjectKey, layout: _Layout) -> bytes:
     """All that tells an object apart from others."""
     parts = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
     return repr((*parts, layout.text)).encode()
-
-
-def _layout(memory: MemoryObj) -> _Layout:
-    about = memory.metadata
-    layout = _Layout.of(about.shapes or [about.shape], about.dtypes or [about.dtype])
-    return layout._replace(nbytes=memory.get_size())
 
 
 def _bytes(memory: MemoryObj) -> Bytes:

@@ -85,8 +85,8 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     """SGLang's pages in a store. SGLang makes one in each rank, and calls it from several threads of its own.
 
     Its options are in ``--hicache-storage-backend-extra-config``, beside ``backend_name``, ``module_path`` and
-    ``class_name``: ``store`` and ``revision``, and optionally ``staging`` and ``deadline``, as in ``StoreOptions``.
-    ``{part}`` in ``store`` stands for the pool and the rank.
+    ``class_name``: ``store`` and ``revision``, and optionally ``kv_dtype``, ``staging`` and ``deadline``, as in
+    ``StoreOptions``. ``{part}`` in ``store`` stands for the pool and the rank.
 
     Every call waits for the store, at most ``deadline`` seconds. None raises: what fails is a page that is not there.
 
@@ -122,11 +122,12 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: PoolName) -> None:
-        """Open the store of a pool, unless it is open. Raises ValueError for a pool that has no pages of bytes, and
-        what ``StagedBlocks`` raises."""
+        """Open the store of a pool, unless it is open. Raises ValueError for a pool that has no pages of bytes or
+        whose type of elements is not known, and what ``StagedBlocks`` raises."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         page = _flat_page(name, host_pool)
+        self._options.check_dtypes([page.dtype])
         size, known = page.nbytes, self._pools.get(name)
         if known is not None and known.host is host_pool:
             return
@@ -144,7 +145,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         identity = kvpool.ModelIdentity(
             model=self._config.model_name or "unnamed",
             revision=self._options.revision,
-            kv_dtype=str(page.dtype),
+            kv_dtype=f"{page.dtype} {self._options.kv_dtype}".rstrip(),
             layout=layout,
             hash_version=f"sglang {self._version}",
         )

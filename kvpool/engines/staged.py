@@ -51,23 +51,27 @@ class StoreOptions:
     """Bytes of memory for the rows of one part, at least two blocks."""
     deadline: float = 5.0
     """Seconds that a call may take."""
+    kv_dtype: str = ""
+    """The type of the elements, where that of the engine's memory does not name it."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], others: Collection[str] = ()) -> StoreOptions:
         """The options in a mapping, which may also have the keys ``others``. Raises TypeError or ValueError."""
-        names = ("store", "revision", "staging", "deadline")
+        names = ("store", "revision", "kv_dtype", "staging", "deadline")
         unknown = sorted(set(options) - {*names, *others})
         if unknown:
             raise ValueError(f"unknown options {', '.join(unknown)}: accepted are {', '.join((*names, *others))}")
         for name in ("store", "revision"):
             if not text_argument(name, options.get(name, "")):
                 raise ValueError(f"{name} is missing: {_NEEDED[name]}")
+        kv_dtype = text_argument("kv_dtype", options.get("kv_dtype", "")).strip()
+        if kv_dtype == "auto":
+            raise ValueError(f"kv_dtype='auto': {_NEEDED['kv_dtype']}")
         given = options.get("deadline", cls.deadline)
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= _LONGEST_S:
             raise ValueError(f"deadline={given!r:.80}: accepted are more than 0 and up to {_LONGEST_S:.0f} seconds")
-        found = cls(
-            options["store"], options["revision"], bytes_argument("staging", options.get("staging", cls.staging)), given
-        )
+        staging = bytes_argument("staging", options.get("staging", cls.staging))
+        found = cls(options["store"], options["revision"], staging, given, kv_dtype)
         found.make("check")
         return found
 
@@ -75,6 +79,15 @@ class StoreOptions:
     def kind(self) -> str:
         """``disk``, ``mooncake`` or another kind of store."""
         return self.store.partition(":")[0]
+
+    def check_dtypes(self, dtypes: Iterable[Any]) -> None:
+        """Raises ValueError where the types of memory do not say what its elements are, and nobody has said it.
+
+        A floating-point type of PyTorch names the elements. Engines keep several 8-bit types as plain bytes.
+        """
+        plain = sorted({str(dtype) for dtype in dtypes if not dtype.is_floating_point})
+        if plain and not self.kv_dtype:
+            raise ValueError(f"kv_dtype is missing, and {', '.join(plain)} may be any type: {_NEEDED['kv_dtype']}")
 
     @property
     def separate(self) -> bool:
@@ -89,6 +102,7 @@ class StoreOptions:
 _NEEDED = {
     "store": "accepted is a text such as 'disk:/var/kv/{part}?capacity=100GiB'",
     "revision": "accepted is a text that tells these weights apart from all others, such as a commit or a digest",
+    "kv_dtype": "accepted is a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2'",
 }
 
 

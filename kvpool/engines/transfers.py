@@ -4,7 +4,7 @@ it has ended."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +64,8 @@ class Transfers:
     """Jobs over one worker's copy engine.
 
     A load copies bytes that a store of this worker has written, or it fails. It never reads a host block that no store
-    has filled, or whose store failed, whatever the engine's scheduler believes.
+    has filled, or whose store failed, whatever the engine's scheduler believes. Where others fill host blocks too, the
+    scheduler names those of a load that are filled in part, and only they are held to this.
 
     Parameters
     ----------
@@ -72,17 +73,15 @@ class Transfers:
         The worker's copy engine. ``close`` closes it.
     host_blocks, blocks_per_host_block
         The number of host blocks in the tier, and of the engine's blocks in a host block.
-    filled
-        Whether others fill host blocks too, such as stores. Then a load trusts all but those whose store failed here.
 
     Notes
     -----
     Not thread-safe: an engine's worker calls it from one thread.
     """
 
-    def __init__(self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int, filled: bool = False) -> None:
+    def __init__(self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int) -> None:
         self._copies = copies
-        self._written = np.full((host_blocks, blocks_per_host_block), filled)
+        self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
         self._jobs: dict[int, _Job] = {}
 
     def parts(
@@ -143,9 +142,14 @@ class Transfers:
             self._written[part.host_blocks] = False
         self._begin(job, parts, stream, store=True, error=None)
 
-    def load(self, job: int, parts: Sequence[Part], stream: Any = None) -> None:
-        """Begin to copy host blocks to the engine's blocks, after all work that is enqueued on ``stream``."""
-        missing = [part for part in parts if not self._written[self._places(part)].all()]
+    def load(self, job: int, parts: Sequence[Part], stream: Any = None, partial: Collection[int] | None = None) -> None:
+        """Begin to copy host blocks to the engine's blocks, after all work that is enqueued on ``stream``.
+
+        ``partial``: the host blocks of which a store has left something out. All others are whole, whoever has filled
+        them. None: nobody knows that, and what no store of this worker has written is not loaded.
+        """
+        checked = None if partial is None else np.fromiter(partial, np.int64, len(partial))
+        missing = [part for part in parts if not self._has(part, checked)]
         error = "a host block was never written, or its store failed" if missing else None
         self._begin(job, () if error else parts, stream, store=False, error=error)
 
@@ -167,6 +171,13 @@ class Transfers:
         self.wait(list(self._jobs))
         self._jobs.clear()
         self._copies.close()
+
+    def _has(self, part: Part, checked: npt.NDArray[np.int64] | None) -> bool:
+        """Whether stores of this worker have written what a part has blocks for, in the host blocks that are checked,
+        or in all."""
+        hosts, places = self._places(part)
+        written = self._written[hosts, places]
+        return bool((written if checked is None else written | ~np.isin(hosts, checked)).all())
 
     def _places(self, part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Indices into ``_written`` of the places that a part has blocks for."""

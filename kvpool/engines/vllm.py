@@ -101,10 +101,14 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class HostBlocks(LoadStoreSpec):
-    """The host blocks of a job, one for each key, group after group. It is pickled and sent to the workers."""
+    """The host blocks of a job, one for each key, group after group. It is pickled and sent to the workers.
 
-    def __init__(self, blocks: tuple[int, ...]) -> None:
+    ``partial``: with stores, those of a load that are filled in part only. None without stores.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], partial: tuple[int, ...] | None = None) -> None:
         self.blocks = blocks
+        self.partial = partial
 
 
 @dataclass
@@ -160,6 +164,8 @@ class KVPoolOffloadingManager(OffloadingManager):
         self._storing: dict[bytes, int] = {}
         self._lost: set[int] = set()
         self._partial: set[int] = set()
+        # The chunks in the cache that are filled in part. What comes from a store is whole.
+        self._incomplete: set[bytes] = set()
         self._counts = dict.fromkeys(_COUNTERS, 0)
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
@@ -194,7 +200,10 @@ class KVPoolOffloadingManager(OffloadingManager):
         return self._keeper is not None and self._keeper.pending
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self._answers[self._front.find(key)]
+        found = self._front.find(key)
+        if self._incomplete and found != self._cache.HERE:
+            self._incomplete.discard(key)
+        return self._answers[found]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
@@ -206,7 +215,11 @@ class KVPoolOffloadingManager(OffloadingManager):
         """Pin the chunks until ``complete_load``. A request has one load at a time, and no other job during it."""
         lease = self._front.pin(keys, owner=req_context.req_id)
         self._leases[req_context.req_id] = lease
-        return HostBlocks(lease.slots.blocks)
+        blocks = lease.slots.blocks
+        if self._keeper is None:
+            return HostBlocks(blocks)
+        found = zip(lease.keys, blocks, strict=True)
+        return HostBlocks(blocks, tuple(block for key, block in found if key in self._incomplete))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._leases.pop(req_context.req_id).close()
@@ -244,9 +257,19 @@ class KVPoolOffloadingManager(OffloadingManager):
         self._lost.difference_update(ended.values())
         self._partial.difference_update(ended.values())
         self._cache.abort(lost)
+        self._note_incomplete(ended, partial)
         self._counts["vllm:kvpool_failed_stores"] += len(lost)
         stored = self._front.publish([key for key in ended if key not in lost and key not in partial])
         self._counts["vllm:kvpool_stored_chunks"] += stored + self._cache.publish(partial)
+
+    def _note_incomplete(self, ended: Collection[bytes], partial: set[bytes]) -> None:
+        """Remember which of these chunks are filled in part. A chunk that has left the cache is dropped when it is
+        looked up, which is before a store is asked for it, or else here."""
+        self._incomplete.difference_update(ended)
+        self._incomplete |= partial
+        if len(self._incomplete) > 2 * self._cache.host_blocks:
+            here = self._cache.HERE
+            self._incomplete = {key for key in self._incomplete if key in partial or self._cache.find(key) == here}
 
     def report(self, report: WorkerReport) -> None:
         """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""
@@ -268,8 +291,8 @@ class KVPoolOffloadingManager(OffloadingManager):
         self._failed.clear()
         self._cache.abort(self._storing)
         self._storing.clear()
-        self._lost.clear()
-        self._partial.clear()
+        for known in (self._lost, self._partial, self._incomplete):
+            known.clear()
         self._front.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -339,7 +362,9 @@ class KVPoolOffloadingWorker(OffloadingWorker):
         self._loads.add(job_id)
         if expedited:
             self._expedited.add(job_id)
-        self._transfers.load(job_id, self._parts(dst_spec, src_spec), self._stream())
+        parts = self._parts(dst_spec, src_spec)
+        partial = src_spec.partial if isinstance(src_spec, HostBlocks) else None
+        self._transfers.load(job_id, parts, self._stream(), partial)
         return True
 
     def _parts(self, device: GPULoadStoreSpec, host: LoadStoreSpec) -> Any:
@@ -461,7 +486,7 @@ class KVPoolOffloadingSpec(OffloadingSpec):
         from kvpool.engines.transfers import Transfers, paged
 
         groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
-        transfers = Transfers(self.get_copies(groups), self.host_blocks, self.blocks_per_chunk, bool(self.stores))
+        transfers = Transfers(self.get_copies(groups), self.host_blocks, self.blocks_per_chunk)
         return KVPoolOffloadingWorker(transfers, groups[0].memory == "device")
 
     def get_copies(self, groups: list[kvpool.PagedKV]) -> kvpool.HostCopies:

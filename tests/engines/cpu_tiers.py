@@ -21,7 +21,8 @@ class _Worker(KVPoolOffloadingWorker):
         return super().submit_store(job_id, src_spec, HostBlocks(tuple(dst_spec.chunk_ids.tolist())))
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: Any, expedited: bool = False) -> bool:
-        return super().submit_load(job_id, HostBlocks(tuple(src_spec.chunk_ids.tolist())), dst_spec, expedited)
+        whole = HostBlocks(tuple(src_spec.chunk_ids.tolist()), partial=())
+        return super().submit_load(job_id, whole, dst_spec, expedited)
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
@@ -40,4 +41,4 @@ class CpuTieringSpec(TieringOffloadingSpec):
         groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
         first = self.config.parallel.rank * self.cpu_page_size_per_worker
         copies = kvpool.HostCopies(tier, groups, blocks_per_host_block=self.blocks_per_chunk, first_byte=first)
-        return _Worker(Transfers(copies, self.num_chunks, self.blocks_per_chunk, filled=True), False)
+        return _Worker(Transfers(copies, self.num_chunks, self.blocks_per_chunk), False)

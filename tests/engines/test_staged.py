@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,6 +233,7 @@ def test_options_are_read() -> None:
         ({"store": ""}, "store is missing"),
         ({"store": "tape:"}, "store='tape:'"),
         ({"revision": ""}, "revision is missing"),
+        ({"kv_dtype": "auto"}, "kv_dtype='auto': accepted is a text that names the type"),
         ({"staging": "much"}, "staging='much'"),
         ({"deadline": 0}, "deadline=0"),
         ({"deadline": float("nan")}, "deadline=nan"),
@@ -241,3 +244,14 @@ def test_options_are_read() -> None:
 def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         StoreOptions.of({**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "accepted"),
+    [({}, True, True), ({}, False, False), ({"kv_dtype": " "}, False, False), ({"kv_dtype": "fp8_e5m2"}, False, True)],
+)
+def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str], named: bool, accepted: bool) -> None:
+    found = StoreOptions.of({**GOOD, **options})
+    plain, bfloat16 = SimpleNamespace(is_floating_point=named), SimpleNamespace(is_floating_point=True)
+    with nullcontext() if accepted else pytest.raises(ValueError, match="kv_dtype is missing"):
+        found.check_dtypes([bfloat16, plain])

@@ -63,8 +63,10 @@ class Worker:
     def store(self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int]) -> None:
         self.transfers.store(job, self.transfers.parts(blocks, counts, firsts, hosts))
 
-    def load(self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int]) -> None:
-        self.transfers.load(job, self.transfers.parts(blocks, counts, firsts, hosts))
+    def load(
+        self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int], partial: Any = None
+    ) -> None:
+        self.transfers.load(job, self.transfers.parts(blocks, counts, firsts, hosts), partial=partial)
 
     def ended(self, *jobs: int) -> dict[int, Ended]:
         """The jobs that are over, once these are."""
@@ -243,19 +245,28 @@ def test_host_blocks_that_are_filled_in_part_are_named(counts: Any, firsts: Any,
     worker.transfers.close()
 
 
-def test_what_others_have_filled_is_loaded_but_not_what_a_store_has_left() -> None:
+@pytest.mark.parametrize("before", ["nothing", "a chunk in part", "a failed store"])
+def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker: Any, before: str) -> None:
     """As with stores, which fill host blocks without the worker."""
-    worker = Worker("cpu", 1)
-    worker.transfers = Transfers(worker.copies, HOST_BLOCKS, 1, filled=True)
-    worker.load(1, [3], (1, 0), (0, 0), [5])
-    assert worker.ended(1)[1].error is None
+    worker = open_worker(per=2)
+    worker.transfers = Transfers(Failing(worker.copies, before == "a failed store"), HOST_BLOCKS, 2)  # type: ignore[arg-type]
+    if before != "nothing":
+        worker.store(1, [3], (1, 0), (0, 0), [5])
+        assert (worker.ended(1)[1].error is None) == (before == "a chunk in part")
+    worker.tier.blocks[5] = 7
+    worker.load(2, [4, 6], (2, 0), (0, 0), [5], partial=())
+    assert worker.ended(2)[2].error is None
+    assert (worker.read(0, [4, 6]) == 7).all()
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise kvpool.DeviceError("a test's")
 
-    worker.copies.copy_in = refuse  # type: ignore[method-assign]
-    worker.store(2, [3], (1, 0), (0, 0), [5])
-    assert worker.ended(2)[2].error is not None
-    worker.load(3, [4], (1, 0), (0, 0), [5])
-    assert worker.ended(3)[3].error is not None
-    worker.transfers.close()
+def test_of_a_chunk_that_is_filled_in_part_nothing_else_is_loaded(open_worker: Any) -> None:
+    worker = open_worker(per=2)
+    worker.store(1, [3], (1, 0), (1, 0), [5])
+    worker.ended(1)
+    before = worker.read(0, [4, 6, 8, 9])
+    worker.load(2, [4, 6, 8, 9], (4, 0), (0, 0), [5, 2], partial=[5])
+    worker.load(3, [6, 8, 9], (3, 0), (1, 0), [5, 2], partial=[5])
+    worker.load(4, [8, 9], (2, 0), (0, 0), [2], partial=[2])
+    ended = worker.ended(2, 3, 4)
+    assert [ended[job].error is None for job in (2, 3, 4)] == [False, True, False]
+    np.testing.assert_array_equal(worker.read(0, [4]), before[:, :1])

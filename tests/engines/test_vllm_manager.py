@@ -278,6 +278,21 @@ class Stored(Manager):
             self.step()
         return self.lookup(*numbers) if PENDING in found else found
 
+    def wait_saved(self, count: int) -> None:
+        """Wait until the store has kept so many chunks more, which are pinned meanwhile."""
+        end = time.monotonic() + 60
+        while count > 0:
+            assert time.monotonic() < end
+            self.step()
+            time.sleep(0.001)
+            count -= int(self.counted().get("vllm:kvpool_store_saved_chunks", 0))
+
+    def store_in_part(self, *numbers: int) -> tuple[int, ...]:
+        _, blocks, _ = self.prepare_store(*numbers)
+        self.real.report(vllm.WorkerReport(partial_blocks=set(blocks)))
+        self.complete_store(*numbers)
+        return tuple(blocks)
+
 
 def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager = Stored(4)
@@ -318,9 +333,70 @@ def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
     manager.real.report(vllm.WorkerReport(partial_blocks={blocks[0]}))
     manager.complete_store(1, 2)
     assert manager.found(1, 2) == [HIT, HIT]
+    manager.wait_saved(1)
     manager.cache.forget(keys(1, 2))
     assert manager.found(1, 2) == [MISS, HIT]
     manager.real.shutdown()
+
+
+def test_a_load_names_the_chunks_that_are_filled_in_part() -> None:
+    manager = Stored(4)
+    (block,) = manager.store_in_part(1)
+    manager.fill(2)
+    found = manager.real.prepare_load(keys(2, 1), request())
+    assert (found.blocks[1], found.partial) == (block, (block,))
+    assert pickle.loads(pickle.dumps(found)).partial == (block,)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("again", ["by the store", "by the engine"])
+def test_a_chunk_that_comes_back_whole_is_not_filled_in_part_any_more(again: str) -> None:
+    """Into any host block, also that in which it was filled in part."""
+    manager = Stored(1)
+    manager.fill(1)
+    manager.wait_saved(1)
+    manager.cache.forget(keys(1))
+    (block,) = manager.store_in_part(1)
+    manager.fill(2)
+    manager.wait_saved(1)
+    if again == "by the store":
+        assert manager.found(1) == [HIT]
+    else:
+        manager.fill(1)
+    found = manager.real.prepare_load(keys(1), request())
+    assert (found.blocks, found.partial) == ((block,), ())
+    manager.complete_load("r", 1)
+    manager.real.shutdown()
+
+
+def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_brings() -> None:
+    manager = Stored(1)
+    manager.fill(1)
+    manager.wait_saved(1)
+    (block,) = manager.store_in_part(2)
+    assert manager.found(1) == [HIT]
+    found = manager.real.prepare_load(keys(1), request())
+    assert (found.blocks, found.partial) == ((block,), ())
+    assert (manager.tier.blocks[block] == 1).all()
+    manager.complete_load("r", 1)
+    manager.real.shutdown()
+
+
+def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -> None:
+    manager = Stored(2)
+    for number in range(50):
+        manager.store_in_part(number)
+    assert len(manager.real._incomplete) <= 4
+    found = manager.real.prepare_load(keys(48, 49), request())
+    assert found.partial == found.blocks
+    manager.real.shutdown()
+
+
+def test_without_stores_no_load_says_what_is_whole(make: Callable[..., Manager]) -> None:
+    manager = make()
+    manager.store(1)
+    assert manager.real.prepare_load(keys(1), request()).partial is None
+    manager.complete_load("r", 1)
 
 
 def test_reports_of_workers_are_joined() -> None:

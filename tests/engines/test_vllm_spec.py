@@ -123,6 +123,20 @@ def test_a_failed_load_is_a_success_only_where_somebody_computes_it(
     worker.shutdown()
 
 
+@pytest.mark.parametrize(("partial", "comes"), [((), True), ((3,), False), (None, False)])
+def test_a_worker_loads_what_a_store_has_brought_where_the_scheduler_says_that_it_is_whole(
+    partial: Any, comes: bool
+) -> None:
+    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}, per_chunk=2))
+    worker = worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
+    worker.submit_store(1, base.GPULoadStoreSpec([1], (1, 0), (0, 0)), vllm.HostBlocks((3,)))
+    worker.wait({1})
+    worker.submit_load(2, vllm.HostBlocks((3,), partial), base.GPULoadStoreSpec([7, 8], (2, 0), (0, 0)))
+    worker.wait({2})
+    assert [one.success for one in worker.get_finished()] == [True, comes]
+    worker.shutdown()
+
+
 def test_a_worker_stores_and_loads_what_vllm_names() -> None:
     """As in ``tests/v1/kv_offload/cpu/test_gpu_worker.py`` of vLLM: two groups over the same tensors, chunks of two
     blocks, and a load that begins in the middle of one."""

@@ -9,14 +9,23 @@ MUTATIONS = (
     Mutation(
         "a_load_brings_what_nobody_stored",
         "engines/transfers.py",
-        "if not self._written[self._places(part)].all()",
+        "if not self._has(part, checked)",
         "if False",
         "A prompt gets the KV that a host block had before, or none at all.",
         (
             f"{TESTS}test_a_host_block_that_no_store_has_filled_is_not_loaded",
             f"{TESTS}test_a_place_that_a_store_left_out_is_not_loaded",
             f"{TESTS}test_a_load_of_what_a_failed_store_should_have_brought_fails",
+            f"{TESTS}test_of_a_chunk_that_is_filled_in_part_nothing_else_is_loaded",
         ),
+    ),
+    Mutation(
+        "what_a_store_has_brought_is_not_loaded",
+        "engines/transfers.py",
+        "written if checked is None else written | ~np.isin(hosts, checked)",
+        "written",
+        "A host block that once held a chunk in part is refused for ever, though a store has filled it.",
+        (f"{TESTS}test_what_others_have_filled_is_loaded_whatever_was_there_before",),
     ),
     Mutation(
         "a_chunk_keeps_the_places_of_the_last_one",

@@ -28,7 +28,9 @@ def adapter_config(**params: Any) -> Any:
     """What ``--l2-adapter`` gives."""
     spec = {
         "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
-        "adapter_params": {"store": "disk:/kv/{part}", "revision": "1", "deadline": 60, **params},
+        "adapter_params": {
+            "store": "disk:/kv/{part}", "revision": "1", "kv_dtype": "fp8_e4m3", "deadline": 60, **params,
+        },
     }  # fmt: skip
     return parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
 

@@ -124,7 +124,7 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 def config(**fields: Any) -> HiCacheStorageConfig:
     """What the controller tells the plug-in. Options are among the fields."""
-    own = {name: fields.pop(name) for name in ("store", "revision") if name in fields}
+    own = {name: fields.pop(name) for name in ("store", "revision", "kv_dtype") if name in fields}
     known = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
         "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True, "model_name": "toy",

@@ -133,7 +133,7 @@ def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -
 def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys: pytest.CaptureFixture[str]) -> None:
     spec = {
         "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
-        "adapter_params": {"store": "disk:/kv/{part}", "revision": "1"},
+        "adapter_params": {"store": "disk:/kv/{part}", "revision": "1", "kv_dtype": "fp8_e4m3"},
     }  # fmt: skip
     asyncio.run(run_test_mode("toy", l2_adapter=[json.dumps(spec)], obj_size=1024, num_keys=5))
     printed = capsys.readouterr().out
@@ -185,7 +185,25 @@ def test_nothing_is_found_of_another_layout_or_other_weights(make: Any) -> None:
     assert lab.look_up(adapter, keys(1), {0: halves}) == []
     adapter.close()
     assert lab.look_up(make(revision="2"), keys(1), {0: LAYOUT}) == []
+    assert lab.look_up(make(kv_dtype="fp8_e5m2"), keys(1), {0: LAYOUT}) == []
     assert lab.look_up(make(), keys(1), {0: LAYOUT}) == [0]
+
+
+def test_objects_of_bytes_need_a_name_of_the_type_of_their_elements(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines keep all 8-bit types as bytes."""
+    adapter = make(kv_dtype="")
+    with caplog.at_level(logging.ERROR, "lmcache.kvpool"):
+        assert not lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
+        assert lab.look_up(adapter, keys(1), {0: LAYOUT}) == [] == lab.load(adapter, keys(1), objects(1))
+    assert [one.message.partition(":")[2] for one in caplog.records] == [
+        " kv_dtype is missing, and torch.uint8 may be any type: accepted is a text that names the type of the KV's "
+        "elements, such as 'fp8_e4m3' or 'fp8_e5m2'"
+    ]
+    halves = memory_object(SIZE, 0)
+    halves.metadata.shape, halves.metadata.dtype = torch.Size([SIZE // 2]), torch.bfloat16
+    assert lab.store(adapter, keys(1), [halves]).is_successful()
 
 
 def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def test_sglangs_clear_leaves_nothing_to_be_found(attach: Any) -> None:
     "change",
     [
         {"model_name": "other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2}, {"layout": "layer_first"},
-        {"dtype": torch.float16}, {"revision": "2"}, {"version": "0.5.22"},
+        {"dtype": torch.float16}, {"revision": "2"}, {"kv_dtype": "fp8_e4m3"}, {"version": "0.5.22"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
@@ -266,7 +267,7 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
     back_up(controller, kept, TOKENS)
     keys = lab.names_of(TOKENS)
     config, options = controller.storage_config, dict(controller.storage_config.extra_config)
-    options.update({name: change[name] for name in ("revision",) if name in change})
+    options.update({name: change[name] for name in ("revision", "kv_dtype") if name in change})
     fields = {name: change[name] for name in change if hasattr(config, name)}
     if "version" in change:
         monkeypatch.setattr(plugin, "_version", lambda: change["version"])
@@ -286,6 +287,28 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
     assert found(changed=True) == 0
     if "version" not in change:
         assert found(changed=False) == 10
+
+
+def test_pages_of_bytes_are_found_for_one_type_of_elements_only(stores: dict[str, Wrong]) -> None:
+    """SGLang keeps all 8-bit types as bytes."""
+    pool = host_pool("page_first", dtype=torch.uint8)
+    kept, keys = pool.alloc(len(TOKENS)), lab.names_of(TOKENS)
+
+    def backend(**options: Any) -> Any:
+        found = StorageBackendFactory.create_backend(
+            "dynamic", lab.config(store="disk:/kv", revision="1", **options), pool
+        )
+        found.register_mem_pool_host(pool)
+        return found
+
+    with pytest.raises(ValueError, match=r"kv_dtype is missing, and torch.uint8 may be any type: accepted is a text"):
+        backend()
+    with closing(backend(kv_dtype="fp8_e4m3")) as own:
+        assert all(own.batch_set_v1(keys, kept))
+    with closing(backend(kv_dtype="fp8_e5m2")) as other:
+        assert other.batch_exists(keys) == 0 and not any(other.batch_get_v1(keys, kept))
+    with closing(backend(kv_dtype="fp8_e4m3")) as own:
+        assert all(own.batch_get_v1(keys, kept))
 
 
 def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
