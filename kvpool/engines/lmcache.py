@@ -170,7 +170,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         """Held by the adapter's threads while they open a store. No call of LMCache's but ``delete`` waits for it."""
         self._open_again = -math.inf
         self._blocks: dict[int, StagedBlocks] = {}
-        self._layouts: dict[tuple[str, int], _Layout] = {}
+        self._layouts: dict[tuple[str, int, int], _Layout] = {}
         self._numbers, self._closed, self._refused = itertools.count(1), threading.Event(), set[str]()
         self._workers = {kind: _Worker(kind) for kind in (STORE, LOOKUP, LOAD)}
 
@@ -382,7 +382,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def _remember(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> None:
         """Keep the last layout of each model and group."""
         seen = {
-            (key.model_name, key.object_group_id): layout
+            (key.model_name, key.kv_rank, key.object_group_id): layout
             for key, layout in zip(keys, layouts, strict=True)
             if layout is not None
         }
@@ -395,7 +395,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
 
     def _known(self, key: ObjectKey) -> _Layout | None:
         with self._lock:
-            return self._layouts.get((key.model_name, key.object_group_id))
+            return self._layouts.get((key.model_name, key.kv_rank, key.object_group_id))
 
 
 def _name(key: ObjectKey, layout: _Layout) -> bytes:

@@ -139,7 +139,9 @@ class KVPoolHiCacheStorage(HiCacheStorage):
                 f"is a text with {PART}, so that each has a store"
             )
         rank = self._rank(name, host_pool)
-        store = self._options.make(f"{name}-{rank}")
+        # Replicas of attention have the same bytes, but no two processes may have one folder.
+        replica = self._config.dp_rank if self._options.kind not in SHARED else 0
+        store = self._options.make(f"{name}-{rank}" + (f"-dp{replica}" if replica else ""))
         layers = f"layers {getattr(host_pool, 'start_layer', 0)} to {getattr(host_pool, 'end_layer', 'the last')}"
         layout = f"{name}, {rank}, {host_pool.layout}, {host_pool.page_size} tokens, {size} bytes a page, {layers}"
         identity = kvpool.ModelIdentity(
@@ -258,9 +260,11 @@ class KVPoolHiCacheStorage(HiCacheStorage):
 
     def clear(self) -> bool:
         """Find no page any more that was saved until now. A process that opens the store later finds them, unless it
-        has another ``revision``."""
+        has another ``revision``. Pages that this process saves from now on are found by no other."""
         for pool in self._pools.values():
             pool.blocks.clear()
+        if self._options.kind in SHARED:
+            log.warning("clear: until it is started again with another revision, this process shares no pages")
         return True
 
     def get_stats(self) -> Any:

@@ -189,6 +189,20 @@ def test_pages_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
     assert came == len(TOKENS) and lab.same(lab.read(fresh, indices), pages)
 
 
+def test_replicas_of_attention_have_a_folder_each(tmp_path: Path) -> None:
+    pytest.importorskip("kvpool.stores.disk")
+    from kvpool.engines.sglang import KVPoolHiCacheStorage
+
+    opened = []
+    for dp_rank in (0, 1):
+        options = lab.config(store=f"disk:{tmp_path}/{{part}}?capacity=1MiB", revision="r", dp_rank=dp_rank)
+        opened.append(KVPoolHiCacheStorage(options))
+        opened[-1].register_mem_pool_host(host_pool("page_first"))
+    assert len(list(tmp_path.iterdir())) == 2
+    for storage in opened:
+        storage.close()
+
+
 def transfers(**keys: Any) -> list[PoolTransfer]:
     return [PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV, **keys)]
 
