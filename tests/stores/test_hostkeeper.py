@@ -390,6 +390,20 @@ def test_a_find_leaves_time_for_the_stores_behind_it(
     assert ends == [1.0, 2.0]
 
 
+def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
+    """Nobody has polled until shortly before the deadline."""
+    engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), Gate()
+    store.before["find"] = gate
+    for key in names(4):
+        engine.keeper.find(key)
+        engine.now += 1.95
+        engine.keeper.poll()
+    engine.later(0.5)
+    engine.until(lambda: engine.keeper.lookup(names(4)).tolist() == [ABSENT] * 4)
+    assert engine.keeper.stats().missed == {"late": 4} and engine.keeper.stats().suspended == ()
+    gate.open()
+
+
 @pytest.mark.parametrize("end", ["clear", "close"])
 def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, end: str) -> None:
     engine, gate = make(blocks=16, save_share=0.25), Gate()
