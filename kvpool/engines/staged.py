@@ -7,7 +7,6 @@ load then. So a load ends in a row of ours, and is copied to the engine only aft
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import threading
@@ -22,8 +21,9 @@ import numpy as np
 from kvpool.arguments import text_argument
 from kvpool.arrays.layout import integer_argument
 from kvpool.hostcache.identity import ModelIdentity
+from kvpool.keepers.health import StoreHealth
 from kvpool.stores import jobs
-from kvpool.stores.base import ABSENT, OK, REFUSED, Bytes, Rows, Store
+from kvpool.stores.base import ABSENT, OK, Bytes, Rows, Store
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import CODES, StoreQueue, StoreStats
 from kvpool.stores.urls import bytes_argument, open_store
@@ -128,8 +128,9 @@ class StagedBlocks:
     and logged once for each kind of trouble.
 
     A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
-    twice as long each time it fails again, up to 60 s. Until then nothing is found. Saves are judged apart from the
-    rest: a disk that is read-only still gives what it has.
+    twice as long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for
+    the others it is still suspended. Saves are judged apart from the rest: a disk that is read-only still gives what it
+    has. See ``StoreHealth``.
 
     The constructor raises what ``StoreQueue`` raises.
     """
@@ -142,7 +143,8 @@ class StagedBlocks:
         self.deadline = deadline
         """Seconds that a call may take. It may be changed."""
         self._generation = b""
-        self._lock, self._pauses = threading.Lock(), {saving: _Pause() for saving in (False, True)}
+        self._lock = threading.Lock()
+        self._health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S, clock=self._queue.now)
         self.troubles: Counter[tuple[str, str]] = Counter()
         """Blocks by kind of job and by what went wrong."""
 
@@ -184,14 +186,12 @@ class StagedBlocks:
 
     @property
     def suspended(self) -> bool:
-        """Whether the store is not asked for now, to save or for anything else."""
-        return any(self._queue.now() < pause.until for pause in self._pauses.values())
+        """Whether the store has failed and has not answered since, to save or for anything else."""
+        return self._health.suspended() or self._health.suspended(writes=True)
 
     def resume(self) -> None:
         """Ask a store again that is suspended."""
-        with self._lock:
-            for pause in self._pauses.values():
-                pause.end()
+        self._health.resume()
 
     def drain(self, timeout: float) -> bool:
         """Wait until the store does nothing more, at most ``timeout`` seconds. Returns whether that is so."""
@@ -251,13 +251,19 @@ class StagedBlocks:
     @contextmanager
     def _watched(self, kind: str, count: int) -> Iterator[bool]:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
-        paused = self._queue.now() < self._pauses[kind == jobs.SAVE].until
-        if paused and count:
+        usable = count > 0 and self._usable(kind)
+        if count and not usable:
             self._note(kind, "suspended", count, quiet=True)
         try:
-            yield not paused and count > 0
+            yield usable
         except Exception as error:
             self._note(kind, type(error).__name__, count, str(error)[:200])
+
+    def _usable(self, kind: str) -> bool:
+        """Whether the store may be asked now. Nothing is learnt from a job that forgets, so it is no probe."""
+        if kind == jobs.FORGET:
+            return not self._health.suspended(writes=True)
+        return self._health.usable(writes=kind == jobs.SAVE, found=kind == jobs.LOAD)
 
     def _judge(self, job: Job) -> None:
         """Count what went wrong, and suspend a store from which nothing came."""
@@ -265,12 +271,7 @@ class StagedBlocks:
         wrong = {code: count for code, count in enumerate(counts) if count and code not in (OK, ABSENT)}
         for code, count in wrong.items():
             self._note(job.kind, CODES[code], count, job.error)
-        with self._lock:
-            pause = self._pauses[job.kind == jobs.SAVE]
-            if counts[OK] or counts[ABSENT] or counts[REFUSED]:
-                pause.end()
-            elif wrong:
-                pause.begin(self._queue.now())
+        self._health.note(job)
 
     def _note(self, kind: str, trouble: str, count: int, detail: str = "", quiet: bool = False) -> None:
         with self._lock:
@@ -279,20 +280,6 @@ class StagedBlocks:
         if first and not quiet:
             text = "kvpool: store %s: %s of %d blocks: %s. More of this is counted, and not logged."
             log.warning(text, self._queue.name, kind, count, f"{trouble} {detail}".strip())
-
-
-class _Pause:
-    """Until when a store is not asked. Each one is twice as long as the one before, unless it has answered."""
-
-    def __init__(self) -> None:
-        self._seconds, self.until = 0.0, -math.inf
-
-    def begin(self, now: float) -> None:
-        self._seconds = min(max(2 * self._seconds, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-        self.until = now + self._seconds
-
-    def end(self) -> None:
-        self._seconds, self.until = 0.0, -math.inf
 
 
 @dataclass(eq=False)

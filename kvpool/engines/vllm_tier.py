@@ -151,7 +151,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._submit("load", job_metadata)
 
     def _submit(self, kind: str, asked: TransferJob) -> None:
-        if self._health.usable(writes=kind == "save"):
+        if self._health.usable(writes=kind == "save", found=kind == "load"):
             begin = self._queue.save if kind == "save" else self._queue.load
             keys, rows = self._opaque(asked.keys), np.asarray(asked.chunk_ids, np.int64)
             try:

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.stores import jobs
-from kvpool.stores.base import CANCELLED, DAMAGED, FAILED, LATE
+from kvpool.stores.base import CANCELLED, DAMAGED, FAILED, LATE, OK
 from kvpool.stores.jobs import Job
 
-READS, WRITES = False, True
+_READS, _WRITES = (jobs.FIND, jobs.LOAD), (jobs.SAVE,)
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,24 @@ class HealthStats:
     """jobs that were allowed, one at a time, while the store was suspended"""
 
 
-class _Side:
-    """What is known of the reads of a store, or of its writes. The lock of the owner guards it."""
+class _Kind:
+    """What is known of a store's jobs of one kind. The lock of the owner guards it.
+
+    ``found``, of loads: a find that probes has found blocks, and none of their loads is done yet.
+    """
 
     def __init__(self, wait: float) -> None:
-        self.failures, self.suspended, self.probing, self.wait, self.probe_at = 0, False, False, wait, 0.0
+        self.wait_first = wait
+        self.answered()
+
+    def answered(self) -> None:
+        """A job was answered."""
+        self.failures, self.suspended, self.probing, self.found = 0, False, False, False
+        self.wait, self.probe_at = self.wait_first, 0.0
+
+    def probe(self, now: float) -> None:
+        """A probe may begin. If it is never begun, or never ends, the next one comes after another wait."""
+        self.probing, self.found, self.probe_at = True, False, now + self.wait
 
 
 class StoreHealth:
@@ -49,8 +62,12 @@ class StoreHealth:
     A job has failed if no block of it was answered: all are FAILED, LATE or DAMAGED. A block that is absent, or refused
     because the store is full, is an answer. A job that was cancelled says nothing.
 
-    Reads (find, load) and writes (save, forget) are judged apart, since a disk that is full or read-only still gives
-    what it has. Thread-safe; never waits. Raises TypeError, ValueError.
+    Reads and writes are suspended apart, since a disk that is full or read-only still gives what it has. Failures are
+    counted for each kind of job: a find that is answered does not excuse loads that fail. Reads are suspended when
+    finds or loads are. A probe of loads begins with a find. If that finds nothing, the next find is a probe too, until
+    blocks are found and loaded. A ``forget`` says nothing.
+
+    Thread-safe; never waits. Raises TypeError, ValueError.
     """
 
     def __init__(
@@ -61,55 +78,74 @@ class StoreHealth:
         self._wait = seconds_argument("probe_seconds", probe_seconds)
         self._wait_max = max(self._wait, seconds_argument("probe_seconds_max", probe_seconds_max))
         self._clock, self._lock = clock, threading.Lock()
-        self._sides = {READS: _Side(self._wait), WRITES: _Side(self._wait)}
+        self._kinds = {kind: _Kind(self._wait) for kind in (*_READS, *_WRITES)}
         self._failed, self._suspensions, self._probes = 0, 0, 0
 
-    def usable(self, *, writes: bool = False) -> bool:
+    def usable(self, *, writes: bool = False, found: bool = False) -> bool:
         """Whether a job may be begun now. While the store is suspended, this is true once after each wait: the job that
-        is begun then is the probe."""
+        is begun then is the probe. ``found``: the job loads blocks that a find has found. It may then be begun with the
+        probe of that find."""
         with self._lock:
-            side = self._sides[writes]
-            if not side.suspended:
+            now, down = self._clock(), self._suspended(writes)
+            loads = self._kinds[jobs.LOAD]
+            if found and loads.found:
                 return True
-            now = self._clock()
-            if now < side.probe_at:
+            if any(now < kind.probe_at for kind in down):
                 return False
-            # If this probe is never begun, or never ends, the next one comes after another wait.
-            side.probing, side.probe_at = True, now + side.wait
-            self._probes += 1
+            # A load that is answered does not end what finds that failed have begun: their probe stays to a find.
+            own = [kind for kind in down if not found or kind is loads]
+            for kind in own:
+                kind.probe(now)
+            self._probes += bool(own)
             return True
 
     def suspended(self, *, writes: bool = False) -> bool:
         """Whether it is suspended. Asks for no probe."""
         with self._lock:
-            return self._sides[writes].suspended
+            return bool(self._suspended(writes))
 
     def note(self, job: Job) -> None:
         """Learn from a job that is done. Call it once for each job."""
         failed = _failed(job)
-        if failed is None:
+        if failed is None or job.kind == jobs.FORGET:
             return
         with self._lock:
-            side = self._sides[job.kind in (jobs.SAVE, jobs.FORGET)]
             self._failed += failed
-            if not failed:
-                side.failures, side.suspended, side.probing, side.wait = 0, False, False, self._wait
+            if failed:
+                self._failure(self._kinds[job.kind])
                 return
-            side.failures += 1
-            if not side.suspended and side.failures >= self._most:
-                side.suspended, side.probe_at = True, self._clock() + side.wait
-                self._suspensions += 1
-            elif side.probing:
-                side.wait = min(2 * side.wait, self._wait_max)
-                side.probing, side.probe_at = False, self._clock() + side.wait
+            self._kinds[job.kind].answered()
+            loads = self._kinds[jobs.LOAD]
+            if job.kind == jobs.FIND and loads.probing and not loads.found:
+                loads.found = bool((job.codes == OK).any())
+                if not loads.found:
+                    loads.probing, loads.probe_at = False, self._clock()
+
+    def resume(self) -> None:
+        """End the suspensions, as if the store had answered."""
+        with self._lock:
+            for kind in self._kinds.values():
+                kind.answered()
 
     def stats(self) -> HealthStats:
         """Figures of now."""
         with self._lock:
-            return HealthStats(
-                self._sides[READS].suspended, self._sides[WRITES].suspended, self._failed, self._suspensions,
-                self._probes,
-            )  # fmt: skip
+            reads, writes = bool(self._suspended(False)), bool(self._suspended(True))
+            return HealthStats(reads, writes, self._failed, self._suspensions, self._probes)
+
+    def _suspended(self, writes: bool) -> list[_Kind]:
+        """The kinds of jobs that are suspended. The lock is held."""
+        return [self._kinds[kind] for kind in (_WRITES if writes else _READS) if self._kinds[kind].suspended]
+
+    def _failure(self, kind: _Kind) -> None:
+        """A job of this kind has failed. The lock is held."""
+        kind.failures += 1
+        if not kind.suspended and kind.failures >= self._most:
+            kind.suspended, kind.probe_at = True, self._clock() + kind.wait
+            self._suspensions += 1
+        elif kind.probing:
+            kind.wait = min(2 * kind.wait, self._wait_max)
+            kind.probing, kind.found, kind.probe_at = False, False, self._clock() + kind.wait
 
 
 def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:

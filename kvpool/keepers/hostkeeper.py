@@ -22,7 +22,8 @@ from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.health import StoreHealth, seconds_argument
-from kvpool.stores.base import OK, Store
+from kvpool.keepers.lanes import PATIENCE_SECONDS
+from kvpool.stores.base import LATE, OK, Store
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import CODES, StoreQueue, StoreStats
 
@@ -49,14 +50,15 @@ class HostKeeperStats:
     loaded: int
     """blocks that came from a store, and could be found in the cache then"""
     missed: dict[str, int]
-    """keys that did not come, by reason: "absent", "failed", "damaged", "late", "cancelled" (what the stores said),
-    "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store is usable), "taken" (the engine has
-    written the block itself meanwhile)"""
+    """keys that did not come, by reason: "absent", "failed", "damaged", "late" (what the stores said), "cancelled"
+    (``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store is usable),
+    "taken" (the engine has written the block itself meanwhile)"""
     saved: int
-    """blocks that a store has kept"""
+    """blocks that a store has kept. A block that two stores keep counts twice."""
     unsaved: dict[str, int]
     """blocks that a store has not kept, by reason: what the store said, "evicted" (they had left the cache), "busy",
-    "suspended", or "crowded" (too many waited)"""
+    "suspended", "crowded" (too many waited), or "cancelled" (``clear`` or ``close``). A block that two stores have not
+    kept counts twice."""
     searching: int
     """keys whose answer is not known yet"""
     loading: int
@@ -82,6 +84,7 @@ class _Line(NamedTuple):
 class _Search(NamedTuple):
     """Keys that a store is asked for."""
 
+    began: float
     store: int
     keys: list[bytes]
 
@@ -89,6 +92,7 @@ class _Search(NamedTuple):
 class _Load(NamedTuple):
     """Keys whose blocks a store writes. ``left``: those that are still reserved."""
 
+    began: float
     store: int
     keys: list[bytes]
     left: set[bytes]
@@ -97,6 +101,7 @@ class _Load(NamedTuple):
 class _Save(NamedTuple):
     """A lease whose blocks are saved. ``stores``: those that still read them."""
 
+    began: float
     lease: HostLease
     stores: set[int]
 
@@ -185,6 +190,9 @@ class HostKeeper:
         self._unsaved: Counter[str] = Counter()
         self._closed = False
         self._lines = self._open(list_argument("stores", stores), cache.identity if identity is None else identity)
+        # A job that had less time than this and is late says nothing about its store. Half of the least time of a find.
+        least = min(self._load_seconds / 2 ** len(self._lines), self._save_seconds / 2)
+        self._patience = min(PATIENCE_SECONDS, least)
 
     def _open(self, stores: list[Store], identity: ModelIdentity) -> list[_Line]:
         """Open the stores: all, or none."""
@@ -283,9 +291,9 @@ class HostKeeper:
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
         were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``."""
-        for keys in (self._asked, self._absent, self._unread, self._waiting, self._unused):
+        self._cancel()
+        for keys in (self._absent, self._unread, self._unused):
             keys.clear()
-        self._new.clear()
         self._prefix = os.urandom(16)
         self._cache.clear(force=True)
 
@@ -315,8 +323,7 @@ class HostKeeper:
         the keeper.
         """
         self._closed, over = True, True
-        self._asked.clear()
-        self._waiting.clear()
+        self._cancel()
         for number, line in enumerate(self._lines):
             over = line.queue.close(timeout) and over
             if not self._cache.closed:
@@ -331,6 +338,15 @@ class HostKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _cancel(self) -> None:
+        """Give up the keys that are looked for, and the saves that have not begun."""
+        if self._asked:
+            self._missed["cancelled"] += len(self._asked)
+        self._not_saved("cancelled", len(self._waiting))
+        self._asked.clear()
+        self._new.clear()
+        self._waiting.clear()
 
     # -- keys that are looked for --------------------------------------------------------------------
 
@@ -352,14 +368,17 @@ class HostKeeper:
         """Ask the stores from this one on."""
         reason = "suspended"
         for number in range(first, len(self._lines)):
-            line = self._lines[number]
+            line, now = self._lines[number], self._clock()
             if keys and line.health.usable():
+                last, end = number + 1 == len(self._lines), self._deadline(keys)
+                # One store that hangs leaves time for those behind it.
+                deadline = end if last else now + (end - now) / 2
                 try:
-                    job = line.queue.find(self._opaque(line, keys), deadline=self._deadline(keys))
+                    job = line.queue.find(self._opaque(line, keys), deadline=deadline)
                 except StoreBusy:
                     reason = "busy"
                     continue
-                self._jobs[job] = _Search(number, keys)
+                self._jobs[job] = _Search(now, number, keys)
                 return
         self._miss(keys, reason if not first else "absent")
 
@@ -408,14 +427,14 @@ class HostKeeper:
                     self._miss([key], "crowded")
         if taken is None or not loaded:
             return
-        own = list(taken.keys)
+        own, now = list(taken.keys), self._clock()
         try:
             job = line.queue.load(self._opaque(line, own), taken.blocks, deadline=self._deadline(own))
         except StoreBusy:
             self._cache.abort(own)
             self._miss(own, "busy")
             return
-        self._jobs[job] = _Load(store, own, loaded)
+        self._jobs[job] = _Load(now, store, own, loaded)
         self._loading += len(own)
 
     def _reserve(self, keys: list[bytes]) -> Any:
@@ -441,10 +460,11 @@ class HostKeeper:
             until = self._clock() + UNREAD_SECONDS
             for key in here:
                 load.left.discard(key)
+                # ``clear`` drops a block that comes after it.
                 if self._asked.pop(key, None) is not None:
                     self._unread[key] = until
+                    self._loaded += 1
             self._loading -= len(here)
-            self._loaded += len(here)
         self._miss_by_code(load.keys, job)
         if not job.returned:
             self._hung |= load.left
@@ -463,38 +483,37 @@ class HostKeeper:
         for key in keys:
             self._unused.pop(key, None)
             self._waiting.setdefault(key, deadline)
-        self._unsaved["crowded"] += _bound(self._waiting, self._cache.host_blocks)
+        self._not_saved("crowded", _bound(self._waiting, self._cache.host_blocks))
 
     def _begin_saves(self) -> None:
         """Pin blocks that wait, as many as have room, and save them."""
         now = self._clock()
         while self._waiting and next(iter(self._waiting.values())) <= now:
             del self._waiting[next(iter(self._waiting))]
-            self._unsaved["late"] += 1
-        usable = [number for number, line in enumerate(self._lines) if line.health.usable(writes=True)]
-        if not usable:
-            self._unsaved["suspended"] += len(self._waiting)
-            self._waiting.clear()
+            self._not_saved("late", 1)
         while self._waiting and (room := min(AT_ONCE, self._save_max - self._saving)) > 0:
             keys = list(islice(self._waiting, room))
             deadline = self._waiting[keys[0]]
             for key in keys:
                 del self._waiting[key]
             here = (self._cache.lookup(keys) == self._cache.HERE).tolist()
-            self._unsaved["evicted"] += len(keys) - sum(here)
-            self._save(list(compress(keys, here)), usable, deadline)
+            self._not_saved("evicted", len(keys) - sum(here))
+            self._save(list(compress(keys, here)), deadline)
 
-    def _save(self, keys: list[bytes], stores: list[int], deadline: float) -> None:
+    def _save(self, keys: list[bytes], deadline: float) -> None:
+        """Save blocks to each store that is usable."""
         if not keys:
             return
         try:
             lease = self._cache.pin(keys, owner="kvpool stores")
         except BlockNotFound:
-            self._unsaved["evicted"] += len(keys)
+            self._not_saved("evicted", len(keys))
             return
-        save = _Save(lease, set())
-        for number in stores:
-            line = self._lines[number]
+        save = _Save(self._clock(), lease, set())
+        for number, line in enumerate(self._lines):
+            if not line.health.usable(writes=True):
+                self._unsaved["suspended"] += len(keys)
+                continue
             try:
                 job = line.queue.save(self._opaque(line, keys), lease.blocks, deadline=deadline)
             except StoreBusy:
@@ -506,6 +525,11 @@ class HostKeeper:
             self._saving += len(keys)
         else:
             lease.close()
+
+    def _not_saved(self, reason: str, count: int) -> None:
+        """Count blocks that no store gets."""
+        if count:
+            self._unsaved[reason] += count * len(self._lines)
 
     def _kept(self, save: _Save, store: int, job: Job, first: bool) -> None:
         """A save is done, or has returned."""
@@ -529,7 +553,8 @@ class HostKeeper:
         if work is None:
             return
         first = job not in self._done
-        if first:
+        hurried = job.deadline - work.began < self._patience
+        if first and not (hurried and (job.codes == LATE).any()):
             self._lines[store].health.note(job)
         if job.returned or isinstance(work, _Search):
             del self._jobs[job]

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
 
+from kvpool.engines import staged
 from kvpool.engines.staged import StagedBlocks, StoreOptions
 from kvpool.stores import MemoryStore
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
@@ -139,6 +140,40 @@ def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: W
     assert blocks.find(names(3)) == [True, True, False] and len(load(blocks, 2)) == 2
     assert blocks.suspended and not any(save(blocks, 2, first=2))
     assert store.calls.count("save") == 2
+
+
+def test_a_store_that_finds_and_loads_nothing_is_asked_no_more_for_a_while(make: Open, store: Wrong) -> None:
+    blocks = make()
+    save(blocks, 2)
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    store.before["load"] = fail
+    for _ in range(5):
+        blocks.find(names(2))
+        assert load(blocks, 2) == {}
+    assert blocks.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
+    blocks.resume()
+    del store.before["load"]
+    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.suspended
+
+
+def test_a_load_of_what_the_probe_has_found_ends_the_suspension(
+    make: Open, store: Wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "_FIRST_PAUSE_S", 0.0)
+    blocks = make()
+    save(blocks, 2)
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    store.before["load"] = fail
+    assert load(blocks, 2) == {} and blocks.suspended
+    del store.before["load"]
+    assert blocks.find(names(2)) == [True] * 2 and blocks.suspended
+    assert len(load(blocks, 2)) == 2 and not blocks.suspended
 
 
 @pytest.mark.parametrize("when", ["fill", "put"])

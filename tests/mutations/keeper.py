@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "a_suspended_store_is_asked",
         "keepers/health.py",
-        "            if now < side.probe_at:\n                return False\n",
-        "            if now < side.probe_at:\n                return True\n",
+        "            if any(now < kind.probe_at for kind in down):\n                return False\n",
+        "            if any(now < kind.probe_at for kind in down):\n                return True\n",
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",

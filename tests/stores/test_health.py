@@ -119,8 +119,84 @@ def test_writes_that_fail_suspend_no_reads(health: StoreHealth) -> None:
     assert health.stats().writes_suspended and not health.stats().reads_suspended
     health.note(job(OK, kind="find"))
     assert not health.usable(writes=True)
-    health.note(job(OK, kind=FORGET))
+    health.note(job(OK, kind="save"))
     assert health.usable(writes=True)
+
+
+def test_a_store_that_forgets_and_does_not_save_is_suspended(health: StoreHealth) -> None:
+    for _ in range(3):
+        health.note(job(FAILED, kind="save"))
+        health.note(job(OK, kind=FORGET))
+    assert not health.usable(writes=True)
+
+
+@pytest.mark.parametrize(("good", "bad"), [("find", "load"), ("load", "find")])
+def test_answers_of_one_kind_excuse_no_failures_of_another(health: StoreHealth, good: str, bad: str) -> None:
+    for _ in range(3):
+        health.note(job(OK, kind=good))
+        health.note(job(FAILED, kind=bad))
+    assert health.suspended() and not health.usable() and not health.usable(found=True)
+    assert health.usable(writes=True)
+
+
+def probing_find(health: StoreHealth, clock: Clock, code: int) -> None:
+    """Loads have failed. After the wait a find is the probe, and gets this answer."""
+    fail(health)
+    clock.now += 5
+    assert health.usable()
+    health.note(job(code, kind="find"))
+
+
+def test_a_find_that_probes_lets_the_load_begin_that_ends_the_suspension(health: StoreHealth, clock: Clock) -> None:
+    probing_find(health, clock, OK)
+    assert not health.usable() and health.usable(found=True)
+    health.note(job(OK, kind="load"))
+    assert health.usable() and not health.suspended()
+
+
+def test_a_load_of_a_probe_that_fails_doubles_the_wait(health: StoreHealth, clock: Clock) -> None:
+    probing_find(health, clock, OK)
+    health.note(job(FAILED, kind="load"))
+    assert not health.usable(found=True)
+    clock.now += 9.5
+    assert not health.usable() and not health.usable(found=True)
+    clock.now += 0.5
+    assert health.usable()
+
+
+def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: StoreHealth, clock: Clock) -> None:
+    """No load follows it, so it says nothing of loads. Finds are answered, and need not be spared."""
+    probing_find(health, clock, ABSENT)
+    for _ in range(5):
+        assert health.suspended() and health.usable() and not health.usable()
+        health.note(job(ABSENT, kind="find"))
+    assert health.usable()
+    health.note(job(ABSENT, OK, kind="find"))
+    health.note(job(ABSENT, kind="find"))
+    assert not health.usable(), "a load is under way"
+    health.note(job(OK, kind="load"))
+    assert health.usable() and not health.suspended()
+
+
+def test_a_load_that_never_follows_is_replaced_by_another_probe(health: StoreHealth, clock: Clock) -> None:
+    probing_find(health, clock, OK)
+    clock.now += 5
+    assert health.usable()
+
+
+def test_loads_leave_the_probe_of_finds_to_a_find(health: StoreHealth, clock: Clock) -> None:
+    fail(health, kind="find")
+    assert not health.usable(found=True)
+    clock.now += 5
+    assert health.usable(found=True) and health.usable() and not health.usable()
+
+
+def test_resume_ends_all_suspensions(health: StoreHealth) -> None:
+    for kind in ("find", "load", "save"):
+        fail(health, kind=kind)
+    health.resume()
+    assert health.usable() and health.usable(found=True) and health.usable(writes=True)
+    assert not health.suspended() and not health.suspended(writes=True)
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "5", None, True])

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.keepers.hostkeeper import HostKeeper
-from kvpool.stores import REFUSED, MemoryStore
+from kvpool.stores import REFUSED, MemoryStore, StoreQueue
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
@@ -357,6 +357,125 @@ def test_a_full_store_refuses_and_it_is_counted(make: Callable[..., Engine], sto
     assert engine.keeper.drain(60)
     assert engine.keeper.stats().unsaved["refused"] == 5 and engine.keeper.stats().saved == 0
     assert engine.cache.stats().pinned == 0
+
+
+def test_a_store_that_finds_and_loads_nothing_is_suspended(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(retry_seconds=0.0)
+    engine.saved(2)
+    store.before["load"] = fail
+    for _ in range(6):
+        assert engine.ask(2) == [ABSENT] * 2
+    assert engine.keeper.stats().suspended == ("wrong",) and store.calls.count("load") == 3
+    assert engine.keeper.stats().missed == {"failed": 6, "suspended": 6}
+    del store.before["load"]
+    engine.now += 6
+    assert engine.ask(1, 90) == [ABSENT]
+    assert engine.keeper.stats().suspended == ("wrong",), "no load has followed"
+    assert engine.ask(2) == [HERE] * 2
+    assert engine.keeper.stats().suspended == ()
+
+
+def test_a_find_leaves_time_for_the_stores_behind_it(
+    make: Callable[..., Engine], store: Wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
+    find = StoreQueue.find
+
+    def noted(queue: StoreQueue, keys: Any, *, deadline: float) -> Any:
+        ends.append(deadline - engine.now)
+        return find(queue, keys, deadline=deadline)
+
+    monkeypatch.setattr(StoreQueue, "find", noted)
+    assert engine.ask(1) == [ABSENT]
+    assert ends == [1.0, 2.0]
+
+
+def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
+    """Nobody has polled until shortly before the deadline."""
+    engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), Gate()
+    store.before["find"] = gate
+    for key in names(4):
+        engine.keeper.find(key)
+        engine.now += 1.95
+        engine.keeper.poll()
+    engine.later(0.5)
+    engine.until(lambda: engine.keeper.lookup(names(4)).tolist() == [ABSENT] * 4)
+    assert engine.keeper.stats().missed == {"late": 4} and engine.keeper.stats().suspended == ()
+    gate.open()
+
+
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, end: str) -> None:
+    engine, gate = make(blocks=16, save_share=0.25), Gate()
+    store.before["save"] = gate
+    engine.write(10)
+    engine.keeper.lookup(names(3, 50))
+    engine.keeper.poll()
+    engine.until(gate.reached.is_set)
+    engine.keeper.lookup(names(2, 60))
+    assert (engine.keeper.stats().saving, engine.keeper.stats().waiting) == (4, 6)
+    if end == "clear":
+        engine.keeper.clear()
+        assert engine.keeper.stats().unsaved == {"cancelled": 6}
+    else:
+        assert not engine.keeper.close(0.05)
+    gate.open()
+    assert engine.keeper.drain(60) if end == "clear" else engine.keeper.close(60)
+    stats = engine.keeper.stats()
+    assert stats.loaded + sum(stats.missed.values()) == stats.asked == 5 and stats.missed["cancelled"] >= 2
+    assert stats.saved + sum(stats.unsaved.values()) == 10
+    assert stats.unsaved["cancelled"] == (6 if end == "clear" else 10)
+
+
+def test_a_block_that_comes_after_clear_is_not_loaded_and_cancelled_both(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    engine, gate = make(), Gate()
+    engine.saved(4)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(4))
+    engine.until(gate.reached.is_set)
+    engine.keeper.clear()
+    gate.open()
+    assert engine.keeper.drain(60)
+    stats = engine.keeper.stats()
+    assert stats.missed == {"cancelled": 4} and (stats.loaded, stats.loading) == (0, 0)
+
+
+def test_what_a_suspended_store_does_not_get_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
+    broken = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    broken.name, broken.before["save"] = "broken", fail
+    engine = make(broken, store)
+    for number in range(10):
+        engine.write(1, number)
+        assert engine.keeper.drain(60)
+    stats = engine.keeper.stats()
+    assert stats.suspended == ("broken",) and stats.saved == 10
+    assert stats.unsaved == {"failed": 3, "suspended": 7}
+
+
+def test_what_no_store_gets_is_counted_for_each(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store)
+    engine.write(3)
+    engine.cache.forget(names(3))
+    assert engine.keeper.drain(60)
+    assert engine.keeper.stats().unsaved == {"evicted": 6}
+
+
+def test_a_probe_is_not_used_up_by_saves_that_do_not_begin(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(retry_seconds=0.0)
+    store.before["save"] = fail
+    for number in range(3):
+        engine.write(1, number)
+        assert engine.keeper.drain(60)
+    del store.before["save"]
+    engine.now += 6
+    engine.write(1, 10)
+    engine.cache.forget(names(1, 10))
+    assert engine.keeper.drain(60) and engine.keeper.stats().unsaved["evicted"] == 1
+    engine.write(1, 11)
+    assert engine.keeper.drain(60)
+    assert engine.keeper.stats().saved == 1 and engine.keeper.stats().suspended == ()
 
 
 # -- bounds ----------------------------------------------------------------------------------------------
