@@ -122,6 +122,7 @@ class Feed:
             self.dropped += self._new_rows
             self._new.clear()
             self._new_rows = 0
+            self._learn(events)
             self._keep(events.records, events.tokens, events.extra)
             again = self._pool.events(snapshot=True)
             self._next += again.number - self._expected

@@ -121,6 +121,19 @@ def test_a_keeper_that_has_lost_events_learns_what_there_is() -> None:
         assert kept.stats().orphans == 0 and not kept.stats().dropped
 
 
+def test_a_reader_learns_the_namespace_of_what_has_gone_again_after_a_gap() -> None:
+    one = engine(P=8, S=8, event_capacity=16)
+    with one.cache:
+        own = feed.Feed(one.cache, ["memory"])
+        for number in range(8):
+            one.seed(tokens(17, 100 * number), 16)
+        one.seed(tokens(9, 5000), 8, salt="tenant")
+        one.cache.forget(namespace=("tenant", None))
+        own.poll()
+        gone = [event for event in own.read() if event.kind == "stored" and event.tokens[0, 0] == 5000]
+        assert len(gone) == 1 and gone[0].salt == "tenant" and gone[0].parent is None
+
+
 def test_a_keeper_that_is_late_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it learns anew what there is, and its reader has lost nothing."""
     monkeypatch.setattr(feed, "LATE_ROWS", 0)
