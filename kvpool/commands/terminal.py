@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+from kvpool.sizes import parse_size
 
-_UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
-}
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def progress_bar(total: int | None, unit: str) -> Any:
@@ -110,7 +105,7 @@ def seconds_argument(text: str) -> float:
 
 def size_argument(text: str) -> int:
     """Parse a number of bytes: ``4096``, ``8GiB``, ``1.5 GB``."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
+    found = parse_size(text)
+    if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 512MiB or 8GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return found

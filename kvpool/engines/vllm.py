@@ -16,13 +16,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kvpool
 from kvpool.engines.stores import StoreOptions, lasting_identity, store_options
+from kvpool.sizes import parse_size
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that the tests run. Its interface is experimental, and may change with each version."""
@@ -97,7 +97,6 @@ _STORE_COUNTERS = {
     "vllm:kvpool_store_unsaved_chunks": "Chunks that a store was to keep and has not kept.",
 }
 _BLOCKS = "vllm:kvpool_host_blocks"
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class HostBlocks(LoadStoreSpec):
@@ -580,12 +579,12 @@ def host_bytes(options: Mapping[str, Any]) -> int:
     """``host_memory`` in bytes. Raises ValueError if it is missing, or neither a number of bytes nor text such as
     "8GiB"."""
     given = options.get("host_memory")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB)?", str(given)) if isinstance(given, (int, str)) else None
-    if match is None or isinstance(given, bool):
+    found = parse_size(given)
+    if found is None:
         raise ValueError(
             f"host_memory={given!r} in kv_connector_extra_config: bytes are needed, or text such as '8GiB'"
         )
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    return found
 
 
 def identity(config: OffloadingConfig, version: str) -> kvpool.ModelIdentity:

@@ -7,9 +7,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from kvpool.arguments import text_argument
+from kvpool.sizes import parse_size
 from kvpool.stores.base import Store
 
-UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _KINDS = {
     "disk": ("kvpool.stores.disk", "DiskStore"),
     "memory": ("kvpool.stores.memory", "MemoryStore"),
@@ -57,8 +57,7 @@ def open_store(text: Any) -> Store:
 
 def bytes_argument(name: str, value: Any) -> int:
     """A size in bytes: an integer, or a text such as ``"64GiB"``. Raises ValueError."""
-    digits = str(value).rstrip("KMGTiB")
-    unit = str(value)[len(digits) :]
-    if not digits.isdecimal() or unit not in UNITS:
+    found = parse_size(value)
+    if found is None:
         raise ValueError(f"{name}={value!r:.80}: accepted are bytes, such as 1048576 or 64GiB")
-    return int(digits) * UNITS[unit]
+    return found

@@ -50,13 +50,22 @@ def config(extra: dict[str, Any], *, workers: int = 1, stages: int = 1, per_chun
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(4096, 4096), ("4096", 4096), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 1 << 16), ("2TiB", 2 << 40)],
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("8GiB", 8 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("64KiB", 1 << 16),
+        ("2TiB", 2 << 40),
+        ("8GB", 8 * 10**9),
+        ("8 gib", 8 << 30),
+    ],
 )
 def test_host_memory_is_bytes_or_text_with_a_unit(given: Any, expected: int) -> None:
     assert vllm.host_bytes({"host_memory": given}) == expected
 
 
-@pytest.mark.parametrize("given", [None, "", "8GB", "8 gib", -1, "much", 1.5, True, [8]])
+@pytest.mark.parametrize("given", [None, "", "8GX", "8 gibs", -1, "much", 1.5, True, [8]])
 def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="host_memory="):
         vllm.host_bytes({"host_memory": given})

@@ -26,6 +26,7 @@ LAYERS = [
     [
         "errors",
         "process",
+        "sizes",
         "arrays.layout",
         "jit",
         "interrupt",

@@ -14,7 +14,7 @@ def test_a_text_opens_a_store() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "disk", "floppy:/a", "memory:?capacity=2MB", "memory:?capacity=-1", "memory:?capacity", "memory:?a=1"]
+    "text", ["", "disk", "floppy:/a", "memory:?capacity=2XB", "memory:?capacity=-1", "memory:?capacity", "memory:?a=1"]
 )
 def test_a_wrong_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"store=|capacity="):
