@@ -24,40 +24,12 @@ import torch  # noqa: E402
 from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
-from kvpool.stores import MemoryStore  # noqa: E402
 from tests.engines.plugins import lmcache_lab as lab  # noqa: E402
 from tests.engines.plugins.lmcache_lab import LARGE, SMALL, keys, memory_object  # noqa: E402
 from tests.stores.lab import Gate, Wrong  # noqa: E402
 
 SIZE = 4096
 LAYOUT = lab.MemoryLayoutDesc([torch.Size([SIZE])], [torch.uint8])
-
-
-@pytest.fixture
-def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
-    """The stores that are opened, by their texts: each text is one store, as a path is."""
-    found: dict[str, Wrong] = {}
-
-    def open_store(text: str) -> Any:
-        store = Wrong(MemoryStore(1 << 22))
-        return store if text.endswith("/check") else found.setdefault(text, store)
-
-    monkeypatch.setattr(staged, "open_store", open_store)
-    return found
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[staged.StagedBlocks]:
-    """The blocks of all sizes of objects."""
-    found: list[staged.StagedBlocks] = []
-
-    class Recorded(staged.StagedBlocks):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            found.append(self)
-
-    monkeypatch.setattr(plugin, "StagedBlocks", Recorded)
-    return found
 
 
 @pytest.fixture

@@ -22,40 +22,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
-from kvpool.stores import MemoryStore  # noqa: E402
 from tests.engines.plugins import sglang_lab as lab  # noqa: E402
 from tests.engines.plugins.sglang_lab import PAGE, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
 from tests.stores.lab import Gate, Wrong  # noqa: E402
 
 TOKENS = list(range(1000, 1000 + 10 * PAGE))
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
-
-
-@pytest.fixture
-def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
-    """The stores that are opened, by their texts: each text is one store, as a path is."""
-    found: dict[str, Wrong] = {}
-
-    def open_store(text: str) -> Any:
-        store = Wrong(MemoryStore(1 << 22))
-        return store if text.endswith("/check") else found.setdefault(text, store)
-
-    monkeypatch.setattr(staged, "open_store", open_store)
-    return found
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[staged.StagedBlocks]:
-    """The blocks of all pools that were registered."""
-    found: list[staged.StagedBlocks] = []
-
-    class Recorded(staged.StagedBlocks):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            found.append(self)
-
-    monkeypatch.setattr(plugin, "StagedBlocks", Recorded)
-    return found
 
 
 @pytest.fixture
