@@ -150,6 +150,17 @@ def test_nothing_is_found_under_another_key(other: Any, make: Any) -> None:
     assert lab.load(adapter, [other, *keys(1)], objects(2)) == [1]
 
 
+def test_each_rank_has_the_layout_that_its_last_object_had(make: Any) -> None:
+    """Ranks of one model may keep objects of different sizes. LMCache need not say the layout again."""
+    adapter = make()
+    (first,), second = keys(1), lab.ObjectKey(keys(1)[0].chunk_hash, "toy", 1)
+    assert lab.store(adapter, [first], objects(1, first=0)).is_successful()
+    assert lab.store(adapter, [second], [memory_object(2 * SIZE, 1)]).is_successful()
+    assert lab.look_up(adapter, [first, second], {}) == [0, 1]
+    adapter.delete([first])
+    assert lab.look_up(adapter, [first, second], {}) == [1]
+
+
 def test_nothing_is_found_of_another_layout_or_other_weights(make: Any) -> None:
     adapter = make()
     assert lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
