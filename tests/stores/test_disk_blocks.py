@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
 from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk.index import Index
+from kvpool.stores.disk.table import Table
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, fill, names, open_queue, saved
 
@@ -170,6 +173,39 @@ def test_a_call_beyond_its_limit_keeps_its_beginning(tmp_path: Path) -> None:
         assert save_as(queue, b"a", 3, 5, 0) == [OK] * 3 + [REFUSED] * 2
         assert save_as(queue, b"b", 0, 2, 10) == [REFUSED] * 2
         assert here(queue, 12) == [0, 1, 2]
+
+
+def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limits() -> None:
+    """A namespace with a limit needs its keys in order. One that has no block any more needs nothing."""
+    model, limit = bytes(16), 2
+    index = Index(Table(64), model, in_doubt=False)
+
+    def save(key: bytes, tag: bytes) -> None:
+        assert index.reserve([key], tag, limit)[0] >= 0
+        index.publish([key], [bytes(16)])
+        index.complete([key])
+
+    def come_and_go(numbers: range) -> None:
+        for number in numbers:
+            key, tag = number.to_bytes(32, "big"), number.to_bytes(16, "big")
+            save(key, tag)
+            assert index.forget([key]) == 1
+
+    staying = b"a tenant, staying"[:16]
+    own = [b"%32d" % number for number in range(3)]
+    save(own[0], staying)
+    save(own[1], staying)
+    tracemalloc.start()
+    try:
+        come_and_go(range(1, 3_000))
+        before, _ = tracemalloc.get_traced_memory()
+        come_and_go(range(3_000, 12_000))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 9_000 * 64, "nothing is kept for 9,000 namespaces that have left"
+    save(own[2], staying)
+    assert [index.has(key) for key in own] == [False, True, True]
 
 
 def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty) -> None:
