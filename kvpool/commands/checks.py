@@ -34,17 +34,18 @@ def look_at_jit() -> dict[str, Any] | None:
     try:
         from numba.core import config
 
-        from kvpool import jit
+        from kvpool.jit import keeps
+        from kvpool.jit.folders import cache_root
         from kvpool.state.tiers import begin
     except Exception:
         return None
-    root = jit.cache_root()
+    root = cache_root()
     return {
         "disabled": bool(config.DISABLE_JIT),
         "root": None if root is None else str(root),
         "used": None if root is None else sum(map(_size, root.rglob("*.nbc"))),
         "free": None if root is None else shutil.disk_usage(root).free,
-        "in_use": jit.keeps(begin),
+        "in_use": keeps(begin),
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvpool
-from kvpool import jit
+from kvpool.jit.folders import cache_root
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ["wheel", "sdist", "editable"]
@@ -41,7 +41,7 @@ with kvpool.KVCacheManager(layout, device_blocks=4, host_blocks=4, device="cpu")
 
 def copy_compiled_code(target: Path) -> None:
     """Save children the compilation of what this environment has compiled already; it goes by content, not by place."""
-    root = jit.cache_root()
+    root = cache_root()
     if root is not None:
         shutil.copytree(root, target)
         target.chmod(0o700)

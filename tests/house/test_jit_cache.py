@@ -20,7 +20,7 @@ from numba import types
 from numba.core import config
 from numba.core.errors import TypingError
 
-import kvpool.jit
+from kvpool.jit import jit, sources
 
 # A package with its own copy of the decorator. `entry` inlines a helper of `deep.helper`, which reads a constant of
 # `deep.numbers`; `other` names neither.
@@ -60,7 +60,7 @@ def other(x):
 REPORT = """
 import json, os, sys
 from sample import entry, other
-from sample.jit import cache_root
+from sample.jit.folders import cache_root
 functions = {"entry": entry.entry, "plus_ten": entry.plus_ten, "plus_twenty": entry.plus_twenty, "other": other.other}
 report = {name: {"value": f(5)} for name, f in functions.items()}
 for name, f in functions.items():
@@ -79,7 +79,10 @@ def sample(tmp_path: Path) -> Path:
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    shutil.copy(kvpool.jit.__file__, package / "jit.py")
+    (package / "jit").mkdir()
+    for own in sorted(Path(sources.__file__).parent.glob("*.py")):
+        text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
+        (package / "jit" / own.name).write_text(text, encoding="utf-8")
     return package
 
 
@@ -157,9 +160,9 @@ WAYS_TO_IMPORT = [
 @pytest.mark.parametrize("line", WAYS_TO_IMPORT)
 def test_every_way_to_import_is_seen(sample: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     (sample / "user.py").write_text(f"{line}\n", encoding="utf-8")
-    monkeypatch.setattr(kvpool.jit, "_FOLDER", sample)
-    monkeypatch.setattr(kvpool.jit, "_NAME", "sample")
-    assert "deep/numbers.py" in kvpool.jit._visible("sample.user", kvpool.jit._read_sources())
+    monkeypatch.setattr(sources, "FOLDER", sample)
+    monkeypatch.setattr(sources, "PACKAGE", "sample")
+    assert "deep/numbers.py" in sources.visible("sample.user", sources.read_sources())
 
 
 def test_edit_while_a_process_runs_is_not_cached_as_the_new_code(sample: Path) -> None:
@@ -374,14 +377,14 @@ def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path) -> Non
     assert report["entry"]["value"] == 16 and not files_below(report["root"])
 
 
-@kvpool.jit.jit
+@jit
 def _doubled(x, wanted):
     if x < 0:
         raise ValueError("x is below zero")
     return x * 2 if wanted else x
 
 
-@kvpool.jit.jit
+@jit
 def _sum_of_kinds(small):
     return _doubled(small[0], True) + _doubled(3, False) + _doubled(np.int64(4), small[0] > 0)
 
@@ -401,7 +404,7 @@ def test_function_that_jitted_code_calls_is_compiled_once_and_gets_no_machine_co
 def test_garbage_collector_is_as_it_was_after_a_compilation(enabled: bool) -> None:
     seen = []
 
-    @kvpool.jit.jit
+    @jit
     def broken(x):
         return x.no_such_attribute
 
@@ -437,7 +440,7 @@ print([event.data["dispatcher"].py_func.__qualname__ for _, event in compiled.bu
 
 
 def test_second_process_of_the_real_package_compiles_nothing() -> None:
-    root = Path(kvpool.jit.__file__).parents[1]
+    root = Path(sources.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     runs = [
         subprocess.run([sys.executable, "-c", LIFE], env=environment, capture_output=True, text=True) for _ in range(2)

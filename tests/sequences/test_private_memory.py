@@ -71,9 +71,8 @@ def at_line(number: int, change: Callable[[], None]) -> Iterator[list[int]]:
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         # What holds signals back looks at all of them now and then, and what compiles loads now and then: no lines of
         # the call.
-        if not frame.f_code.co_filename.startswith(FOLDER) or frame.f_code.co_filename.endswith(
-            ("interrupt.py", "jit.py")
-        ):
+        inside = frame.f_code.co_filename.removeprefix(FOLDER)
+        if inside == frame.f_code.co_filename or inside.startswith(("/interrupt.py", "/jit/")):
             return None
         if event == "line":
             if count[0] == number:

@@ -1,0 +1,108 @@
+"""Where compiled code is kept: in folders that only this user can write to, since it is unpickled."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from numba.core import config
+
+from kvpool.jit.sources import FOLDER, PACKAGE, digest_of
+
+_KEPT_PER_MODULE = 8
+"""How many versions of a module's sources are kept. Several checkouts share a folder; the last used are kept."""
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def cache_directory(module: str) -> Path | None:
+    """The directory with the compiled code of a module, or None if the module is compiled anew in each process.
+
+    The first call creates it and drops the directories of older sources of that module.
+    """
+    digest = digest_of(module)
+    root = cache_root() if digest else None
+    if root is None:
+        return None
+    directory = root / f"{module}-{digest}"
+    try:
+        if directory.is_dir():
+            os.utime(directory)
+        else:
+            directory.mkdir(mode=0o700)
+            siblings = sorted(root.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+            for path in siblings[_KEPT_PER_MODULE:]:
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError:  # another process may be doing the same
+        pass
+    return directory
+
+
+@functools.cache
+def cache_root() -> Path | None:
+    """The first writable place for compiled code, or None.
+
+    The places are tried in this order: below ``NUMBA_CACHE_DIR``, in the user's cache folder, in the ``__pycache__`` of
+    a source checkout, in a private folder of the temporary directory. So a checkout and an installation of the same
+    sources share their compiled code.
+
+    An installed copy never writes beside its own modules. ``pip uninstall`` would leave those files, and they would
+    shadow a later editable install. Compiled code is unpickled. So a place that others can write to is skipped, even if
+    the user chose it, and a warning in the log names it.
+    """
+    for root, guarded in _places():
+        try:
+            _make_private(root)
+            if os.name == "posix" and not (_is_ours(root) and (not guarded or _keeps_entries(root.parent))):
+                _log.warning(
+                    "%s is not used for compiled code: others can write or rename it, or it is somebody else's", root
+                )
+                continue
+            tempfile.TemporaryFile(dir=root).close()
+        except OSError:
+            continue
+        return root
+    return None
+
+
+def _places() -> Iterator[tuple[Path, bool]]:
+    """Places for compiled code, best first, and whether the parent folder must keep other users from renaming each."""
+    chosen = getattr(config, "CACHE_DIR", "")
+    if chosen:
+        yield Path(chosen).absolute() / PACKAGE, True
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache")
+    if user_cache.is_absolute() and user_cache.parent.is_dir():
+        yield user_cache / PACKAGE, True
+    if next(FOLDER.parent.glob(f"{FOLDER.name}-*-info"), None) is None:
+        # Not guarded: a user who can write beside the package's bytecode can run code without the cache.
+        yield FOLDER / "__pycache__" / "jit", False
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError:
+        return
+    yield Path(temporary) / f"{PACKAGE}-{os.getuid() if hasattr(os, 'getuid') else 'cache'}", True
+
+
+def _make_private(path: Path) -> None:
+    """Make a folder, and its missing parents, with access for this user only, whatever the umask is."""
+    if not path.parent.is_dir():
+        _make_private(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether only this user can write to a directory. It matters because unpickling cached code can run any code."""
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _keeps_entries(path: Path) -> bool:
+    """Whether no other user, except root, can rename the files that this user has put into a directory."""
+    found = os.stat(path)
+    return found.st_uid in (0, os.geteuid()) and (not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX))
