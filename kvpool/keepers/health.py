@@ -13,7 +13,6 @@ import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.stores import jobs
-from kvpool.stores.base import CANCELLED, DAMAGED, FAILED, LATE, OK
 from kvpool.stores.jobs import Job
 
 _READS, _WRITES = (jobs.FIND, jobs.LOAD), (jobs.SAVE,)
@@ -117,7 +116,7 @@ class StoreHealth:
             self._kinds[job.kind].answered()
             loads = self._kinds[jobs.LOAD]
             if job.kind == jobs.FIND and loads.probing and not loads.found:
-                loads.found = bool((job.codes == OK).any())
+                loads.found = "ok" in job.counts
                 if not loads.found:
                     loads.probing, loads.probe_at = False, self._clock()
 
@@ -160,5 +159,5 @@ def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:
 
 def _failed(job: Job) -> bool | None:
     """Whether a job has failed. None if it says nothing."""
-    codes = job.codes[job.codes != CANCELLED]
-    return bool(np.isin(codes, (FAILED, LATE, DAMAGED)).all()) if len(codes) else None
+    told = job.counts.keys() - {"cancelled"}
+    return told <= {"failed", "late", "damaged"} if told else None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpool.stores.base import OK, Bytes, Rows
+from kvpool.stores.base import CODES, OK, Bytes, Rows
+from kvpool.stores.seals import BlockNames
 
 if TYPE_CHECKING:
     from kvpool.stores.queue import StoreQueue
@@ -23,7 +24,8 @@ KINDS = (FIND, LOAD, SAVE, FORGET)
 class Job:
     """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
 
-    ``kind``: "find", "load", "save" or "forget". ``keys`` uint8[n, 32]. ``rows`` int64[n]: of a load or save.
+    ``kind``: "find", "load", "save" or "forget". ``keys``: uint8[n, 32] or ``BlockNames``. ``rows`` int64[n]: of a load
+    or save.
     ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
     took. ``error``: the text of the store's last error, or "".
 
@@ -37,8 +39,8 @@ class Job:
     )  # fmt: skip
 
     def __init__(
-        self, queue: StoreQueue, lock: threading.Condition, kind: str, keys: Bytes, rows: Rows, deadline: float,
-        tag: bytes, limit: int,
+        self, queue: StoreQueue, lock: threading.Condition, kind: str, keys: Bytes | BlockNames, rows: Rows,
+        deadline: float, tag: bytes, limit: int,
     ) -> None:  # fmt: skip
         self._queue, self._lock = queue, lock
         self.kind, self.keys, self.rows, self.deadline, self.tag, self.limit = kind, keys, rows, deadline, tag, limit
@@ -65,6 +67,11 @@ class Job:
     def ok(self) -> int:
         """How many blocks are OK."""
         return int(np.count_nonzero(self.codes == OK))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many blocks of a job that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
+        return {CODES[code]: count for code, count in enumerate(np.bincount(self.codes).tolist()) if count}
 
     @property
     def leading(self) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import bool_argument, id_array
+from kvpool.arguments import bool_argument, first_outside, id_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
@@ -28,6 +28,7 @@ from kvpool.process import Process
 from kvpool.stores import jobs
 from kvpool.stores.base import (
     CANCELLED,
+    CODES,
     DAMAGED,
     FAILED,
     KEY_BYTES,
@@ -41,11 +42,12 @@ from kvpool.stores.base import (
     Store,
 )
 from kvpool.stores.jobs import Job
-from kvpool.stores.seals import Secret, check_library
+from kvpool.stores.seals import BlockNames, Secret, check_library
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Keys = Bytes | BlockNames
 NO_LIMIT = (1 << 63) - 1
 _NO_ROWS: Rows = np.empty(0, np.int64)
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.FORGET: 2, jobs.SAVE: 3}
@@ -77,9 +79,6 @@ class StoreStats:
     running_calls: int
     store: dict[str, int]
     """figures of the store itself"""
-
-
-CODES = ("absent", "ok", "failed", "damaged", "late", "cancelled", "refused")
 
 
 class StoreQueue:
@@ -140,7 +139,9 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
-        self._lock = threading.Condition()
+        # One lock. Those who wait for what has ended, for a call to make, and for a deadline are woken apart.
+        lock = threading.RLock()
+        self._lock, self._calls, self._alarm = (threading.Condition(lock) for _ in range(3))
         self._queue: list[_Piece] = []
         self._queue_max = 1024
         self._numbers = itertools.count()
@@ -180,17 +181,17 @@ class StoreQueue:
         """Seconds on the queue's clock."""
         return self._clock()
 
-    def find(self, keys: Bytes, *, deadline: float = math.inf) -> Job:
-        """Ask which blocks the store has. ``keys`` uint8[n, 32], made by ``secret``."""
+    def find(self, keys: Keys, *, deadline: float = math.inf) -> Job:
+        """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``."""
         return self._begin(jobs.FIND, keys, None, deadline)
 
-    def load(self, keys: Bytes, rows: Rows, *, deadline: float = math.inf) -> Job:
+    def load(self, keys: Keys, rows: Rows, *, deadline: float = math.inf) -> Job:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
         returned."""
         return self._begin(jobs.LOAD, keys, rows, deadline)
 
     def save(
-        self, keys: Bytes, rows: Rows, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
+        self, keys: Keys, rows: Rows, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
         deadline: float = math.inf,
     ) -> Job:  # fmt: skip
         """Save rows of the memory, which nobody may change until the job is returned. ``tag``, ``limit``: as in
@@ -200,7 +201,7 @@ class StoreQueue:
         limit = integer_argument("limit", limit, 0, NO_LIMIT)
         return self._begin(jobs.SAVE, keys, rows, deadline, tag, limit)
 
-    def forget(self, keys: Bytes) -> Job:
+    def forget(self, keys: Keys) -> Job:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
 
@@ -258,7 +259,8 @@ class StoreQueue:
             for job in {piece.job for piece in self._queue} | set(self._running.values()):
                 if not job.done:
                     self._settle(job, CANCELLED)
-            self._lock.notify_all()
+            self._calls.notify_all()
+            self._alarm.notify_all()
             over = self._lock.wait_for(lambda: self._store_closed, timeout)
         return over
 
@@ -296,7 +298,7 @@ class StoreQueue:
                 self._announce(job)
             elif job.deadline != math.inf:
                 self._watch_for(job)
-            self._lock.notify_all()
+            self._calls.notify(len(parts))
         return job
 
     def _work(self) -> None:
@@ -315,7 +317,7 @@ class StoreQueue:
                     self._announce(piece.job)
                 elif piece.job.returned:
                     self._announce(piece.job)
-                self._lock.notify_all()
+                self._wake()
         self._end()
 
     def _next(self) -> _Piece | None:
@@ -335,7 +337,7 @@ class StoreQueue:
                     return piece
                 if self._closing and not self._queue:
                     return None
-                self._lock.wait()
+                self._calls.wait()
 
     def _may_begin(self, job: Job) -> bool:
         """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
@@ -346,6 +348,8 @@ class StoreQueue:
         """One call of the store. Returns the codes, and the text of an error."""
         keys, rows, store = job.keys[part], job.rows[part], self._store
         try:
+            if isinstance(keys, BlockNames):
+                keys = self.secret.opaque(keys)
             if job.kind == jobs.FIND:
                 return _codes(store.find(keys), len(keys)), ""
             if job.kind == jobs.FORGET:
@@ -379,6 +383,9 @@ class StoreQueue:
             heapq.heapify(self._deadlines)
             self._deadlines_max = max(1024, 2 * len(self._deadlines))
         heapq.heappush(self._deadlines, (job.deadline, next(self._numbers), job))
+        first = self._deadlines[0]
+        if first[2] is job or first[0] <= self._clock():
+            self._alarm.notify()
 
     def _watch(self) -> None:
         """The thread that ends jobs at their deadlines."""
@@ -389,7 +396,7 @@ class StoreQueue:
                     if not job.done:
                         self._settle(job, LATE)
                 left = self._deadlines[0][0] - self._clock() if self._deadlines else 3600.0
-                self._lock.wait(min(max(left, 0.0), 3600.0))
+                self._alarm.wait(min(max(left, 0.0), 3600.0))
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
@@ -402,12 +409,17 @@ class StoreQueue:
             self._queue_max = max(1024, 2 * len(self._queue))
         self._count(job)
         self._announce(job)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something has ended. The lock is held."""
         self._lock.notify_all()
+        self._calls.notify_all()
 
     def _count(self, job: Job) -> None:
         """Count a job that is done. The lock is held."""
         job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
-        for code, count in zip(CODES, np.bincount(job.codes, minlength=len(CODES)).tolist(), strict=True):
+        for code, count in job.counts.items():
             self._blocks[job.kind, code] += count
         if job.kind in (jobs.LOAD, jobs.SAVE):
             self._nbytes[job.kind] += job.ok * self.block_bytes
@@ -441,17 +453,19 @@ def _memory_argument(memory: Any) -> Bytes:
     return np.ndarray.view(memory, np.ndarray)[:]
 
 
-def _keys_argument(keys: Any) -> Bytes:
+def _keys_argument(keys: Any) -> Keys:
+    if isinstance(keys, BlockNames):
+        return keys
     if not isinstance(keys, np.ndarray) or keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
-        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret")
+        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
     return keys.copy()
 
 
 def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
-    own = id_array("rows", rows).copy()
+    own = id_array("rows", rows)
     if len(own) != count:
         raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
-    if count and not (0 <= own.min() and own.max() < slots):
+    if first_outside(own, slots - 1) >= 0:
         raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
     if distinct and len(np.unique(own)) != count:
         raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
