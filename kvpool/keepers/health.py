@@ -85,8 +85,10 @@ class StoreHealth:
         is begun then is the probe. ``found``: the job loads blocks that a find has found. It may then be begun with the
         probe of that find."""
         with self._lock:
-            now, down = self._clock(), self._suspended(writes)
-            loads = self._kinds[jobs.LOAD]
+            down = self._suspended(writes)
+            if not down:
+                return True
+            now, loads = self._clock(), self._kinds[jobs.LOAD]
             if found and loads.found:
                 return True
             if any(now < kind.probe_at for kind in down):
@@ -159,5 +161,6 @@ def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:
 
 def _failed(job: Job) -> bool | None:
     """Whether a job has failed. None if it says nothing."""
-    told = job.counts.keys() - {"cancelled"}
+    # The store was not asked to save what is absent.
+    told = job.counts.keys() - {"cancelled", "absent" if job.kind == jobs.SAVE else ""}
     return told <= {"failed", "late", "damaged"} if told else None

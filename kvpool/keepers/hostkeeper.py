@@ -25,7 +25,6 @@ from kvpool.keepers.lanes import PATIENCE_SECONDS
 from kvpool.keepers.lines import Line
 from kvpool.stores.base import Store
 from kvpool.stores.queue import StoreQueue, StoreStats
-from kvpool.stores.seals import BlockNames
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,15 +127,15 @@ class HostKeeper:
         save_room = _share("save_share", save_share, cache.host_blocks)
         load_seconds = seconds_argument("load_seconds", load_seconds)
         save_seconds = seconds_argument("save_seconds", save_seconds)
-        self._retry_seconds = seconds_argument("retry_seconds", retry_seconds)
+        retry_seconds = seconds_argument("retry_seconds", retry_seconds)
         own, whose = list_argument("stores", stores), cache.identity if identity is None else identity
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
         self._cache, self._clock, self._on_publish = cache, clock, save == PUBLISH
         self._generation, self._closed = b"", False
         self._lines = lines = _open(own, tier, whose, patience, clock)
-        self._loads = HostLoads(cache, lines, self._named, load_room, load_seconds, self._retry_seconds, clock)
-        self._saves = HostSaves(cache, lines, self._named, save_room, save_seconds, clock)
+        self._loads = HostLoads(cache, lines, self._generation_now, load_room, load_seconds, retry_seconds, clock)
+        self._saves = HostSaves(cache, lines, self._generation_now, save_room, save_seconds, clock)
         # For "reuse": published blocks that nobody has read yet.
         self._unused: dict[bytes, None] = {}
 
@@ -187,15 +186,14 @@ class HostKeeper:
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
         if self._closed:
             raise PoolClosed("the keeper is closed")
-        for line in self._lines:
-            line.settle()
+        self._settle()
         self._loads.turn()
         self._saves.turn()
 
     @property
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
-        return bool(self._loads.searching or self._saves.waiting)
+        return bool(self._loads.searching or self._saves.new)
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
@@ -208,6 +206,7 @@ class HostKeeper:
         were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``."""
         self._loads.clear()
         self._saves.cancel()
+        self._settle()
         self._unused.clear()
         self._generation = os.urandom(16)
         self._cache.clear(force=True)
@@ -255,13 +254,18 @@ class HostKeeper:
     ) -> None:
         self.close()
 
+    def _generation_now(self) -> bytes:
+        """The generation: what the names of blocks in the stores begin with."""
+        return self._generation
+
+    def _settle(self) -> None:
+        """Note what the stores have done."""
+        for line in self._lines:
+            line.settle()
+
     @property
     def _busy(self) -> bool:
         return self.pending or any(line.busy for line in self._lines)
-
-    def _named(self, keys: Sequence[bytes]) -> BlockNames:
-        """What the stores get in place of keys."""
-        return BlockNames(keys, self._generation)
 
 
 def _open(

@@ -26,15 +26,15 @@ class HostLoads:
     """Asks one store after the other, and loads what they have. The thread of the scheduler owns it.
 
     ``room``: so many blocks may be reserved, or wait for their reader. ``seconds``: time for a key from ``find`` until
-    it is HERE. ``retry_seconds``: so long a key that did not come is not asked for again. ``named``: what a store gets
-    in place of keys.
+    it is HERE. ``retry_seconds``: so long a key that did not come is not asked for again. ``generation``: what the
+    names of blocks begin with now.
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[Line], named: Callable[[Keys], BlockNames], room: int, seconds: float,
+        self, cache: HostCache, lines: Sequence[Line], generation: Callable[[], bytes], room: int, seconds: float,
         retry_seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._cache, self._lines, self._named, self._clock = cache, lines, named, clock
+        self._cache, self._lines, self._generation, self._clock = cache, lines, generation, clock
         self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds
         # Keys that are looked for, with their deadlines; those of them that no store was asked for yet.
         self.searching: dict[bytes, float] = {}
@@ -103,8 +103,10 @@ class HostLoads:
     def turn(self) -> None:
         """Ask the stores for new keys."""
         if self._new:
-            new, self._new = self._new, []
-            self._search(new, 0)
+            # A load from before a ``clear`` may have brought one of them.
+            new, self._new = [key for key in self._new if key in self.searching], []
+            if new:
+                self._search(new, 0)
 
     # -- keys that are looked for --------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class HostLoads:
             # One store that hangs leaves time for those behind it.
             deadline = end if number + 1 == len(self._lines) else now + (end - now) / 2
             try:
-                job = line.queue.find(self._named(keys), deadline=deadline)
+                job = line.queue.find(BlockNames(keys, self._generation()), deadline=deadline)
             except StoreBusy:
                 reason = reason if first else "busy"
                 continue
@@ -178,7 +180,7 @@ class HostLoads:
         if taken is None or not own:
             return
         try:
-            job = line.queue.load(self._named(own), taken.blocks, deadline=self._deadline(own))
+            job = line.queue.load(BlockNames(own, self._generation()), taken.blocks, deadline=self._deadline(own))
         except StoreBusy:
             self._cache.abort(own)
             self._miss(own, "busy")

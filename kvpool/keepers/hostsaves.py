@@ -2,138 +2,127 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import compress
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from kvpool.errors import BlockNotFound, StoreBusy
+import numpy as np
+
+from kvpool.errors import BlockNotFound, KVPoolError, StoreBusy
 from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.leases import HostLease
 from kvpool.keepers.lines import Line
+from kvpool.stores.base import Rows
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
 
 AT_ONCE = 64
-"""Blocks of one job. They stay pinned until the last of them is saved."""
+"""Most blocks of one job."""
 OWNER = "kvpool stores"
 """Of the leases under which blocks are saved."""
-Keys = Sequence[bytes]
-
-
-class _Waiting(NamedTuple):
-    """Keys whose save has not begun, up to ``AT_ONCE``."""
-
-    deadline: float
-    keys: Keys
 
 
 class HostSaves:
-    """Saves blocks to all stores, and pins them meanwhile. The thread of the scheduler owns it.
+    """Saves blocks to all stores. They are pinned while a call of a store reads them, and not while they wait.
 
-    ``room``: so many blocks may be pinned. ``seconds``: what is not saved that long after ``add`` is given up.
-    ``named``: what a store gets in place of keys.
+    ``room``: so many blocks may be pinned. ``seconds``: what is not saved so long after its ``turn`` is given up.
+    ``generation``: what the names of blocks begin with now. The thread of the scheduler owns it.
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[Line], named: Callable[[Keys], BlockNames], room: int, seconds: float,
+        self, cache: HostCache, lines: Sequence[Line], generation: Callable[[], bytes], room: int, seconds: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._cache, self._lines, self._named = cache, lines, named
-        self._room, self._seconds, self._clock = room, seconds, clock
-        self._queue: deque[_Waiting] = deque()
-        self.waiting = self.pinned = self.saved = 0
+        self._cache, self._lines, self._generation = cache, lines, generation
+        self._at_once = max(1, min(AT_ONCE, room // sum(line.queue.savers for line in lines)))
+        self._seconds, self._clock = seconds, clock
+        self.new: list[bytes] = []
+        self._jobs: set[Job] = set()
+        self.saved = 0
         self.unsaved: Counter[str] = Counter()
 
-    def add(self, keys: Keys) -> None:
-        """Save these blocks in one of the next turns. The oldest make room for them."""
-        deadline = self._clock() + self._seconds
-        self._queue.extend(_Waiting(deadline, keys[i : i + AT_ONCE]) for i in range(0, len(keys), AT_ONCE))
-        self.waiting += len(keys)
-        while self.waiting > self._cache.host_blocks:
-            self._drop("crowded")
+    @property
+    def pinned(self) -> int:
+        """Blocks that stores read now."""
+        return sum(len(lease.blocks) for lease in self._cache.leases if lease.owner == OWNER)
 
-    def cancel(self) -> None:
-        """Give up the saves that have not begun."""
-        while self._queue:
-            self._drop("cancelled")
+    @property
+    def waiting(self) -> int:
+        """Blocks that no store has begun with. Those that wait for two stores count twice."""
+        return len(self.new) + sum(job.queued for job in self._jobs)
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Save these blocks from the next turn on."""
+        room = self._cache.host_blocks - len(self.new)
+        self.new += keys[:room]
+        self._not_saved("crowded", len(keys) - room)
 
     def turn(self) -> None:
-        """Begin saves, as many as have room."""
-        now = self._clock()
-        while self._queue and self._queue[0].deadline <= now:
-            self._drop("late")
-        while self._queue and self.pinned < self._room:
-            deadline = self._queue[0].deadline
-            self._save(self._take(min(AT_ONCE, self._room - self.pinned)), deadline)
+        """Begin to save what is new."""
+        if self.new:
+            new, self.new, deadline = self.new, [], self._clock() + self._seconds
+            for first in range(0, len(new), self._at_once):
+                self._save(BlockNames(new[first : first + self._at_once], self._generation()), deadline)
 
-    def _drop(self, reason: str) -> None:
-        """Give up the oldest."""
-        count = len(self._queue.popleft().keys)
-        self.waiting -= count
-        self._not_saved(reason, count)
+    def cancel(self) -> None:
+        """Give up all saves."""
+        self._not_saved("cancelled", len(self.new))
+        self.new.clear()
+        for job in self._jobs:
+            job.cancel()
 
-    def _take(self, room: int) -> Keys:
-        """The oldest keys, as many as have room."""
-        taken: list[bytes] = []
-        while self._queue and len(taken) < room:
-            deadline, keys = self._queue.popleft()
-            left = room - len(taken)
-            taken += keys[:left]
-            if len(keys) > left:
-                self._queue.appendleft(_Waiting(deadline, keys[left:]))
-        self.waiting -= len(taken)
-        return taken
-
-    def _save(self, keys: Keys, deadline: float) -> None:
-        """Save blocks to each store that is usable."""
-        lease = self._pin(keys)
-        if lease is None:
-            return
-        names, readers, count = self._named(lease.keys), set[Job](), len(lease.keys)
+    def _save(self, names: BlockNames, deadline: float) -> None:
         for line in self._lines:
-            if not line.health.usable(writes=True):
-                self.unsaved["suspended"] += count
-                continue
-            try:
-                job = line.queue.save(names, lease.blocks, deadline=deadline)
-            except StoreBusy:
-                self.unsaved["busy"] += count
-                continue
-            readers.add(job)
-            line.follow(job, self._ended, partial(self._returned, lease, readers))
-        if readers:
-            self.pinned += count
-        else:
-            lease.close()
+            # A store that has failed is tried with a block that is there.
+            if line.health.suspended(writes=True) and not self._any_here(names):
+                self.unsaved["evicted"] += len(names)
+            elif not line.health.usable(writes=True):
+                self.unsaved["suspended"] += len(names)
+            else:
+                try:
+                    job = line.queue.save(names, self._lend, deadline=deadline)
+                except StoreBusy:
+                    self.unsaved["busy"] += len(names)
+                else:
+                    self._jobs.add(job)
+                    line.follow(job, self._ended, self._jobs.discard)
 
-    def _pin(self, keys: Keys) -> HostLease | None:
-        """Pin those of the blocks that are still in the cache."""
-        while keys:
+    def _any_here(self, names: BlockNames) -> bool:
+        return bool((self._cache.lookup(names.names) == self._cache.HERE).any())
+
+    @contextmanager
+    def _lend(self, names: BlockNames) -> Iterator[Rows]:
+        """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue."""
+        rows = np.full(len(names), -1, np.int64)
+        places, lease = self._pin(names.names)
+        try:
+            if lease is not None:
+                rows[places] = lease.blocks
+            yield rows
+        finally:
+            with suppress(KVPoolError):
+                if lease is not None:
+                    lease.close()
+
+    def _pin(self, keys: Sequence[bytes]) -> tuple[Rows, HostLease | None]:
+        """Pin those of the blocks that are in the cache. Returns their places too."""
+        places = np.arange(len(keys))
+        while len(places):
             try:
-                return self._cache.pin(keys, owner=OWNER)
+                return places, self._cache.pin([keys[place] for place in places.tolist()], owner=OWNER)
             except BlockNotFound:
-                here = (self._cache.lookup(keys) == self._cache.HERE).tolist()
-                self._not_saved("evicted", len(keys) - sum(here))
-                keys = list(compress(keys, here))
-        return None
+                places = np.flatnonzero(self._cache.lookup(keys) == self._cache.HERE)
+        return places, None
 
     def _not_saved(self, reason: str, count: int) -> None:
         """Count blocks that no store gets."""
-        if count:
+        if count > 0:
             self.unsaved[reason] += count * len(self._lines)
 
     def _ended(self, job: Job) -> None:
         """A job is done."""
-        counts = job.counts
-        self.saved += counts.pop("ok", 0)
-        self.unsaved.update(counts)
-
-    def _returned(self, lease: HostLease, readers: set[Job], job: Job) -> None:
-        """A store reads the blocks of a lease no more."""
-        readers.discard(job)
-        if not readers:
-            self.pinned -= len(lease.keys)
-            if not lease.closed:
-                lease.close()
+        for code, count in job.counts.items():
+            if code == "ok":
+                self.saved += count
+            else:
+                self.unsaved["evicted" if code == "absent" else code] += count

@@ -27,6 +27,7 @@ from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.process import Process
 from kvpool.stores import jobs
 from kvpool.stores.base import (
+    ABSENT,
     CANCELLED,
     CODES,
     DAMAGED,
@@ -41,7 +42,7 @@ from kvpool.stores.base import (
     Space,
     Store,
 )
-from kvpool.stores.jobs import Job
+from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames, Secret, check_library
 
 if TYPE_CHECKING:
@@ -177,6 +178,11 @@ class StoreQueue:
     def block_bytes(self) -> int:
         return int(self.memory.shape[1])
 
+    @property
+    def savers(self) -> int:
+        """How many calls of the store save at a time."""
+        return max(1, self._store.threads - 1)
+
     def now(self) -> float:
         """Seconds on the queue's clock."""
         return self._clock()
@@ -191,15 +197,21 @@ class StoreQueue:
         return self._begin(jobs.LOAD, keys, rows, deadline)
 
     def save(
-        self, keys: Keys, rows: Rows, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
+        self, keys: Keys, rows: Rows | Lend, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
         deadline: float = math.inf,
     ) -> Job:  # fmt: skip
         """Save rows of the memory, which nobody may change until the job is returned. ``tag``, ``limit``: as in
-        ``Store.save``."""
+        ``Store.save``.
+
+        ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
+        queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT.
+        """
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES:
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes")
-        limit = integer_argument("limit", limit, 0, NO_LIMIT)
-        return self._begin(jobs.SAVE, keys, rows, deadline, tag, limit)
+        limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
+        if lend is not None and not isinstance(keys, BlockNames):
+            raise TypeError("keys: accepted are BlockNames where rows are lent")
+        return self._begin(jobs.SAVE, keys, None if lend else rows, deadline, tag, limit, lend)
 
     def forget(self, keys: Keys) -> Job:
         """Drop blocks."""
@@ -275,14 +287,15 @@ class StoreQueue:
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes = bytes(TAG_BYTES), limit: int = 0
-    ) -> Job:
+        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes = bytes(TAG_BYTES), limit: int = 0,
+        lend: Lend | None = None,
+    ) -> Job:  # fmt: skip
         self._process.check(self)
         own = _keys_argument(keys)
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
         if not isinstance(deadline, (int, float)) or math.isnan(deadline):
             raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-        job = Job(self, self._lock, kind, own, places, float(deadline), tag, limit)
+        job = Job(self, self._lock, kind, own, places, lend, float(deadline), tag, limit)
         parts = [slice(i, min(i + self._piece_blocks, len(own))) for i in range(0, len(own), self._piece_blocks)]
         with self._lock:
             if self._closing:
@@ -298,7 +311,8 @@ class StoreQueue:
                 self._announce(job)
             elif job.deadline != math.inf:
                 self._watch_for(job)
-            self._calls.notify(len(parts))
+            if self._may_begin(job):
+                self._calls.notify(len(parts))
         return job
 
     def _work(self) -> None:
@@ -342,25 +356,42 @@ class StoreQueue:
     def _may_begin(self, job: Job) -> bool:
         """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
         saves = sum(other.kind == jobs.SAVE for other in self._running.values())
-        return job.kind != jobs.SAVE or saves < max(1, self._store.threads - 1)
+        return job.kind != jobs.SAVE or saves < self.savers
 
     def _call(self, job: Job, part: slice) -> tuple[Bytes, str]:
         """One call of the store. Returns the codes, and the text of an error."""
-        keys, rows, store = job.keys[part], job.rows[part], self._store
+        own, rows, store = job.keys[part], job.rows[part], self._store
         try:
-            if isinstance(keys, BlockNames):
-                keys = self.secret.opaque(keys)
+            keys = self.secret.opaque(own) if isinstance(own, BlockNames) else own
             if job.kind == jobs.FIND:
                 return _codes(store.find(keys), len(keys)), ""
             if job.kind == jobs.FORGET:
                 store.forget(keys)
                 return np.full(len(keys), OK, np.uint8), ""
             if job.kind == jobs.SAVE:
-                seals = self.secret.seal(keys, rows, self.memory)
-                return _codes(store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys)), ""
+                return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
             return self._checked(job, keys, rows), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
-            return np.full(len(keys), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+            return np.full(len(own), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+
+    def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
+        """Seal rows and save them."""
+        seals = self.secret.seal(keys, rows, self.memory)
+        return _codes(self._store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys))
+
+    def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
+        """Save rows that are lent."""
+        codes = np.full(len(keys), ABSENT, np.uint8)
+        with lend(names) as rows:
+            found = id_array("rows", rows)
+            if len(found) != len(keys):
+                raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
+            there = np.flatnonzero(found >= 0)
+            # What was lent after a job was given up may be something else under the same name.
+            if len(there) and not job.done:
+                own = _rows_argument(found[there], len(there), self.slots, False)
+                codes[there] = self._sealed(job, keys[there], own)
+        return codes
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""

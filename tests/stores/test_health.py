@@ -57,6 +57,14 @@ def test_an_answer_between_failures_counts_them_anew(health: StoreHealth, code: 
     assert health.usable()
 
 
+def test_a_save_of_what_is_not_there_any_more_says_nothing(health: StoreHealth) -> None:
+    fail(health, kind="save")
+    health.note(job(ABSENT, ABSENT, kind="save"))
+    assert health.suspended(writes=True)
+    health.note(job(ABSENT, OK, kind="save"))
+    assert not health.suspended(writes=True)
+
+
 @pytest.mark.parametrize("code", [FAILED, LATE, DAMAGED])
 def test_what_counts_as_a_failure(health: StoreHealth, code: int) -> None:
     for _ in range(3):
