@@ -59,7 +59,8 @@ class StoreHealth:
     ``clock``: () -> float, monotonic seconds.
 
     A job has failed if no block of it was answered: all are FAILED, LATE or DAMAGED. A block that is absent, or refused
-    because the store is full, is an answer. A job that was cancelled says nothing.
+    because the store is full, is an answer. A job that was cancelled says nothing. Nor does a save of blocks that had
+    gone before the store got them; as a probe, it leaves the next job to be one.
 
     Reads and writes are suspended apart, since a disk that is full or read-only still gives what it has. Failures are
     counted for each kind of job: a find that is answered does not excuse loads that fail. Reads are suspended when
@@ -108,14 +109,19 @@ class StoreHealth:
     def note(self, job: Job) -> None:
         """Learn from a job that is done. Call it once for each job."""
         failed = _failed(job)
-        if failed is None or job.kind == jobs.FORGET:
+        if job.kind == jobs.FORGET:
             return
         with self._lock:
+            kind = self._kinds[job.kind]
+            if failed is None:
+                if kind.probing and "absent" in job.counts:
+                    kind.probing, kind.probe_at = False, self._clock()
+                return
             self._failed += failed
             if failed:
-                self._failure(self._kinds[job.kind])
+                self._failure(kind)
                 return
-            self._kinds[job.kind].answered()
+            kind.answered()
             loads = self._kinds[jobs.LOAD]
             if job.kind == jobs.FIND and loads.probing and not loads.found:
                 loads.found = "ok" in job.counts

@@ -73,22 +73,16 @@ class HostSaves:
 
     def _save(self, names: BlockNames, deadline: float) -> None:
         for line in self._lines:
-            # A store that has failed is tried with a block that is there.
-            if line.health.suspended(writes=True) and not self._any_here(names):
-                self.unsaved["evicted"] += len(names)
-            elif not line.health.usable(writes=True):
+            if not line.health.usable(writes=True):
                 self.unsaved["suspended"] += len(names)
-            else:
-                try:
-                    job = line.queue.save(names, self._lend, deadline=deadline)
-                except StoreBusy:
-                    self.unsaved["busy"] += len(names)
-                else:
-                    self._jobs.add(job)
-                    line.follow(job, self._ended, self._jobs.discard)
-
-    def _any_here(self, names: BlockNames) -> bool:
-        return bool((self._cache.lookup(names.names) == self._cache.HERE).any())
+                continue
+            try:
+                job = line.queue.save(names, self._lend, deadline=deadline)
+            except StoreBusy:
+                self.unsaved["busy"] += len(names)
+                continue
+            self._jobs.add(job)
+            line.follow(job, self._ended, self._jobs.discard)
 
     @contextmanager
     def _lend(self, names: BlockNames) -> Iterator[Rows]:

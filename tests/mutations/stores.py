@@ -87,6 +87,6 @@ MUTATIONS = (
         '"absent" if job.kind == jobs.SAVE else ""}',
         '""}',
         "A store that is dead counts as well again, because a block was evicted before it was asked.",
-        ("tests/stores/test_health.py::test_a_save_of_what_is_not_there_any_more_says_nothing",),
+        ("tests/stores/test_health.py::test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe",),
     ),
 )
