@@ -49,9 +49,9 @@ class HostKeeperStats:
     saved: int
     """blocks that a store has kept. A block that two stores keep counts twice."""
     unsaved: dict[str, int]
-    """blocks that a store has not kept, by reason: what the store said, "evicted" (they had left the cache), "busy",
-    "suspended", "crowded" (too many waited), or "cancelled" (``clear`` or ``close``). A block that two stores have not
-    kept counts twice."""
+    """blocks that a store has not kept, by reason: what the store said, "evicted" (they had left the cache), "busy" (a
+    full queue), "suspended", "crowded" (published without ``poll``), or "cancelled" (``clear`` or ``close``). A block
+    that two stores have not kept counts twice."""
     searching: int
     """keys whose answer is not known yet"""
     loading: int
@@ -61,7 +61,7 @@ class HostKeeperStats:
     saving: int
     """blocks that are pinned for saves"""
     waiting: int
-    """blocks whose save has not begun"""
+    """blocks whose save has not begun. A block that waits for two stores counts twice."""
     suspended: tuple[str, ...]
     """stores that have failed, and are not asked for a while"""
     stores: tuple[StoreStats, ...]
@@ -82,10 +82,11 @@ class HostKeeper:
     save
         "publish": every published block is saved. "reuse": a block is saved when it is pinned for a reader.
     load_share, save_share
-        How much of the cache blocks may take that have come and wait for their reader, and those that are being saved.
+        How much of the cache blocks may take that have come and wait for their reader, and those that stores read to
+        save them, but one for each such call.
     load_seconds, save_seconds
-        Time for a key from the first ``find`` until it is HERE, and for a block from ``publish`` until it is saved.
-        What takes longer is given up.
+        Time for a key from the first ``find`` until it is HERE, and for a block from the ``poll`` after ``publish``
+        until it is saved. What takes longer is given up.
     retry_seconds
         For so long a key that did not come is not asked for again.
     clock
@@ -105,8 +106,8 @@ class HostKeeper:
     Calls never wait for a store, except ``drain`` and ``close``.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
-    checks and its deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
-    ``load_seconds`` says, if ``poll`` is called.
+    keys, checks and deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
+    ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
 
     A block is found only after its seal was checked. A load that was given up while its call hangs keeps its blocks
     until the call returns, so that it cannot write into blocks of others.
