@@ -311,8 +311,7 @@ class StoreQueue:
                 self._announce(job)
             elif job.deadline != math.inf:
                 self._watch_for(job)
-            if self._may_begin(job):
-                self._calls.notify(len(parts))
+            self._wake_one()
         return job
 
     def _work(self) -> None:
@@ -331,7 +330,7 @@ class StoreQueue:
                     self._announce(piece.job)
                 elif piece.job.returned:
                     self._announce(piece.job)
-                self._wake()
+                self._lock.notify_all()
         self._end()
 
     def _next(self) -> _Piece | None:
@@ -348,10 +347,16 @@ class StoreQueue:
                     self._waiting[piece.job.kind == jobs.SAVE] -= piece.part.stop - piece.part.start
                     piece.job.call_begins(piece.part, self._clock())
                     self._running[threading.get_ident()] = piece.job
+                    self._wake_one()
                     return piece
                 if self._closing and not self._queue:
                     return None
                 self._calls.wait()
+
+    def _wake_one(self) -> None:
+        """Wake one thread if there is a call to make. It wakes the next one in turn. The lock is held."""
+        if self._queue and self._may_begin(self._queue[0].job):
+            self._calls.notify()
 
     def _may_begin(self, job: Job) -> bool:
         """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
@@ -440,12 +445,7 @@ class StoreQueue:
             self._queue_max = max(1024, 2 * len(self._queue))
         self._count(job)
         self._announce(job)
-        self._wake()
-
-    def _wake(self) -> None:
-        """Something has ended. The lock is held."""
         self._lock.notify_all()
-        self._calls.notify_all()
 
     def _count(self, job: Job) -> None:
         """Count a job that is done. The lock is held."""

@@ -45,16 +45,18 @@ class Secret:
     one for each purpose.
     """
 
-    __slots__ = ("_chains", "_identity", "_opaque", "_roots", "_seals", "_tags")
+    __slots__ = ("_chain", "_identity", "_opaque", "_roots", "_seals", "_tags")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
         self._identity = bytes.fromhex(identity.fingerprint)
-        self._opaque, self._roots, self._chains, self._seals, self._tags = (
+        self._opaque, self._roots, chains, self._seals, self._tags = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
             for purpose in (b"opaque", b"roots", b"chains", b"seals", b"tags")
         )
+        # A copy of it takes half of the time of a new one.
+        self._chain = hashlib.blake2b(key=chains, digest_size=KEY_BYTES)
 
     def __repr__(self) -> str:
         return "Secret()"
@@ -99,7 +101,9 @@ class Secret:
     def link(self, before: bytes, content: bytes) -> bytes:
         """The key of a block after the one with the key ``before``, or after a root. ``content``: its
         ``block_content``."""
-        return hashlib.blake2b(before + content, key=self._chains, digest_size=KEY_BYTES).digest()
+        hashed = self._chain.copy()
+        hashed.update(before + content)
+        return hashed.digest()
 
     def seal(self, keys: Bytes, rows: Rows, memory: Bytes) -> Bytes:
         """Seals of rows of memory under these keys: uint8[n, SEAL_BYTES]. The lock of the interpreter is not held while

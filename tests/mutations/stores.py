@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
+_HASHED = "tests/stores/test_hostkeeper_hashing.py::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
+
 
 def _host(test: str) -> str:
     return f"tests/stores/test_hostkeeper.py::{test}"
@@ -52,7 +54,7 @@ MUTATIONS = (
         "            if len(there) and not job.done:\n                own = ",
         "            if len(there):\n                own = ",
         "The KV of new weights is found by an engine that has the old ones.",
-        (_host("test_what_is_published_after_clear_is_not_saved_for_what_was_before"),),
+        (_HASHED,),
     ),
     Mutation(
         "clear_lets_saves_go_on",
@@ -60,7 +62,7 @@ MUTATIONS = (
         "        for job in self._jobs:\n            job.cancel()\n",
         "",
         "The KV of new weights is found by an engine that has the old ones.",
-        (_host("test_what_is_published_after_clear_is_not_saved_for_what_was_before"),),
+        (_HASHED,),
     ),
     Mutation(
         "generations_are_not_in_the_keys_of_stores",

@@ -3,7 +3,6 @@ whatever the stores do."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,71 +13,10 @@ import pytest
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import REFUSED, MemoryStore, StoreQueue
-from kvpool.stores.seals import Secret
+from tests.stores.hostkeeping import Engine, engines
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-
-
-class Engine:
-    """A cache, its memory and a keeper, and an engine that writes and reads blocks of known content."""
-
-    def __init__(self, *stores: Any, blocks: int = 16, identity: Any = IDENTITY, **options: Any) -> None:
-        self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity)
-        self.tier = HostTier.of(self.cache)
-        self.now = 1000.0
-        self.keeper = HostKeeper(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
-
-    def later(self, seconds: float) -> None:
-        """Time passes. The threads that watch deadlines look at the clock when a job begins."""
-        self.now += seconds
-        self.keeper.find(b"another at %f" % self.now)
-        self.keeper.poll()
-
-    def write(self, count: int, first: int = 0) -> list[int]:
-        """Reserve, fill and publish blocks. Returns the rows."""
-        taken = self.cache.reserve(names(count, first))
-        for row, key in zip(taken.blocks.tolist(), taken.keys, strict=True):
-            self.tier.blocks[row] = content(number_of(key))
-        self.keeper.publish(taken.keys)
-        return taken.blocks.tolist()
-
-    def saved(self, count: int, first: int = 0) -> None:
-        """Write blocks, have them saved, and drop them from the cache."""
-        self.write(count, first)
-        assert self.keeper.drain(60)
-        self.cache.forget(names(count, first))
-
-    def ask(self, count: int, first: int = 0) -> list[int]:
-        """What becomes of keys that are looked for once: ABSENT or HERE."""
-        self.keeper.lookup(names(count, first))
-        self.until(lambda: not self.keeper.stats().searching)
-        here = self.cache.lookup(names(count, first)) == HERE
-        return np.where(here, HERE, ABSENT).tolist()
-
-    def until(self, right: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
-        self.keeper.poll()
-        while not right():
-            assert time.monotonic() < end, self.keeper.stats()
-            time.sleep(0.001)
-            self.keeper.poll()
-
-    def read(self, count: int, first: int = 0) -> None:
-        """Pin blocks, and compare every byte."""
-        with self.keeper.pin(names(count, first)) as lease:
-            for row, key in zip(lease.blocks.tolist(), lease.keys, strict=True):
-                assert np.array_equal(self.tier.blocks[row], content(number_of(key))), key
-
-    def close(self) -> None:
-        assert self.keeper.close(60)
-        self.cache.verify()
-        self.cache.close()
-        self.tier.close()
-
-
-def number_of(key: bytes) -> int:
-    return int(key.split()[1])
 
 
 @pytest.fixture
@@ -88,16 +26,7 @@ def store() -> Wrong:
 
 @pytest.fixture
 def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
-    opened: list[Engine] = []
-
-    def build(*stores: Any, **options: Any) -> Engine:
-        opened.append(Engine(*(stores or (store,)), **options))
-        return opened[-1]
-
-    yield build
-    for engine in opened:
-        if not engine.cache.closed:
-            engine.close()
+    yield from engines(store)
 
 
 def fail(*_: Any) -> Any:
@@ -478,102 +407,6 @@ def test_a_probe_is_not_used_up_by_saves_that_do_not_begin(make: Callable[..., E
     engine.write(1, 11)
     assert engine.keeper.drain(60)
     assert engine.keeper.stats().saved == 1 and engine.keeper.stats().suspended == ()
-
-
-# -- what happens while a key is hashed ------------------------------------------------------------------
-
-
-@pytest.fixture
-def hashing(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Holds the threads that hash keys."""
-    gate, opaque = Gate(), Secret.opaque
-
-    def held(secret: Secret, names: Any) -> Any:
-        gate()
-        return opaque(secret, names)
-
-    monkeypatch.setattr(Secret, "opaque", held)
-    return gate
-
-
-def other_content(engine: Engine, count: int) -> None:
-    """The engine writes other bytes under the same names, which are not to be saved."""
-    taken = engine.cache.reserve(names(count))
-    engine.tier.blocks[taken.blocks] = 7
-    engine.cache.publish(taken.keys)
-
-
-def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
-    make: Callable[..., Engine], store: Wrong, hashing: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another engine would find the KV of other weights. The store is one that never looks whether to stop."""
-    save = store.inner.save
-    monkeypatch.setattr(store.inner, "save", lambda *call: save(*call[:-1], lambda: False))
-    engine = make(store)
-    engine.write(4)
-    engine.until(hashing.reached.is_set)
-    engine.keeper.clear()
-    other_content(engine, 4)
-    hashing.open()
-    assert engine.keeper.drain(60)
-    assert engine.keeper.stats().unsaved == {"cancelled": 4}
-    engine.close()
-    again = make(store)
-    assert again.ask(4) == [ABSENT] * 4
-
-
-@pytest.mark.parametrize("here", [0, 2])
-def test_a_block_that_has_gone_while_its_key_is_hashed_is_not_saved(
-    make: Callable[..., Engine], store: Wrong, hashing: Gate, here: int
-) -> None:
-    """Its bytes, which somebody writes anew, are no longer those of the key."""
-    engine = make()
-    engine.write(4)
-    engine.until(hashing.reached.is_set)
-    engine.cache.forget(names(4 - here, here))
-    taken = engine.cache.reserve(names(4 - here, here))
-    engine.tier.blocks[taken.blocks] = 7
-    hashing.open()
-    assert engine.keeper.drain(60)
-    stats = engine.keeper.stats()
-    assert (stats.saved, stats.unsaved) == (here, {"evicted": 4 - here})
-    assert store.stats()["blocks"] == here and engine.cache.stats().pinned == 0
-    engine.cache.abort(taken.keys)
-    engine.cache.forget(names(here))
-    assert engine.ask(4) == [HERE] * here + [ABSENT] * (4 - here)
-    engine.read(here)
-
-
-def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_now(
-    make: Callable[..., Engine], hashing: Gate
-) -> None:
-    engine = make()
-    engine.write(4)
-    engine.until(hashing.reached.is_set)
-    engine.cache.forget(names(4))
-    other_content(engine, 4)
-    hashing.open()
-    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 4
-    engine.cache.forget(names(4))
-    assert engine.ask(4) == [HERE] * 4
-    with engine.keeper.pin(names(4)) as lease:
-        assert (engine.tier.blocks[lease.blocks] == 7).all()
-
-
-def test_the_thread_of_the_scheduler_hashes_nothing(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed, opaque = set[int](), Secret.opaque
-
-    def noted(secret: Secret, names: Any) -> Any:
-        hashed.add(threading.get_ident())
-        return opaque(secret, names)
-
-    monkeypatch.setattr(Secret, "opaque", noted)
-    engine = make()
-    engine.saved(4)
-    assert engine.ask(4) == [HERE] * 4
-    assert hashed and threading.get_ident() not in hashed
 
 
 # -- bounds ----------------------------------------------------------------------------------------------
