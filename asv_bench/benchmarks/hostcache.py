@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -73,9 +73,10 @@ class Verbs:
 class Keeper:
     """Microseconds of the scheduler's thread with a store behind the cache, for 60 keys: the best of 100. "idle" is one
     poll that has nothing to do. "here" and "absent" are finds of single keys, in the cache and found absent a moment
-    ago. "save" is publishing and the poll that begins the save, "ask" finding and the poll that asks the store."""
+    ago. "save" is publishing and the poll that begins the save, "saved" the poll that notes its end, "ask" finding and
+    the poll that asks the store."""
 
-    params = ["idle", "here", "absent", "save", "ask"]
+    params = ["idle", "here", "absent", "save", "saved", "ask"]
     param_names = ["call"]
     unit = "us"
 
@@ -89,12 +90,25 @@ class Keeper:
         self.cache.close()
         self.tier.close()
 
+    def _save(self, some: list[bytes]) -> None:
+        """See keys saved, and do not poll after that."""
+        before = self._saved()
+        self.keeper.publish(some)
+        self.keeper.poll()
+        while self._saved() < before + len(some):
+            sleep(0.001)
+
+    def _saved(self) -> int:
+        return self.keeper.stats().stores[0].blocks["save", "ok"]
+
     def track_call(self, call: str) -> float:
         keeper, times = self.keeper, []
         for _ in range(100):
             some = keys(KEYS)
-            if call in ("here", "save"):
+            if call in ("here", "save", "saved"):
                 self.cache.reserve(some)
+            if call == "saved":
+                self._save(some)
             if call == "here":
                 self.cache.publish(some)
             if call == "absent":
@@ -106,7 +120,7 @@ class Keeper:
                     keeper.find(key)
             if call == "save":
                 keeper.publish(some)
-            if call in ("idle", "save", "ask"):
+            if call in ("idle", "save", "saved", "ask"):
                 keeper.poll()
             times.append(perf_counter() - start)
             keeper.drain(60)

@@ -23,9 +23,10 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.keepers.health import StoreHealth
 from kvpool.stores import jobs
-from kvpool.stores.base import ABSENT, OK, Bytes, Rows, Store
+from kvpool.stores.base import OK, Bytes, Rows, Store
 from kvpool.stores.jobs import Job
-from kvpool.stores.queue import CODES, StoreQueue, StoreStats
+from kvpool.stores.queue import StoreQueue, StoreStats
+from kvpool.stores.seals import BlockNames
 from kvpool.stores.urls import bytes_argument, open_store
 
 log = logging.getLogger("kvpool.engines")
@@ -213,8 +214,8 @@ class StagedBlocks:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _keys(self, names: Sequence[bytes]) -> Bytes:
-        return self._queue.secret.opaque(self._generation + name for name in names)
+    def _keys(self, names: Sequence[bytes]) -> BlockNames:
+        return BlockNames(names, self._generation)
 
     def _staged(
         self, kind: str, names: Sequence[bytes], fill: Callable[[int, Bytes], None] | None,
@@ -267,10 +268,9 @@ class StagedBlocks:
 
     def _judge(self, job: Job) -> None:
         """Count what went wrong, and suspend a store from which nothing came."""
-        counts = np.bincount(job.codes, minlength=len(CODES)).tolist()
-        wrong = {code: count for code, count in enumerate(counts) if count and code not in (OK, ABSENT)}
-        for code, count in wrong.items():
-            self._note(job.kind, CODES[code], count, job.error)
+        for code, count in job.counts.items():
+            if code not in ("ok", "absent"):
+                self._note(job.kind, code, count, job.error)
         self._health.note(job)
 
     def _note(self, kind: str, trouble: str, count: int, detail: str = "", quiet: bool = False) -> None:

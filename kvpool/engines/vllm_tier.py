@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
     from kvpool.stores.jobs import Job
+    from kvpool.stores.seals import BlockNames
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -103,7 +104,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._new: list[OffloadKey] = []
         self._known: dict[OffloadKey, tuple[bool, float]] = {}
         self._results: list[JobResult] = []
-        self._prefix = b""
+        self._generation = b""
 
     # -- keys ----------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         keys, self._new = self._new, []
         if self._health.usable():
             try:
-                job = self._queue.find(self._opaque(keys), deadline=self._deadline("find"))
+                job = self._queue.find(self._names(keys), deadline=self._deadline("find"))
             except StoreBusy:
                 self._answer(keys, [False] * len(keys))
             else:
@@ -153,7 +154,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def _submit(self, kind: str, asked: TransferJob) -> None:
         if self._health.usable(writes=kind == "save", found=kind == "load"):
             begin = self._queue.save if kind == "save" else self._queue.load
-            keys, rows = self._opaque(asked.keys), np.asarray(asked.chunk_ids, np.int64)
+            keys, rows = self._names(asked.keys), np.asarray(asked.chunk_ids, np.int64)
             try:
                 self._jobs[begin(keys, rows, deadline=self._deadline(kind))] = asked
                 return
@@ -200,7 +201,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         """Wait until the store reads and writes no row any more. What was saved before is not found from now on."""
         while not self._queue.drain(10.0):
             log.warning("kvpool: a reset waits for the store %r", self._queue.name)
-        self._prefix = os.urandom(16)
+        self._generation = os.urandom(16)
         self._known.clear()
 
     def shutdown(self) -> None:
@@ -225,8 +226,10 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         while len(self._known) > KNOWN_MAX:
             del self._known[next(iter(self._known))]
 
-    def _opaque(self, keys: Iterable[OffloadKey]) -> npt.NDArray[np.uint8]:
-        return self._queue.secret.opaque(self._prefix + key for key in keys)
+    def _names(self, keys: Iterable[OffloadKey]) -> BlockNames:
+        from kvpool.stores.seals import BlockNames
+
+        return BlockNames(keys, self._generation)
 
     def _deadline(self, kind: str) -> float:
         return self._queue.now() + self._seconds[kind]

@@ -13,7 +13,6 @@ import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.stores import jobs
-from kvpool.stores.base import CANCELLED, DAMAGED, FAILED, LATE, OK
 from kvpool.stores.jobs import Job
 
 _READS, _WRITES = (jobs.FIND, jobs.LOAD), (jobs.SAVE,)
@@ -60,7 +59,8 @@ class StoreHealth:
     ``clock``: () -> float, monotonic seconds.
 
     A job has failed if no block of it was answered: all are FAILED, LATE or DAMAGED. A block that is absent, or refused
-    because the store is full, is an answer. A job that was cancelled says nothing.
+    because the store is full, is an answer. A job that was cancelled says nothing. Nor does a save of blocks that had
+    gone before the store got them; as a probe, it leaves the next job to be one.
 
     Reads and writes are suspended apart, since a disk that is full or read-only still gives what it has. Failures are
     counted for each kind of job: a find that is answered does not excuse loads that fail. Reads are suspended when
@@ -86,8 +86,10 @@ class StoreHealth:
         is begun then is the probe. ``found``: the job loads blocks that a find has found. It may then be begun with the
         probe of that find."""
         with self._lock:
-            now, down = self._clock(), self._suspended(writes)
-            loads = self._kinds[jobs.LOAD]
+            down = self._suspended(writes)
+            if not down:
+                return True
+            now, loads = self._clock(), self._kinds[jobs.LOAD]
             if found and loads.found:
                 return True
             if any(now < kind.probe_at for kind in down):
@@ -107,17 +109,22 @@ class StoreHealth:
     def note(self, job: Job) -> None:
         """Learn from a job that is done. Call it once for each job."""
         failed = _failed(job)
-        if failed is None or job.kind == jobs.FORGET:
+        if job.kind == jobs.FORGET:
             return
         with self._lock:
+            kind = self._kinds[job.kind]
+            if failed is None:
+                if kind.probing and "absent" in job.counts:
+                    kind.probing, kind.probe_at = False, self._clock()
+                return
             self._failed += failed
             if failed:
-                self._failure(self._kinds[job.kind])
+                self._failure(kind)
                 return
-            self._kinds[job.kind].answered()
+            kind.answered()
             loads = self._kinds[jobs.LOAD]
             if job.kind == jobs.FIND and loads.probing and not loads.found:
-                loads.found = bool((job.codes == OK).any())
+                loads.found = "ok" in job.counts
                 if not loads.found:
                     loads.probing, loads.probe_at = False, self._clock()
 
@@ -160,5 +167,6 @@ def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:
 
 def _failed(job: Job) -> bool | None:
     """Whether a job has failed. None if it says nothing."""
-    codes = job.codes[job.codes != CANCELLED]
-    return bool(np.isin(codes, (FAILED, LATE, DAMAGED)).all()) if len(codes) else None
+    # The store was not asked to save what is absent.
+    told = job.counts.keys() - {"cancelled", "absent" if job.kind == jobs.SAVE else ""}
+    return told <= {"failed", "late", "damaged"} if told else None

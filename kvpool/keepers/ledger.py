@@ -57,6 +57,39 @@ Change = Callable[[Content, int, int], None]
 """Called after the tiers of a content have changed: (content, tiers before, its priority before)."""
 
 
+class _Rows:
+    """Rows of events, as whole columns: to ask an array for one field of one row takes as long as all else.
+
+    ``heads``: the records as tuples. ``keys``: 16 bytes for each.
+    """
+
+    def __init__(self, events: Events, first: int, last: int) -> None:
+        records, tokens = events.records[first:last], events.tokens[first:last].astype("<i4", copy=False)
+        self.heads, self.keys = records.tolist(), events.keys[first:last].tobytes()
+        self._parents = np.stack([records["parent0"], records["parent1"]], axis=1).tobytes()
+        self._tokens, self._blocks, self._size = tokens, tokens.tobytes(), 4 * tokens.shape[1]
+        self._extra = None if events.extra is None else events.extra[first:last]
+        self._names = {tag: events.name(tag) for tag in set(records["namespace"].tolist())}
+
+    def key(self, i: int) -> bytes:
+        return self.keys[16 * i : 16 * i + 16]
+
+    def parent(self, i: int) -> bytes:
+        return self._parents[16 * i : 16 * i + 16]
+
+    def block(self, i: int) -> bytes:
+        """Tokens and extra ids."""
+        if self._extra is not None:
+            return block_content(self._tokens[i], self._extra[i])
+        return self._blocks[self._size * i : self._size * (i + 1)]
+
+    def name(self, i: int) -> tuple[int, Name, bool]:
+        """The namespace, its name, and whether the block is the first of a prompt."""
+        *_, parent0, parent1, namespace = self.heads[i]
+        name = self._names[namespace]
+        return namespace, name or NAMELESS, name is not None and name.root == (parent0, parent1)
+
+
 class Ledger:
     """Contents by group of layers and key, fed by the events of the pool.
 
@@ -74,7 +107,7 @@ class Ledger:
         ]  # fmt: skip
         self._contents: list[dict[bytes, Content]] = [{} for _ in groups]
         self._links: dict[bytes, Link] = {}
-        self._late: list[tuple[Events, int]] = []
+        self._late: list[tuple[_Rows, int]] = []
         self._roots: dict[tuple[bytes | str | None, int | str | None], tuple[bytes, ...]] = {}
         self.orphans = 0
 
@@ -92,18 +125,17 @@ class Ledger:
 
     def apply(self, events: Events, first: int, last: int, changed: Change) -> None:
         """Learn from the rows ``first`` to ``last`` of events."""
-        heads = events.records[first:last].tolist()
-        keys = events.keys[first:last].tobytes()
         late, self._late = self._late, []
-        for i, (kind, tier, priority, _, group, *_) in enumerate(heads):
-            key = keys[16 * i : 16 * i + 16]
+        rows = _Rows(events, first, last)
+        for i, head in enumerate(rows.heads):
+            kind = head[0]
             if kind == STORED:
-                if not self._stored(events, first + i, group, key, 1 << tier, priority, changed):
-                    self._late.append((events, first + i))
+                if not self._stored(rows, i, changed):
+                    self._late.append((rows, i))
             elif kind == REMOVED:
-                self._removed(group, key, 1 << tier, changed)
+                self._removed(rows, i, changed)
             elif kind == UPDATED:
-                self._valued(group, key, priority, changed)
+                self._valued(rows, i, changed)
             elif kind == CLEARED:
                 self._cleared(changed)
         self.orphans += len(self._retried(late, changed))
@@ -124,59 +156,51 @@ class Ledger:
             if (content.on, content.priority) != (on, valued):
                 changed(content, on, valued)
 
-    def _retried(self, late: list[tuple[Events, int]], changed: Change) -> list[tuple[Events, int]]:
+    def _retried(self, late: list[tuple[_Rows, int]], changed: Change) -> list[tuple[_Rows, int]]:
         """Try rows again whose parents were not known. Returns those of which they still are not."""
-        left = []
-        for events, row in late:
-            record, key = events.records[row], events.keys[row].tobytes()
-            tier, priority = 1 << int(record["tier"]), int(record["priority"])
-            if not self._stored(events, row, int(record["group"]), key, tier, priority, changed):
-                left.append((events, row))
-        return left
+        return [(rows, i) for rows, i in late if not self._stored(rows, i, changed)]
 
-    def _stored(
-        self, events: Events, row: int, group: int, key: bytes, tier: int, priority: int, changed: Change
-    ) -> bool:
+    def _stored(self, rows: _Rows, i: int, changed: Change) -> bool:
         """Returns False if the parent is not known."""
+        _, tier, priority, _, group, *_ = rows.heads[i]
+        key = rows.key(i)
         content = self._contents[group].get(key)
         if content is None:
-            link = self._links.get(key) or self._of_row(events, row, key)
+            link = self._links.get(key) or self._of_row(rows, i, key)
             if link is None:
                 return False
             content = self._contents[group][key] = Content(group, link)
         before, valued = content.on, content.priority
-        content.on, content.priority = before | tier, priority
+        content.on, content.priority = before | 1 << tier, priority
         changed(content, before, valued)
         return True
 
-    def _of_row(self, events: Events, row: int, key: bytes) -> Link | None:
-        record = events.records[row]
-        namespace = int(record["namespace"])
-        name, root = events.name(namespace) or NAMELESS, (int(record["parent0"]), int(record["parent1"]))
-        parent = np.array(root, np.int64).tobytes()
-        extra = events.extra[row] if record["extra"] and events.extra is not None else None
-        block = block_content(events.tokens[row], extra)
-        if root == name.root and name is not NAMELESS:
-            return self._linked(key, parent, self._root(name), block, namespace, name, 0)
+    def _of_row(self, rows: _Rows, i: int, key: bytes) -> Link | None:
+        parent, (namespace, name, begins) = rows.parent(i), rows.name(i)
+        if begins:
+            return self._linked(key, parent, self._root(name), rows.block(i), namespace, name, 0)
         known = self._links.get(parent)
         if known is None:
             return None
-        return self._linked(key, parent, known.chain, block, namespace, name, known.depth + 1)
+        return self._linked(key, parent, known.chain, rows.block(i), namespace, name, known.depth + 1)
 
-    def _removed(self, group: int, key: bytes, tier: int, changed: Change) -> None:
-        content = self._contents[group].get(key)
+    def _removed(self, rows: _Rows, i: int, changed: Change) -> None:
+        _, tier, _, _, group, *_ = rows.heads[i]
+        of_group, key = self._contents[group], rows.key(i)
+        content = of_group.get(key)
         if content is None and self._late:
-            self._late = [(events, row) for events, row in self._late if events.keys[row].tobytes() != key]
-        if content is not None and content.on & tier:
+            self._late = [(others, j) for others, j in self._late if others.key(j) != key]
+        if content is not None and content.on & 1 << tier:
             before = content.on
-            content.on = before & ~tier
+            content.on = before & ~(1 << tier)
             if not content.on:
                 # It is kept as one of the latest.
-                self._contents[group][key] = self._contents[group].pop(key)
+                of_group[key] = of_group.pop(key)
             changed(content, before, content.priority)
 
-    def _valued(self, group: int, key: bytes, priority: int, changed: Change) -> None:
-        content = self._contents[group].get(key)
+    def _valued(self, rows: _Rows, i: int, changed: Change) -> None:
+        _, _, priority, _, group, *_ = rows.heads[i]
+        content = self._contents[group].get(rows.key(i))
         if content is not None:
             before, content.priority = content.priority, priority
             changed(content, content.on, before)
@@ -244,9 +268,9 @@ class Ledger:
     def _linked(
         self, key: bytes, parent: bytes, before: tuple[bytes, ...], block: bytes, namespace: int, name: Name, depth: int
     ) -> Link:
-        chain = tuple(secret.link(one, block) for secret, one in zip(self._secrets, before, strict=True))
-        self._links[key] = Link(key, parent, chain, block, namespace, name, depth)
-        return self._links[key]
+        chain = tuple([secret.link(one, block) for secret, one in zip(self._secrets, before, strict=True)])
+        link = self._links[key] = Link(key, parent, chain, block, namespace, name, depth)
+        return link
 
     def note(self, content: Content, store: int, there: bool) -> bool:
         """Note whether a store has a content. Returns whether that is news."""

@@ -14,3 +14,4 @@ from kvpool.stores.jobs import Job as Job
 from kvpool.stores.memory import MemoryStore as MemoryStore
 from kvpool.stores.queue import StoreQueue as StoreQueue
 from kvpool.stores.queue import StoreStats as StoreStats
+from kvpool.stores.seals import BlockNames as BlockNames

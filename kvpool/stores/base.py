@@ -26,6 +26,9 @@ CANCELLED = 5
 REFUSED = 6
 """The store is full, or the namespace of the block has all that it may have."""
 
+CODES = ("absent", "ok", "failed", "damaged", "late", "cancelled", "refused")
+"""The names of the codes, in the order of their numbers."""
+
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
 Stop = Callable[[], bool]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpool.stores.base import OK, Bytes, Rows
+from kvpool.stores.base import CODES, OK, Bytes, Rows
+from kvpool.stores.seals import BlockNames
 
 if TYPE_CHECKING:
     from kvpool.stores.queue import StoreQueue
 
 WAITING = 255
 """The code of a block that is not decided yet."""
+Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
+"""Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
 FIND, LOAD, SAVE, FORGET = "find", "load", "save", "forget"
 KINDS = (FIND, LOAD, SAVE, FORGET)
@@ -23,7 +28,8 @@ KINDS = (FIND, LOAD, SAVE, FORGET)
 class Job:
     """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
 
-    ``kind``: "find", "load", "save" or "forget". ``keys`` uint8[n, 32]. ``rows`` int64[n]: of a load or save.
+    ``kind``: "find", "load", "save" or "forget". ``keys``: uint8[n, 32] or ``BlockNames``. ``rows`` int64[n]: of a load
+    or save, none where they are lent.
     ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
     took. ``error``: the text of the store's last error, or "".
 
@@ -33,15 +39,16 @@ class Job:
 
     __slots__ = (
         "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error",
-        "keys", "kind", "limit", "rows", "seconds", "tag",
+        "keys", "kind", "lend", "limit", "rows", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
-        self, queue: StoreQueue, lock: threading.Condition, kind: str, keys: Bytes, rows: Rows, deadline: float,
-        tag: bytes, limit: int,
+        self, queue: StoreQueue, lock: threading.Condition, kind: str, keys: Bytes | BlockNames, rows: Rows,
+        lend: Lend | None, deadline: float, tag: bytes, limit: int,
     ) -> None:  # fmt: skip
         self._queue, self._lock = queue, lock
-        self.kind, self.keys, self.rows, self.deadline, self.tag, self.limit = kind, keys, rows, deadline, tag, limit
+        self.kind, self.keys, self.rows, self.lend = kind, keys, rows, lend
+        self.deadline, self.tag, self.limit = deadline, tag, limit
         self.codes = np.full(len(keys), WAITING, np.uint8)
         self.error, self.began, self.seconds = "", math.nan, 0.0
         self._calls, self._queued, self._settled = 0, len(keys), not len(keys)
@@ -65,6 +72,11 @@ class Job:
     def ok(self) -> int:
         """How many blocks are OK."""
         return int(np.count_nonzero(self.codes == OK))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many blocks of a job that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
+        return {CODES[code]: count for code, count in enumerate(np.bincount(self.codes).tolist()) if count}
 
     @property
     def leading(self) -> int:

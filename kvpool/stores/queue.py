@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import bool_argument, id_array
+from kvpool.arguments import bool_argument, first_outside, id_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.process import Process
 from kvpool.stores import jobs
 from kvpool.stores.base import (
+    ABSENT,
     CANCELLED,
+    CODES,
     DAMAGED,
     FAILED,
     KEY_BYTES,
@@ -40,12 +42,13 @@ from kvpool.stores.base import (
     Space,
     Store,
 )
-from kvpool.stores.jobs import Job
-from kvpool.stores.seals import Secret, check_library
+from kvpool.stores.jobs import Job, Lend
+from kvpool.stores.seals import BlockNames, Secret, check_library
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Keys = Bytes | BlockNames
 NO_LIMIT = (1 << 63) - 1
 _NO_ROWS: Rows = np.empty(0, np.int64)
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.FORGET: 2, jobs.SAVE: 3}
@@ -77,9 +80,6 @@ class StoreStats:
     running_calls: int
     store: dict[str, int]
     """figures of the store itself"""
-
-
-CODES = ("absent", "ok", "failed", "damaged", "late", "cancelled", "refused")
 
 
 class StoreQueue:
@@ -140,7 +140,9 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
-        self._lock = threading.Condition()
+        # One lock. Those who wait for what has ended, for a call to make, and for a deadline are woken apart.
+        lock = threading.RLock()
+        self._lock, self._calls, self._alarm = (threading.Condition(lock) for _ in range(3))
         self._queue: list[_Piece] = []
         self._queue_max = 1024
         self._numbers = itertools.count()
@@ -176,31 +178,42 @@ class StoreQueue:
     def block_bytes(self) -> int:
         return int(self.memory.shape[1])
 
+    @property
+    def savers(self) -> int:
+        """How many calls of the store save at a time."""
+        return max(1, self._store.threads - 1)
+
     def now(self) -> float:
         """Seconds on the queue's clock."""
         return self._clock()
 
-    def find(self, keys: Bytes, *, deadline: float = math.inf) -> Job:
-        """Ask which blocks the store has. ``keys`` uint8[n, 32], made by ``secret``."""
+    def find(self, keys: Keys, *, deadline: float = math.inf) -> Job:
+        """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``."""
         return self._begin(jobs.FIND, keys, None, deadline)
 
-    def load(self, keys: Bytes, rows: Rows, *, deadline: float = math.inf) -> Job:
+    def load(self, keys: Keys, rows: Rows, *, deadline: float = math.inf) -> Job:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
         returned."""
         return self._begin(jobs.LOAD, keys, rows, deadline)
 
     def save(
-        self, keys: Bytes, rows: Rows, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
+        self, keys: Keys, rows: Rows | Lend, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
         deadline: float = math.inf,
     ) -> Job:  # fmt: skip
         """Save rows of the memory, which nobody may change until the job is returned. ``tag``, ``limit``: as in
-        ``Store.save``."""
+        ``Store.save``.
+
+        ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
+        queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT.
+        """
         if not isinstance(tag, bytes) or len(tag) != TAG_BYTES:
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes")
-        limit = integer_argument("limit", limit, 0, NO_LIMIT)
-        return self._begin(jobs.SAVE, keys, rows, deadline, tag, limit)
+        limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
+        if lend is not None and not isinstance(keys, BlockNames):
+            raise TypeError("keys: accepted are BlockNames where rows are lent")
+        return self._begin(jobs.SAVE, keys, None if lend else rows, deadline, tag, limit, lend)
 
-    def forget(self, keys: Bytes) -> Job:
+    def forget(self, keys: Keys) -> Job:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
 
@@ -258,7 +271,8 @@ class StoreQueue:
             for job in {piece.job for piece in self._queue} | set(self._running.values()):
                 if not job.done:
                     self._settle(job, CANCELLED)
-            self._lock.notify_all()
+            self._calls.notify_all()
+            self._alarm.notify_all()
             over = self._lock.wait_for(lambda: self._store_closed, timeout)
         return over
 
@@ -273,14 +287,15 @@ class StoreQueue:
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes = bytes(TAG_BYTES), limit: int = 0
-    ) -> Job:
+        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes = bytes(TAG_BYTES), limit: int = 0,
+        lend: Lend | None = None,
+    ) -> Job:  # fmt: skip
         self._process.check(self)
         own = _keys_argument(keys)
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
         if not isinstance(deadline, (int, float)) or math.isnan(deadline):
             raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-        job = Job(self, self._lock, kind, own, places, float(deadline), tag, limit)
+        job = Job(self, self._lock, kind, own, places, lend, float(deadline), tag, limit)
         parts = [slice(i, min(i + self._piece_blocks, len(own))) for i in range(0, len(own), self._piece_blocks)]
         with self._lock:
             if self._closing:
@@ -296,7 +311,7 @@ class StoreQueue:
                 self._announce(job)
             elif job.deadline != math.inf:
                 self._watch_for(job)
-            self._lock.notify_all()
+            self._wake_one()
         return job
 
     def _work(self) -> None:
@@ -332,31 +347,56 @@ class StoreQueue:
                     self._waiting[piece.job.kind == jobs.SAVE] -= piece.part.stop - piece.part.start
                     piece.job.call_begins(piece.part, self._clock())
                     self._running[threading.get_ident()] = piece.job
+                    self._wake_one()
                     return piece
                 if self._closing and not self._queue:
                     return None
-                self._lock.wait()
+                self._calls.wait()
+
+    def _wake_one(self) -> None:
+        """Wake one thread if there is a call to make. It wakes the next one in turn. The lock is held."""
+        if self._queue and self._may_begin(self._queue[0].job):
+            self._calls.notify()
 
     def _may_begin(self, job: Job) -> bool:
         """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
         saves = sum(other.kind == jobs.SAVE for other in self._running.values())
-        return job.kind != jobs.SAVE or saves < max(1, self._store.threads - 1)
+        return job.kind != jobs.SAVE or saves < self.savers
 
     def _call(self, job: Job, part: slice) -> tuple[Bytes, str]:
         """One call of the store. Returns the codes, and the text of an error."""
-        keys, rows, store = job.keys[part], job.rows[part], self._store
+        own, rows, store = job.keys[part], job.rows[part], self._store
         try:
+            keys = self.secret.opaque(own) if isinstance(own, BlockNames) else own
             if job.kind == jobs.FIND:
                 return _codes(store.find(keys), len(keys)), ""
             if job.kind == jobs.FORGET:
                 store.forget(keys)
                 return np.full(len(keys), OK, np.uint8), ""
             if job.kind == jobs.SAVE:
-                seals = self.secret.seal(keys, rows, self.memory)
-                return _codes(store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys)), ""
+                return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
             return self._checked(job, keys, rows), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
-            return np.full(len(keys), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+            return np.full(len(own), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+
+    def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
+        """Seal rows and save them."""
+        seals = self.secret.seal(keys, rows, self.memory)
+        return _codes(self._store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys))
+
+    def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
+        """Save rows that are lent."""
+        codes = np.full(len(keys), ABSENT, np.uint8)
+        with lend(names) as rows:
+            found = id_array("rows", rows)
+            if len(found) != len(keys):
+                raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
+            there = np.flatnonzero(found >= 0)
+            # What was lent after a job was given up may be something else under the same name.
+            if len(there) and not job.done:
+                own = _rows_argument(found[there], len(there), self.slots, False)
+                codes[there] = self._sealed(job, keys[there], own)
+        return codes
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
@@ -379,6 +419,9 @@ class StoreQueue:
             heapq.heapify(self._deadlines)
             self._deadlines_max = max(1024, 2 * len(self._deadlines))
         heapq.heappush(self._deadlines, (job.deadline, next(self._numbers), job))
+        first = self._deadlines[0]
+        if first[2] is job or first[0] <= self._clock():
+            self._alarm.notify()
 
     def _watch(self) -> None:
         """The thread that ends jobs at their deadlines."""
@@ -389,7 +432,7 @@ class StoreQueue:
                     if not job.done:
                         self._settle(job, LATE)
                 left = self._deadlines[0][0] - self._clock() if self._deadlines else 3600.0
-                self._lock.wait(min(max(left, 0.0), 3600.0))
+                self._alarm.wait(min(max(left, 0.0), 3600.0))
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
@@ -407,7 +450,7 @@ class StoreQueue:
     def _count(self, job: Job) -> None:
         """Count a job that is done. The lock is held."""
         job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
-        for code, count in zip(CODES, np.bincount(job.codes, minlength=len(CODES)).tolist(), strict=True):
+        for code, count in job.counts.items():
             self._blocks[job.kind, code] += count
         if job.kind in (jobs.LOAD, jobs.SAVE):
             self._nbytes[job.kind] += job.ok * self.block_bytes
@@ -441,17 +484,19 @@ def _memory_argument(memory: Any) -> Bytes:
     return np.ndarray.view(memory, np.ndarray)[:]
 
 
-def _keys_argument(keys: Any) -> Bytes:
+def _keys_argument(keys: Any) -> Keys:
+    if isinstance(keys, BlockNames):
+        return keys
     if not isinstance(keys, np.ndarray) or keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
-        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret")
+        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
     return keys.copy()
 
 
 def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
-    own = id_array("rows", rows).copy()
+    own = id_array("rows", rows)
     if len(own) != count:
         raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
-    if count and not (0 <= own.min() and own.max() < slots):
+    if first_outside(own, slots - 1) >= 0:
         raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
     if distinct and len(np.unique(own)) != count:
         raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")

@@ -57,6 +57,16 @@ def test_an_answer_between_failures_counts_them_anew(health: StoreHealth, code: 
     assert health.usable()
 
 
+def test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe(health: StoreHealth, clock: Clock) -> None:
+    fail(health, kind="save")
+    clock.now += 5
+    assert health.usable(writes=True) and not health.usable(writes=True)
+    health.note(job(ABSENT, ABSENT, kind="save"))
+    assert health.suspended(writes=True) and health.usable(writes=True)
+    health.note(job(ABSENT, OK, kind="save"))
+    assert not health.suspended(writes=True)
+
+
 @pytest.mark.parametrize("code", [FAILED, LATE, DAMAGED])
 def test_what_counts_as_a_failure(health: StoreHealth, code: int) -> None:
     for _ in range(3):

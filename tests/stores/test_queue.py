@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed, StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.seals import Secret, block_content
+from kvpool.stores.seals import BlockNames, Secret, block_content
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -111,6 +112,83 @@ def test_seals_of_the_wrong_form_or_content_make_no_block_valid(store: Wrong, qu
     store.after["load"] = lambda right: (right[0], seals)
     job = queue.load(keys, np.arange(4))
     assert job.wait(60, returned=True) and job.ok == 0
+
+
+# -- blocks that an engine names itself ----------------------------------------------------------------
+
+
+def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreQueue) -> None:
+    keys = saved(queue, 10)
+    found = queue.find(BlockNames(names(12)))
+    assert found.wait(60) and found.codes.tolist() == [OK] * 10 + [ABSENT] * 2
+    assert np.array_equal(queue.secret.opaque(BlockNames(names(10))), keys)
+    assert queue.load(BlockNames(names(10)), np.arange(20, 30)).wait(60)
+    assert np.array_equal(queue.memory[29], content(9))
+    assert queue.forget(BlockNames(names(12)[3:4])).wait(60)
+    assert queue.find(keys).wait(60) and queue.stats().blocks["find", "absent"] == 3
+
+
+def test_nothing_is_found_of_another_generation(queue: StoreQueue) -> None:
+    saved(queue, 4)
+    new = BlockNames(names(4), b"generation 2")
+    for found in (queue.find(new), queue.find(new[1:3]), queue.load(new, np.arange(4))):
+        assert found.wait(60) and not found.ok
+    assert queue.save(new[:2], np.arange(2)).wait(60)
+    found = queue.find(new)
+    assert found.wait(60) and found.codes.tolist() == [OK, OK, ABSENT, ABSENT]
+
+
+@pytest.mark.parametrize("bad", [["text"], [b"a", 1], [None]])
+def test_names_that_are_no_bytes_are_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match="accepted are bytes"):
+        BlockNames(bad)
+
+
+class Lender:
+    """Lends the rows of some names, to one call of the store at a time."""
+
+    def __init__(self, rows: dict[bytes, int]) -> None:
+        self.rows, self.lent, self.given_back = rows, list[tuple[bytes, ...]](), 0
+
+    @contextmanager
+    def __call__(self, asked: BlockNames) -> Iterator[Any]:
+        self.lent.append(asked.names)
+        yield np.array([self.rows.get(name, -1) for name in asked.names])
+        self.given_back += 1
+
+
+def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, queue: StoreQueue) -> None:
+    fill(queue.memory, 10)
+    lender = Lender({name: row for row, name in enumerate(names(10)) if row % 3})
+    job = queue.save(BlockNames(names(10)), lender)
+    assert job.wait(60, returned=True) and job.counts == {"absent": 4, "ok": 6}
+    assert sorted(map(len, lender.lent)) == [2, 4, 4] and lender.given_back == 3
+    loaded = queue.load(BlockNames(names(10)), np.arange(20, 30))
+    assert loaded.wait(60) and loaded.codes.tolist() == job.codes.tolist()
+    assert np.array_equal(queue.memory[28], content(8))
+
+
+def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wrong, queue: StoreQueue) -> None:
+    gate, lender = Gate(), Lender(dict.fromkeys(names(8), 0))
+    store.before["save"] = gate
+    first = queue.save(BlockNames(names(4)), lender)
+    assert gate.reached.wait(60)
+    second = queue.save(BlockNames(names(4, 4)), lender)
+    second.cancel()
+    gate.open()
+    assert first.wait(60, returned=True) and second.wait(60, returned=True)
+    assert lender.lent == [tuple(names(4))] and second.counts == {"cancelled": 4}
+
+
+@pytest.mark.parametrize("rows", [[0, SLOTS], [0, 1, 2], ["a", "b"], None])
+def test_wrong_rows_of_a_lender_fail_its_blocks(queue: StoreQueue, rows: Any) -> None:
+    job = queue.save(BlockNames(names(2)), lambda _: nullcontext(rows))
+    assert job.wait(60, returned=True) and job.counts == {"failed": 2} and job.error
+
+
+def test_rows_are_lent_for_names_only(queue: StoreQueue) -> None:
+    with pytest.raises(TypeError, match="keys: accepted are BlockNames"):
+        queue.save(queue.secret.opaque(names(1)), Lender({}))
 
 
 # -- a store that is late, hangs or is dead ------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""What the tests of host keepers share: an engine whose cache has a keeper, and who closes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvpool import HostCache, HostTier
+from kvpool.keepers.hostkeeper import HostKeeper
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Wrong, content, names
+
+ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
+
+
+class Engine:
+    """A cache, its memory and a keeper, and an engine that writes and reads blocks of known content."""
+
+    def __init__(self, *stores: Any, blocks: int = 16, identity: Any = IDENTITY, **options: Any) -> None:
+        self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity)
+        self.tier = HostTier.of(self.cache)
+        self.now = 1000.0
+        self.keeper = HostKeeper(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
+
+    def later(self, seconds: float) -> None:
+        """Time passes. The threads that watch deadlines look at the clock when a job begins."""
+        self.now += seconds
+        self.keeper.find(b"another at %f" % self.now)
+        self.keeper.poll()
+
+    def write(self, count: int, first: int = 0) -> list[int]:
+        """Reserve, fill and publish blocks. Returns the rows."""
+        taken = self.cache.reserve(names(count, first))
+        for row, key in zip(taken.blocks.tolist(), taken.keys, strict=True):
+            self.tier.blocks[row] = content(number_of(key))
+        self.keeper.publish(taken.keys)
+        return taken.blocks.tolist()
+
+    def saved(self, count: int, first: int = 0) -> None:
+        """Write blocks, have them saved, and drop them from the cache."""
+        self.write(count, first)
+        assert self.keeper.drain(60)
+        self.cache.forget(names(count, first))
+
+    def ask(self, count: int, first: int = 0) -> list[int]:
+        """What becomes of keys that are looked for once: ABSENT or HERE."""
+        self.keeper.lookup(names(count, first))
+        self.until(lambda: not self.keeper.stats().searching)
+        here = self.cache.lookup(names(count, first)) == HERE
+        return np.where(here, HERE, ABSENT).tolist()
+
+    def until(self, right: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        self.keeper.poll()
+        while not right():
+            assert time.monotonic() < end, self.keeper.stats()
+            time.sleep(0.001)
+            self.keeper.poll()
+
+    def read(self, count: int, first: int = 0) -> None:
+        """Pin blocks, and compare every byte."""
+        with self.keeper.pin(names(count, first)) as lease:
+            for row, key in zip(lease.blocks.tolist(), lease.keys, strict=True):
+                assert np.array_equal(self.tier.blocks[row], content(number_of(key))), key
+
+    def close(self) -> None:
+        assert self.keeper.close(60)
+        self.cache.verify()
+        self.cache.close()
+        self.tier.close()
+
+
+def number_of(key: bytes) -> int:
+    return int(key.split()[1])
+
+
+def engines(store: Wrong) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, over this store unless others are given, and closes them."""
+    opened: list[Engine] = []
+
+    def build(*stores: Any, **options: Any) -> Engine:
+        opened.append(Engine(*(stores or (store,)), **options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
+        if not engine.cache.closed:
+            engine.close()
