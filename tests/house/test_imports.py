@@ -64,7 +64,7 @@ LAYERS = [
     ["stores"],
     ["keepers"],
     ["engines"],
-    ["observe.metrics", "metrics", "remote"],
+    ["observe.metrics", "remote"],
     ["stores.peer"],
     ["publish"],
     ["replay"],
