@@ -197,10 +197,13 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Wait until the store reads and writes no row any more. What was saved before is not found from now on."""
+        """Wait until the store reads and writes no row any more. What was saved before is not found from now on, and
+        the store drops it."""
         while not self._queue.drain(10.0):
             log.warning("kvpool: a reset waits for the store %r", self._queue.name)
         self._prefix = os.urandom(16)
+        if self._queue.clears:
+            self._queue.clear()
         self._known.clear()
 
     def shutdown(self) -> None:

@@ -161,7 +161,7 @@ class Ledger:
         known = self._links.get(parent)
         if known is None:
             return None
-        return self._linked(key, parent, known.chain, block, namespace, name, known.depth + 1)
+        return self._linked(key, parent, known.chain, block, namespace, known.name, known.depth + 1)
 
     def _removed(self, group: int, key: bytes, tier: int, changed: Change) -> None:
         content = self._contents[group].get(key)
@@ -257,6 +257,10 @@ class Ledger:
         if there:
             self._contents[content.group][content.key] = known
         return True
+
+    def named(self, keys: Sequence[bytes]) -> list[Link | None]:
+        """The blocks with these keys of the pool, None for those that it does not know."""
+        return [self._links.get(key) for key in keys]
 
     def known(self, prompt: BlockKeys, count: int) -> Flags:
         """Which of the first full blocks of a prompt a store is known to have: bool[groups, count]. On any thread."""

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.stores.base import KEY_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
+from kvpool.stores.base import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
 
 SECRET_BYTES = 32
-_NAME = b"kvpool store 1 "
+_NAME = b"kvpool store 2 "
 
 
 class Secret:
@@ -23,7 +23,7 @@ class Secret:
     one for each purpose.
     """
 
-    __slots__ = ("_chains", "_identity", "_opaque", "_roots", "_seals", "_tags")
+    __slots__ = ("_chains", "_identity", "_opaque", "_roots", "_seals", "_tags", "model")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if len(secret) != SECRET_BYTES:
@@ -33,6 +33,8 @@ class Secret:
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
             for purpose in (b"opaque", b"roots", b"chains", b"seals", b"tags")
         )
+        self.model = hashlib.blake2b(self._identity, key=self._tags, digest_size=MODEL_BYTES).digest()
+        """What all tags of the model begin with."""
 
     def __repr__(self) -> str:
         return "Secret()"
@@ -41,8 +43,10 @@ class Secret:
         raise TypeError("a secret is not pickled: it would travel with the pickle")
 
     def tag(self, namespace: bytes) -> bytes:
-        """The name of a namespace in the store: TAG_BYTES bytes."""
-        return hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=TAG_BYTES).digest()
+        """The name of a namespace in the store: TAG_BYTES bytes, of which the first name the model."""
+        size = TAG_BYTES - MODEL_BYTES
+        own = hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=size, person=b"namespace")
+        return self.model + own.digest()
 
     def opaque(self, keys: Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""

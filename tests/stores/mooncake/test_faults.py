@@ -91,7 +91,7 @@ def test_who_has_another_secret_finds_nothing(cluster: Cluster, open_at: OpenAt,
 # -- what a cluster says and does not do ---------------------------------------------------------------
 
 
-def object_name(queue: StoreQueue, number: int, kind: str = "kvpool1-") -> str:
+def object_name(queue: StoreQueue, number: int, kind: str = "kvpool2-") -> str:
     return kind + queue.secret.opaque(names(1, number))[0].tobytes().hex()
 
 

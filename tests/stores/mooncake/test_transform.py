@@ -64,12 +64,12 @@ def test_the_documented_encryption_keeps_blocks_and_hides_them(cluster: Cluster,
 
     library = MooncakeDistributedStore()
     assert library.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", cluster.address) == 0
-    kept = library.get(f"kvpool1t-{key}")
+    kept = library.get(f"kvpool2t-{key}")
     assert len(kept) == BLOCK_BYTES + EXTRA + 16 and content(0).tobytes()[:64] not in kept
 
     changed = bytearray(kept)
     changed[100] ^= 1
-    assert library.upsert(f"kvpool1t-{key}", bytes(changed)) == 0
+    assert library.upsert(f"kvpool2t-{key}", bytes(changed)) == 0
     assert load(queue, 2) == [DAMAGED, OK] and load(queue, 2) == [ABSENT, OK]
     assert queue.stats().store["not_decoded"] == 1
     library.close()
