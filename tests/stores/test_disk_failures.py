@@ -78,17 +78,26 @@ def test_slots_of_saves_that_failed_are_used_again(store: DiskStore, faulty: Fau
         assert queue.stats().store["blocks"] == 32 and queue.stats().store["evicted"] == 0
 
 
-def test_a_forget_that_is_not_durable_fails_and_is_made_up_for(
-    store: DiskStore, faulty: Faulty, tmp_path: Path
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again(
+    store: DiskStore, faulty: Faulty, tmp_path: Path, clears: bool
 ) -> None:
+    tried = threading.Semaphore(0)
+
+    def refuse() -> None:
+        tried.release()
+        raise BROKEN
+
     with open_queue(store) as queue:
-        keys = saved(queue, 4)
-        faulty.before["COMMIT"] = raising(BROKEN)
-        job = queue.forget(keys[:2])
-        assert job.wait(60) and job.codes.tolist() == [FAILED] * 2
+        tag = queue.secret.tag(b"tenant")
+        keys = np.concatenate([saved(queue, 2, tag=tag), saved(queue, 2, first=2)])
+        faulty.before["COMMIT"] = refuse
+        job = queue.clear(tag) if clears else queue.forget(keys[:2])
+        assert tried.acquire(timeout=60) and tried.acquire(timeout=60) and not job.done
         found = queue.find(keys)
         assert found.wait(60) and found.ok == 2, "they are forgotten all the same"
         del faulty.before["COMMIT"]
+        assert job.wait(60) and job.ok == len(job.codes)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         found = queue.find(keys)
         assert found.wait(60) and found.ok == 2

@@ -27,7 +27,16 @@ from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemorySt
 from kvpool.stores.base import Space, Store
 from kvpool.stores.peer.server import StoreServer
 from kvpool.stores.peer.store import PeerStore
-from kvpool.stores.peer.wire import StoreDone, StoreFind, StoreHello, StoreLoad, StoreSave, StoreWelcome, password
+from kvpool.stores.peer.wire import (
+    StoreClear,
+    StoreDone,
+    StoreFind,
+    StoreHello,
+    StoreLoad,
+    StoreSave,
+    StoreWelcome,
+    password,
+)
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.urls import open_store
 from tests.stores.contract import LastingContract
@@ -397,6 +406,10 @@ class Raw:
         self._context.destroy(linger=0)
 
 
+def _save(tag: str) -> StoreSave:
+    return StoreSave(1, 100, "session", 0, tag, 1)
+
+
 _KEY, _SEAL, _TAG = bytes(32), bytes(16), "0" * 32
 _WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
     "no header": [b""],
@@ -411,12 +424,15 @@ _WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
     "too many keys": [StoreLoad(1, 100), 5 * _KEY],
     "no time": [StoreFind(1, 0), _KEY],
     "too much time": [StoreFind(1, 1 << 40), _KEY],
-    "no blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL],
-    "short blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL, bytes(BLOCK_BYTES - 1)],
-    "long blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL, bytes(BLOCK_BYTES + 1)],
-    "short seals": [StoreSave(1, 100, _TAG, 1), _KEY, bytes(15), bytes(BLOCK_BYTES)],
-    "no tag": [StoreSave(1, 100, "", 1), _KEY, _SEAL, bytes(BLOCK_BYTES)],
-    "a tag of words": [StoreSave(1, 100, "zz" * 16, 1), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+    "no blocks": [_save(_TAG), _KEY, _SEAL],
+    "short blocks": [_save(_TAG), _KEY, _SEAL, bytes(BLOCK_BYTES - 1)],
+    "long blocks": [_save(_TAG), _KEY, _SEAL, bytes(BLOCK_BYTES + 1)],
+    "short seals": [_save(_TAG), _KEY, bytes(15), bytes(BLOCK_BYTES)],
+    "no tag": [_save(""), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+    "a clear with keys": [StoreClear(1, 100, "session", 1, _TAG), _KEY],
+    "a clear of everything": [StoreClear(1, 100, "session", 1, "")],
+    "a clear of half a model": [StoreClear(1, 100, "session", 1, "00" * 4)],
+    "a tag of words": [_save("zz" * 16), _KEY, _SEAL, bytes(BLOCK_BYTES)],
 }
 
 
@@ -442,7 +458,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -
     raw = Raw(picky.endpoint)
     with open_queue(client(picky)) as queue:
         keys = saved(queue, 4)
-        raw.socket.send_multipart([encode(StoreSave(1, 100, _TAG, 1)), _KEY, _SEAL, bytes(1 << 20)])
+        raw.socket.send_multipart([encode(_save(_TAG)), _KEY, _SEAL, bytes(1 << 20)])
         assert queue.load(keys, np.arange(4)).wait(20) and not raw.socket.poll(50)
         assert picky.stats().calls == 2
     raw.close()
