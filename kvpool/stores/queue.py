@@ -271,7 +271,7 @@ class StoreQueue:
         so. Drops that the store does not confirm are not waited for: wait for their jobs."""
         self._process.check(self)
         with self._lock:
-            return self._lock.wait_for(lambda: not self._queue and not self._busy(), timeout)
+            return self._lock.wait_for(lambda: not self._busy(), timeout)
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
@@ -358,7 +358,9 @@ class StoreQueue:
         return {piece.job for piece in self._queue} | {job for job, _ in self._running.values()}
 
     def _busy(self) -> bool:
-        return any(job.kind not in jobs.DROPS for job, _ in self._running.values())
+        """Whether a find, load or save is queued or under way. The lock is held."""
+        waits = any(not piece.job.done for piece in self._queue)
+        return waits or any(job.kind not in jobs.DROPS for job, _ in self._running.values())
 
     def _screen(self, job: Job) -> None:
         """Keep a job from what is to be dropped. The lock is held."""

@@ -45,7 +45,8 @@ def fill(rows: np.ndarray, count: int, first: int = 0) -> None:
 
 class Wrong:
     """A store in front of another. ``before[kind]`` is called before a call of that kind; ``after[kind]`` gets what it
-    answered and gives what is answered instead. ``deaf``: it is not asked to stop. Kinds are "open", "find", "save", "load", "forget", "clear", "close"."""
+    answered and gives what is answered instead. Kinds are "open", "find", "save", "load", "forget", "clear", "close".
+    ``deaf``: a save is not told to stop."""
 
     def __init__(self, inner: Store) -> None:
         self.inner, self.name, self.threads, self.clears = inner, "wrong", inner.threads, inner.clears
