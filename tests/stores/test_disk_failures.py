@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sqlite3
 import subprocess
 import threading
@@ -101,6 +102,25 @@ def test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again(
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         found = queue.find(keys)
         assert found.wait(60) and found.ok == 2
+
+
+def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_after_a_crash(
+    store: DiskStore, faulty: Faulty, tmp_path: Path
+) -> None:
+    """Nothing is there to forget, but the row is not cleared durably yet."""
+    with open_queue(store) as queue:
+        keys = saved(queue, 32)
+        faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error"))
+        job = queue.save(queue.secret.opaque(names(4, 100)), np.arange(4))
+        assert job.wait(60, returned=True) and not job.ok
+        found = queue.find(keys)
+        assert found.wait(60) and found.codes.tolist().count(ABSENT) == 4
+        dropped = queue.forget(keys[found.codes == ABSENT])
+        assert dropped.wait(60) and dropped.ok == 4 and dropped.dropped == 0
+        shutil.copytree(tmp_path / "store", tmp_path / "crashed")
+    with open_queue(DiskStore(tmp_path / "crashed")) as queue:
+        again = queue.find(keys)
+        assert again.wait(60) and again.codes.tolist() == found.codes.tolist()
 
 
 def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:
