@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvpool")
 
+CLEAR_SECONDS = 1.0
+"""How long a reset waits for the store to drop what it has."""
 KNOWN_MAX = 65_536
 """Keys that are asked for at once, and answers that are remembered."""
 
@@ -202,8 +204,9 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         while not self._queue.drain(10.0):
             log.warning("kvpool: a reset waits for the store %r", self._queue.name)
         self._prefix = os.urandom(16)
-        if self._queue.clears:
-            self._queue.clear()
+        if self._queue.clears and not self._queue.clear().wait(CLEAR_SECONDS):
+            log.warning("kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
+                        self._queue.name)  # fmt: skip
         self._known.clear()
 
     def shutdown(self) -> None:

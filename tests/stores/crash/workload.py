@@ -2,9 +2,9 @@
 ``python -m tests.stores.crash.workload FOLDER PART SEED [BREAKAGE]``
 
 Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, clears, closes
-and opens again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges blocks
-that are there already. "recovery" does only this, over a folder as a crash has left it. "failing" is a new store some
-of whose syncs fail. A breakage is one of ``breakages``.
+and opens again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges
+blocks that are there already. "recovery" does only this, over a folder as a crash has left it. "failing" is a new store
+some of whose syncs fail. A breakage is one of ``breakages``.
 """
 
 from __future__ import annotations

@@ -278,9 +278,7 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreQueue, l
     library.answers["remove_by_regex"] = remove
     job = queue.clear()
     assert job.wait(60, returned=True) and job.ok == 1 and job.dropped == 7
-    mine, others = (
-        object_prefix(secret, identity) for secret, identity in ((bytes(32), IDENTITY), (bytes(32), OTHER))
-    )
+    mine, others = (object_prefix(secret, identity) for secret, identity in ((bytes(32), IDENTITY), (bytes(32), OTHER)))
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
 
