@@ -24,7 +24,7 @@ DAMAGED = 3
 LATE = 4
 """The deadline came first."""
 CANCELLED = 5
-"""The caller gave up, or the queue was closed."""
+"""The caller gave up, the queue was closed, or the block is to be dropped."""
 REFUSED = 6
 """The store is full, or the namespace of the block has all that it may have."""
 

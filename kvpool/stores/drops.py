@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.stores import jobs
-from kvpool.stores.base import ABSENT, CANCELLED, Rows
+from kvpool.stores.base import CANCELLED, Rows
 from kvpool.stores.jobs import Job
 
 Running = Iterable[tuple[Job, Rows]]
@@ -62,11 +62,13 @@ class Drops:
         self._drops.pop(job, None)
 
     def screen(self, job: Job) -> bool:
-        """Decide those blocks of a job that are to be dropped: they are absent, or not saved. Returns whether all
-        blocks of the job are decided now."""
-        code, over = CANCELLED if job.kind == jobs.SAVE else ABSENT, False
+        """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.
+
+        They are not called absent, since the store has said nothing: its health is judged by what it answers.
+        """
+        over = False
         for drop in self._drops.values():
-            over = job.decide(drop.concerns(job), code)
+            over = job.decide(drop.concerns(job), CANCELLED)
         return over
 
     def next(self, now: float, running: Running) -> Job | None:

@@ -120,11 +120,10 @@ class StoreQueue:
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: keyed
     BLAKE3, 128 bits, over key, length, identity and bytes. What does not agree is DAMAGED, and forgotten by the store.
 
-    From the moment that ``forget`` or ``clear`` has returned, no job gets what is to be dropped, not even one that was
-    begun before: it is ABSENT for finds and loads, and a save of it is CANCELLED. This ends when the store has
-    confirmed the drop. Then the job is OK, and no save that was begun before has left such a block in the store. Until
-    then the store is told again and again. If the queue is closed first, the job is CANCELLED, and the store may have
-    the blocks.
+    From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
+    saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
+    and no save that was begun before has left such a block in the store. Until then the store is told again and again.
+    If the queue is closed first, the job is CANCELLED, and the store may have the blocks.
 
     The rows of a save must not change, and those of a load belong to the store, until the job is *returned*.
 

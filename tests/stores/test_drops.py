@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvpool import StoreBusy
-from kvpool.stores import ABSENT, CANCELLED, OK, Job, MemoryStore, StoreQueue
+from kvpool.keepers.health import StoreHealth
+from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.base import TAG_BYTES
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
 
@@ -73,7 +74,7 @@ def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, que
     assert gate.reached.wait(60)
     dropped = drop(queue, keys)
     assert codes(saving) == [CANCELLED] * 4 and not saving.returned and not dropped.done
-    assert codes(queue.find(keys)) == [ABSENT] * 4
+    assert codes(queue.find(keys)) == [CANCELLED] * 4
     assert store.calls[1:] == ["save"], "the store was asked nothing else"
     gate.open()
     assert codes(dropped) == [OK] * len(dropped.codes) and dropped.dropped == 4
@@ -122,10 +123,10 @@ def test_what_a_store_answers_after_a_drop_counts_no_more(
     asked = queue.find(keys) if kind == "find" else queue.load(keys, np.arange(10, 14))
     assert gate.reached.wait(60)
     dropped = drop(queue, keys)
-    assert codes(asked) == [ABSENT] * 4, "it is decided at once"
+    assert codes(asked) == [CANCELLED] * 4, "it is decided at once"
     assert asked.returned is False, "its rows may still be written"
     gate.open()
-    assert asked.wait(60, returned=True) and asked.codes.tolist() == [ABSENT] * 4
+    assert asked.wait(60, returned=True) and asked.codes.tolist() == [CANCELLED] * 4
     assert codes(dropped) == [OK] * len(dropped.codes)
 
 
@@ -138,8 +139,8 @@ def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
     keys, down = saved(queue, 4), Down(store)
     dropped = drop(queue, keys)
     assert down.refused.acquire(timeout=60)
-    assert codes(queue.find(keys)) == [ABSENT] * 4
-    assert codes(queue.load(keys, np.arange(4))) == [ABSENT] * 4
+    assert codes(queue.find(keys)) == [CANCELLED] * 4
+    assert codes(queue.load(keys, np.arange(4))) == [CANCELLED] * 4
     assert codes(queue.save(keys, np.arange(4))) == [CANCELLED] * 4
     assert down.refused.acquire(timeout=60), "it is told again"
     assert not dropped.done and "I/O error" in dropped.error and queue.stats().unconfirmed_drops == 1
@@ -150,13 +151,30 @@ def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
     assert np.array_equal(saved(queue, 4), keys) and codes(queue.find(keys)) == [OK] * 4, "it may be saved anew"
 
 
+def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wrong, queue: StoreQueue) -> None:
+    """A store that is down would count as one that answers."""
+    keys, down, health = saved(queue, 4), Down(store), StoreHealth(1, 3600.0)
+    asked, store.before["find"] = queue.find(keys), fail
+    queue.forget(keys[:2])
+    failed, cancelled = queue.find(keys), queue.find(keys[:2])
+    assert asked.wait(60) and codes(failed) == [CANCELLED] * 2 + [FAILED] * 2 and codes(cancelled) == [CANCELLED] * 2
+    for job in (failed, cancelled):
+        health.note(job)
+    assert health.suspended()
+    down.up()
+
+
+def fail() -> None:
+    raise OSError(5, "I/O error")
+
+
 def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: StoreQueue) -> None:
     tags = [queue.secret.tag(name) for name in (b"one", b"other")]
     first, second = saved(queue, 2, tag=tags[0]), saved(queue, 2, first=2, tag=tags[1])
     down = Down(store)
     dropped = [queue.clear(tags[0]), queue.forget(second[:1])]
-    assert codes(queue.find(first, tag=tags[0])) == [ABSENT] * 2
-    assert codes(queue.find(second, tag=tags[1])) == [ABSENT, OK]
+    assert codes(queue.find(first, tag=tags[0])) == [CANCELLED] * 2
+    assert codes(queue.find(second, tag=tags[1])) == [CANCELLED, OK]
     assert saved(queue, 2, first=10, tag=tags[1]).shape == (2, 32)
     assert codes(queue.save(queue.secret.opaque(names(1, 20)), np.arange(1), tag=tags[0])) == [CANCELLED]
     down.up()
@@ -170,7 +188,7 @@ def test_a_drop_that_hangs_keeps_no_load_waiting(store: Wrong, queue: StoreQueue
     assert gate.reached.wait(60)
     if hanging[-1].tag != queue.secret.model:
         assert codes(queue.load(others, np.arange(4), tag=queue.secret.tag(b"other"))) == [OK] * 4
-    assert codes(queue.find(keys, tag=queue.secret.tag(b""))) == [ABSENT] * 4
+    assert codes(queue.find(keys, tag=queue.secret.tag(b""))) == [CANCELLED] * 4
     assert queue.drain(60), "drops that hang are not waited for"
     gate.open()
     assert all(codes(job) == [OK] * len(job.codes) for job in hanging)
@@ -192,11 +210,10 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
     with open_queue(store, queued_blocks=4) as queue:
         gate = store.before["save"] = Gate()
         down = Down(store)
-        for number in range(4):
-            # Three of them are under way, the others wait.
-            queue.save(queue.secret.opaque(names(1, 10 * number)), np.arange(1))
-            assert gate.reached.wait(60)
-        queue.save(queue.secret.opaque(names(3, 50)), np.arange(3))
+        queue.save(queue.secret.opaque(names(1)), np.arange(1))
+        assert gate.reached.wait(60)
+        store.threads = 1  # No other save begins.
+        queue.save(queue.secret.opaque(names(4, 50)), np.arange(4))
         with pytest.raises(StoreBusy):
             queue.save(queue.secret.opaque(names(4, 60)), np.arange(4))
         queue.forget(queue.secret.opaque(names(3)))
@@ -206,6 +223,7 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
         with pytest.raises(StoreBusy):
             queue.forget(queue.secret.opaque(names(2, 80)))
         down.up()
+        store.threads = 4
         gate.open()
 
 
