@@ -191,7 +191,7 @@ def test_readers_of_events_learn_what_the_store_has_lost(one: Engine, drop: Drop
 
 
 def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: Wrong, drop: Drop) -> None:
-    """Its first load hangs. The next ones are done, and wait for it to enter the pool."""
+    """One of its first loads hangs. Others are done, and wait for it to enter the pool."""
     seed_first(wrong.inner)
     gate, count = Gate(), iter(range(100))
     wrong.after["load"] = lambda answer: answer if next(count) else (gate(), answer)[1]
@@ -200,10 +200,11 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: 
         assert gate.reached.wait(60)
         wait(lambda: kept.stats().stores["wrong"].blocks["load", "ok"] >= 3)
         forgotten = drop(one, kept)
-        assert handle.wait(60) and handle.ended in ("forgotten", "reset") and handle.blocks == 0
+        assert handle.wait(60) and handle.ended in ("forgotten", "reset")
+        came = handle.blocks
         gate.open()
         assert forgotten.wait(60) and kept.drain(60)
-        assert one.reusable(PROMPT) == 0 and kept.stats().loaded_blocks == 0
+        assert one.reusable(PROMPT) == 0 and handle.blocks == kept.stats().loaded_blocks == came < 4
 
 
 def test_a_find_under_way_says_nothing_of_it(one: Engine, wrong: Wrong, drop: Drop) -> None:
