@@ -274,7 +274,8 @@ class StoreServer:
         Saves leave one thread to all other calls, so that a save that hangs keeps no load waiting. A drop waits for the
         saves that came before it, and those that come after it wait for it to begin.
         """
-        may_save, saves = self._saves < max(1, self._store.threads - 1), self._saves > 0
+        may_save = self._saves < max(1, self._store.threads - 1)
+        saves = self._saves > 0
         for place, request in enumerate(self._waiting):
             saving, drops = isinstance(request.message, StoreSave), isinstance(request.message, DROPS)
             over = time.monotonic() >= request.deadline  # its answer takes no time, and makes room
