@@ -286,8 +286,8 @@ def _by_store(read: Callable[[StoreStats], dict[tuple[str, ...], Value]]) -> Rea
 STORE_DEFINITIONS = (
     _counter(
         "kvpool_store_blocks",
-        "Blocks of jobs of a store, by kind (find, load, save, forget, clear) and code: absent, ok, failed, damaged (other "
-        "bytes than were saved), late, cancelled, refused.",
+        "Blocks of jobs of a store, by kind (find, load, save, forget, clear) and code: absent, ok, failed, damaged "
+        "(other bytes than were saved), late, cancelled, refused.",
         ("store", "kind", "code"),
         _by_store(lambda s: {(kind, code): count for (kind, code), count in s.blocks.items()}),
     ),

@@ -22,7 +22,7 @@ MUTATIONS = (
         "                for other in self._alive():\n                    self._screen(other)\n",
         "",
         "KV of weights that were replaced is loaded after a clear.",
-        (f"{_DROPS}test_what_a_store_answers_after_a_drop_counts_no_more[load-clear]",),
+        (f"{_DROPS}test_what_a_store_answers_after_a_drop_counts_no_more[clear-load]",),
     ),
     Mutation(
         "a_store_that_is_down_is_asked_for_what_was_dropped",
