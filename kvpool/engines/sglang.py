@@ -259,10 +259,12 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     # -- the rest ------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Find no page any more that was saved until now. A process that opens the store later finds them, unless it
-        has another ``revision``. Pages that this process saves from now on are found by no other."""
-        for pool in self._pools.values():
-            pool.blocks.clear()
+        """Find no page any more that was saved until now. The store drops them, so that a process that opens it later
+        does not find them either. Pages that this process saves from now on are found by no other."""
+        confirmed = [pool.blocks.clear() for pool in self._pools.values()]
+        if not all(confirmed):
+            log.warning("clear: the store has not dropped the old pages yet. If this process ends before it does, the "
+                        "next one finds them, unless it has another revision")  # fmt: skip
         if self._options.kind in SHARED:
             log.warning("clear: until it is started again with another revision, this process shares no pages")
         return True

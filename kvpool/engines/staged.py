@@ -180,10 +180,18 @@ class StagedBlocks:
             if usable:
                 self._queue.forget(self._keys(names)).wait(self.deadline)
 
-    def clear(self) -> None:
-        """Find no block any more that was saved until now. The store drops them as it needs room. A process that opens
-        the store later finds them again."""
+    def clear(self) -> bool:
+        """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
+        whether it has confirmed that within ``deadline``. If not, it is told again until ``close``, and saves nothing
+        meanwhile. A process that opens the store later finds the blocks if it never confirms."""
         self._generation = os.urandom(16)
+        try:
+            job = self._queue.clear()
+        except Exception as error:
+            self._note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
+            return False
+        job.wait(self.deadline)
+        return job.ok > 0
 
     @property
     def suspended(self) -> bool:

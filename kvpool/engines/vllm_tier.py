@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvpool")
 
+CLEAR_SECONDS = 1.0
+"""How long a reset waits for the store to drop what it has."""
 KNOWN_MAX = 65_536
 """Keys that are asked for at once, and answers that are remembered."""
 
@@ -198,10 +200,14 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Wait until the store reads and writes no row any more. What was saved before is not found from now on."""
+        """Wait until the store reads and writes no row any more. What was saved before is not found from now on, and
+        the store drops it."""
         while not self._queue.drain(10.0):
             log.warning("kvpool: a reset waits for the store %r", self._queue.name)
         self._generation = os.urandom(16)
+        if self._queue.clears and not self._queue.clear().wait(CLEAR_SECONDS):
+            log.warning("kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
+                        self._queue.name)  # fmt: skip
         self._known.clear()
 
     def shutdown(self) -> None:

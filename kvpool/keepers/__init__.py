@@ -2,6 +2,7 @@
 long."""
 
 from kvpool.keepers.choice import LoadOrCompute as LoadOrCompute
+from kvpool.keepers.forgetting import Forgotten as Forgotten
 from kvpool.keepers.health import HealthStats as HealthStats
 from kvpool.keepers.health import StoreHealth as StoreHealth
 from kvpool.keepers.hostkeeper import HostKeeper as HostKeeper

@@ -204,10 +204,19 @@ class HostKeeper:
 
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
-        were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``."""
+        were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``.
+
+        The stores drop everything of the identity, for all who share them, so that a later process does not find it
+        either. Until a store has confirmed, it is told again, and nothing is saved there: ``unconfirmed_drops`` of its
+        figures is 0 again then. If the keeper is closed before, a later process may find it. So it may in a store
+        without ``Store.clear``.
+        """
         self._loads.clear()
         self._saves.cancel()
         self._settle()
+        for line in self._lines:
+            if line.queue.clears:
+                line.queue.clear()
         self._unused.clear()
         self._generation = os.urandom(16)
         self._cache.clear(force=True)

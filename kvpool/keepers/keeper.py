@@ -15,21 +15,26 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvpool.arguments import adapter_argument, list_argument, salt_argument
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arguments import adapter_argument, bool_argument, list_argument, salt_argument
 from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.strided import in_numpy
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.keepers.feed import Feed
+from kvpool.keepers.forgetting import Forgetter, Forgotten
 from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
-from kvpool.keepers.lanes import Lane
+from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import Content, Ledger
 from kvpool.keepers.loading import Loader, Prefetch
 from kvpool.keepers.racing import Races
-from kvpool.keepers.saving import Namespace, OnCommit, OnEviction, OnReuse, Rule, Saver
+from kvpool.keepers.saving import OnCommit, OnEviction, OnReuse, Rule, Saver
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Events
 from kvpool.process import Process
-from kvpool.sequences.keys import Match
+from kvpool.sequences.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.state.records import H
 from kvpool.stores.base import Store
 from kvpool.stores.queue import StoreStats
@@ -44,6 +49,7 @@ ROWS_PER_TURN = 1024
 """Rows of events that are read before the keeper looks at its prefetches again."""
 SAVE_DEADLINES = 4
 """A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
+_ENDED = "the keeper has ended: it or its pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +66,7 @@ class KeeperStats:
     """blocks that stores said to have when they were asked for a prompt"""
     dropped: dict[tuple[str, str], int]
     """saves that were given up, by store and reason: "queue_full", "evicted" (before it was copied), "quota",
-    "suspended", and the codes of jobs: "failed", "late", "refused", "cancelled\""""
+    "suspended", "forgotten", and the codes of jobs: "failed", "late", "refused", "cancelled\""""
     prefetches: dict[str, int]
     """prefetches that have ended, by ``Prefetch.ended``"""
     orphans: int
@@ -171,6 +177,8 @@ class Keeper:
             "reuse": lambda: OnReuse(pool, self._saver),
         }
         self._rule = rules[save]()
+        self._forgetter = Forgetter(pool, self._lanes, self._ledger, self._feed, self._loader, self._saver)
+        self._orders: deque[_Order] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = threading.Condition(self._lock)
@@ -195,7 +203,7 @@ class Keeper:
         handle = Prefetch(keys, self._clock() + seconds)
         with self._lock:
             if self._ended or self._closing:
-                raise PoolClosed("the keeper has ended: it or its pool was closed, or an error that the log has")
+                raise PoolClosed(_ENDED)
             self._asked.append(handle)
             self._quiet = False
         os.eventfd_write(self._wake, 1)
@@ -231,6 +239,47 @@ class Keeper:
         return self._feed.snapshot(known)
 
     # -- for operators -------------------------------------------------------------------------------
+
+    def forget(self, prompt: Any = None, *, namespace: Any = None) -> Forgotten:
+        """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
+
+        From the moment it returns, nobody finds this content in a store and no prefetch brings it, until somebody has
+        computed it again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the keeper's thread,
+        and not for a store.
+
+        ``prompt``, ``namespace``: as for ``KVCacheManager.forget``. Of keys alone, the keeper must know whose they are,
+        from events of the pool: ValueError otherwise. A prompt is always enough. Of a namespace, all stores must be
+        able to drop it, which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises
+        TypeError, ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
+        """
+        self._process.check(self)
+        forgetter = self._forgetter
+        if (prompt is None) == (namespace is None):
+            raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
+        if namespace is not None:
+            pair = _namespace_argument("namespace", namespace)
+            return self._ordered(lambda: forgetter.namespace(pair))
+        prompt = in_numpy("prompt", prompt)
+        if is_keys(prompt) and not isinstance(prompt, BlockKeys):
+            rows = key_rows(prompt)
+            return self._ordered(lambda: self._forget_keys(rows))
+        keys = self._pool.block_keys(prompt)
+        return self._ordered(lambda: forgetter.prompt(keys))
+
+    def clear(self, force: bool = False) -> Forgotten:
+        """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store, such as the KV
+        of weights that were replaced.
+
+        Call it after the new weights are loaded, before the next request. From the moment it returns, nothing is found
+        or brought that was saved before. The stores confirm later: see ``Forgotten``. Of a store that several processes
+        share, it is dropped for all. A process that still has such content in its pool may save it again.
+
+        ``force``: as for ``KVCacheManager.reset``. All stores must have ``Store.clear``: ValueError otherwise. Changes
+        the pool; thread-safe. Raises TypeError, ValueError, PoolBusy and StoreBusy (nothing has changed), PoolClosed.
+        """
+        self._process.check(self)
+        force = bool_argument("force", force)
+        return self._ordered(lambda: self._forgetter.everything(force))
 
     @property
     def pool(self) -> KVCacheManager:
@@ -317,6 +366,9 @@ class Keeper:
                 for handle in self._asked:
                     handle.end("closed")
                 self._asked.clear()
+                for order in self._orders:
+                    order.refuse(PoolClosed(_ENDED))
+                self._orders.clear()
                 self._idle.notify_all()
             self._loader.stop_all("closed")
             self._saver.stop()
@@ -324,6 +376,8 @@ class Keeper:
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
         busy = sum(lane.settle() for lane in self._lanes) > 0
+        for _ in range(len(self._orders)):
+            self._orders.popleft().do()
         self._feed.poll()
         behind = self._apply()
         asked = len(self._asked)
@@ -343,6 +397,24 @@ class Keeper:
             return 0.0
         until = self._loader.next_deadline()
         return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
+
+    def _ordered(self, work: Callable[[], Forgotten]) -> Forgotten:
+        """Have the thread do this between its turns, and wait for it."""
+        order = _Order(work)
+        with self._lock:
+            if self._ended or self._closing:
+                raise PoolClosed(_ENDED)
+            self._orders.append(order)
+            self._quiet = False
+        os.eventfd_write(self._wake, 1)
+        return order.wait()
+
+    def _forget_keys(self, rows: npt.NDArray[np.int64]) -> Forgotten:
+        """Forget keys, of which the pool may just have told."""
+        self._feed.poll()
+        while self._apply():
+            pass
+        return self._forgetter.keys(rows)
 
     def _begin(self, handle: Prefetch) -> None:
         """Begin a prefetch. What is wrong with one must not end all."""
@@ -367,6 +439,33 @@ class Keeper:
         self._loader.used(content)
         if before and not content.on:
             self._saver.gone(content)
+
+
+class _Order:
+    """What another thread wants the keeper's thread to do."""
+
+    def __init__(self, work: Callable[[], Forgotten]) -> None:
+        self._work, self._over = work, threading.Event()
+        self._found: Forgotten | None = None
+        self._error: BaseException | None = None
+
+    def do(self) -> None:
+        try:
+            self._found = self._work()
+        except BaseException as error:  # It is raised where it was wanted.
+            self._error = error
+        self._over.set()
+
+    def refuse(self, error: BaseException) -> None:
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> Forgotten:
+        self._over.wait()
+        if self._found is None:
+            assert self._error is not None
+            raise self._error
+        return self._found
 
 
 def _host_blocks(pool: Any) -> list[int]:
@@ -394,8 +493,13 @@ def _quotas_argument(quotas: Any) -> dict[Namespace, int]:
         raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
     found: dict[Namespace, int] = {}
     for namespace, nbytes in (quotas or {}).items():
-        if not isinstance(namespace, tuple) or len(namespace) != 2:
-            raise TypeError(f"quotas: {namespace!r:.80} is no namespace: accepted is a pair (salt, adapter_id)")
-        key = salt_argument(namespace[0]), adapter_argument(namespace[1])
+        key = _namespace_argument("quotas", namespace)
         found[key] = integer_argument(f"quotas[{namespace!r:.80}]", nbytes, 0, 1 << 62)
     return found
+
+
+def _namespace_argument(name: str, namespace: Any) -> Namespace:
+    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
+        raise TypeError(f"{name}={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
+    salt, adapter_id = tuple(namespace)
+    return salt_argument(salt), adapter_argument(adapter_id)

@@ -13,6 +13,7 @@ from kvpool.stores.base import LATE, Bytes, Rows, Store
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue
 
+Namespace = tuple[bytes | str | None, int | str | None]
 PAGE_BYTES = 4096
 PATIENCE_SECONDS = 0.1
 """A job that had less time than this and is late says nothing about its store."""
@@ -50,6 +51,7 @@ class Lane:
         self._free = list(range(rows))
         self._reserved = rows // 2
         self._jobs: dict[Job, _Followed] = {}
+        self._tags: dict[Namespace, bytes] = {}
         self.dropped: Counter[str] = Counter()
         """saves that were given up, by reason"""
 
@@ -65,6 +67,14 @@ class Lane:
     def under_way(self) -> int:
         """Jobs that are not returned."""
         return len(self._jobs)
+
+    def tag(self, namespace: Namespace) -> bytes:
+        """The name of a namespace in the store."""
+        if namespace not in self._tags:
+            if len(self._tags) >= 4096:
+                self._tags.clear()
+            self._tags[namespace] = self.secret.tag(ascii(namespace).encode())
+        return self._tags[namespace]
 
     def take(self, count: int) -> Rows:
         """Free rows for a job."""

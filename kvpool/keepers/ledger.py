@@ -182,7 +182,7 @@ class Ledger:
         known = self._links.get(parent)
         if known is None:
             return None
-        return self._linked(key, parent, known.chain, rows.block(i), namespace, name, known.depth + 1)
+        return self._linked(key, parent, known.chain, rows.block(i), namespace, known.name, known.depth + 1)
 
     def _removed(self, rows: _Rows, i: int, changed: Change) -> None:
         _, tier, _, _, group, *_ = rows.heads[i]
@@ -281,6 +281,10 @@ class Ledger:
         if there:
             self._contents[content.group][content.key] = known
         return True
+
+    def named(self, keys: Sequence[bytes]) -> list[Link | None]:
+        """The blocks with these keys of the pool, None for those that it does not know."""
+        return [self._links.get(key) for key in keys]
 
     def known(self, prompt: BlockKeys, count: int) -> Flags:
         """Which of the first full blocks of a prompt a store is known to have: bool[groups, count]. On any thread."""

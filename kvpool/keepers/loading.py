@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvpool.errors import DeviceError, StoreBusy
 from kvpool.keepers.feed import Feed
-from kvpool.keepers.lanes import Lane
+from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
 from kvpool.keepers.racing import Race, Races
 from kvpool.manager import KVCacheManager
@@ -42,7 +42,7 @@ class Prefetch:
     ``blocks``: blocks that have entered the host tier so far, in all groups of layers. ``ended``: why there is no more
     to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has more), "declined" (to
     compute is faster), "late", "full" (no room before the deadline, or no more than what has come), "failed",
-    "cancelled", "reset" or "closed".
+    "cancelled", "forgotten", "reset" or "closed".
     """
 
     def __init__(self, prompt: BlockKeys, deadline: float) -> None:
@@ -175,7 +175,8 @@ class Loader:
             # One store that hangs leaves time for those behind it.
             deadline = fetch.handle.deadline if last else now + (fetch.handle.deadline - now) / 2
             try:
-                fetch.finding = lane.queue.find(self._ledger.store_keys(asked, lane.index), deadline=deadline)
+                keys = self._ledger.store_keys(asked, lane.index)
+                fetch.finding = lane.queue.find(keys, tag=lane.tag(_namespace(fetch)), deadline=deadline)
             except StoreBusy:
                 continue
             lane.follow(fetch.finding, partial(self._found, fetch, lane, asked))
@@ -289,7 +290,7 @@ class Loader:
         keys = self._ledger.store_keys([one.content for one in chosen], lane.index)
         rows = lane.take(len(chosen))
         try:
-            job = lane.queue.load(keys, rows, deadline=fetch.handle.deadline)
+            job = lane.queue.load(keys, rows, tag=lane.tag(_namespace(fetch)), deadline=fetch.handle.deadline)
         except StoreBusy:
             lane.give_back(rows)
             fetch.wanted.extendleft(reversed(chosen))
@@ -359,6 +360,12 @@ class Loader:
         if content.on & ON_DEVICE or not content.on & ON_HOST:
             self._promoted.pop(_name(content), None)
 
+    def forget(self, concerns: Callable[[Content], bool]) -> None:
+        """End the prefetches that may bring these contents."""
+        for fetch in list(self._fetches):
+            if any(concerns(content) for chain in fetch.chains for content in chain):
+                self._stop(fetch, "forgotten")
+
     def stop_all(self, why: str) -> None:
         """End all prefetches."""
         for fetch in list(self._fetches):
@@ -389,6 +396,10 @@ class Loader:
 
     def _generation(self) -> int:
         return int(self._pool.core.states.heads[0, H.generation])
+
+
+def _namespace(fetch: _Fetch) -> Namespace:
+    return fetch.handle.prompt.salt, fetch.handle.prompt.adapter_id
 
 
 def _name(content: Content) -> tuple[int, bytes]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed, StoreBusy
 from kvpool.holders.leases import Lease
 from kvpool.keepers.feed import Feed
-from kvpool.keepers.lanes import Lane
+from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import ON_HOST, Content, Ledger
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Name
@@ -26,7 +26,6 @@ from kvpool.stores.queue import CODES, NO_LIMIT
 CHUNK_BYTES = 4 << 20
 OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
-Namespace = tuple[bytes | str | None, int | str | None]
 
 
 class Staging:
@@ -125,7 +124,6 @@ class Saver:
         self._quotas, self._most, self._deadline = quotas, queued_blocks, deadline
         self._staging = Staging(pool, victims)
         self._lines: list[dict[tuple[int, bytes], Content]] = [{} for _ in lanes]
-        self._tags: list[dict[Namespace, bytes]] = [{} for _ in lanes]
         self.saved_blocks = self.saved_bytes = 0
 
     @property
@@ -158,6 +156,14 @@ class Saver:
         for lane, line in zip(self._lanes, self._lines, strict=True):
             if line.pop((content.group, content.key), None) is not None:
                 self._give_up(lane, [content], "evicted")
+
+    def forget(self, concerns: Callable[[Content], bool]) -> None:
+        """Give up what waits of these contents."""
+        for lane, line in zip(self._lanes, self._lines, strict=True):
+            gone = [content for content in line.values() if concerns(content)]
+            for content in gone:
+                del line[content.group, content.key]
+            self._give_up(lane, gone, "forgotten")
 
     def missed(self, content: Content) -> None:
         """A content is gone that should have been saved, and was not asked for in time."""
@@ -218,20 +224,12 @@ class Saver:
         nbytes = self._quotas.get(namespace)
         limit = NO_LIMIT if nbytes is None else nbytes // lane.queue.block_bytes
         try:
-            job = lane.queue.save(keys, rows, tag=self._tag(lane, namespace), limit=limit,
+            job = lane.queue.save(keys, rows, tag=lane.tag(namespace), limit=limit,
                                   deadline=self._clock() + self._deadline)  # fmt: skip
         except StoreBusy:
             lane.give_back(rows)
             return self._give_up(lane, contents, "queue_full")
         lane.follow(job, partial(self._saved, lane, contents))
-
-    def _tag(self, lane: Lane, namespace: Namespace) -> bytes:
-        tags = self._tags[lane.index]
-        if namespace not in tags:
-            if len(tags) >= 4096:
-                tags.clear()
-            tags[namespace] = lane.secret.tag(ascii(namespace).encode())
-        return tags[namespace]
 
     def _saved(self, lane: Lane, contents: list[Content], job: Job) -> None:
         news: list[Content] = []

@@ -286,8 +286,8 @@ def _by_store(read: Callable[[StoreStats], dict[tuple[str, ...], Value]]) -> Rea
 STORE_DEFINITIONS = (
     _counter(
         "kvpool_store_blocks",
-        "Blocks of jobs of a store, by kind (find, load, save, forget) and code: absent, ok, failed, damaged (other "
-        "bytes than were saved), late, cancelled, refused.",
+        "Blocks of jobs of a store, by kind (find, load, save, forget, clear) and code: absent, ok, failed, damaged "
+        "(other bytes than were saved), late, cancelled, refused.",
         ("store", "kind", "code"),
         _by_store(lambda s: {(kind, code): count for (kind, code), count in s.blocks.items()}),
     ),
@@ -306,7 +306,7 @@ STORE_DEFINITIONS = (
     _counter(
         "kvpool_store_dropped_saves",
         "Blocks that were not saved, by reason: queue_full, evicted (before they were copied), quota, suspended, "
-        "failed, late, refused, cancelled.",
+        "forgotten, failed, late, refused, cancelled.",
         ("store", "reason"),
         lambda s: dict(s.dropped),
     ),
@@ -331,6 +331,12 @@ STORE_DEFINITIONS = (
         "Blocks of jobs that wait for a store now.",
         ("store",),
         _by_store(lambda s: {(): s.queued_blocks}),
+    ),
+    _gauge(
+        "kvpool_store_unconfirmed_drops",
+        "Forgets and clears that a store has not confirmed.",
+        ("store",),
+        _by_store(lambda s: {(): s.unconfirmed_drops}),
     ),
     _gauge(
         "kvpool_store_figure",

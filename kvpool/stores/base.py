@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES, SEAL_BYTES, TAG_BYTES = 32, 16, 16
+MODEL_BYTES = 8
+"""So many first bytes of a tag name the model. The others name a namespace of it."""
 
 ABSENT = 0
 """The store does not have the block."""
@@ -22,7 +24,7 @@ DAMAGED = 3
 LATE = 4
 """The deadline came first."""
 CANCELLED = 5
-"""The caller gave up, or the queue was closed."""
+"""The caller gave up, the queue was closed, or the block is to be dropped."""
 REFUSED = 6
 """The store is full, or the namespace of the block has all that it may have."""
 
@@ -66,6 +68,9 @@ class Store(Protocol):
     """for metrics and logs: 1 to 64 of the characters a-z, 0-9, _ and -"""
     threads: int
     """how many calls it can use at a time"""
+    clears: int
+    """by how many first bytes of their tags ``clear`` can drop blocks: TAG_BYTES (or fewer); MODEL_BYTES, for a store
+    that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``"""
 
     def open(self, space: Space) -> bytes:
         """Begin. Returns the store's secret, 32 bytes: the same for all who share its content, and known to nobody
@@ -87,7 +92,16 @@ class Store(Protocol):
         row whose code is not OK may have any content. Nothing is written after the call has returned."""
 
     def forget(self, keys: Bytes) -> int:
-        """Drop blocks. Returns how many were there."""
+        """Drop blocks. Returns how many were there.
+
+        When it returns, none of them is found or loaded any more, also after a crash of a store that outlives its
+        process. If that is not so for all, it raises, and is called again. No save of these blocks by the same queue is
+        under way meanwhile.
+        """
+
+    def clear(self, tag: bytes) -> int:
+        """Drop all blocks that were saved with a tag that begins with these bytes: MODEL_BYTES name a model, TAG_BYTES
+        a namespace. Otherwise as ``forget``."""
 
     def stats(self) -> dict[str, int]:
         """Figures of its own, such as ``capacity``, ``blocks`` and ``evicted``. Fast; on any thread."""

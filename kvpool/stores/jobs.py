@@ -1,4 +1,4 @@
-"""Job: some blocks that a store is asked for, saves, loads or forgets. It may end in part, late, or not at all."""
+"""Job: some blocks that a store is asked for, saves, loads or drops. It may end in part, late, or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.stores.base import CODES, OK, Bytes, Rows
 from kvpool.stores.seals import BlockNames
@@ -21,15 +22,17 @@ WAITING = 255
 Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
 """Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
-FIND, LOAD, SAVE, FORGET = "find", "load", "save", "forget"
-KINDS = (FIND, LOAD, SAVE, FORGET)
+FIND, LOAD, SAVE, FORGET, CLEAR = "find", "load", "save", "forget", "clear"
+KINDS = (FIND, LOAD, SAVE, FORGET, CLEAR)
+DROPS = (FORGET, CLEAR)
 
 
 class Job:
     """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
 
-    ``kind``: "find", "load", "save" or "forget". ``keys``: uint8[n, 32] or ``BlockNames``. ``rows`` int64[n]: of a load
-    or save, none where they are lent.
+    ``kind``: "find", "load", "save", "forget" or "clear", which has one code and no keys. ``keys``: uint8[n, 32] or
+    ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``dropped``: how many blocks the
+    store has dropped for a forget or a clear.
     ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
     took. ``error``: the text of the store's last error, or "".
 
@@ -38,8 +41,8 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error",
-        "keys", "kind", "lend", "limit", "rows", "seconds", "tag",
+        "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "dropped",
+        "error", "keys", "kind", "lend", "limit", "rows", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -49,9 +52,10 @@ class Job:
         self._queue, self._lock = queue, lock
         self.kind, self.keys, self.rows, self.lend = kind, keys, rows, lend
         self.deadline, self.tag, self.limit = deadline, tag, limit
-        self.codes = np.full(len(keys), WAITING, np.uint8)
-        self.error, self.began, self.seconds = "", math.nan, 0.0
-        self._calls, self._queued, self._settled = 0, len(keys), not len(keys)
+        count = 1 if kind == CLEAR else len(keys)
+        self.codes = np.full(count, WAITING, np.uint8)
+        self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
+        self._calls, self._queued, self._settled = 0, count, not count
 
     @property
     def done(self) -> bool:
@@ -91,7 +95,8 @@ class Job:
             return self._lock.wait_for(lambda: self.returned if returned else self.done, timeout)
 
     def cancel(self) -> None:
-        """Give up the blocks that are not decided yet. Calls under way are asked to stop."""
+        """Give up the blocks that are not decided yet. Calls under way are asked to stop. Raises ValueError for a
+        forget or a clear, which cannot be taken back."""
         self._queue.cancel(self)
 
     def __repr__(self) -> str:
@@ -99,20 +104,26 @@ class Job:
 
     # -- called by the queue, which holds the lock ---------------------------------------------------
 
-    def call_begins(self, part: slice, now: float) -> None:
-        """A call of the store begins with these blocks."""
+    def call_begins(self, part: slice, now: float) -> Rows:
+        """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""
         self._queued -= part.stop - part.start
         self._calls += 1
         if math.isnan(self.began):
             self.began = now
+        return part.start + np.flatnonzero(self.codes[part] == WAITING)
 
-    def call_ends(self, part: slice, codes: Bytes, error: str) -> None:
+    def call_ends(self, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. Its codes count where nothing else was decided meanwhile."""
-        own = self.codes[part]
-        own[own == WAITING] = codes[own == WAITING]
+        left = self.codes[places] == WAITING
+        self.codes[places[left]] = codes[left]
         self.error = error or self.error
         self._calls -= 1
         self._settled = self._settled or not (self.codes == WAITING).any()
+
+    def decide(self, which: npt.NDArray[np.bool_], code: int) -> bool:
+        """Give this code to those of these blocks that have none. Returns whether all blocks have one now."""
+        self.codes[which & (self.codes == WAITING)] = code
+        return not (self.codes == WAITING).any()
 
     def settle(self, code: int) -> None:
         """Give this code to all blocks that have none. No further call begins."""

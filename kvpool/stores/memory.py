@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.stores.base import ABSENT, CANCELLED, OK, REFUSED, SEAL_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.base import ABSENT, CANCELLED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 
 
 class _Block(NamedTuple):
@@ -24,6 +24,7 @@ class MemoryStore:
 
     name = "memory"
     threads = 2
+    clears = TAG_BYTES
 
     def __init__(self, capacity: int) -> None:
         self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)
@@ -67,6 +68,10 @@ class MemoryStore:
     def forget(self, keys: Bytes) -> int:
         with self._lock:
             return sum(self._drop(key.tobytes()) for key in keys)
+
+    def clear(self, tag: bytes) -> int:
+        with self._lock:
+            return sum(self._drop(key) for key, block in list(self._blocks.items()) if block.tag.startswith(tag))
 
     def stats(self) -> dict[str, int]:
         return {"capacity": self._most, "blocks": len(self._blocks), "evicted": self._evicted}

@@ -34,6 +34,7 @@ from kvpool.stores.base import (
     FAILED,
     KEY_BYTES,
     LATE,
+    MODEL_BYTES,
     OK,
     SEAL_BYTES,
     TAG_BYTES,
@@ -42,6 +43,7 @@ from kvpool.stores.base import (
     Space,
     Store,
 )
+from kvpool.stores.drops import Drops
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames, Secret, check_library
 
@@ -51,7 +53,11 @@ if TYPE_CHECKING:
 Keys = Bytes | BlockNames
 NO_LIMIT = (1 << 63) - 1
 _NO_ROWS: Rows = np.empty(0, np.int64)
-_PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.FORGET: 2, jobs.SAVE: 3}
+_NO_CODES: Bytes = np.empty(0, np.uint8)
+_PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
+_DROPS = "drops"
+_BOUND = {jobs.FIND: jobs.LOAD, jobs.LOAD: jobs.LOAD, jobs.SAVE: jobs.SAVE, jobs.FORGET: _DROPS, jobs.CLEAR: _DROPS}
+"""Kinds of jobs that wait together, up to a bound."""
 
 
 class _Piece(NamedTuple):
@@ -69,7 +75,7 @@ class StoreStats:
 
     name: str
     blocks: dict[tuple[str, str], int]
-    """by kind of job ("find", "load", "save", "forget") and by code ("absent", "ok", "failed", ...)"""
+    """by kind of job ("find", "load", "save", "forget", "clear") and by code ("absent", "ok", "failed", ...)"""
     nbytes: dict[str, int]
     """bytes of the blocks that are OK, by kind"""
     seconds: dict[str, float]
@@ -78,6 +84,8 @@ class StoreStats:
     """jobs for which the queue was full"""
     queued_blocks: int
     running_calls: int
+    unconfirmed_drops: int
+    """forgets and clears that the store has not confirmed"""
     store: dict[str, int]
     """figures of the store itself"""
 
@@ -96,7 +104,7 @@ class StoreQueue:
     secret
         32 bytes in the place of the store's own, for those who share a store without one.
     queued_blocks
-        Bound for blocks of saves that wait, and for those of all other jobs that wait.
+        Bound for blocks of saves that wait, for those of finds and loads, and for those that are to be dropped.
     report
         False if nobody will call ``finished``, so that no list is kept for it.
     piece_bytes
@@ -111,6 +119,11 @@ class StoreQueue:
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: keyed
     BLAKE3, 128 bits, over key, length, identity and bytes. What does not agree is DAMAGED, and forgotten by the store.
+
+    From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
+    saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
+    and no save that was begun before has left such a block in the store. Until then the store is told again and again.
+    If the queue is closed first, the job is CANCELLED, and the store may have the blocks.
 
     The rows of a save must not change, and those of a load belong to the store, until the job is *returned*.
 
@@ -146,8 +159,9 @@ class StoreQueue:
         self._queue: list[_Piece] = []
         self._queue_max = 1024
         self._numbers = itertools.count()
-        self._waiting = {True: 0, False: 0}
-        self._running: dict[int, Job] = {}
+        self._waiting = dict.fromkeys(_BOUND.values(), 0)
+        self._running: dict[int, tuple[Job, Rows]] = {}
+        self._drops, self._own_tag = Drops(self._hashed), self.secret.tag(b"")
         self._deadlines: list[tuple[float, int, Job]] = []
         self._deadlines_max = 1024
         self._finished: deque[Job] = deque()
@@ -187,27 +201,26 @@ class StoreQueue:
         """Seconds on the queue's clock."""
         return self._clock()
 
-    def find(self, keys: Keys, *, deadline: float = math.inf) -> Job:
-        """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``."""
-        return self._begin(jobs.FIND, keys, None, deadline)
+    def find(self, keys: Keys, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
+        """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``. ``tag``: that
+        with which they were saved."""
+        return self._begin(jobs.FIND, keys, None, deadline, tag)
 
-    def load(self, keys: Keys, rows: Rows, *, deadline: float = math.inf) -> Job:
+    def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
-        returned."""
-        return self._begin(jobs.LOAD, keys, rows, deadline)
+        returned. ``tag``: that with which they were saved."""
+        return self._begin(jobs.LOAD, keys, rows, deadline, tag)
 
     def save(
-        self, keys: Keys, rows: Rows | Lend, *, tag: bytes = bytes(TAG_BYTES), limit: int = NO_LIMIT,
+        self, keys: Keys, rows: Rows | Lend, *, tag: bytes | None = None, limit: int = NO_LIMIT,
         deadline: float = math.inf,
     ) -> Job:  # fmt: skip
-        """Save rows of the memory, which nobody may change until the job is returned. ``tag``, ``limit``: as in
-        ``Store.save``.
+        """Save rows of the memory, which nobody may change until the job is returned. ``tag``: of a namespace, made by
+        ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
 
         ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
         queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT.
         """
-        if not isinstance(tag, bytes) or len(tag) != TAG_BYTES:
-            raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes")
         limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
         if lend is not None and not isinstance(keys, BlockNames):
             raise TypeError("keys: accepted are BlockNames where rows are lent")
@@ -217,9 +230,31 @@ class StoreQueue:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
 
+    @property
+    def clears(self) -> int:
+        """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
+        return int(getattr(self._store, "clears", 0))
+
+    def clear(self, tag: bytes | None = None) -> Job:
+        """Drop all blocks of the model, or all that were saved with this tag. Raises ValueError for a store that
+        cannot do it."""
+        size = MODEL_BYTES if tag is None else TAG_BYTES
+        if self.clears < size:
+            what = "all blocks of a model" if tag is None else "the blocks of a namespace"
+            raise ValueError(f"the store {self.name!r} cannot drop {what}: accepted are stores whose clears is {size}")
+        prefix = self.secret.model if tag is None else self._tag(tag)
+        return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix)
+
+    def check_forget(self, blocks: int) -> None:
+        """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
+        with self._lock:
+            self._check_room(jobs.FORGET, blocks)
+
     def cancel(self, job: Job) -> None:
         """What ``Job.cancel`` does."""
         self._process.check(self)
+        if job.kind in jobs.DROPS:
+            raise ValueError(f"{job!r}: it cannot be cancelled")
         with self._lock:
             if not job.done:
                 self._settle(job, CANCELLED)
@@ -245,10 +280,11 @@ class StoreQueue:
         return bool(select.select([self._signal], [], [], timeout)[0])
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no job is queued or under way, at most ``timeout`` seconds. Returns whether that is so."""
+        """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
+        so. Drops that the store does not confirm are not waited for: wait for their jobs."""
         self._process.check(self)
         with self._lock:
-            return self._lock.wait_for(lambda: not self._queue and not self._running, timeout)
+            return self._lock.wait_for(lambda: not self._busy(), timeout)
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
@@ -256,7 +292,7 @@ class StoreQueue:
         with self._lock:
             return StoreStats(
                 self.name, dict(self._blocks), dict(self._nbytes), dict(self._seconds), self._refused,
-                sum(self._waiting.values()), len(self._running), own,
+                sum(self._waiting.values()), len(self._running), len(self._drops), own,
             )  # fmt: skip
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -268,7 +304,7 @@ class StoreQueue:
         self._process.check(self)
         with self._lock:
             self._closing = True
-            for job in {piece.job for piece in self._queue} | set(self._running.values()):
+            for job in (*self._alive(), *self._drops.jobs):
                 if not job.done:
                     self._settle(job, CANCELLED)
             self._calls.notify_all()
@@ -287,97 +323,156 @@ class StoreQueue:
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes = bytes(TAG_BYTES), limit: int = 0,
+        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes | None = None, limit: int = 0,
         lend: Lend | None = None,
     ) -> Job:  # fmt: skip
         self._process.check(self)
         own = _keys_argument(keys)
+        tag = self._own_tag if tag is None else tag if kind == jobs.CLEAR else self._tag(tag)
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
         if not isinstance(deadline, (int, float)) or math.isnan(deadline):
             raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
         job = Job(self, self._lock, kind, own, places, lend, float(deadline), tag, limit)
-        parts = [slice(i, min(i + self._piece_blocks, len(own))) for i in range(0, len(own), self._piece_blocks)]
+        bound = _BOUND[kind]
         with self._lock:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
-            saving = kind == jobs.SAVE
-            if self._waiting[saving] + len(own) > self._queued_max:
-                self._refused += 1
-                raise StoreBusy(self.name, kind, self._waiting[saving], self._queued_max)
-            self._waiting[saving] += len(own)
-            for part in parts:
-                heapq.heappush(self._queue, _Piece(_PRIORITY[kind], next(self._numbers), job, part))
-            if not parts:
+            same = self._drops.clearing(tag) if kind == jobs.CLEAR else None
+            if same is not None:
+                return same
+            self._check_room(kind, job.queued)
+            self._waiting[bound] += job.queued
+            if job.done:
                 self._announce(job)
-            elif job.deadline != math.inf:
-                self._watch_for(job)
+            elif kind in jobs.DROPS:
+                self._drops.add(job)
+                for other in self._alive():
+                    self._screen(other)
+            else:
+                for start in range(0, len(own), self._piece_blocks):
+                    part = slice(start, min(start + self._piece_blocks, len(own)))
+                    heapq.heappush(self._queue, _Piece(_PRIORITY[kind], next(self._numbers), job, part))
+                if job.deadline != math.inf:
+                    self._watch_for(job)
+                self._screen(job)
             self._wake_one()
         return job
 
+    def _check_room(self, kind: str, blocks: int) -> None:
+        """The lock is held."""
+        waiting = self._waiting[_BOUND[kind]]
+        if waiting + blocks > self._queued_max:
+            self._refused += 1
+            raise StoreBusy(self.name, kind, waiting, self._queued_max)
+
+    def _tag(self, tag: Any) -> bytes:
+        if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):
+            raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
+        return tag
+
+    def _alive(self) -> set[Job]:
+        """Finds, loads and saves that are queued or under way, and drops under way. The lock is held."""
+        return {piece.job for piece in self._queue} | {job for job, _ in self._running.values()}
+
+    def _busy(self) -> bool:
+        """Whether a find, load or save is queued or under way. The lock is held."""
+        waits = any(not piece.job.done for piece in self._queue)
+        return waits or any(job.kind not in jobs.DROPS for job, _ in self._running.values())
+
+    def _screen(self, job: Job) -> None:
+        """Keep a job from what is to be dropped. The lock is held."""
+        if job.kind not in jobs.DROPS and not job.done and self._drops.screen(job):
+            self._settle(job, CANCELLED)
+
     def _work(self) -> None:
         """One of the threads that call the store."""
-        while (piece := self._next()) is not None:
+        while (call := self._next()) is not None:
+            job, places = call
             began = time.perf_counter()
-            codes, error = self._call(piece.job, piece.part)
+            codes, error = self._call(job, places)
             spent = time.perf_counter() - began
             with self._lock:
                 del self._running[threading.get_ident()]
-                self._seconds[piece.job.kind] += spent
-                was_done = piece.job.done
-                piece.job.call_ends(piece.part, codes, error)
-                if piece.job.done and not was_done:
-                    self._count(piece.job)
-                    self._announce(piece.job)
-                elif piece.job.returned:
-                    self._announce(piece.job)
+                self._seconds[job.kind] += spent
+                if job.kind in jobs.DROPS:
+                    self._dropped(job, error)
+                else:
+                    self._returned(job, places, codes, error)
                 self._lock.notify_all()
         self._end()
 
-    def _next(self) -> _Piece | None:
-        """Wait for a call to make. Returns None when there will be none."""
+    def _next(self) -> tuple[Job, Rows] | None:
+        """Wait for a call to make: a job, and the places of its blocks. Returns None when there will be none."""
         with self._lock:
             while True:
-                while self._queue and self._queue[0].job.done:
-                    heapq.heappop(self._queue)
-                if self._queue and self._may_begin(self._queue[0].job):
-                    piece = heapq.heappop(self._queue)
-                    if self._clock() >= piece.job.deadline:
-                        self._settle(piece.job, LATE)
-                        continue
-                    self._waiting[piece.job.kind == jobs.SAVE] -= piece.part.stop - piece.part.start
-                    piece.job.call_begins(piece.part, self._clock())
-                    self._running[threading.get_ident()] = piece.job
+                call = self._next_drop() or self._next_piece()
+                if call is not None:
+                    self._running[threading.get_ident()] = call
                     self._wake_one()
-                    return piece
+                    return call
                 if self._closing and not self._queue:
                     return None
-                self._calls.wait()
+                self._calls.wait(self._drops.left(self._clock()))
 
     def _wake_one(self) -> None:
-        """Wake one thread if there is a call to make. It wakes the next one in turn. The lock is held."""
-        if self._queue and self._may_begin(self._queue[0].job):
+        """Wake one thread if there may be a call to make, or a drop to wait for. It wakes the next one in turn. The
+        lock is held."""
+        if len(self._drops) or (self._queue and self._may_begin(self._queue[0].job)):
             self._calls.notify()
 
     def _may_begin(self, job: Job) -> bool:
-        """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
-        saves = sum(other.kind == jobs.SAVE for other in self._running.values())
-        return job.kind != jobs.SAVE or saves < self.savers
+        return job.kind != jobs.SAVE or self._may_write()
 
-    def _call(self, job: Job, part: slice) -> tuple[Bytes, str]:
+    def _next_drop(self) -> tuple[Job, Rows] | None:
+        """A drop that may begin now. The lock is held."""
+        job = self._drops.next(self._clock(), [*self._running.values()]) if self._may_write() else None
+        return None if job is None else (job, job.call_begins(slice(0, 0), self._clock()))
+
+    def _next_piece(self) -> tuple[Job, Rows] | None:
+        """The next blocks that may be found, loaded or saved now. The lock is held."""
+        while self._queue:
+            job, part = self._queue[0].job, self._queue[0].part
+            if not job.done and not self._may_begin(job):
+                return None
+            heapq.heappop(self._queue)
+            if job.done:
+                continue
+            if self._clock() >= job.deadline:
+                self._settle(job, LATE)
+                continue
+            self._waiting[_BOUND[job.kind]] -= part.stop - part.start
+            places = job.call_begins(part, self._clock())
+            if len(places):
+                return job, places
+            job.call_ends(places, np.empty(0, np.uint8), "")
+        return None
+
+    def _may_write(self) -> bool:
+        """Saves and drops leave one thread to all others, so that one that hangs keeps no load waiting."""
+        writing = sum(job.kind == jobs.SAVE or job.kind in jobs.DROPS for job, _ in self._running.values())
+        return writing < self.savers
+
+    def _call(self, job: Job, places: Rows) -> tuple[Bytes, str]:
         """One call of the store. Returns the codes, and the text of an error."""
-        own, rows, store = job.keys[part], job.rows[part], self._store
+        own, rows, store = job.keys[places], job.rows[places] if len(job.rows) else _NO_ROWS, self._store
         try:
-            keys = self.secret.opaque(own) if isinstance(own, BlockNames) else own
+            keys = self._hashed(own)
             if job.kind == jobs.FIND:
                 return _codes(store.find(keys), len(keys)), ""
             if job.kind == jobs.FORGET:
-                store.forget(keys)
-                return np.full(len(keys), OK, np.uint8), ""
+                job.dropped += int(store.forget(self._hashed(job.keys)))
+                return _NO_CODES, ""
+            if job.kind == jobs.CLEAR:
+                job.dropped += int(store.clear(job.tag))
+                return _NO_CODES, ""
             if job.kind == jobs.SAVE:
                 return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
             return self._checked(job, keys, rows), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(own), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+
+    def _hashed(self, keys: Keys) -> Bytes:
+        return self.secret.opaque(keys) if isinstance(keys, BlockNames) else keys
 
     def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Seal rows and save them."""
@@ -397,6 +492,26 @@ class StoreQueue:
                 own = _rows_argument(found[there], len(there), self.slots, False)
                 codes[there] = self._sealed(job, keys[there], own)
         return codes
+
+    def _returned(self, job: Job, places: Rows, codes: Bytes, error: str) -> None:
+        """A call has returned. The lock is held."""
+        was_done = job.done
+        job.call_ends(places, codes, error)
+        if job.done and not was_done:
+            self._count(job)
+            self._announce(job)
+        elif job.returned:
+            self._announce(job)
+
+    def _dropped(self, job: Job, error: str) -> None:
+        """A call that drops blocks has returned. The lock is held."""
+        job.call_ends(_NO_ROWS, _NO_CODES, error)
+        if job.done:
+            self._announce(job)
+        elif error:
+            self._drops.failed(job, self._clock())
+        else:
+            self._settle(job, OK)
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
@@ -436,7 +551,8 @@ class StoreQueue:
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
-        self._waiting[job.kind == jobs.SAVE] -= job.queued
+        self._waiting[_BOUND[job.kind]] -= job.queued
+        self._drops.remove(job)
         job.settle(code)
         if len(self._queue) > self._queue_max:
             # Calls that will not be made are not kept until a thread that hangs comes back.

@@ -10,17 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.stores.base import KEY_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
+from kvpool.stores.base import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
 
 SECRET_BYTES = 32
-_NAME = b"kvpool store 1 "
+_NAME = b"kvpool store 2 "
 
 
 class BlockNames:
     """Blocks as an engine names them, in place of their keys. A ``StoreQueue`` hashes them on its own threads.
 
     ``names``: bytes for each block. ``generation``: bytes that are hashed before each name. Nothing is found that was
-    saved in another generation. Immutable. A slice of it has the same generation. Raises TypeError.
+    saved in another generation. Immutable. A part of it, by a slice or by places
+    int64[n], has the same generation. Raises TypeError.
     """
 
     __slots__ = ("generation", "names")
@@ -34,8 +35,9 @@ class BlockNames:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, which: slice) -> BlockNames:
-        return BlockNames(self.names[which], self.generation)
+    def __getitem__(self, which: slice | Rows) -> BlockNames:
+        chosen = self.names[which] if isinstance(which, slice) else [self.names[place] for place in which.tolist()]
+        return BlockNames(chosen, self.generation)
 
 
 class Secret:
@@ -45,7 +47,7 @@ class Secret:
     one for each purpose.
     """
 
-    __slots__ = ("_chain", "_identity", "_opaque", "_roots", "_seals", "_tags")
+    __slots__ = ("_chain", "_identity", "_opaque", "_roots", "_seals", "_tags", "model")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if len(secret) != SECRET_BYTES:
@@ -57,6 +59,8 @@ class Secret:
         )
         # A copy of it takes half of the time of a new one.
         self._chain = hashlib.blake2b(key=chains, digest_size=KEY_BYTES)
+        self.model = hashlib.blake2b(self._identity, key=self._tags, digest_size=MODEL_BYTES).digest()
+        """What all tags of the model begin with."""
 
     def __repr__(self) -> str:
         return "Secret()"
@@ -65,8 +69,10 @@ class Secret:
         raise TypeError("a secret is not pickled: it would travel with the pickle")
 
     def tag(self, namespace: bytes) -> bytes:
-        """The name of a namespace in the store: TAG_BYTES bytes."""
-        return hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=TAG_BYTES).digest()
+        """The name of a namespace in the store: TAG_BYTES bytes, of which the first name the model."""
+        size = TAG_BYTES - MODEL_BYTES
+        own = hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=size, person=b"namespace")
+        return self.model + own.digest()
 
     def opaque(self, names: BlockNames | Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""

@@ -199,6 +199,36 @@ def test_what_was_cleared_is_not_found(make: Open) -> None:
     assert all(save(blocks, 2)) and len(load(blocks, 2)) == 2
 
 
+def test_what_was_cleared_has_left_the_store(make: Open, store: Wrong) -> None:
+    """A process that opens it later finds nothing."""
+    blocks = make()
+    save(blocks, 2)
+    assert blocks.clear() and not store.inner.stats()["blocks"] and not blocks.troubles
+
+
+def test_a_clear_says_if_the_store_has_not_dropped_the_blocks(make: Open, store: Wrong) -> None:
+    blocks = make()
+    save(blocks, 2)
+    blocks.deadline = 0.05
+
+    def fail() -> None:
+        raise OSError(5, "I/O error")
+
+    store.before["clear"] = fail
+    assert not blocks.clear() and blocks.find(names(2)) == [False, False]
+    blocks.deadline = 60.0
+    del store.before["clear"]
+    assert blocks.clear() and not store.inner.stats()["blocks"]
+
+
+def test_a_store_that_cannot_drop_them_hides_them(make: Open, store: Wrong) -> None:
+    store.clears = 0
+    blocks = make()
+    save(blocks, 2)
+    assert not blocks.clear() and blocks.find(names(2)) == [False, False] and all(save(blocks, 2))
+    assert blocks.troubles["clear", "ValueError"] == 1
+
+
 def test_threads_that_save_and_load_share_the_rows(make: Open) -> None:
     blocks = make(rows=4)
     wrong: list[Any] = []

@@ -50,6 +50,7 @@ LAYERS = [
     [
         "stores.base",
         "stores.jobs",
+        "stores.drops",
         "stores.seals",
         "stores.queue",
         "stores.memory",

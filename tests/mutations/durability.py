@@ -17,6 +17,14 @@ MUTATIONS = (
         _STATES,
     ),
     Mutation(
+        "a_forget_that_is_not_durable",
+        "stores/disk/store.py",
+        "        self._commits.wait()\n        return count\n",
+        "        return count\n",
+        "Power fails, and what was forgotten is back.",
+        _STATES,
+    ),
+    Mutation(
         "commits_that_are_not_durable",
         "stores/disk/database.py",
         '"synchronous = FULL"',

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
-from kvpool.stores import ABSENT, OK, REFUSED
-from kvpool.stores.base import Store
+from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED
+from kvpool.stores.base import TAG_BYTES, Store
 from kvpool.stores.seals import Secret
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, content, fill, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fill, names, open_queue, saved
 
 Open = Callable[[int], Store]
 """Opens a new, empty store with room for this many blocks of BLOCK_BYTES."""
@@ -61,9 +62,51 @@ class StoreContract:
     def test_what_is_forgotten_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 4)
-            assert queue.forget(keys[:2]).wait(60)
+            dropped = queue.forget(keys[:2])
+            assert dropped.wait(60) and dropped.ok == 2 and dropped.dropped == 2
             job = queue.load(keys, np.arange(4))
             assert job.wait(60) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+
+    def test_what_was_saved_is_absent_after_a_clear_and_can_be_saved_again(self, make: Open) -> None:
+        with open_queue(make(16)) as queue:
+            saved(queue, 2, tag=queue.secret.tag(b"tenant"))
+            keys = saved(queue, 4)
+            dropped = queue.clear()
+            assert dropped.wait(60) and dropped.ok == 1 and dropped.dropped == 4, dropped.error
+            job = queue.load(keys, np.arange(4))
+            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 4
+            saved(queue, 4)
+            job = queue.load(keys, np.arange(4))
+            assert job.wait(60) and job.ok == 4
+
+    def test_a_clear_of_a_namespace_drops_nothing_else(self, make: Open) -> None:
+        """A store that does not know namespaces refuses."""
+        with open_queue(make(16)) as queue:
+            tags = [queue.secret.tag(name) for name in (b"one", b"other")]
+            keys = np.concatenate([saved(queue, 2, first=10 * i, tag=tag) for i, tag in enumerate(tags)])
+            if queue.clears < TAG_BYTES:
+                with pytest.raises(ValueError, match="cannot drop the blocks of a namespace"):
+                    queue.clear(tags[0])
+                return
+            dropped = queue.clear(tags[0])
+            assert dropped.wait(60) and dropped.ok == 1 and dropped.dropped == 2, dropped.error
+            job = queue.load(keys, np.arange(4))
+            assert job.wait(60) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+
+    @pytest.mark.parametrize("clears", [False, True])
+    def test_a_save_under_way_leaves_nothing_that_was_dropped_meanwhile(self, make: Open, clears: bool) -> None:
+        wrong, gate = Wrong(make(16)), Gate()
+        with open_queue(wrong) as queue:
+            wrong.before["save"], wrong.deaf = gate, True
+            keys = queue.secret.opaque(names(4))
+            saving = queue.save(keys, np.arange(4))
+            assert gate.reached.wait(60)
+            dropped = queue.clear() if clears else queue.forget(keys)
+            assert saving.codes.tolist() == [CANCELLED] * 4
+            gate.open()
+            assert dropped.wait(60) and dropped.ok == len(dropped.codes), dropped.error
+            found = queue.find(keys)
+            assert found.wait(60) and found.codes.tolist() == [ABSENT] * 4
 
     def test_nothing_of_another_model_is_found(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
@@ -132,6 +175,26 @@ class LastingContract(StoreContract):
             assert job.wait(60, returned=True) and job.ok == 20, job.error
             for number in range(20):
                 assert np.array_equal(queue.memory[number], content(number))
+
+    def test_what_was_dropped_is_absent_after_it_was_closed(self, make: Open, again: Callable[[], Store]) -> None:
+        with open_queue(make(32)) as queue:
+            keys = saved(queue, 8)
+            assert queue.forget(keys[:2]).wait(60) and queue.clear().wait(60)
+            kept = saved(queue, 2, first=10)
+        with open_queue(again()) as queue:
+            job = queue.load(np.concatenate([keys, kept]), np.arange(10))
+            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 8 + [OK] * 2
+
+    def test_a_clear_drops_nothing_of_another_model(self, make: Open, again: Callable[[], Store]) -> None:
+        with open_queue(make(32)) as queue:
+            keys = saved(queue, 4)
+        with open_queue(again(), OTHER) as queue:
+            saved(queue, 2)
+            dropped = queue.clear()
+            assert dropped.wait(60) and dropped.dropped == 2, dropped.error
+        with open_queue(again()) as queue:
+            job = queue.load(keys, np.arange(4))
+            assert job.wait(60) and job.ok == 4
 
     def test_another_model_finds_nothing_in_it(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:

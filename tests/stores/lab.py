@@ -45,13 +45,15 @@ def fill(rows: np.ndarray, count: int, first: int = 0) -> None:
 
 class Wrong:
     """A store in front of another. ``before[kind]`` is called before a call of that kind; ``after[kind]`` gets what it
-    answered and gives what is answered instead. Kinds are "open", "find", "save", "load", "forget", "close"."""
+    answered and gives what is answered instead. Kinds are "open", "find", "save", "load", "forget", "clear", "close".
+    ``deaf``: a save is not told to stop."""
 
     def __init__(self, inner: Store) -> None:
-        self.inner, self.name, self.threads = inner, "wrong", inner.threads
+        self.inner, self.name, self.threads, self.clears = inner, "wrong", inner.threads, inner.clears
         self.before: dict[str, Callable[[], None]] = {}
         self.after: dict[str, Callable[[Any], Any]] = {}
         self.calls: list[str] = []
+        self.deaf = False
 
     def _do(self, kind: str, call: Callable[[], Any]) -> Any:
         self.calls.append(kind)
@@ -67,13 +69,17 @@ class Wrong:
         return self._do("find", lambda: self.inner.find(keys))
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
-        return self._do("save", lambda: self.inner.save(keys, rows, seals, tag, limit, stop))
+        hears = (lambda: False) if self.deaf else stop
+        return self._do("save", lambda: self.inner.save(keys, rows, seals, tag, limit, hears))
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         return self._do("load", lambda: self.inner.load(keys, rows, stop))
 
     def forget(self, keys: Bytes) -> int:
         return self._do("forget", lambda: self.inner.forget(keys))
+
+    def clear(self, tag: bytes) -> int:
+        return self._do("clear", lambda: self.inner.clear(tag))
 
     def stats(self) -> dict[str, int]:
         return self.inner.stats()
@@ -96,10 +102,10 @@ class Gate:
         self._open.set()
 
 
-def saved(queue: StoreQueue, count: int, first: int = 0) -> Bytes:
+def saved(queue: StoreQueue, count: int, first: int = 0, **options: Any) -> Bytes:
     """Save blocks of known content from the first rows. Returns their keys."""
     keys = queue.secret.opaque(names(count, first))
     fill(queue.memory, count, first)
-    job = queue.save(keys, np.arange(count))
+    job = queue.save(keys, np.arange(count), **options)
     assert job.wait(60, returned=True) and (job.codes == OK).all(), (job.codes, job.error)
     return keys

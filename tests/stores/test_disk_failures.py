@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sqlite3
 import subprocess
 import threading
@@ -78,20 +79,48 @@ def test_slots_of_saves_that_failed_are_used_again(store: DiskStore, faulty: Fau
         assert queue.stats().store["blocks"] == 32 and queue.stats().store["evicted"] == 0
 
 
-def test_a_forget_that_is_not_durable_fails_and_is_made_up_for(
-    store: DiskStore, faulty: Faulty, tmp_path: Path
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again(
+    store: DiskStore, faulty: Faulty, tmp_path: Path, clears: bool
 ) -> None:
+    tried = threading.Semaphore(0)
+
+    def refuse() -> None:
+        tried.release()
+        raise BROKEN
+
     with open_queue(store) as queue:
-        keys = saved(queue, 4)
-        faulty.before["COMMIT"] = raising(BROKEN)
-        job = queue.forget(keys[:2])
-        assert job.wait(60) and job.codes.tolist() == [FAILED] * 2
+        tag = queue.secret.tag(b"tenant")
+        keys = np.concatenate([saved(queue, 2, tag=tag), saved(queue, 2, first=2)])
+        faulty.before["COMMIT"] = refuse
+        job = queue.clear(tag) if clears else queue.forget(keys[:2])
+        assert tried.acquire(timeout=60) and tried.acquire(timeout=60) and not job.done
         found = queue.find(keys)
         assert found.wait(60) and found.ok == 2, "they are forgotten all the same"
         del faulty.before["COMMIT"]
+        assert job.wait(60) and job.ok == len(job.codes)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         found = queue.find(keys)
         assert found.wait(60) and found.ok == 2
+
+
+def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_after_a_crash(
+    store: DiskStore, faulty: Faulty, tmp_path: Path
+) -> None:
+    """Nothing is there to forget, but the row is not cleared durably yet."""
+    with open_queue(store) as queue:
+        keys = saved(queue, 32)
+        faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error"))
+        job = queue.save(queue.secret.opaque(names(4, 100)), np.arange(4))
+        assert job.wait(60, returned=True) and not job.ok
+        found = queue.find(keys)
+        assert found.wait(60) and found.codes.tolist().count(ABSENT) == 4
+        dropped = queue.forget(keys[found.codes == ABSENT])
+        assert dropped.wait(60) and dropped.ok == 4 and dropped.dropped == 0
+        shutil.copytree(tmp_path / "store", tmp_path / "crashed")
+    with open_queue(DiskStore(tmp_path / "crashed")) as queue:
+        again = queue.find(keys)
+        assert again.wait(60) and again.codes.tolist() == found.codes.tolist()
 
 
 def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:

@@ -24,10 +24,20 @@ from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.remote.endpoints import ClientPassword, ServerPassword
 from kvpool.remote.messages import Failed, Message, encode
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.base import Space, Store
+from kvpool.stores.base import MODEL_BYTES, Space, Store
 from kvpool.stores.peer.server import StoreServer
 from kvpool.stores.peer.store import PeerStore
-from kvpool.stores.peer.wire import StoreDone, StoreFind, StoreHello, StoreLoad, StoreSave, StoreWelcome, password
+from kvpool.stores.peer.wire import (
+    StoreClear,
+    StoreDone,
+    StoreFind,
+    StoreForget,
+    StoreHello,
+    StoreLoad,
+    StoreSave,
+    StoreWelcome,
+    password,
+)
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.urls import open_store
 from tests.stores.contract import LastingContract
@@ -147,6 +157,79 @@ def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
         job = loading.load(keys, np.arange(16))
         assert job.wait(60) and job.codes.tolist() == [ABSENT] * 16, job.error
         gate.open()
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_save_that_its_client_gave_up_leaves_nothing_that_was_dropped_later(serve: Serve, clears: bool) -> None:
+    """It still hangs in the server's store."""
+    wrong, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    wrong.threads, wrong.before["save"], wrong.deaf = 4, gate, True
+    with open_queue(client(serve(wrong), timeout_ms=200)) as queue:
+        keys = queue.secret.opaque(names(4))
+        saving = queue.save(keys, np.arange(4))
+        assert saving.wait(60, returned=True) and saving.ok == 0 and gate.reached.is_set()
+        dropped = queue.clear() if clears else queue.forget(keys)
+        until(lambda: dropped.error, "call that waited in vain")
+        assert not {"forget", "clear"} & set(wrong.calls) and not dropped.done
+        gate.open()
+        assert dropped.wait(60) and dropped.dropped == 4 and not wrong.inner.stats()["blocks"]
+        found = queue.find(keys)
+        assert found.wait(60) and found.ok == 0
+
+
+def test_a_save_that_arrives_after_a_drop_of_its_client_is_not_kept(serve: Serve) -> None:
+    """It was sent before, over another connection. Saves of other clients are kept."""
+    memory = MemoryStore(64 * BLOCK_BYTES)
+    raw, tag = Raw(serve(memory).endpoint), "00" * 16
+    block = [_KEY, _SEAL, bytes(BLOCK_BYTES)]
+
+    def kept(session: str, era: int) -> int:
+        assert b'"storedone"' in raw.ask(StoreSave(1, 1000, session, era, tag, 8), *block)
+        return memory.stats()["blocks"]
+
+    for drop in ([StoreForget(1, 1000, "one", 1), _KEY], [StoreClear(1, 1000, "one", 2, tag)]):
+        era = int(drop[0].era)  # type: ignore[union-attr]
+        assert kept("one", era - 1) == 1
+        assert b'"count": 1' in raw.ask(*drop) and memory.stats()["blocks"] == 0
+        assert kept("one", era - 1) == 0 and kept("other", 0) == 1
+        raw.ask(*drop)
+        assert kept("one", era) == 1
+        raw.ask(*drop)
+    assert b'"count": 0' in raw.ask(StoreForget(1, 1000, "one", 1), _KEY)
+    assert kept("one", 1) == 0, "an old drop that comes late ends no era"
+    raw.close()
+
+
+def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve) -> None:
+    """Otherwise a drop might wait for ever for the saves of others."""
+    wrong, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+    wrong.threads = 4
+    server = serve(wrong)
+    with open_queue(client(server)) as one, open_queue(client(server)) as two, open_queue(client(server)) as three:
+        keys = saved(one, 4)
+        wrong.before["save"] = gate
+        saves = [one.save(one.secret.opaque(names(2, 10)), np.arange(2))]
+        assert gate.reached.wait(60)
+        dropped = two.forget(keys[:2])
+        until(lambda: server.stats().under_way == 2, "forget")
+        saves.append(three.save(three.secret.opaque(names(2, 20)), np.arange(2)))
+        until(lambda: server.stats().under_way == 3, "save")
+        assert three.load(keys[2:], np.arange(10, 12)).wait(60)
+        assert wrong.calls.count("save") == 2 and "forget" not in wrong.calls
+        gate.open()
+        assert dropped.wait(60) and all(job.wait(60, returned=True) and job.ok == 2 for job in saves)
+        assert wrong.calls.index("forget") < len(wrong.calls) - 1 - wrong.calls[::-1].index("save")
+
+
+def test_a_server_whose_store_knows_no_tags_clears_nothing(serve: Serve) -> None:
+    """It could not tell whose blocks they are."""
+    wrong = Wrong(MemoryStore(64 * BLOCK_BYTES))
+    wrong.clears = MODEL_BYTES
+    with open_queue(client(serve(wrong))) as queue:
+        saved(queue, 2)
+        dropped = queue.clear()
+        until(lambda: "does not know tags" in dropped.error, "error")
+        assert not dropped.done and wrong.inner.stats()["blocks"] == 2 and "clear" not in wrong.calls
 
 
 def test_answers_that_a_client_does_not_read_are_dropped_and_counted(serve: Serve) -> None:
@@ -397,6 +480,10 @@ class Raw:
         self._context.destroy(linger=0)
 
 
+def _save(tag: str) -> StoreSave:
+    return StoreSave(1, 100, "session", 0, tag, 1)
+
+
 _KEY, _SEAL, _TAG = bytes(32), bytes(16), "0" * 32
 _WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
     "no header": [b""],
@@ -411,12 +498,15 @@ _WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
     "too many keys": [StoreLoad(1, 100), 5 * _KEY],
     "no time": [StoreFind(1, 0), _KEY],
     "too much time": [StoreFind(1, 1 << 40), _KEY],
-    "no blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL],
-    "short blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL, bytes(BLOCK_BYTES - 1)],
-    "long blocks": [StoreSave(1, 100, _TAG, 1), _KEY, _SEAL, bytes(BLOCK_BYTES + 1)],
-    "short seals": [StoreSave(1, 100, _TAG, 1), _KEY, bytes(15), bytes(BLOCK_BYTES)],
-    "no tag": [StoreSave(1, 100, "", 1), _KEY, _SEAL, bytes(BLOCK_BYTES)],
-    "a tag of words": [StoreSave(1, 100, "zz" * 16, 1), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+    "no blocks": [_save(_TAG), _KEY, _SEAL],
+    "short blocks": [_save(_TAG), _KEY, _SEAL, bytes(BLOCK_BYTES - 1)],
+    "long blocks": [_save(_TAG), _KEY, _SEAL, bytes(BLOCK_BYTES + 1)],
+    "short seals": [_save(_TAG), _KEY, bytes(15), bytes(BLOCK_BYTES)],
+    "no tag": [_save(""), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+    "a clear with keys": [StoreClear(1, 100, "session", 1, _TAG), _KEY],
+    "a clear of everything": [StoreClear(1, 100, "session", 1, "")],
+    "a clear of half a model": [StoreClear(1, 100, "session", 1, "00" * 4)],
+    "a tag of words": [_save("zz" * 16), _KEY, _SEAL, bytes(BLOCK_BYTES)],
 }
 
 
@@ -442,7 +532,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -
     raw = Raw(picky.endpoint)
     with open_queue(client(picky)) as queue:
         keys = saved(queue, 4)
-        raw.socket.send_multipart([encode(StoreSave(1, 100, _TAG, 1)), _KEY, _SEAL, bytes(1 << 20)])
+        raw.socket.send_multipart([encode(_save(_TAG)), _KEY, _SEAL, bytes(1 << 20)])
         assert queue.load(keys, np.arange(4)).wait(20) and not raw.socket.poll(50)
         assert picky.stats().calls == 2
     raw.close()

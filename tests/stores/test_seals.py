@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
+from kvpool.stores.base import MODEL_BYTES
 from kvpool.stores.seals import Secret
 from tests.stores.lab import IDENTITY, OTHER, memory, names
 
@@ -68,3 +69,12 @@ def test_a_secret_is_neither_shown_nor_pickled() -> None:
         pickle.dumps(SECRET)
     with pytest.raises(ValueError, match="32 bytes"):
         Secret(b"short", IDENTITY)
+
+
+def test_the_tags_of_a_model_begin_alike_and_those_of_others_do_not() -> None:
+    """What is dropped by a model or by a namespace is nobody else's."""
+    one, other, shared = Secret(bytes(32), IDENTITY), Secret(bytes(32), OTHER), Secret(bytes([1] * 32), IDENTITY)
+    spaces = [b"", b"a", b"b"]
+    assert all(secret.tag(name).startswith(secret.model) for secret in (one, other, shared) for name in spaces)
+    assert len({secret.model for secret in (one, other, shared)}) == 3
+    assert len({secret.tag(name)[MODEL_BYTES:] for secret in (one, other, shared) for name in spaces}) == 9

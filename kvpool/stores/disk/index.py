@@ -171,6 +171,13 @@ class Index:
                 count += 1
         return count
 
+    def tagged(self, prefix: bytes) -> list[bytes]:
+        """The keys that are there, and have a tag with this beginning."""
+        entries = self._table.entries
+        tags = np.ascontiguousarray(entries["tag"]).view(np.uint8).reshape(len(entries), -1)[:, : len(prefix)]
+        slots = np.flatnonzero((tags == np.frombuffer(prefix, np.uint8)).all(axis=1))
+        return [key for key in entries["key"][slots].tolist() if key in self._here]
+
     # -- inside ----------------------------------------------------------------------------------------
 
     def _use(self, keys: list[bytes]) -> None:

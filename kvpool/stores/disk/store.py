@@ -14,7 +14,7 @@ import numpy as np
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
 from kvpool.process import Process
-from kvpool.stores.base import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.base import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 from kvpool.stores.disk import index
 from kvpool.stores.disk.commits import GroupCommit
 from kvpool.stores.disk.database import VERSION, Database, Header
@@ -26,6 +26,7 @@ from kvpool.stores.disk.table import PAGE_BYTES, PER_PAGE, Page, Table
 
 DEFAULT_CAPACITY = 64 << 30
 CAPACITY_MAX = 1 << 50
+_FORGOTTEN_AT_ONCE = 4096
 
 
 class DiskStore:
@@ -56,6 +57,7 @@ class DiskStore:
     """
 
     name = "disk"
+    clears = TAG_BYTES
 
     def __init__(
         self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
@@ -235,10 +237,22 @@ class DiskStore:
 
     def forget(self, keys: Bytes) -> int:
         self._check()
+        return self._forget([key.tobytes() for key in keys])
+
+    def clear(self, tag: bytes) -> int:
+        self._check()
         with self._lock:
-            count = self._index.forget([key.tobytes() for key in keys])
-        if count:
-            self._commits.wait()
+            names = self._index.tagged(tag)
+        return self._forget(names)
+
+    def _forget(self, names: list[bytes]) -> int:
+        """Drop keys durably, a part at a time, so that others need not wait long for the lock."""
+        count = 0
+        for start in range(0, len(names), _FORGOTTEN_AT_ONCE):
+            with self._lock:
+                count += self._index.forget(names[start : start + _FORGOTTEN_AT_ONCE])
+        # Also if none was there: the row of one that was evicted, or not saved, may not be cleared durably yet.
+        self._commits.wait()
         return count
 
     def stats(self) -> dict[str, int]:

@@ -54,7 +54,7 @@ _GIVES_UP_SECONDS = 50.0
 _CONNECT_SECONDS, _LAST_WAIT_SECONDS, _EXIT_WAIT_SECONDS = 2.0, 120.0, 10.0
 _METHODS = (
     "setup", "close", "register_buffer", "unregister_buffer", "batch_put_from_multi_buffers",
-    "batch_get_into_multi_buffers", "batch_is_exist", "batch_remove",
+    "batch_get_into_multi_buffers", "batch_is_exist", "batch_remove", "remove_by_regex",
 )  # fmt: skip
 
 
@@ -191,6 +191,10 @@ class Client:
     def remove(self, keys: list[str]) -> list[int]:
         """Drop objects, also those with a lease. 0 for each that was there, or codes below zero."""
         return self._batch("batch_remove", keys, True)
+
+    def remove_matching(self, pattern: str) -> int:
+        """Drop all objects whose keys match, also those with a lease. Returns how many, or a code below zero."""
+        return int(self._call("remove_by_regex", pattern, True))
 
     def close(self, timeout: float = _LAST_WAIT_SECONDS) -> None:
         """Wait for calls under way, and end. Holds the interpreter's lock for about a second, as the library does.

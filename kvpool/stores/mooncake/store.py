@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import ipaddress
 import mmap
 import os
@@ -26,6 +27,7 @@ from kvpool.stores.base import (
     DAMAGED,
     FAILED,
     KEY_BYTES,
+    MODEL_BYTES,
     OK,
     REFUSED,
     SEAL_BYTES,
@@ -115,6 +117,7 @@ class MooncakeStore:
     """
 
     name = "mooncake"
+    clears = MODEL_BYTES
 
     def __init__(
         self, master: str = "127.0.0.1:50051", *, segment: int = 0, hostname: str = "", metadata: str = "P2PHANDSHAKE",
@@ -143,6 +146,9 @@ class MooncakeStore:
             raise ValueError("this MooncakeStore is open: each queue needs one of its own")
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
+        model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
+        kind = "kvpool2-" if self._transform is None else "kvpool2t-"
+        self._prefix = f"{kind}{model.hexdigest()}-"
         held = SEAL_BYTES if self._transform is None else space.block_bytes + self._extra + SEAL_BYTES
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
         self._most = min(max(1, most), _CALL_KEYS)
@@ -190,7 +196,24 @@ class MooncakeStore:
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
-        return sum(self._remove(keys[part]) for part in _parts(len(keys), _FIND_KEYS))
+        count = 0
+        for part in _parts(len(keys), _FIND_KEYS):
+            answer = self._opened().remove(self._names(keys[part]))
+            wrong = [code for code in answer if code < 0 and code != client.NOT_THERE]
+            if wrong:
+                codes = ", ".join(sorted({client.reason(self._counted(code)) for code in wrong}))
+                raise OSError(errno.EIO, f"Mooncake has not dropped {len(wrong)} blocks: {codes}")
+            count += answer.count(0)
+        return count
+
+    def clear(self, tag: bytes) -> int:
+        """Drop all blocks of the model. They have no names of namespaces in the cluster."""
+        if len(tag) != MODEL_BYTES:
+            raise NotImplementedError("a MooncakeStore cannot drop the blocks of a namespace")
+        count = self._opened().remove_matching(f"^{self._prefix}")
+        if count < 0:
+            raise OSError(errno.EIO, f"Mooncake has not dropped the blocks: {client.reason(self._counted(count))}")
+        return count
 
     def stats(self) -> dict[str, int]:
         """``segment``: bytes lent to the cluster. ``calls``: under way. Then blocks, by what became of them: one for
@@ -231,9 +254,9 @@ class MooncakeStore:
             self._areas.put(area)
 
     def _names(self, keys: Bytes) -> list[str]:
-        """Keys as the cluster has them. Blocks that were transformed have names of their own."""
-        kind = "kvpool1-" if self._transform is None else "kvpool1t-"
-        return [kind + key.tobytes().hex() for key in keys]
+        """Keys as the cluster has them: those of a model begin alike. Blocks that were transformed have names of their
+        own."""
+        return [self._prefix + key.tobytes().hex() for key in keys]
 
     def _places(self, rows: Rows, area: Bytes) -> tuple[list[list[int]], list[list[int]]]:
         """Addresses and sizes of the parts of each object."""
@@ -326,8 +349,11 @@ class MooncakeStore:
 
     def _code(self, code: int) -> int:
         """Our code for one of the library's below zero, which is counted."""
+        return _CODES.get(self._counted(code), FAILED)
+
+    def _counted(self, code: int) -> int:
         self._count(client.reason(code), 1)
-        return _CODES.get(code, FAILED)
+        return code
 
     def _count(self, name: str, count: int) -> None:
         if count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,11 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.remote.messages import Malformed, Message, decode
-from kvpool.stores.base import KEY_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
+from kvpool.stores.base import (
+    CANCELLED,
+    KEY_BYTES,
+    MODEL_BYTES,
+    OK,
+    SEAL_BYTES,
+    TAG_BYTES,
+    Bytes,
+    Space,
+    Store,
+)
 from kvpool.stores.peer.wire import (
     CALLS,
     KEYS_MAX,
     StoreCall,
+    StoreChange,
+    StoreClear,
     StoreDone,
     StoreFind,
     StoreForget,
@@ -29,12 +42,14 @@ from kvpool.stores.peer.wire import (
 )
 
 WAIT_MS_MAX = 600_000
+_SESSIONS_MAX = 4096
 _FINGERPRINT = bytes(16)
 """The server's store has keys of any model. They differ because the clients derive them from the model."""
 
 
 class Request(NamedTuple):
-    """A checked call of one client. ``deadline``: in seconds of ``time.monotonic``. ``tag``: of a save."""
+    """A checked call of one client. ``deadline``: in seconds of ``time.monotonic``. ``tag``: of a save or a clear.
+    ``stale``: a save that was sent before a drop and begins after it."""
 
     client: bytes
     message: StoreCall
@@ -43,6 +58,7 @@ class Request(NamedTuple):
     blocks: Bytes
     tag: bytes
     deadline: float
+    stale: bool = False
 
 
 Reply = tuple[Message, list[Any]]
@@ -68,6 +84,24 @@ class ServedStats:
     under_way: int = 0
     """Calls that wait for the store, or are made now."""
     connections_refused: int = 0
+
+
+class Eras:
+    """Knows which saves were sent before the last drop of the same client, of the latest clients. The caller holds a
+    lock."""
+
+    def __init__(self) -> None:
+        self._eras: OrderedDict[str, int] = OrderedDict()
+
+    def drop(self, message: StoreChange) -> None:
+        """A drop begins."""
+        self._eras[message.session] = max(message.era, self._eras.pop(message.session, 0))
+        if len(self._eras) > _SESSIONS_MAX:
+            self._eras.popitem(last=False)
+
+    def is_over(self, message: StoreChange) -> bool:
+        """Whether a save comes too late."""
+        return message.era < self._eras.get(message.session, 0)
 
 
 class StoreCalls:
@@ -105,25 +139,26 @@ class StoreCalls:
         return message
 
     def _call(self, client: bytes, message: StoreCall, frames: list[Any]) -> Request:
+        if not 1 <= message.wait_ms <= WAIT_MS_MAX:
+            raise Malformed(f"wait_ms={message.wait_ms}: accepted are 1 to {WAIT_MS_MAX}")
+        deadline = time.monotonic() + message.wait_ms / 1e3
+        if isinstance(message, StoreClear):
+            frames_argument(frames, 0)
+            keys, seals, blocks = (rows_of(b"", 0, width) for width in (KEY_BYTES, SEAL_BYTES, self.block_bytes))
+            return Request(client, message, keys, seals, blocks, _tag(message.tag, MODEL_BYTES, TAG_BYTES), deadline)
         saves = isinstance(message, StoreSave)
         frames_argument(frames, 3 if saves else 1)
         most = self.blocks_per_call if isinstance(message, (StoreSave, StoreLoad)) else KEYS_MAX
         count, rest = divmod(memoryview(frames[0]).nbytes, KEY_BYTES)
         if rest or not 1 <= count <= most:
             raise Malformed(f"keys of {memoryview(frames[0]).nbytes} bytes: accepted are 1 to {most} x {KEY_BYTES}")
-        if not 1 <= message.wait_ms <= WAIT_MS_MAX:
-            raise Malformed(f"wait_ms={message.wait_ms}: accepted are 1 to {WAIT_MS_MAX}")
-        seals, blocks, tag = (frames[1], frames[2], _tag(message.tag)) if isinstance(message, StoreSave) else (b"",) * 3
+        of_save, tag = (frames[1:] if saves else (b"", b"")), b""
+        if isinstance(message, StoreSave):
+            tag = _tag(message.tag, TAG_BYTES)
         keys = rows_of(frames[0], count, KEY_BYTES)
-        return Request(
-            client,
-            message,
-            keys,
-            rows_of(seals, count if saves else 0, SEAL_BYTES),
-            rows_of(blocks, count if saves else 0, self.block_bytes),
-            tag,
-            time.monotonic() + message.wait_ms / 1e3,
-        )
+        seals = rows_of(of_save[0], count if saves else 0, SEAL_BYTES)
+        blocks = rows_of(of_save[1], count if saves else 0, self.block_bytes)
+        return Request(client, message, keys, seals, blocks, tag, deadline)
 
     def answer(self, request: Request, thread: int, stopping: Callable[[], bool]) -> Reply:
         """Make a call, in the part of the memory that belongs to this thread. Raises what the store raises."""
@@ -141,6 +176,10 @@ class StoreCalls:
             count = int(self._store.forget(request.keys))
             self.count(calls=1)
             return StoreDone(id, count), []
+        if isinstance(message, StoreClear):
+            return StoreDone(id, self._clear(request.tag)), []
+        if request.stale:
+            return self._done("saved", id, np.full(len(rows), CANCELLED, np.uint8))
         if isinstance(message, StoreSave):
             rows += thread * self.blocks_per_call
             self._memory[rows] = request.blocks
@@ -152,6 +191,14 @@ class StoreCalls:
         seals = np.array(seals, np.uint8).reshape(len(rows), SEAL_BYTES)
         # A copy: the next call of this thread uses the memory while these bytes are sent.
         return self._done("loaded", id, codes, seals, self._memory[rows[codes == OK]])
+
+    def _clear(self, tag: bytes) -> int:
+        # Its space is of no model, so that blocks are told apart by their tags alone.
+        if getattr(self._store, "clears", 0) < TAG_BYTES:
+            raise NotImplementedError(f"the store {self._store.name!r} of this server does not know tags")
+        count = int(self._store.clear(tag))
+        self.count(calls=1)
+        return count
 
     def count(self, **more: int) -> None:
         """Add to figures."""
@@ -176,11 +223,12 @@ class StoreCalls:
         self._store.close()
 
 
-def _tag(text: str) -> bytes:
+def _tag(text: str, *sizes: int) -> bytes:
+    """A tag, or the beginning of one, of one of these sizes."""
     try:
         tag = bytes.fromhex(text)
     except ValueError:
         tag = b""
-    if len(tag) != TAG_BYTES or len(text) != 2 * TAG_BYTES:
-        raise Malformed(f"tag={text!r:.40}: accepted are {2 * TAG_BYTES} hex digits")
+    if len(tag) not in sizes or len(text) != 2 * len(tag):
+        raise Malformed(f"tag={text!r:.40}: accepted are {' or '.join(str(2 * size) for size in sizes)} hex digits")
     return tag

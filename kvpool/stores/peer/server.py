@@ -24,8 +24,8 @@ from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import ServerKeys, ServerPassword, check_endpoint
 from kvpool.remote.messages import Failed, Malformed, Message, encode
 from kvpool.stores.base import Store
-from kvpool.stores.peer.calls import Request, ServedStats, StoreCalls
-from kvpool.stores.peer.wire import KEYS_MAX, StoreHello, StoreSave, StoreWelcome, frame_bytes_max, password
+from kvpool.stores.peer.calls import Eras, Request, ServedStats, StoreCalls
+from kvpool.stores.peer.wire import DROPS, KEYS_MAX, StoreHello, StoreSave, StoreWelcome, frame_bytes_max, password
 from kvpool.stores.secrets import SharedSecret
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class StoreServer:
             raise ValueError("secret, secret_file, keys: accepted is one of them")
         door = keys or ServerPassword(password(SharedSecret(secret, secret_file)))
         self._process, self._store, self._calls_most = Process(), store, waiting + store.threads
-        self._lock, self._waiting, self._saves = threading.Condition(), deque[Request](), 0
+        self._lock, self._waiting, self._saves, self._eras = threading.Condition(), deque[Request](), 0, Eras()
         self._under_way, self._closing = 0, False
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._calls = StoreCalls(store, size, blocks)
@@ -250,18 +250,38 @@ class StoreServer:
         self._thread_ends()
 
     def _next(self) -> Request | None:
-        """Wait for a call to make. Returns None when there will be none. Saves leave one thread to all other calls, so
-        that a save that hangs keeps no load waiting."""
+        """Wait for a call to make. Returns None when there will be none."""
         with self._lock:
             while not self._stopping.is_set():
-                may_save = self._saves < max(1, self._store.threads - 1)
-                for place, request in enumerate(self._waiting):
-                    over = time.monotonic() >= request.deadline  # its answer takes no time, and makes room
-                    if may_save or over or not isinstance(request.message, StoreSave):
-                        del self._waiting[place]
-                        self._saves += isinstance(request.message, StoreSave)
-                        return request
+                place = self._first()
+                if place is not None:
+                    request = self._waiting[place]
+                    del self._waiting[place]
+                    message = request.message
+                    if isinstance(message, StoreSave):
+                        self._saves += 1
+                        return request._replace(stale=self._eras.is_over(message))
+                    if isinstance(message, DROPS):
+                        self._eras.drop(message)
+                        self._lock.notify_all()
+                    return request
                 self._lock.wait(0.5 if self._waiting else None)
+        return None
+
+    def _first(self) -> int | None:
+        """The place of the next call that may begin. The lock is held.
+
+        Saves leave one thread to all other calls, so that a save that hangs keeps no load waiting. A drop waits for the
+        saves that came before it, and those that come after it wait for it to begin.
+        """
+        may_save = self._saves < max(1, self._store.threads - 1)
+        saves = self._saves > 0
+        for place, request in enumerate(self._waiting):
+            saving, drops = isinstance(request.message, StoreSave), isinstance(request.message, DROPS)
+            over = time.monotonic() >= request.deadline  # its answer takes no time, and makes room
+            if over or not (saving and not may_save or drops and saves):
+                return place
+            saves, may_save = saves or saving, may_save and not drops
         return None
 
     def _sender(self) -> zmq.Socket[bytes]:

@@ -27,10 +27,11 @@ from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
 from kvpool.remote.errors import printable
 from kvpool.remote.messages import Failed, Malformed, Message, decode, encode
-from kvpool.stores.base import ABSENT, CANCELLED, OK, SEAL_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.base import ABSENT, CANCELLED, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 from kvpool.stores.peer.wire import (
     KEYS_MAX,
     StoreCall,
+    StoreClear,
     StoreDone,
     StoreFind,
     StoreForget,
@@ -38,6 +39,7 @@ from kvpool.stores.peer.wire import (
     StoreLoad,
     StoreSave,
     StoreWelcome,
+    any_count,
     codes_seals_blocks,
     frame_bytes_max,
     frames_argument,
@@ -103,6 +105,7 @@ class PeerStore:
     """
 
     name = "peer"
+    clears = TAG_BYTES
 
     def __init__(
         self, endpoint: str, *, secret: bytes | None = None, secret_file: str | os.PathLike[str] | None = None,
@@ -116,7 +119,8 @@ class PeerStore:
         self._process, self._lock = Process(), threading.Lock()
         self._context: zmq.Context[Any] | None = None
         self._idle: list[Connection] = []
-        self._made = self._busy = self._failed = 0
+        self._made = self._busy = self._failed = self._era = 0
+        self._session = os.urandom(16).hex()
 
     def __repr__(self) -> str:
         return f"PeerStore({self._endpoint!r})"
@@ -149,7 +153,8 @@ class PeerStore:
             for part in _parts(len(keys), self._blocks_per_call(stop)):
                 # A copy: what is under way may outlive the call, and the rows may change then.
                 frames = [keys[part], seals[part], self._memory[rows[part]]]
-                codes[part] = self._call(StoreSave, frames, only_codes, stop, tag=tag.hex(), limit=limit)
+                era = {"session": self._session, "era": self._era}
+                codes[part] = self._call(StoreSave, frames, only_codes, stop, tag=tag.hex(), limit=limit, **era)
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
@@ -162,7 +167,13 @@ class PeerStore:
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
-        return sum(int(self._call(StoreForget, [keys[part]], only_count)) for part in _parts(len(keys), KEYS_MAX))
+        era = self._next_era()
+        return sum(
+            int(self._call(StoreForget, [keys[part]], only_count, **era)) for part in _parts(len(keys), KEYS_MAX)
+        )
+
+    def clear(self, tag: bytes) -> int:
+        return int(self._call(StoreClear, [], any_count, tag=tag.hex(), **self._next_era()))
 
     def stats(self) -> dict[str, int]:
         with self._lock:
@@ -189,7 +200,13 @@ class PeerStore:
         with self._connection(stop) as connection:
             message = kind(connection.number(), self._timeout_ms, **fields)
             done, answer = connection.ask(message, frames, StoreDone, stop)
-            return read(done.count, answer, len(frames[0]))
+            return read(done.count, answer, len(frames[0]) if frames else 0)
+
+    def _next_era(self) -> dict[str, Any]:
+        """What was saved until now, and reaches the server later, is not kept there."""
+        with self._lock:
+            self._era += 1
+            return {"session": self._session, "era": self._era}
 
     def _blocks_per_call(self, stop: Stop) -> int:
         with self._connection(stop) as connection:

@@ -43,8 +43,25 @@ class StoreFind(StoreCall):
 
 
 @dataclass(frozen=True)
-class StoreForget(StoreCall):
+class StoreChange(StoreCall):
+    """A call that saves or drops. ``session``: of the client, in hex. ``era``: how many drops it had begun then, with
+    this one. What it has saved in an earlier era than that of a drop, and comes after it, is not kept: the client gave
+    up waiting for it before it sent the drop."""
+
+    session: str
+    era: int
+
+
+@dataclass(frozen=True)
+class StoreForget(StoreChange):
     """Answered by ``StoreDone.count``: how many blocks were there."""
+
+
+@dataclass(frozen=True)
+class StoreClear(StoreChange):
+    """Has no frame of keys. ``tag``: the beginning of tags, in hex. Answered by ``StoreDone.count``."""
+
+    tag: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,7 @@ class StoreLoad(StoreCall):
 
 
 @dataclass(frozen=True)
-class StoreSave(StoreCall):
+class StoreSave(StoreChange):
     """Two more frames follow: seals, and the bytes of the blocks. Answered by a frame of codes. ``tag``: in hex."""
 
     tag: str
@@ -67,7 +84,8 @@ class StoreDone(Message):
     count: int
 
 
-CALLS = (StoreFind, StoreForget, StoreLoad, StoreSave)
+CALLS = (StoreFind, StoreForget, StoreClear, StoreLoad, StoreSave)
+DROPS = (StoreForget, StoreClear)
 
 
 def password(secret: SharedSecret) -> str:
@@ -103,9 +121,14 @@ def only_codes(number: int, frames: Sequence[Any], count: int) -> Bytes:
 
 def only_count(number: int, frames: Sequence[Any], count: int) -> int:
     """Read the answer to ``StoreForget``."""
-    frames_argument(frames, 0)
     if number > count:
         raise Malformed(f"{number} of {count} keys")
+    return any_count(number, frames, count)
+
+
+def any_count(number: int, frames: Sequence[Any], count: int) -> int:
+    """Read the answer to ``StoreClear``."""
+    frames_argument(frames, 0)
     return number
 
 

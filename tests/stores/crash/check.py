@@ -21,17 +21,21 @@ class Checker:
         self._numbers, self._rows = sorted(numbers), rows
         self.loaded = self.damaged = 0
 
-    def wrong(self, folder: Path, promised: set[int], rng: random.Random) -> list[str]:
+    def wrong(self, folder: Path, promised: set[int], gone: set[int], rng: random.Random) -> list[str]:
         """What is wrong with the store in this folder, in words. The store is changed.
 
-        Opening and closing must work. No block has wrong bytes. Promised blocks load. What is saved now, is
-        acknowledged as if nothing had happened: it loads, also if the crash has left its row without its bytes.
+        Opening and closing must work. No block has wrong bytes. Promised blocks load. Those that are gone are not
+        found. What is saved now, is acknowledged as if nothing had happened: it loads, also if the crash has left its
+        row without its bytes.
         """
         try:
             session = Session(disk_store(folder, GROWN), self._rows)
         except Exception as error:
             return [f"opening failed: {type(error).__name__}: {error}"]
         with session:
+            back = sorted(gone & set(session.find(self._numbers)))
+            if back:
+                return [f"block {number} was forgotten, and is found" for number in back]
             if rng.random() < 0.5:
                 return [*self._saved_again(session, promised), *self._load(session, promised, "promised")]
             return [*self._load(session, promised, "promised"), *self._fresh(session)]

@@ -34,10 +34,13 @@ DELAYS = {"saving": 0.02, "opening": 0.004, "closing": 0.002, "any": 0.1, "check
 
 
 class Life:
-    """One child, from its opening to its kill. ``promised``: the blocks that must be there at first."""
+    """One child, from its opening to its kill. ``promised``, ``gone``: the blocks that must be there at first, and must
+    not."""
 
-    def __init__(self, folder: Path, pipe: int, promised: Iterable[int], first: int, seed: int) -> None:
-        self._folder, self._pipe, self._kept = folder, pipe, list(promised)
+    def __init__(
+        self, folder: Path, pipe: int, promised: Iterable[int], gone: Iterable[int], first: int, seed: int
+    ) -> None:
+        self._folder, self._pipe, self._kept, self._gone = folder, pipe, list(promised), list(gone)
         self._numbers, self._rng = iter(range(first, LIMITED)), random.Random(seed)
         self._limited = list(range(LIMITED + max(0, first - ROWS), LIMITED + first))
 
@@ -69,8 +72,10 @@ class Life:
         codes, wrong = session.load(kept)
         lost = [number for number, code in zip(kept, codes, strict=True) if code != OK]
         optional, also = session.load(self._limited[-ROWS:])
-        if wrong or lost or also or set(optional) - {OK, ABSENT, DAMAGED}:
-            self._say(f"wrong: bytes of {wrong + also}, lost {lost}, codes {sorted(set(codes + optional))};")
+        back = session.find(self._gone)
+        if wrong or lost or also or back or set(optional) - {OK, ABSENT, DAMAGED}:
+            codes = sorted(set(codes + optional))
+            self._say(f"wrong: bytes of {wrong + also}, lost {lost}, not gone {back}, codes {codes};")
         self._say("checked", [len(kept)])
 
     def _work(self, session: Session, thread: int, own: list[int], end: float) -> None:
@@ -84,8 +89,11 @@ class Life:
             self._say("saved", [number for number, code in zip(new, codes, strict=True) if code == OK])
             own += new
             while len(own) > OWN:
-                self._say("forgets", own[:1])
-                session.forget([own.pop(0)])
+                oldest = own.pop(0)
+                self._say("forgets", [oldest])
+                if session.forget([oldest]):
+                    self._say("forgot", [oldest])
+                    self._gone.append(oldest)
             if thread == 0:
                 self._limited.append(LIMITED + new[0])
                 session.save(self._limited[-1:], row + 8, namespace=b"limited", limit=LIMIT)
@@ -96,6 +104,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.promised: dict[int, None] = {}
+        self.gone: dict[int, None] = {}
         self.next, self.checked = 0, 0
         self.wrong: list[str] = []
         self.moments: Counter[str] = Counter()
@@ -103,7 +112,7 @@ class Ledger:
 
     def take(self, line: str) -> None:
         what, *rest = line.split(" ")
-        numbers = [int(part) for part in rest] if what in ("saves", "saved", "forgets", "checked") else []
+        numbers = [int(part) for part in rest] if what in ("saves", "saved", "forgets", "forgot", "checked") else []
         if what == "saves":
             self.next = max(self.next, *(number + 1 for number in numbers))
         elif what == "saved":
@@ -111,6 +120,8 @@ class Ledger:
         elif what == "forgets":
             for number in numbers:
                 self.promised.pop(number, None)
+        elif what == "forgot":
+            self.gone.update(dict.fromkeys(numbers))
         elif what == "checked":
             self.checked += numbers[0]
         elif what == "wrong:":
@@ -127,7 +138,7 @@ def one_life(folder: Path, ledger: Ledger, moment: str, rng: random.Random) -> N
     if child == 0:
         os.close(out)
         try:
-            Life(folder, into, ledger.promised, ledger.next, seed).run()
+            Life(folder, into, ledger.promised, ledger.gone, ledger.next, seed).run()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".replace("\n", " ")
             os.write(into, f"wrong: the child ended by itself, {text[:2000]}\n".encode())
@@ -166,9 +177,11 @@ def main(arguments: list[str]) -> None:
         one_life(folder, ledger, moments[number % len(moments)], rng)
     with Session(disk_store(folder, CAPACITY)) as session:
         codes, wrong = session.load(list(ledger.promised))
-        if wrong or set(codes) - {OK}:
-            ledger.wrong.append(f"wrong: at the end, bytes of {wrong}, codes {codes}")
-    print(json.dumps({"kills": count, "moments": ledger.moments, "checked": ledger.checked, "wrong": ledger.wrong}))
+        back = session.find(list(ledger.gone))
+        if wrong or back or set(codes) - {OK}:
+            ledger.wrong.append(f"wrong: at the end, bytes of {wrong}, not gone {back}, codes {codes}")
+    said = {"kills": count, "moments": ledger.moments, "checked": ledger.checked, "gone": len(ledger.gone)}
+    print(json.dumps({**said, "wrong": ledger.wrong}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which blocks must be there after a crash, by what the recorded program has said."""
+"""Which blocks must be there after a crash, and which must not, by what the recorded program has said."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from tests.stores.crash.log import Kind, Record
 
 
 class Promises:
-    """Of a whole log. Blocks have numbers. ``at_first``: those that are promised when it begins.
+    """Of a whole log. Blocks have numbers. ``at_first``, ``gone``: those that are promised, or gone, when it begins.
 
     The program marks, each with a list of numbers: ``saving`` before a save, ``saved`` for what was acknowledged,
-    ``forgetting`` before forgetting. While nothing else is under way it looks: with ``looking`` it begins to ask what
+    ``forgetting`` before forgetting, ``forgot`` when the store has confirmed it. It forgets no block while it saves it.
+    While nothing else is under way it looks: with ``looking`` it begins to ask what
     is there, and ``seen`` is the answer, with ``evicted``: whether the store has evicted anything since the look
     before.
 
     A block is promised from its acknowledgement on until the program begins to forget it. If the store evicted blocks
-    between two looks, then those that the second look does not find, and those that were saved again between them, are
-    not promised from the first look on: the moment of their eviction is not known.
+    between two looks, then those that the second look does not find, and those that were saved again or forgotten
+    between them, are not promised from the first look on: the moment of their eviction is not known.
+
+    A block that was forgotten is gone from the confirmation on until the program begins to save it again.
     """
 
-    def __init__(self, records: Sequence[Record], at_first: Iterable[int] = ()) -> None:
+    def __init__(self, records: Sequence[Record], at_first: Iterable[int] = (), gone: Iterable[int] = ()) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = {}
-        self._since = dict.fromkeys(at_first, 0)
+        self._gone_spans: dict[int, list[tuple[int, int]]] = {}
+        self._since, self._gone_since = dict.fromkeys(at_first, 0), dict.fromkeys(gone, 0)
         self._last: dict[int, int] = {}
         self._saving: set[int] = set()
         self._looking = self._looked = 0
-        self.numbers = set(self._since)
+        self.numbers = {*self._since, *self._gone_since}
         self.acknowledged: list[int] = []
         """points right after an acknowledgement"""
         self.lost: list[str] = []
@@ -37,15 +41,23 @@ class Promises:
                 self._mark(point, record.mark())
         for number in [*self._since]:
             self._end(number, len(records) + 1)
+        for number in [*self._gone_since]:
+            self._comes_back(number, len(records) + 1)
 
     def at(self, point: int) -> set[int]:
         """The blocks that must be there if the first ``point`` records happened."""
-        return {number for number, spans in self._spans.items() if any(a <= point < b for a, b in spans)}
+        return _within(self._spans, point)
+
+    def gone(self, point: int) -> set[int]:
+        """The blocks that must not be there then."""
+        return _within(self._gone_spans, point)
 
     def _mark(self, point: int, mark: Mapping[str, Any]) -> None:
         if "saving" in mark:
             self.numbers.update(mark["saving"])
             self._saving.update(mark["saving"])
+            for number in mark["saving"]:
+                self._comes_back(number, point)
         elif "saved" in mark:
             self.acknowledged.append(point)
             for number in mark["saved"]:
@@ -54,6 +66,10 @@ class Promises:
         elif "forgetting" in mark:
             for number in mark["forgetting"]:
                 self._end(number, point)
+        elif "forgot" in mark:
+            self.acknowledged.append(point)
+            for number in mark["forgot"]:
+                self._gone_since.setdefault(number, point)
         elif "looking" in mark:
             self._looking = point
         elif "seen" in mark:
@@ -66,13 +82,25 @@ class Promises:
         for number in missing:
             self._end(number, self._looked)
         if evicted:
+            for number, spans in self._spans.items():
+                self._spans[number] = [(a, min(b, self._looked)) for a, b in spans if a < self._looked]
             for number in self._saving & set(self._since):
                 self._end(number, self._looked)
                 self._since[number] = self._last[number]
         self._looked, self._saving = self._looking, set()
+
+    def _comes_back(self, number: int, point: int) -> None:
+        """A block may be there again."""
+        begin = self._gone_since.pop(number, point)
+        if begin < point:
+            self._gone_spans.setdefault(number, []).append((begin, point))
 
     def _end(self, number: int, point: int) -> None:
         """A block is promised no more."""
         begin = self._since.pop(number, point)
         if begin < point:
             self._spans.setdefault(number, []).append((begin, point))
+
+
+def _within(spans: Mapping[int, Sequence[tuple[int, int]]], point: int) -> set[int]:
+    return {number for number, own in spans.items() if any(a <= point < b for a, b in own)}

@@ -38,13 +38,15 @@ class Result:
 
     states: int = 0
     promised: int = 0
+    gone: int = 0
     loaded: int = 0
     damaged: int = 0
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return (
-            f"{self.states} crash states: {self.promised} promised blocks, {self.loaded} loads that were right, "
+            f"{self.states} crash states: {self.promised} promised blocks, {self.gone} that must be gone, "
+            f"{self.loaded} loads that were right, "
             f"{self.damaged} damaged blocks found by their seals, {len(self.failures)} failures"
         )
 
@@ -57,12 +59,13 @@ class Recording:
     records: Sequence[Record]
     there: Sequence[Existing] = ()
     promised: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
 
     def disk(self) -> Disk:
         return Disk(self.root, self.there)
 
     def promises(self) -> Promises:
-        return Promises(self.records, self.promised)
+        return Promises(self.records, self.promised, self.gone)
 
 
 def recorded(
@@ -79,13 +82,14 @@ def recorded(
 def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
     """Record how a store is opened that a crash at some point of another log has left."""
     rng, disk, root = random.Random(seed), recording.disk(), folder.resolve() / "recovered"
-    point = rng.choice(recording.promises().acknowledged)
+    promises = recording.promises()
+    point = rng.choice(promises.acknowledged)
     disk.apply(recording.records[:point])
     copy = Folder(root)
     copy.become(disk.state(Fate.drawn(rng), rng))
-    there, promised = copy.there(), frozenset(recording.promises().at(point))
+    there, promised, gone = copy.there(), frozenset(promises.at(point)), frozenset(promises.gone(point))
     records = record([(*WORKLOAD, str(root / "store"), "recovery", str(seed))], root, folder / "log", PAUSE_US)
-    return explained(Recording(root, records, there, promised))
+    return explained(Recording(root, records, there, promised, gone))
 
 
 def explained(recording: Recording) -> Recording:
@@ -123,10 +127,11 @@ def replayed(recording: Recording, states: int, seed: int, folder: Path, stop_af
         disk.apply(recording.records[disk.point : point])
         own = rng.randrange(1 << 32)
         copy.become(disk.state(fate, random.Random(own)))
-        promised = promises.at(point)
-        wrong = checker.wrong(folder / "store", promised, random.Random(own))
+        promised, gone = promises.at(point), promises.gone(point)
+        wrong = checker.wrong(folder / "store", promised, gone, random.Random(own))
         result.states += 1
         result.promised += len(promised)
+        result.gone += len(gone)
         if wrong:
             result.failures.append(f"point {point}, {fate}, seed {own}: {'; '.join(wrong)[:400]}")
         if len(result.failures) >= stop_after:

@@ -62,9 +62,13 @@ class Session:
         codes = _codes(self.queue.find(self.keys(numbers)))
         return [number for number, code in zip(numbers, codes, strict=True) if code == OK]
 
-    def forget(self, numbers: Sequence[int]) -> list[int]:
-        """The codes."""
-        return _codes(self.queue.forget(self.keys(numbers)))
+    def forget(self, numbers: Sequence[int]) -> bool:
+        """Whether it is confirmed. If not, the store has given an error, and the queue goes on trying."""
+        return _confirmed(self.queue.forget(self.keys(numbers)))
+
+    def clear(self, namespace: bytes | None = None) -> bool:
+        """Drop a namespace, or everything of the model. Returns as ``forget``."""
+        return _confirmed(self.queue.clear(None if namespace is None else self.queue.secret.tag(namespace)))
 
     def evicted(self) -> bool:
         """Whether the store has evicted any block since the last call."""
@@ -81,6 +85,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _confirmed(job: Job) -> bool:
+    while not job.wait(0.01) and not job.error:
+        pass
+    return job.done and job.ok == len(job.codes)
 
 
 def _codes(job: Job) -> list[int]:

@@ -40,7 +40,8 @@ def built() -> Iterator[Path]:
 
 def test_in_hundreds_of_crash_states_nothing_acknowledged_is_lost(recording: Recording, built: Path) -> None:
     result = proof.replayed(recording, 300, SEED, built)
-    assert result.states == 300 and result.promised > 300 and not result.failures, result.failures
+    assert result.states == 300 and not result.failures, result.failures
+    assert result.promised > 300 and result.gone > 300
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -90,6 +91,12 @@ def test_a_wrong_order_is_found(skip: str, breakage: str, tmp_path: Path, built:
     recording = record(tmp_path, skip, breakage)
     result = proof.replayed(recording, 200, SEED, built)
     assert any("was promised" in failure for failure in result.failures), result
+
+
+def test_a_forget_that_does_not_wait_is_found(tmp_path: Path, built: Path) -> None:
+    recording = record(tmp_path, breakage="acknowledged first")
+    result = proof.replayed(recording, 200, SEED, built, stop_after=200)
+    assert any("was forgotten" in failure for failure in result.failures), result
 
 
 def test_a_save_that_does_not_wait_is_found_by_kills(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """What is recorded: a program that saves, loads and forgets blocks in every way that changes files.
 ``python -m tests.stores.crash.workload FOLDER PART SEED [BREAKAGE]``
 
-Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, closes and opens
-again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges blocks
-that are there already. "recovery" does only this, over a folder as a crash has left it. "failing" is a new store some
-of whose syncs fail. A breakage is one of ``breakages``.
+Each part is a process. "first" fills a new store, from several threads, evicts, forgets, has a limit, clears, closes
+and opens again, and is killed in mid-work. "second" opens what that one left with a greater capacity, and acknowledges
+blocks that are there already. "recovery" does only this, over a folder as a crash has left it. "failing" is a new store
+some of whose syncs fail. A breakage is one of ``breakages``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ class Marked:
 
     def forget(self, numbers: Sequence[int]) -> None:
         mark(forgetting=numbers)
-        mark(forgot=numbers, codes=self.session.forget(numbers))
+        mark(forgot=numbers if self.session.forget(numbers) else [])
+
+    def clear(self, numbers: Sequence[int], namespace: bytes | None = None) -> None:
+        """Drop a namespace, or everything: these numbers."""
+        mark(forgetting=numbers)
+        mark(forgot=numbers if self.session.clear(namespace) else [])
 
     def look(self, evicted: bool | None = None) -> list[int]:
         """Say what is there."""
@@ -91,14 +96,19 @@ def within_capacity(marked: Marked, first: int, rounds: int) -> None:
 
 
 def beyond_capacity(marked: Marked, first: int, rounds: int, rng: random.Random) -> None:
-    """Blocks that evict others, also those that were evicted before."""
+    """Blocks that evict others, also those that were evicted before. Some are forgotten meanwhile."""
     for turn in range(rounds):
+        count = 1 + turn % THREADS
+        saved = [rng.sample(range(first, first + MANY), rng.randint(1, 20)) for _ in range(count)]
+        others = sorted(set(range(first, first + MANY)).difference(*saved))
 
-        def work(thread: int, turn: int = turn) -> None:
-            numbers = rng.sample(range(first, first + MANY), rng.randint(1, 20))
-            marked.save(numbers, thread * 32, namespace=b"%d" % (turn % 2))
+        def work(thread: int, turn: int = turn, saved: list[list[int]] = saved, others: list[int] = others) -> None:
+            if thread < len(saved):
+                marked.save(saved[thread], thread * 32, namespace=b"%d" % (turn % 2))
+            for number in others[::5] if thread == len(saved) else ():
+                marked.forget([number])
 
-        together(1 + turn % THREADS, work)
+        together(count + 1, work)
         marked.look()
 
 
@@ -109,12 +119,26 @@ def with_a_limit(marked: Marked, first: int, rounds: int) -> None:
         marked.look()
 
 
+def with_clears(marked: Marked, first: int, rounds: int) -> None:
+    """Tenants come and leave, and then everything goes."""
+    for turn in range(rounds):
+        own, others = [first + 3 * turn + i for i in range(3)], [first + 50]
+        marked.save(own, namespace=b"leaves")
+        marked.save(others, 8)
+        marked.clear(own, b"leaves")
+        assert set(marked.look()) & {*own, *others} <= set(others)
+    marked.clear(sorted(marked.seen))
+    marked.save([first, first + 50])
+    marked.look()
+
+
 def first_part(folder: Path, rng: random.Random) -> None:
     with Session(disk_store(folder)) as session:
         marked = Marked(session)
         within_capacity(marked, 0, 3)
         beyond_capacity(marked, 100, 12, rng)
         with_a_limit(marked, 200, 5)
+        with_clears(marked, 220, 4)
     with Session(disk_store(folder)) as session:
         again = Marked(session)
         again.seen = marked.seen
@@ -145,6 +169,7 @@ def failing_part(folder: Path, rng: random.Random) -> None:
         marked = Marked(session)
         for every in (3, 4, 2, 5):
             RECORDER.crash_fail(every)
+            with_clears(marked, 50, 2)
             within_capacity(marked, 100 * every, 3)
             beyond_capacity(marked, 600, 4, rng)
         RECORDER.crash_fail(0)

@@ -3,6 +3,7 @@ again. Their output goes to files."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from kvpool import ModelIdentity
 from kvpool.stores.mooncake import client as mooncake_client
+from tests.stores.lab import IDENTITY
 
 ROOT = Path(__file__).resolve().parents[3]
 READY_SECONDS = 30.0
@@ -30,6 +33,12 @@ def missing() -> str:
     except ImportError as error:
         return str(error)
     return ""
+
+
+def object_prefix(secret: bytes, identity: ModelIdentity = IDENTITY, kind: str = "kvpool2") -> str:
+    """What the names of a model's objects begin with."""
+    content = b"kvpool mooncake" + bytes.fromhex(identity.fingerprint)
+    return f"{kind}-{hashlib.blake2b(content, key=secret, digest_size=8).hexdigest()}-"
 
 
 def free_ports(count: int) -> list[int]:

@@ -20,7 +20,8 @@ from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
 from kvpool.stores.mooncake import client as mooncake_client
 from kvpool.stores.mooncake.client import Client
 from kvpool.stores.mooncake.store import MooncakeStore
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, memory, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, memory, names
+from tests.stores.mooncake.cluster import object_prefix
 
 SIZE = BLOCK_BYTES + 16
 
@@ -257,11 +258,33 @@ def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreQueue, lib
 
 def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: StoreQueue, library: Library) -> None:
     keys = queue.secret.opaque(names(3))
-    for answer, code in ((-704, OK), (-900, FAILED)):
-        library.answers["batch_remove"] = answer
-        job = queue.forget(keys)
-        assert job.wait(60, returned=True) and job.codes.tolist() == [code] * 3
-    assert "master_unreachable" in job.error and queue.stats().store["not_there"] == 0
+    answers = iter([[-900] * 3, [0, -703, -704], [0, -704, -704]])
+    library.answers["batch_remove"] = lambda *_: next(answers)
+    job = queue.forget(keys)
+    assert job.wait(60, returned=True) and job.ok == 3 and job.dropped == 1
+    assert next(answers, None) is None and "unfinished" in job.error
+    stats = queue.stats().store
+    assert stats["not_there"] == 0 and stats["master_unreachable"] == 3 and stats["unfinished"] == 1
+
+
+def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreQueue, library: Library) -> None:
+    """It is tried again until the library says how many it has removed."""
+    asked, answers = list[tuple[Any, ...]](), iter([-900, 7])
+
+    def remove(*arguments: Any) -> int:
+        asked.append(arguments)
+        return next(answers)
+
+    library.answers["remove_by_regex"] = remove
+    job = queue.clear()
+    assert job.wait(60, returned=True) and job.ok == 1 and job.dropped == 7
+    mine, others = (object_prefix(secret, identity) for secret, identity in ((bytes(32), IDENTITY), (bytes(32), OTHER)))
+    assert asked == [(f"^{mine}", True)] * 2 and mine != others
+
+
+def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreQueue) -> None:
+    with pytest.raises(ValueError, match="cannot drop the blocks of a namespace"):
+        queue.clear(queue.secret.tag(b"tenant"))
 
 
 def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreQueue, library: Library) -> None:

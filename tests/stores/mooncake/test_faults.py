@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, Job, StoreQueue
 from tests.stores.lab import BLOCK_BYTES, content, fill, names, saved
-from tests.stores.mooncake.cluster import ROOT, Cluster
+from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 
 MIB = 1 << 20
 Start = Callable[..., Cluster]
@@ -91,34 +91,36 @@ def test_who_has_another_secret_finds_nothing(cluster: Cluster, open_at: OpenAt,
 # -- what a cluster says and does not do ---------------------------------------------------------------
 
 
-def object_name(queue: StoreQueue, number: int, kind: str = "kvpool1-") -> str:
-    return kind + queue.secret.opaque(names(1, number))[0].tobytes().hex()
+def object_name(queue: StoreQueue, secret: bytes, number: int) -> str:
+    return object_prefix(secret) + queue.secret.opaque(names(1, number))[0].tobytes().hex()
 
 
 @pytest.mark.parametrize("size", [BLOCK_BYTES, 1, BLOCK_BYTES + 100])
-def test_an_object_of_another_size_is_a_miss(cluster: Cluster, open_at: OpenAt, library: Any, size: int) -> None:
+def test_an_object_of_another_size_is_a_miss(
+    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes, size: int
+) -> None:
     queue = open_at(cluster.address)
     saved(queue, 2)
-    assert library.upsert(object_name(queue, 1), os.urandom(size)) == 0
+    assert library.upsert(object_name(queue, secret, 1), os.urandom(size)) == 0
     assert load(queue, 2).codes.tolist()[0] == OK and load(queue, 2).codes.tolist()[1] in (FAILED, DAMAGED, ABSENT)
 
 
 def test_what_another_has_put_under_a_key_is_damaged_and_removed(
-    cluster: Cluster, open_at: OpenAt, library: Any
+    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes
 ) -> None:
     queue = open_at(cluster.address)
     saved(queue, 2)
-    assert library.upsert(object_name(queue, 1), os.urandom(BLOCK_BYTES + 16)) == 0
+    assert library.upsert(object_name(queue, secret, 1), os.urandom(BLOCK_BYTES + 16)) == 0
     assert load(queue, 2).codes.tolist() == [OK, DAMAGED]
     assert load(queue, 2).codes.tolist() == [OK, ABSENT]
 
 
 def test_a_save_that_another_has_begun_and_never_ends_is_refused(
-    cluster: Cluster, open_at: OpenAt, library: Any
+    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes
 ) -> None:
     """The library says that it was stored."""
     queue = open_at(cluster.address)
-    begun = [object_name(queue, number) for number in range(2)]
+    begun = [object_name(queue, secret, number) for number in range(2)]
     assert library.batch_put_session_start(begun, [BLOCK_BYTES + 16] * 2) == [0, 0]
     assert save(queue, 3).codes.tolist() == [REFUSED, REFUSED, OK]
     assert load(queue, 3).codes.tolist() == [ABSENT, ABSENT, OK]

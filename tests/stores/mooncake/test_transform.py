@@ -13,7 +13,7 @@ import pytest
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
 from kvpool.stores.mooncake.store import Transform
 from tests.stores.lab import BLOCK_BYTES, content, names, saved
-from tests.stores.mooncake.cluster import ROOT, Cluster
+from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 
 EXTRA = 28
 OpenAt = Callable[..., StoreQueue]
@@ -55,7 +55,9 @@ def load(queue: StoreQueue, count: int) -> list[int]:
     return [int(code) for code in job.codes]
 
 
-def test_the_documented_encryption_keeps_blocks_and_hides_them(cluster: Cluster, open_at: OpenAt) -> None:
+def test_the_documented_encryption_keeps_blocks_and_hides_them(
+    cluster: Cluster, open_at: OpenAt, secret: bytes
+) -> None:
     queue = open_at(cluster.address, transform=documented())
     key = saved(queue, 20)[0].tobytes().hex()
     assert load(queue, 20) == [OK] * 20
@@ -64,12 +66,13 @@ def test_the_documented_encryption_keeps_blocks_and_hides_them(cluster: Cluster,
 
     library = MooncakeDistributedStore()
     assert library.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", cluster.address) == 0
-    kept = library.get(f"kvpool1t-{key}")
+    name = object_prefix(secret, kind="kvpool2t") + key
+    kept = library.get(name)
     assert len(kept) == BLOCK_BYTES + EXTRA + 16 and content(0).tobytes()[:64] not in kept
 
     changed = bytearray(kept)
     changed[100] ^= 1
-    assert library.upsert(f"kvpool1t-{key}", bytes(changed)) == 0
+    assert library.upsert(name, bytes(changed)) == 0
     assert load(queue, 2) == [DAMAGED, OK] and load(queue, 2) == [ABSENT, OK]
     assert queue.stats().store["not_decoded"] == 1
     library.close()

@@ -1,0 +1,273 @@
+"""What a queue was told to drop is found, loaded and saved by nobody, whatever its store does, until the store has
+confirmed that it is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import StoreBusy
+from kvpool.keepers.health import StoreHealth
+from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
+from kvpool.stores.base import TAG_BYTES
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
+
+Drop = Callable[[StoreQueue, Any], Job]
+DROPS: dict[str, Drop] = {
+    "forget": lambda queue, keys: queue.forget(keys),
+    "clear": lambda queue, keys: queue.clear(),
+    "clear of a namespace": lambda queue, keys: queue.clear(queue.secret.tag(b"")),
+}
+
+
+@pytest.fixture
+def store() -> Wrong:
+    made = Wrong(MemoryStore(64 * BLOCK_BYTES))
+    made.threads = 4
+    return made
+
+
+@pytest.fixture
+def queue(store: Wrong) -> Iterator[StoreQueue]:
+    with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
+        yield made
+    assert made.close(10)
+
+
+@pytest.fixture(params=DROPS.values(), ids=DROPS)
+def drop(request: pytest.FixtureRequest) -> Drop:
+    return request.param
+
+
+class Down:
+    """A store that refuses drops until it is up again. ``refused`` is released at each that it refuses."""
+
+    def __init__(self, store: Wrong) -> None:
+        self._store, self.refused = store, threading.Semaphore(0)
+        store.before.update(forget=self._refuse, clear=self._refuse)
+
+    def _refuse(self) -> None:
+        self.refused.release()
+        raise OSError(5, "I/O error")
+
+    def up(self) -> None:
+        del self._store.before["forget"], self._store.before["clear"]
+
+
+def codes(job: Job) -> list[int]:
+    assert job.wait(60)
+    return job.codes.tolist()
+
+
+# -- calls under way -----------------------------------------------------------------------------------
+
+
+def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, queue: StoreQueue, drop: Drop) -> None:
+    gate, store.deaf = Gate(), True
+    store.before["save"] = gate
+    keys = queue.secret.opaque(names(4))
+    saving = queue.save(keys, np.arange(4))
+    assert gate.reached.wait(60)
+    dropped = drop(queue, keys)
+    assert codes(saving) == [CANCELLED] * 4 and not saving.returned and not dropped.done
+    assert codes(queue.find(keys)) == [CANCELLED] * 4
+    assert store.calls[1:] == ["save"], "the store was asked nothing else"
+    gate.open()
+    assert codes(dropped) == [OK] * len(dropped.codes) and dropped.dropped == 4
+    assert codes(queue.find(keys)) == [ABSENT] * 4
+
+
+def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreQueue) -> None:
+    keys, gate = saved(queue, 4), Gate()
+    store.before["save"] = gate
+    saving = queue.save(queue.secret.opaque(names(2, 10)), np.arange(10, 12))
+    assert gate.reached.wait(60)
+    assert codes(queue.forget(keys)) == [OK] * 4 and not saving.done
+    gate.open()
+    assert codes(saving) == [OK] * 2
+
+
+def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreQueue) -> None:
+    gate = store.before["save"] = Gate()
+    blockers = [queue.save(queue.secret.opaque(names(1, 40 + i)), np.array([40 + i])) for i in range(3)]
+    assert gate.reached.wait(60)
+    fill(queue.memory, 12)
+    keys = queue.secret.opaque(names(12))
+    saving = queue.save(keys, np.arange(12))  # in three calls
+    dropped = queue.forget(keys[2:9])
+    assert saving.codes.tolist()[2:9] == [CANCELLED] * 7 and not saving.done
+    gate.open()
+    wanted = [OK] * 2 + [CANCELLED] * 7 + [OK] * 3
+    assert codes(saving) == wanted and all(codes(job) == [OK] for job in (*blockers, dropped)[:3])
+    assert codes(dropped) == [OK] * 7
+    assert codes(queue.find(keys)) == [OK] * 2 + [ABSENT] * 7 + [OK] * 3
+    assert queue.stats().queued_blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["find", "load"])
+def test_what_a_store_answers_after_a_drop_counts_no_more(
+    store: Wrong, queue: StoreQueue, drop: Drop, kind: str
+) -> None:
+    """The call had found the blocks before."""
+    keys, gate = saved(queue, 4), Gate()
+
+    def held(answer: Any) -> Any:
+        gate()
+        return answer
+
+    store.after[kind] = held
+    asked = queue.find(keys) if kind == "find" else queue.load(keys, np.arange(10, 14))
+    assert gate.reached.wait(60)
+    dropped = drop(queue, keys)
+    assert codes(asked) == [CANCELLED] * 4, "it is decided at once"
+    assert asked.returned is False, "its rows may still be written"
+    gate.open()
+    assert asked.wait(60, returned=True) and asked.codes.tolist() == [CANCELLED] * 4
+    assert codes(dropped) == [OK] * len(dropped.codes)
+
+
+# -- a store that does not do it -----------------------------------------------------------------------
+
+
+def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
+    store: Wrong, queue: StoreQueue, drop: Drop
+) -> None:
+    keys, down = saved(queue, 4), Down(store)
+    dropped = drop(queue, keys)
+    assert down.refused.acquire(timeout=60)
+    assert codes(queue.find(keys)) == [CANCELLED] * 4
+    assert codes(queue.load(keys, np.arange(4))) == [CANCELLED] * 4
+    assert codes(queue.save(keys, np.arange(4))) == [CANCELLED] * 4
+    assert down.refused.acquire(timeout=60), "it is told again"
+    assert not dropped.done and "I/O error" in dropped.error and queue.stats().unconfirmed_drops == 1
+    assert len(store.inner._blocks) == 4 and not {"find", "load"} & set(store.calls[2:])
+    down.up()
+    assert codes(dropped) == [OK] * len(dropped.codes) and dropped.dropped == 4
+    assert queue.stats().unconfirmed_drops == 0 and not store.inner._blocks
+    assert np.array_equal(saved(queue, 4), keys) and codes(queue.find(keys)) == [OK] * 4, "it may be saved anew"
+
+
+def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wrong, queue: StoreQueue) -> None:
+    """A store that is down would count as one that answers."""
+    keys, down, health = saved(queue, 4), Down(store), StoreHealth(1, 3600.0)
+    asked, store.before["find"] = queue.find(keys), fail
+    queue.forget(keys[:2])
+    failed, cancelled = queue.find(keys), queue.find(keys[:2])
+    assert asked.wait(60) and codes(failed) == [CANCELLED] * 2 + [FAILED] * 2 and codes(cancelled) == [CANCELLED] * 2
+    for job in (failed, cancelled):
+        health.note(job)
+    assert health.suspended()
+    down.up()
+
+
+def fail() -> None:
+    raise OSError(5, "I/O error")
+
+
+def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: StoreQueue) -> None:
+    tags = [queue.secret.tag(name) for name in (b"one", b"other")]
+    first, second = saved(queue, 2, tag=tags[0]), saved(queue, 2, first=2, tag=tags[1])
+    down = Down(store)
+    dropped = [queue.clear(tags[0]), queue.forget(second[:1])]
+    assert codes(queue.find(first, tag=tags[0])) == [CANCELLED] * 2
+    assert codes(queue.find(second, tag=tags[1])) == [CANCELLED, OK]
+    assert saved(queue, 2, first=10, tag=tags[1]).shape == (2, 32)
+    assert codes(queue.save(queue.secret.opaque(names(1, 20)), np.arange(1), tag=tags[0])) == [CANCELLED]
+    down.up()
+    assert [codes(job) for job in dropped] == [[OK], [OK]]
+
+
+def test_a_drop_that_hangs_keeps_no_load_waiting(store: Wrong, queue: StoreQueue, drop: Drop) -> None:
+    keys, others = saved(queue, 4), saved(queue, 4, first=10, tag=queue.secret.tag(b"other"))
+    gate = store.before["forget"] = store.before["clear"] = Gate()
+    hanging = [queue.forget(queue.secret.opaque(names(1, 100 + i))) for i in range(8)] + [drop(queue, keys)]
+    assert gate.reached.wait(60)
+    if hanging[-1].tag != queue.secret.model:
+        assert codes(queue.load(others, np.arange(4), tag=queue.secret.tag(b"other"))) == [OK] * 4
+    assert codes(queue.find(keys, tag=queue.secret.tag(b""))) == [CANCELLED] * 4
+    assert queue.drain(60), "drops that hang are not waited for"
+    gate.open()
+    assert all(codes(job) == [OK] * len(job.codes) for job in hanging)
+
+
+def test_a_queue_that_is_closed_says_what_was_not_confirmed(store: Wrong, drop: Drop) -> None:
+    with open_queue(store) as queue:
+        keys, down = saved(queue, 4), Down(store)
+        dropped = drop(queue, keys)
+        assert down.refused.acquire(timeout=60)
+    assert dropped.done and not dropped.ok and len(store.inner._blocks) == 4
+    assert codes(dropped) == [CANCELLED] * len(dropped.codes)
+
+
+# -- what is accepted ----------------------------------------------------------------------------------
+
+
+def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store: Wrong) -> None:
+    with open_queue(store, queued_blocks=4) as queue:
+        gate = store.before["save"] = Gate()
+        down = Down(store)
+        queue.save(queue.secret.opaque(names(1)), np.arange(1))
+        assert gate.reached.wait(60)
+        store.threads = 1  # No other save begins.
+        queue.save(queue.secret.opaque(names(4, 50)), np.arange(4))
+        with pytest.raises(StoreBusy):
+            queue.save(queue.secret.opaque(names(4, 60)), np.arange(4))
+        queue.forget(queue.secret.opaque(names(3)))
+        queue.check_forget(1)
+        with pytest.raises(StoreBusy):
+            queue.check_forget(2)
+        with pytest.raises(StoreBusy):
+            queue.forget(queue.secret.opaque(names(2, 80)))
+        down.up()
+        store.threads = 4
+        gate.open()
+
+
+def test_a_second_clear_of_the_same_waits_with_the_first(store: Wrong, queue: StoreQueue) -> None:
+    down, tag = Down(store), queue.secret.tag(b"tenant")
+    first, other = queue.clear(), queue.clear(tag)
+    assert queue.clear() is first and queue.clear(tag) is other and first is not other
+    down.up()
+    assert codes(first) == codes(other) == [OK]
+    assert queue.clear() is not first
+
+
+def test_a_drop_cannot_be_cancelled(store: Wrong, queue: StoreQueue, drop: Drop) -> None:
+    keys, down = saved(queue, 2), Down(store)
+    dropped = drop(queue, keys)
+    with pytest.raises(ValueError, match="cannot be cancelled"):
+        dropped.cancel()
+    down.up()
+    assert codes(dropped) == [OK] * len(dropped.codes)
+
+
+@pytest.mark.parametrize("tag", [bytes(TAG_BYTES), b"short", "text", None])
+def test_only_tags_of_the_secret_are_accepted(queue: StoreQueue, tag: Any) -> None:
+    """A clear of the model would not drop what has another tag."""
+    keys = queue.secret.opaque(names(1))
+    calls: list[Callable[[], Job]] = [
+        lambda: queue.save(keys, np.arange(1), tag=tag),
+        lambda: queue.load(keys, np.arange(1), tag=tag),
+        lambda: queue.find(keys, tag=tag),
+        lambda: queue.clear(tag),
+    ]
+    for call in calls:
+        if tag is None:
+            assert call().wait(60)
+        else:
+            with pytest.raises(ValueError, match="tag="):
+                call()
+
+
+def test_a_store_without_clear_refuses_it_and_changes_nothing(store: Wrong) -> None:
+    store.clears = 0
+    with open_queue(store) as queue:
+        keys = saved(queue, 2)
+        for tag in (None, queue.secret.tag(b"")):
+            with pytest.raises(ValueError, match="the store 'wrong' cannot drop"):
+                queue.clear(tag)
+        assert codes(queue.find(keys)) == [OK] * 2
