@@ -375,9 +375,9 @@ class Keeper:
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
-        busy = sum(lane.settle() for lane in self._lanes) > 0
         for _ in range(len(self._orders)):
             self._orders.popleft().do()
+        busy = sum(lane.settle() for lane in self._lanes) > 0
         self._feed.poll()
         behind = self._apply()
         asked = len(self._asked)

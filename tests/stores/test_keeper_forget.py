@@ -251,6 +251,7 @@ def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wro
             found: list[Forgotten] = []
             caller = threading.Thread(target=lambda: found.append(drop(one, kept)))
             caller.start()
+            wait(lambda: len(kept._orders) == 1)
         caller.join(60)
         assert found[0].wait(60) and found[0].stores == {"wrong": BLOCKS} and kept.drain(60)
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0 and not wrong.inner._blocks
