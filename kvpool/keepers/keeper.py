@@ -45,8 +45,11 @@ if TYPE_CHECKING:
 SAVES = ("commit", "evict", "reuse")
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
-ROWS_PER_TURN = 1024
-"""Rows of events that are read before the keeper looks at its prefetches again."""
+ROWS_AT_ONCE, PARTS_PER_TURN = 128, 8
+"""Rows of events that are read before a rest, and how many times before the keeper looks at its prefetches again."""
+REST_SECONDS = 1e-4
+"""In a rest others get the lock of the interpreter. Without it, whoever waits wakes up too late to take it, and waits
+for the 5 ms after which the interpreter takes it away."""
 SAVE_DEADLINES = 4
 """A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
 _ENDED = "the keeper has ended: it or its pool was closed, or an error that the log has"
@@ -387,6 +390,8 @@ class Keeper:
         self._loader.turn()
         self._rule.turn()
         more = self._saver.turn(BLOCKS_PER_TURN) or behind
+        if more:
+            time.sleep(REST_SECONDS)
         with self._lock:
             self._turns += 1
             idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
@@ -428,11 +433,14 @@ class Keeper:
 
     def _apply(self) -> bool:
         """Learn from the pool's events, some at a time. Returns whether there are more."""
-        part = self._feed.new(ROWS_PER_TURN)
-        if part is not None:
+        for _ in range(PARTS_PER_TURN):
+            part = self._feed.new(ROWS_AT_ONCE)
+            if part is None:
+                return False
             events, first, last, whole = part
             (self._ledger.replace if whole else self._ledger.apply)(events, first, last, self._changed)
-        return part is not None
+            time.sleep(REST_SECONDS)
+        return True
 
     def _changed(self, content: Content, before: int, valued: int) -> None:
         self._rule.changed(content, before, valued)
