@@ -28,13 +28,18 @@ class Connections:
 
     ZeroMQ accepts every peer, and each takes a file descriptor of the engine's process. It reports them on a monitor.
     Those beyond ``most`` are shut as if the peer had left. Create this object before the socket is bound.
+
+    ``guarded``: peers show a password or a key before their first message, of which the owner tells ``heard``. Then a
+    new peer takes the place of the one that has said nothing for longest, if there is one. Otherwise peers without the
+    password, which connect again and again, would keep out all who have it.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], most: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], most: int, guarded: bool = False) -> None:
         socket.handshake_ivl = HANDSHAKE_MS
         socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, KEEPALIVE_S
-        self._socket, self._most = socket, most
+        self._socket, self._most, self._guarded = socket, most, guarded
         self._open: set[int] = set()
+        self._strangers: dict[int, None] = {}  # those of a guarded socket that have said nothing, the oldest first
         self._ending: set[int] = set()
         self.refused = 0
         self.events = socket.get_monitor_socket(_EVENTS)
@@ -55,11 +60,17 @@ class Connections:
             descriptor = int(event["value"])
             # ZeroMQ reports the end of a connection before its descriptor can be reused.
             self._ending.discard(descriptor)
-            self._open.discard(descriptor)
+            self._forget(descriptor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._open.add(descriptor)
+                if self._guarded:
+                    self._strangers[descriptor] = None
                 if len(self._open) > self._most:
-                    self._refuse(descriptor)
+                    self._refuse(next(iter(self._strangers), descriptor))
+
+    def heard(self, frame: zmq.Frame) -> None:
+        """Note that the peer that has sent this frame was let in."""
+        self._strangers.pop(int(frame.get(zmq.SRCFD)), None)
 
     def end_slowest(self) -> bool:
         """End the connection with the most unread bytes in the system's own queue. Returns False while the last such
@@ -88,8 +99,12 @@ class Connections:
             _log.warning("%s has %d connections: others are refused until one has ended", self._endpoint(), self._most)
         self.refused += 1
 
-    def _shut(self, descriptor: int) -> None:
+    def _forget(self, descriptor: int) -> None:
         self._open.discard(descriptor)
+        self._strangers.pop(descriptor, None)
+
+    def _shut(self, descriptor: int) -> None:
+        self._forget(descriptor)
         copy = self._copy(descriptor)
         if copy is not None:
             with copy:

@@ -23,6 +23,14 @@ MUTATIONS = (
         ("tests/remote/test_remote_leases.py::test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void",),
     ),
     Mutation(
+        "a_client_keeps_what_it_has_not_asked_for",
+        "remote/client.py",
+        "        socket.rcvhwm = 2 * self._messages\n",
+        "",
+        "A server that sends on and on fills the memory of a worker that waits for nothing.",
+        ("tests/remote/test_remote_client.py::test_what_a_server_sends_unasked_is_not_kept",),
+    ),
+    Mutation(
         "blocks_of_another_layout_are_served",
         "remote/server.py",
         "if request.layout != self._layout:",
