@@ -92,7 +92,8 @@ class KVEventPublisher:
     a snapshot that begins with AllBlocksCleared replaces them.
 
     A client has one replay: a new request replaces a replay that has not ended. A replay is as fast as its client
-    reads, with one message and at most 1 MiB of the system on the way. A client that is too slow gets a snapshot in the middle.
+    reads, with one message and at most 1 MiB of the system on the way. A client that is too slow gets a snapshot in
+    the middle.
 
     Parameters
     ----------
