@@ -57,15 +57,16 @@ class DiskStore:
     name = "disk"
 
     def __init__(
-        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
+        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,
         system: System | None = None,
     ) -> None:  # fmt: skip
         self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
         if not isinstance(self._path, str) or not self._path:
             raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
         self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, BYTES_MAX)
-        threads = int(threads) if isinstance(threads, str) and threads.isdecimal() else threads
         self.threads = integer_argument("threads", threads, 1, 256)
+        if system is not None and not isinstance(system, System):
+            raise TypeError(f"system={system!r:.80}: accepted is a System")
         self._system, self._process = system or System(), Process()
         self._lock, self._opened = threading.Condition(), False
         self._counts = dict.fromkeys(
