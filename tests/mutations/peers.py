@@ -124,4 +124,12 @@ MUTATIONS = (
             "test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them",
         ),
     ),
+    Mutation(
+        "the_folders_around_compiled_code_may_be_renamed_by_others",
+        "jit.py",
+        "return all(_keeps_entries(folder) for folder in {*path.parents, *path.resolve().parents})",
+        "return _keeps_entries(path.parent)",
+        "Another user of the machine runs code in an engine, by putting a folder in the place of its cache.",
+        ("tests/house/test_jit_cache.py::test_a_folder_inside_one_that_others_can_rename_is_refused",),
+    ),
 )
