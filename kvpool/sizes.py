@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 _UNITS = {"": 1, "b": 1} | {
@@ -14,7 +15,9 @@ _UNITS = {"": 1, "b": 1} | {
 
 def parse_size(given: Any) -> int | None:
     """A number of bytes, of an integer or a text. None for anything else."""
-    if isinstance(given, bool) or not isinstance(given, (int, str)):
+    if isinstance(given, int) and not isinstance(given, bool):
+        return None if given < 0 else given
+    if not isinstance(given, str):
         return None
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(given).strip().lower())
-    return None if found is None or found[2] not in _UNITS else int(float(found[1]) * _UNITS[found[2]])
+    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", given.strip().lower())
+    return None if found is None or found[2] not in _UNITS else int(Fraction(found[1]) * _UNITS[found[2]])

@@ -59,7 +59,7 @@ def cache_root() -> Path | None:
     for root, guarded in _places():
         try:
             _make_private(root)
-            if os.name == "posix" and not (_is_ours(root) and (not guarded or _keeps_entries(root.parent))):
+            if os.name == "posix" and not (_is_ours(root) and (not guarded or _stays(root))):
                 _log.warning(
                     "%s is not used for compiled code: others can write or rename it, or it is somebody else's", root
                 )
@@ -72,7 +72,7 @@ def cache_root() -> Path | None:
 
 
 def _places() -> Iterator[tuple[Path, bool]]:
-    """Places for compiled code, best first, and whether the parent folder must keep other users from renaming each."""
+    """Places for compiled code, best first, and whether the folders around it must keep others from renaming it."""
     chosen = getattr(config, "CACHE_DIR", "")
     if chosen:
         yield Path(chosen).absolute() / PACKAGE, True
@@ -100,6 +100,12 @@ def _is_ours(path: Path) -> bool:
     """Whether only this user can write to a directory. It matters because unpickling cached code can run any code."""
     found = os.lstat(path)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _stays(path: Path) -> bool:
+    """Whether no other user, except root, can rename a folder, or one that it is in, also behind symbolic links. The
+    names are looked up again for each file."""
+    return all(_keeps_entries(folder) for folder in {*path.parents, *path.resolve().parents})
 
 
 def _keeps_entries(path: Path) -> bool:

@@ -22,7 +22,9 @@ from kvpool.observe.events import Events
 from kvpool.process import Process
 from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
-from kvpool.publish.replays import Replays, Sent, tracked
+from kvpool.publish.peers import Peers
+from kvpool.publish.replays import Replays
+from kvpool.publish.sent import Sent, tracked
 from kvpool.remote.connections import Connections
 from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import is_loopback
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SNAPSHOT_MESSAGES = 1024
-REQUEST_BYTES_MAX, SUBSCRIPTION_BYTES_MAX = 64, 4_096
-REQUESTS_PER_TURN = 16
-REPLAY_POLL_MS, REPLAY_POLL_MS_STALLED = 1, 32
-"""How often the thread checks whether clients have room for more of their replays. The second is used if the last check
-found none with room."""
+SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
+"""The most bytes of one subscription beside the publisher's own topic, and of all that a subscriber ever sends. ZeroMQ
+takes some 40 bytes for each byte of a topic, and the publisher's thread stores it."""
+POLL_MS = 100
+"""How often the thread looks for peers that say too much, or do not end their handshakes."""
 END_EVERY_S = 0.1
 """Memory that an ended connection has held is freed within this time."""
 _ENDED = "the publisher has ended: it or the pool was closed, or an error that the log has"
@@ -61,6 +63,8 @@ class PublisherStats:
     """Subscribers that were disconnected because they read too slowly and ``queue_bytes`` were waiting."""
     connections_refused: int = 0
     """Connections that were ended at once, because their socket already had ``connections`` of them."""
+    talkers: int = 0
+    """Subscribers that were disconnected because they had sent more than any subscriber has to say."""
     queued_bytes: int = 0
     """Bytes that wait now, for the slowest subscriber and for clients of the replay socket."""
     replays: int = 0
@@ -88,7 +92,8 @@ class KVEventPublisher:
     a snapshot that begins with AllBlocksCleared replaces them.
 
     A client has one replay: a new request replaces a replay that has not ended. A replay is as fast as its client
-    reads, with at most 1 MiB or one message on the way. A client that is too slow gets a snapshot in the middle.
+    reads, with one message and at most 1 MiB of the system on the way. A client that is too slow gets a snapshot in
+    the middle.
 
     Parameters
     ----------
@@ -168,43 +173,39 @@ class KVEventPublisher:
         self._stopping, self._linger_ms = threading.Event(), 0
         self._context: zmq.Context[Any] = new_context()
         self._sent, self._may_end = Sent(), 0.0
+        self._askers: Any = None
         try:
-            self._sockets(endpoint, bind, replay_endpoint, waiting, peers, topics)
+            self._askers = Peers(replay_endpoint, peers)
+            self._replays = Replays(self._askers, self._history, self._snapshot, self._topic if topics else None)
+            self._publish_at(endpoint, bind, waiting, peers)
             # This runs in the caller's thread, so that a pool that cannot be published is refused here.
             events = self._source.events(snapshot=True)
             self._expected = events.next
             self._resync(events)
         except BaseException:
             end(self._context)
+            if self._askers is not None:
+                self._askers.close()
             raise
         self._thread = threading.Thread(target=self._run, name="kvpool-publisher", daemon=True)
         self._thread.start()
 
-    def _sockets(
-        self, endpoint: str, bind: bool, replay_endpoint: str | None, hwm: int, peers: int, topics: bool
-    ) -> None:
-        self._pub, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        self._pub.ipv6, self._replay.ipv6 = "[" in endpoint, "[" in (replay_endpoint or "")
+    def _publish_at(self, endpoint: str, bind: bool, hwm: int, peers: int) -> None:
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.ipv6 = "[" in endpoint
         self._pub.sndhwm = hwm
         # A full queue would drop a message in silence. It raises an error first.
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-        self._pub.maxmsgsize = SUBSCRIPTION_BYTES_MAX
+        self._pub.maxmsgsize = SUBSCRIPTION_BYTES_MAX + len(self._topic)
         # What waits for a subscriber that has left is dropped, also if the publisher connects.
         self._pub.immediate = True
-        self._subscribers, self._askers = Connections(self._pub, peers), Connections(self._replay, peers)
+        self._subscribers = Connections(self._pub, peers, said_most=SAID_BYTES_MAX + len(self._topic))
         if bind:
             self._pub.bind(endpoint)
         else:
             self._pub.connect(endpoint)
         self.endpoint = str(self._pub.getsockopt_string(zmq.LAST_ENDPOINT))
-        self.replay_endpoint: str | None = None
-        self._replay.maxmsgsize = REQUEST_BYTES_MAX
-        # ZeroMQ counts messages. Replays bounds the bytes that wait for a client.
-        self._replay.router_mandatory, self._replay.sndhwm, self._replay.rcvhwm = True, 0, REQUESTS_PER_TURN
-        self._replays = Replays(self._replay, self._history, self._snapshot, self._topic if topics else None)
-        if replay_endpoint is not None:
-            self._replay.bind(replay_endpoint)
-            self.replay_endpoint = str(self._replay.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.replay_endpoint = self._askers.endpoint
 
     # -- for other threads -----------------------------------------------------------------------
 
@@ -212,7 +213,8 @@ class KVEventPublisher:
         """A copy of the figures. Each is right, but they may be some microseconds apart."""
         replays, sent = self._replays, self._sent
         return replace(
-            self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + replays.nbytes,
+            self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + self._askers.unsent,
+            malformed=replays.malformed, talkers=self._subscribers.talkers,
             connections_refused=self._subscribers.refused + self._askers.refused,
         )  # fmt: skip
 
@@ -252,14 +254,14 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._replay, self._subscribers.events, self._askers.events):
-            poller.register(socket, zmq.POLLIN)
+        for one in (self._askers.fileno(), self._subscribers.events):
+            poller.register(one, zmq.POLLIN)
         wait = self._interval
         try:
             while not self._stopping.is_set():
-                asked = self._replay in dict(poller.poll(wait))
+                poller.poll(wait)
                 self._subscribers.poll()
-                self._askers.poll()
+                self._replays.take_requests()
                 with self._lock:
                     asked_before = len(self._flushes)
                 self._publish_new()
@@ -267,15 +269,8 @@ class KVEventPublisher:
                     flushes, self._flushes = self._flushes[:asked_before], self._flushes[asked_before:]
                 for done in flushes:
                     done.set_result(None)
-                if asked:
-                    self._take_requests()
                 self._sent.settle()
-                went_on = self._replays.go_on()
-                wait = (
-                    min(self._interval, REPLAY_POLL_MS if went_on else REPLAY_POLL_MS_STALLED)
-                    if self._replays
-                    else self._interval
-                )
+                wait = 0 if self._replays.go_on() else min(self._interval, POLL_MS)
         except PoolClosed:
             pass
         except Exception:
@@ -292,7 +287,6 @@ class KVEventPublisher:
                 self._askers.poll()
             self._subscribers.close()
             self._askers.close()
-            self._replay.close(linger=0)
             self._pub.close(linger=self._linger_ms)
             end(self._context, self._linger_ms)
 
@@ -366,17 +360,6 @@ class KVEventPublisher:
             if not self._stats.disconnected:
                 _log.warning("%d bytes wait for subscribers: the slowest is disconnected", self._sent.nbytes)
             self._stats.disconnected += 1
-
-    def _take_requests(self) -> None:
-        for _ in range(REQUESTS_PER_TURN):
-            try:
-                client, *request = self._replay.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(request) != 2 or request[0] or len(request[1]) != 8:
-                self._stats.malformed += 1
-            else:
-                self._replays.ask(client, int.from_bytes(request[1], "big"))
 
 
 def _specs(cache: KVCacheManager, group: Any) -> dict[int, Spec]:

@@ -249,6 +249,8 @@ class BlockClient:
         assert self._context is not None
         socket = self._socket = self._context.socket(zmq.DEALER)
         socket.linger, socket.ipv6 = 0, "[" in self._endpoint
+        # Every request has up to two answers. A server that sends more is not read from until the next call.
+        socket.rcvhwm = 2 * self._messages
         answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
         socket.maxmsgsize = max(4 * HEADER_BYTES_MAX, answer, self._blocks * max(self._sizes))
         (self._keys or ClientPassword(remote_password(self._cache.core.states.secret))).apply(socket)

@@ -119,12 +119,14 @@ class _Allowed:
 
 
 def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
-    """The endpoint, if it may be used with these keys. Raises TypeError or ValueError.
+    """The endpoint, if it may be used with these keys. Raises TypeError or ValueError. Messages do not have the keys.
 
     ``inproc`` is not accepted. It would hand the pool's own memory to the reader, who would decide when it is released.
     """
     if not isinstance(endpoint, str):
         raise TypeError(f"endpoint={endpoint!r:.80}: accepted is a string")
+    if keys is not None and not isinstance(keys, (ServerKeys, ClientKeys)):
+        raise TypeError("keys: accepted are ServerKeys for a server, and ClientKeys for a client")
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
         raise ValueError(f"endpoint={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")

@@ -133,7 +133,7 @@ class BlockServer:
         if stall_ms and endpoint.startswith("tcp:"):
             socket.tcp_maxrt = stall_ms
         door.apply(socket)
-        self._connections = Connections(socket, limits.connections)
+        self._connections = Connections(socket, limits.connections, guarded=True)
         socket.bind(endpoint)
         return socket
 
@@ -226,9 +226,11 @@ class BlockServer:
     def _answer_some(self) -> None:
         for _ in range(REQUESTS_PER_TURN):
             try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._connections.heard(received[0])
+            client, *frames = [frame.bytes for frame in received]
             self._answer(client, frames)
             self._serve()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import json
-import math
 import sys
 import zlib
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ _TICKS_PER_SECOND = {"mooncake": 1000, "qwen": 1}
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _INT32_MAX = 2**31 - 1
+_TIMESTAMP_MAX = 2.0**63
 _REQUIRED: Any = object()
 
 
@@ -192,7 +192,9 @@ def _native_request(row: _Row, index: int) -> Request:
     else:
         output_length = row.integer("output_length", 0, OUTPUT_STRIDE, default=0)
     adapter_id = row.columns.get("adapter_id")
-    if adapter_id is not None and not isinstance(adapter_id, str):
+    if isinstance(adapter_id, str):
+        adapter_id = row.text("adapter_id")
+    elif adapter_id is not None:
         adapter_id = row.integer("adapter_id", 0, 2**63 - 1)
     return Request(
         index,
@@ -243,6 +245,8 @@ class _Row:
         value = self.columns.get(column)
         if value is not None and not isinstance(value, str):
             raise self.error(f"column {column!r} must be a string, found {_kind(value)}")
+        if value is not None and not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
+            raise self.error(f"column {column!r} must be Unicode text, found {_kind(value)}, with half a character")
         return value
 
     def timestamp(self, default: Any) -> float | None:
@@ -252,8 +256,8 @@ class _Row:
             return None
         if type(value) not in (int, float):
             raise self.error(f"column 'timestamp' must be a number, found {_kind(value)}")
-        if not (math.isfinite(value) and value >= 0):
-            raise self.error(f"column 'timestamp' must be finite and not negative, found {value}")
+        if not 0 <= value <= _TIMESTAMP_MAX:
+            raise self.error(f"column 'timestamp' must be finite and not negative, found {_kind(value)}")
         return float(value)
 
     def _value(self, column: str, default: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl
@@ -18,7 +19,7 @@ _KINDS = {
 }
 _SIZES = ("capacity", "segment")
 """options in bytes"""
-_COUNTS = ("connections", "timeout_ms")
+_COUNTS = ("connections", "threads", "timeout_ms")
 """options that are numbers"""
 
 
@@ -38,12 +39,13 @@ def open_store(text: Any) -> Store:
         options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError:
         raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
-    if "secret" in options:  # It would be in logs and in lists of processes. The message does not have the text.
+    # A secret would be in logs and in lists of processes. The message does not have the text.
+    if any("secret" in name.lower() and name != "secret_file" for name in options):
         raise ValueError("secret: accepted is secret_file=, the path of a file that has it")
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
     for name in set(options) & set(_COUNTS):
-        if not options[name].isdecimal():
+        if not re.fullmatch("[0-9]{1,20}", options[name]):
             raise ValueError(f"store={text!r:.80}: {name}={options[name]!r:.80}: accepted is a number")
         options[name] = int(options[name])
     module, name = _KINDS[kind]

@@ -361,6 +361,21 @@ def test_chosen_folder_and_checkout_are_not_used_where_others_can_write(
     assert not files_below(str(folder)) and str(folder) in done.stderr
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_inside_one_that_others_can_rename_is_refused(
+    sample: Path, tmp_path: Path, temporary: Path, link: bool
+) -> None:
+    """Its name is looked up again for each file. Meanwhile another user can put a folder of his own there."""
+    chosen = tmp_path / "everybody" / "mine"
+    chosen.mkdir(parents=True, mode=0o700)
+    if link:
+        (tmp_path / "link").symlink_to(chosen)
+    (tmp_path / "everybody").chmod(0o777)
+    variables = {"NUMBA_CACHE_DIR": str(tmp_path / "link" if link else chosen), "TMPDIR": str(temporary)}
+    assert report_of(sample, **variables)["root"] == str(sample / "__pycache__" / "jit")
+    assert not files_below(str(chosen))
+
+
 def test_works_where_nothing_can_be_written(read_only_sample: Path) -> None:
     before = f"import tempfile\ntempfile.tempdir = {str(read_only_sample / 'other.py' / 'temporary')!r}\n"
     report = report_of(read_only_sample, before=before, HOME=str(read_only_sample / "other.py"))

@@ -120,4 +120,20 @@ MUTATIONS = (
             f"{BLOCKS}test_a_limit_counts_what_was_saved_before_it_and_before_a_restart",
         ),
     ),
+    Mutation(
+        "tables_of_anybody_are_read",
+        "stores/disk/database.py",
+        "        elif found != [(command,) for command in _TABLES]:",
+        "        elif False:",
+        "A database with a view or a trigger that never ends keeps an engine from starting.",
+        (f"{DAMAGE}test_tables_that_no_store_has_made_are_put_aside[a trigger that refuses]",),
+    ),
+    Mutation(
+        "pages_of_any_length_are_read",
+        "stores/disk/database.py",
+        "typeof(content) = 'blob' AND length(content) = ?\"",
+        '? > 0"',
+        "A database of a few kilobytes of pages makes an engine read gigabytes of something else.",
+        (f"{DAMAGE}test_what_a_database_has_too_much_costs_no_memory",),
+    ),
 )

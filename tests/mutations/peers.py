@@ -65,6 +65,36 @@ MUTATIONS = (
         (f"{PEER}::test_no_more_calls_are_read_than_may_wait",),
     ),
     Mutation(
+        "a_server_holds_many_answers_for_who_reads_nothing",
+        "stores/peer/server.py",
+        "        socket.sndhwm, socket.rcvhwm = 1, 2",
+        "        socket.sndhwm, socket.rcvhwm = 4, 4",
+        "Clients that read nothing make a server use more memory than its documentation says.",
+        (f"{PEER}::test_a_client_that_reads_nothing_holds_few_answers",),
+    ),
+    Mutation(
+        "who_says_nothing_keeps_its_place",
+        "remote/connections.py",
+        "self._refuse(next(iter(self._strangers), descriptor))",
+        "self._refuse(descriptor)",
+        "A peer without the password connects again and again, and no worker is let in any more.",
+        (
+            f"{PEER}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
+            "tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
+        ),
+    ),
+    Mutation(
+        "who_has_the_password_gives_its_place_to_who_has_not",
+        "remote/connections.py",
+        "        self._strangers.pop(int(frame.get(zmq.SRCFD)), None)",
+        "        frame.get(zmq.SRCFD)",
+        "A peer without the password ends the connections of all workers by connecting often.",
+        (
+            f"{PEER}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
+            "tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
+        ),
+    ),
+    Mutation(
         "the_password_of_a_server_is_logged",
         "remote/endpoints.py",
         "ThreadAuthenticator(context, log=_SILENT)",
@@ -93,5 +123,13 @@ MUTATIONS = (
             "tests/replay/test_replay_store.py::"
             "test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them",
         ),
+    ),
+    Mutation(
+        "the_folders_around_compiled_code_may_be_renamed_by_others",
+        "jit/folders.py",
+        "return all(_keeps_entries(folder) for folder in {*path.parents, *path.resolve().parents})",
+        "return _keeps_entries(path.parent)",
+        "Another user of the machine runs code in an engine, by putting a folder in the place of its cache.",
+        ("tests/house/test_jit_cache.py::test_a_folder_inside_one_that_others_can_rename_is_refused",),
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
+STRANGERS = "tests/publish/test_publish_strangers.py"
+
 MUTATIONS = (
     Mutation(
         "a_server_unpins_what_it_has_not_sent_yet",
@@ -21,6 +23,14 @@ MUTATIONS = (
         "        except LeaseExpired:\n            pass\n",
         "A client imports blocks that the server's owner has given to others while they were sent.",
         ("tests/remote/test_remote_leases.py::test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void",),
+    ),
+    Mutation(
+        "a_client_keeps_what_it_has_not_asked_for",
+        "remote/client.py",
+        "        socket.rcvhwm = 2 * self._messages\n",
+        "",
+        "A server that sends on and on fills the memory of a worker that waits for nothing.",
+        ("tests/remote/test_remote_client.py::test_what_a_server_sends_unasked_is_not_kept",),
     ),
     Mutation(
         "blocks_of_another_layout_are_served",
@@ -61,5 +71,45 @@ MUTATIONS = (
         "b, at = ids[i], first + i + (i == 0)",
         "An import stores KV of one part of a prompt as that of another.",
         ("tests/holders/test_import_blocks.py::test_the_next_request_with_the_prefix_hits",),
+    ),
+    Mutation(
+        "a_subscriber_may_say_anything",
+        "remote/connections.py",
+        "if self._of(descriptor, _said) > self._said_most:",
+        "if False:",
+        "A peer fills the memory of an engine with topics, or with a message that never ends.",
+        (f"{STRANGERS}::test_a_message_that_never_ends_ends_its_connection",),
+    ),
+    Mutation(
+        "a_request_may_have_any_number_of_frames",
+        "publish/peers.py",
+        "if len(self._message) > FRAMES_MAX or not self.let_in:",
+        "if not self.let_in:",
+        "A peer fills the memory of an engine with a request that never ends.",
+        (f"{STRANGERS}::test_a_message_that_never_ends_ends_its_connection",),
+    ),
+    Mutation(
+        "a_request_may_have_frames_of_any_length",
+        "publish/peers.py",
+        "if flags > 7 or length > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):",
+        "if flags > 7:",
+        "A peer fills the memory of an engine with a frame of a gigabyte.",
+        (f"{STRANGERS}::test_what_no_client_of_a_replay_says_ends_its_connection",),
+    ),
+    Mutation(
+        "heartbeats_are_answered_to_who_does_not_read",
+        "publish/peers.py",
+        'elif name == b"PING" and not self._waiting:',
+        'elif name == b"PING":',
+        "A peer fills the memory of an engine with answers that it does not read.",
+        (f"{STRANGERS}::test_a_client_that_asks_whether_anybody_is_there_gets_an_answer",),
+    ),
+    Mutation(
+        "a_file_in_the_way_of_a_socket_is_removed",
+        "publish/peers.py",
+        "if stat.S_ISSOCK(os.stat(place, follow_symlinks=False).st_mode):",
+        "if True:",
+        "A wrong endpoint deletes a file.",
+        (f"{STRANGERS}::test_a_file_that_is_in_the_way_is_not_removed",),
     ),
 )

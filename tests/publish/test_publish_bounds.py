@@ -16,7 +16,7 @@ from router import Router, cached
 
 from engine import Engine
 from kvpool.publish import KVEventPublisher
-from kvpool.publish.replays import CLIENT_BYTES, MESSAGE_BYTES
+from kvpool.publish.sent import MESSAGE_BYTES
 from kvpool.replay.summary import peak_memory_bytes
 
 Make = Callable[..., Engine]
@@ -72,7 +72,7 @@ def numbers_of(asker: zmq.Socket[bytes]) -> list[int]:
         found.append(number)
 
 
-def test_a_client_that_asks_and_never_reads_costs_a_megabyte(make: Make, publish: Publish, route: Route) -> None:
+def test_a_client_that_asks_and_never_reads_costs_a_message(make: Make, publish: Publish, route: Route) -> None:
     engine = make(T=WIDTH, P=BLOCKS + 1, event_capacity=4096)
     publisher = publish(engine)
     publish_much(engine, publisher, 40)
@@ -82,7 +82,7 @@ def test_a_client_that_asks_and_never_reads_costs_a_megabyte(make: Make, publish
             stuck.send_multipart([b"", bytes(8)])
         until(lambda: publisher.stats().replays_cut == 99, "end of 99 replays")
         publisher.flush()
-        assert 0 < publisher.stats().queued_bytes <= CLIENT_BYTES + MESSAGE
+        assert 0 < publisher.stats().queued_bytes <= MESSAGE
         # 100 copies of 40 messages are more than a gigabyte.
         assert (peak_memory_bytes() or 0) - before < 100 << 20
         late = route(publisher)
@@ -94,10 +94,7 @@ def test_a_client_that_asks_and_never_reads_costs_a_megabyte(make: Make, publish
     until(lambda: not publisher.stats().queued_bytes, "end of the queue")
 
 
-def test_many_clients_that_never_read_share_a_bound(
-    make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpool.publish.replays.TOTAL_BYTES", 4 << 20)
+def test_many_clients_that_never_read_cost_a_message_each(make: Make, publish: Publish, route: Route) -> None:
     engine = make(T=WIDTH, P=BLOCKS + 1, event_capacity=4096)
     publisher = publish(engine)
     publish_much(engine, publisher, 20)
@@ -106,8 +103,7 @@ def test_many_clients_that_never_read_share_a_bound(
             one.send_multipart([b"", bytes(8)])
         until(lambda: len(publisher._replays) == 20, "20 replays")
         publisher.flush()
-        # Each has a message; what is beyond that keeps to the total.
-        assert publisher.stats().queued_bytes <= (4 << 20) + 20 * MESSAGE
+        assert publisher.stats().queued_bytes <= 20 * MESSAGE
         late = route(publisher)
         late.catch_up()
         assert late.known == cached(engine.cache), "who reads is told all, a message at a time"
@@ -125,7 +121,7 @@ def test_requests_for_nothing_are_bounded_too(make: Make, publish: Publish) -> N
         for _ in range(20_000):
             stuck.send_multipart([b"", b"\xff" * 8])
         until(lambda: publisher.stats().replays + publisher.stats().replays_cut > 15_000, "answers")
-        assert publisher.stats().queued_bytes <= CLIENT_BYTES + MESSAGE_BYTES
+        assert publisher.stats().queued_bytes <= MESSAGE_BYTES
 
 
 def test_a_slow_reader_whose_messages_are_gone_goes_on_with_a_snapshot(

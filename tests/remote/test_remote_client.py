@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 from relay import Relay
-from workers import HUGE, LARGE, Make, expected, stored, worker
+from workers import HUGE, LARGE, Make, expected, stored, until, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
@@ -58,8 +59,10 @@ def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]
             else:
                 limits = {"block_bytes": (size,), "blocks_per_request": 64, "requests": 8, "bytes": 1 << 26}
                 replies = [[Welcome(request.id, **(limits | welcome))]]
-            for reply in replies:
-                router.send_multipart([client, *(encode(one) if isinstance(one, Message) else one for one in reply)])
+            while replies:  # which then belong to ZeroMQ alone
+                frames = [encode(one) if isinstance(one, Message) else one for one in replies.pop(0)]
+                router.send_multipart([client, *frames])
+                frames.clear()
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -230,6 +233,28 @@ def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
         with BlockClient(endpoint, here.cache, blocks_per_message=2, messages_in_flight=4) as client:
             assert client.fetch(TOKENS) == 8
     assert here.add(TOKENS).cached == 32
+
+
+def test_what_a_server_sends_unasked_is_not_kept(make: Make) -> None:
+    here = worker(make, layout=HUGE)
+    trackers: list[zmq.MessageTracker] = []
+
+    def much(get: Any, blocks: list[bytes]) -> list[list[Any]]:
+        unasked = [zmq.Frame(bytes(1 << 20), track=True, copy=False) for _ in range(100)]
+        trackers.extend(one.tracker for one in unasked)
+        return [[Blocks(get.id, "0", True)], *([one] for one in unasked)]
+
+    with fake_server(here, much) as endpoint, BlockClient(endpoint, here.cache, messages_in_flight=1) as client:
+        assert client.fetch_blocks([bytes(16)]) == [None]
+        until(lambda: trackers and trackers[0].done, "message")
+        end = time.monotonic() + 1
+        while not trackers[-1].done and time.monotonic() < end:
+            time.sleep(0.01)
+        # The system's own buffers have some, too.
+        taken = sum(one.done for one in trackers)
+        assert taken < 30, f"a client that waits for nothing keeps {taken} messages of 1 MiB"
+        with pytest.raises(RemoteError, match="malformed"):
+            client.fetch_blocks([bytes(16)])
 
 
 def test_a_late_answer_is_not_taken_for_the_next_request(make: Make) -> None:

@@ -258,6 +258,37 @@ def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
             assert client.fetch(tokens) == 4
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
+    make: Make, scheme: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 4)
+    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
+    with BlockServer(there.cache, endpoint, limits=Limits(connections=3)) as server, ExitStack() as silent:
+        for _ in range(30):
+            silent.enter_context(connected(server.endpoint))
+        until(lambda: server.stats().connections_refused == 27, "refusals")
+        with BlockClient(server.endpoint, here.cache) as client:
+            assert client.fetch(tokens) == 4
+            for _ in range(30):
+                silent.enter_context(connected(server.endpoint))
+            until(lambda: server.stats().connections_refused == 58, "refusals")
+            assert client.fetch_blocks(here.keys(tokens)) == expected(there, tokens)
+            assert server.stats().connections_refused == 58, "it has its place still"
+
+
+def connected(endpoint: str) -> socket.socket:
+    """A connection without a word."""
+    if endpoint.startswith("ipc://"):
+        silent = socket.socket(socket.AF_UNIX)
+        silent.connect(endpoint.removeprefix("ipc://"))
+        return silent
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
 def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:
     there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
     tokens = stored(there, 4)

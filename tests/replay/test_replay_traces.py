@@ -134,8 +134,11 @@ BROKEN = [
     ({**MOONCAKE, "hash_ids": [2**55, 0]}, "found 36028797018963968 at position 0"),
     ({**MOONCAKE, "timestamp": "now"}, "'timestamp' must be a number"),
     ({**MOONCAKE, "timestamp": False}, "'timestamp' must be a number"),
-    ({**MOONCAKE, "timestamp": -1}, "'timestamp' must be finite and not negative, found -1"),
+    ({**MOONCAKE, "timestamp": -1}, "'timestamp' must be finite and not negative, found the integer -1"),
     ({**MOONCAKE, "timestamp": float("nan")}, "'timestamp' must be finite"),
+    ({**MOONCAKE, "timestamp": float("inf")}, "'timestamp' must be finite"),
+    ({**MOONCAKE, "timestamp": 10**400}, "'timestamp' must be finite"),
+    ({**MOONCAKE, "tenant": "\ud800"}, "'tenant' must be Unicode text"),
     (NATIVE, "column 'timestamp'|column 'input_length' is missing"),
 ]
 
@@ -156,6 +159,9 @@ def test_a_broken_line_is_named_with_its_fault(row: Any, reason: str, tmp_path: 
         ({**NATIVE, "tokens": [-1]}, "found -1 at position 0"),
         ({**NATIVE, "output_length": 3}, "output_length is 3, but there are 2 output_tokens"),
         ({**NATIVE, "salt": 5}, "'salt' must be a string"),
+        ({**NATIVE, "salt": "a\udfff"}, "'salt' must be Unicode text"),
+        ({**NATIVE, "adapter_id": "\ud800b"}, "'adapter_id' must be Unicode text"),
+        ({**NATIVE, "tenant": "\ud800"}, "'tenant' must be Unicode text"),
         ({**NATIVE, "adapter_id": 1.5}, "'adapter_id' must be an integer"),
         ({**NATIVE, "adapter_id": True}, "'adapter_id' must be an integer"),
         ({**NATIVE, "slat": "a"}, "unknown column 'slat'; the native format has tokens, "),

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,86 @@ def change(folder: Path, command: str, *arguments: object) -> None:
 def test_rows_that_nobody_has_written(folder: Path, command: str) -> None:
     change(folder, command)
     check(folder)
+
+
+_ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT n"
+_NO_TABLES_OF_OURS = {
+    "a view that never ends for pages": [
+        "DROP TABLE pages",
+        f"CREATE VIEW pages AS SELECT n AS number, zeroblob(8) AS content FROM ({_ENDLESS} FROM c)",
+    ],
+    "a view that never ends for the header": [
+        "DROP TABLE store",
+        f"CREATE VIEW store AS SELECT n AS version, n AS block_bytes, n AS slots, n AS secret, n AS closed "
+        f"FROM ({_ENDLESS} FROM c)",
+    ],
+    "a trigger that never ends": [
+        "CREATE TRIGGER t AFTER INSERT ON store BEGIN INSERT INTO pages "
+        f"SELECT n, NULL FROM ({_ENDLESS} FROM c) WHERE n < 0; END",
+    ],
+    "a trigger that refuses": ["CREATE TRIGGER t AFTER INSERT ON store BEGIN SELECT raise(abort, 'no'); END"],
+    "a trigger that deletes": ["CREATE TRIGGER t AFTER INSERT ON pages BEGIN DELETE FROM pages; END"],
+    "a column that is computed": [
+        "DROP TABLE pages",
+        "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB GENERATED ALWAYS AS (zeroblob(4232)) VIRTUAL)",
+    ],
+    "an index": ["CREATE INDEX i ON pages (content)"],
+} | {
+    f"a number that is {value}": [
+        "ALTER TABLE pages RENAME TO old",
+        "CREATE TABLE pages (number, content)",
+        f"INSERT INTO pages SELECT {value}, content FROM old",
+        "DROP TABLE old",
+    ]
+    for value in ("'x'", "NULL", "0.5", "9e999", "x'00'")
+}
+
+
+@pytest.mark.parametrize("commands", _NO_TABLES_OF_OURS.values(), ids=_NO_TABLES_OF_OURS)
+def test_tables_that_no_store_has_made_are_put_aside(folder: Path, commands: list[str]) -> None:
+    for command in commands:
+        change(folder, command)
+    ok, stats = check(folder)
+    assert ok == 0 and stats["damaged_files"] == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "UPDATE pages SET content = zeroblob(100000000) WHERE number = 0",
+        "UPDATE store SET secret = zeroblob(100000000)",
+        "INSERT INTO store WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT 600000) "
+        "SELECT 1, 1, 1, x'00', 1 FROM c",
+        "INSERT INTO pages WITH RECURSIVE c(n) AS (SELECT 1000 UNION ALL SELECT n + 1 FROM c LIMIT 600000) "
+        "SELECT n, x'' FROM c",
+    ],
+)
+def test_what_a_database_has_too_much_costs_no_memory(folder: Path, command: str) -> None:
+    change(folder, command)
+    run = subprocess.run(
+        [sys.executable, "-c", _LITTLE_MEMORY, str(folder), str(BLOCK_BYTES)], capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, "opened\n"), run.stderr
+
+
+_LITTLE_MEMORY = """
+import resource, sys
+import numpy as np
+from kvpool.stores.base import Space
+from kvpool.stores.disk import DiskStore
+
+store, memory = DiskStore(sys.argv[1], 1 << 20), np.zeros((4, int(sys.argv[2])), np.uint8)
+has = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (50 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (has, has))
+store.open(Space(bytes(16), memory))
+print("opened")
+"""
+
+
+def test_a_header_of_absurd_slots_is_damage(folder: Path) -> None:
+    change(folder, "UPDATE store SET slots = 9223372036854775807")
+    with open_queue(DiskStore(folder)) as queue:
+        assert queue.stats().store["damaged_files"] == 1
 
 
 def test_a_database_that_is_damaged_is_kept_under_another_name(folder: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -464,10 +465,12 @@ def test_a_server_that_wants_absurd_calls_is_not_used(liar: Liar, most: int) -> 
 class Raw:
     """A client that sends what a test likes."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, **options: int) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        for name, value in options.items():
+            setattr(self.socket, name, value)
         ClientPassword(password(SharedSecret(SECRET))).apply(self.socket)
         self.socket.connect(endpoint)
 
@@ -592,6 +595,41 @@ def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
 
 
 # -- who may use it ------------------------------------------------------------------------------------
+
+
+def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
+    server = serve(connections=3)
+    silent = [socket.create_connection(place_of(server), timeout=20) for _ in range(3)]
+    until(lambda: server.connections == 3, "connections")
+    with open_queue(client(server, connections=1)) as queue:
+        saved(queue, 1)
+        silent += [socket.create_connection(place_of(server), timeout=20) for _ in range(20)]
+        until(lambda: server.stats().connections_refused == 21, "refusals")
+        saved(queue, 2)
+        assert queue.stats().store["connected"] == 1 and server.connections == 3
+    for one in silent:
+        one.close()
+
+
+def place_of(server: StoreServer) -> tuple[str, int]:
+    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
+    size = 16 << 20  # more than the buffers of a connection
+    server = serve(MemoryStore(size), block_bytes=size)
+    raw = Raw(server.endpoint, rcvhwm=1, rcvbuf=4096)
+    raw.ask(StoreSave(1, 60_000, _TAG, 1), _KEY, _SEAL, bytes(size))
+    for number in range(2, 14):
+        raw.socket.send_multipart([encode(StoreLoad(number, 60_000)), _KEY])
+    until(lambda: server.stats().calls == 13 and not server.stats().under_way, "calls")
+    held = 12 - server.stats().dropped
+    assert held <= 4, f"{held} answers wait for a client that reads nothing"
+    raw.close()
 
 
 def test_a_client_with_another_secret_is_not_let_in(serve: Serve) -> None:

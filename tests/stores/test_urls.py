@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kvpool.sizes import parse_size
 from kvpool.stores import MemoryStore
 from kvpool.stores.urls import open_store
 
@@ -21,6 +24,39 @@ def test_a_wrong_text_is_refused(text: str) -> None:
         open_store(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "memory:?capacity=" + "9" * 5000,
+        "memory:?capacity=1e400",
+        "memory:?capacity=\N{ARABIC-INDIC DIGIT ONE}GiB",
+        "memory:?capacity=\N{SUPERSCRIPT TWO}",
+        "disk:/a?threads=" + "9" * 5000,
+        "disk:/a?threads=\N{SUPERSCRIPT TWO}",
+        "disk:/a?system=mine",
+        "peer:tcp://127.0.0.1:1?secret_file={}&timeout_ms=\N{ARABIC-INDIC DIGIT THREE}",
+        "peer:tcp://127.0.0.1:1?secret_file={}&connections=" + "9" * 5000,
+        "peer:tcp://192.0.2.1:1?secret_file={}&keys=any",
+        "peer:tcp://127.0.0.1:1?secret_file={}&keys=any",
+    ],
+)
+def test_what_an_option_cannot_be_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("ab" * 32)
+    secret.chmod(0o600)
+    with pytest.raises(ValueError, match=r"store=|capacity="):
+        open_store(text.format(secret))
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [("9007199254740993", 9007199254740993), (2**60 + 1, 2**60 + 1), ("0.1GB", 10**8), ("1.5 TiB", 3 << 39), (-1, None),
+     ("-1", None), (True, None), (1.0, None), ("1e3", None), ("9" * 21, None), (10**30, 10**30)],
+)  # fmt: skip
+def test_sizes_are_exact(given: object, nbytes: int | None) -> None:
+    assert parse_size(given) == nbytes
+
+
 @pytest.mark.parametrize("text", [None, 3, b"disk:/a"])
 def test_no_text_is_refused(text: object) -> None:
     with pytest.raises(TypeError, match="store"):
@@ -28,6 +64,7 @@ def test_no_text_is_refused(text: object) -> None:
 
 
 def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ValueError, match="secret: accepted is secret_file=") as found:
-        open_store("peer:tcp://127.0.0.1:1?secret=abcdef")
-    assert "abcdef" not in str(found.value)
+    for name in ("secret", "Secret", "secret_", "%73ecret", "client_secret"):
+        with pytest.raises(ValueError, match="secret: accepted is secret_file=") as found:
+            open_store(f"peer:tcp://127.0.0.1:1?{name}=abcdef")
+        assert "abcdef" not in str(found.value)

@@ -10,11 +10,21 @@ from typing import Any, NamedTuple
 
 from kvpool.stores.disk.folder import Folder, check_private
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import Page
+from kvpool.stores.disk.table import PAGE_BYTES, Page
 
 NAME = "rows.sqlite"
-VERSION = 1
+VERSION, BYTES_MAX = 1, 1 << 50
 _LOGS = (f"{NAME}-wal", f"{NAME}-shm", f"{NAME}-journal")
+_TABLES = (
+    "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",
+    "CREATE TABLE store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB, closed INTEGER)",
+)
+_HEADER = "SELECT version, block_bytes, slots, secret, closed FROM store WHERE " + " AND ".join(
+    [*(f"typeof({name}) = 'integer'" for name in ("version", "block_bytes", "slots", "closed"))]
+    + ["typeof(secret) = 'blob'", "length(secret) <= 64"]
+)
+_FITS = "number BETWEEN 0 AND ? AND typeof(content) = 'blob' AND length(content) = ?"
+"""of a page. SQLite reads no content to find its length."""
 _NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "locked", "out of memory")
 
 
@@ -54,26 +64,32 @@ class Database:
         try:
             for setting in ("journal_mode = WAL", "synchronous = FULL", "trusted_schema = OFF", "cell_size_check = ON"):
                 self._connection.execute(f"PRAGMA {setting}")
+            self._check_tables()
             if self._connection.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
                 raise sqlite3.DatabaseError("quick_check has found damage")
-            self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB,"
-                " closed INTEGER)"
-            )
-            self._connection.execute("CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, content BLOB)")
             self.header = self._header()
-            self._pages = self._connection.execute("SELECT number, content FROM pages").fetchall()
             self._folder.sync()
         except BaseException:
             self._connection.close()
             raise
 
+    def _check_tables(self) -> None:
+        """Make the tables of a new database. Raises DatabaseError for others than ours: views and triggers would run
+        what somebody else has written."""
+        found = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY sql LIMIT 3").fetchall()
+        if not found:
+            for command in ("BEGIN IMMEDIATE", *_TABLES, "END"):
+                self._connection.execute(command)
+        elif found != [(command,) for command in _TABLES]:
+            raise sqlite3.DatabaseError("its tables are not those of a store")
+
     def _header(self) -> Header | None:
         """Raises DatabaseError for a header that nobody can have written."""
-        rows = self._connection.execute("SELECT version, block_bytes, slots, secret, closed FROM store").fetchall()
-        if not rows and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
+        count = self._connection.execute("SELECT count(*) FROM (SELECT 1 FROM store LIMIT 2)").fetchone()[0]
+        if not count and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
             return None
-        if len(rows) != 1 or [*map(type, rows[0])] != [int, int, int, bytes, int] or min(rows[0][:3]) < 1:
+        rows = self._connection.execute(_HEADER).fetchmany(2)
+        if count != 1 or len(rows) != 1 or min(rows[0][:3]) < 1 or rows[0][1] * rows[0][2] > BYTES_MAX:
             raise sqlite3.DatabaseError("the header is damaged")
         return Header(*rows[0])
 
@@ -88,16 +104,22 @@ class Database:
         except sqlite3.Error as error:
             raise self._error(error) from error
 
-    def pages(self) -> list[Page]:
-        """All pages that it had when it was opened, in any order, and of any content. They are given once."""
-        found, self._pages = self._pages, []
-        return found
+    def pages(self, count: int) -> tuple[list[Page], int]:
+        """The pages with the numbers [0, ``count``), in any order, and how many others there are. Their content is of
+        the right length, and can be anything. Raises OSError."""
+        try:
+            fitting = self._connection.execute(f"SELECT number, content FROM pages WHERE {_FITS}", _fits(count))
+            found = fitting.fetchall()
+            return found, self._connection.execute("SELECT count(*) FROM pages").fetchone()[0] - len(found)
+        except sqlite3.Error as error:
+            raise self._error(error) from error
 
-    def begin(self, header: Header, dropped: Iterable[int] = ()) -> None:
-        """Write the header, and drop pages, durably. Raises OSError."""
+    def begin(self, header: Header, count: int | None = None) -> None:
+        """Write the header, and drop all pages but [0, ``count``), durably. None: drop none. Raises OSError."""
         commands: list[tuple[str, Any]] = [("DELETE FROM store", [()])]
         commands.append(("INSERT INTO store VALUES (?, ?, ?, ?, ?)", [tuple(header)]))
-        commands.append(("DELETE FROM pages WHERE number = ?", [(number,) for number in dropped]))
+        if count is not None:
+            commands.append((f"DELETE FROM pages WHERE NOT ({_FITS})", [_fits(count)]))
         self._transaction(commands)
         self.header = header
 
@@ -132,6 +154,11 @@ class Database:
     def _error(self, error: sqlite3.Error) -> OSError:
         number = errno.ENOSPC if "disk is full" in str(error) else errno.EIO
         return OSError(number, f"SQLite: {error}", self._path)
+
+
+def _fits(count: int) -> tuple[int, int]:
+    """The parameters of ``_FITS``, for so many pages."""
+    return count - 1, PAGE_BYTES
 
 
 def _is_no_damage(error: sqlite3.Error) -> bool:

@@ -17,15 +17,14 @@ from kvpool.process import Process
 from kvpool.stores.base import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 from kvpool.stores.disk import index
 from kvpool.stores.disk.commits import GroupCommit
-from kvpool.stores.disk.database import VERSION, Database, Header
+from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, Header
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.index import Index
 from kvpool.stores.disk.slab import Slab, stride_of
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PAGE_BYTES, PER_PAGE, Page, Table
+from kvpool.stores.disk.table import PER_PAGE, Table
 
 DEFAULT_CAPACITY = 64 << 30
-CAPACITY_MAX = 1 << 50
 _FORGOTTEN_AT_ONCE = 4096
 
 
@@ -60,15 +59,16 @@ class DiskStore:
     clears = TAG_BYTES
 
     def __init__(
-        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int | str = 16,
+        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,
         system: System | None = None,
     ) -> None:  # fmt: skip
         self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
         if not isinstance(self._path, str) or not self._path:
             raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
-        self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, CAPACITY_MAX)
-        threads = int(threads) if isinstance(threads, str) and threads.isdecimal() else threads
+        self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, BYTES_MAX)
         self.threads = integer_argument("threads", threads, 1, 256)
+        if system is not None and not isinstance(system, System):
+            raise TypeError(f"system={system!r:.80}: accepted is a System")
         self._system, self._process = system or System(), Process()
         self._lock, self._opened = threading.Condition(), False
         self._counts = dict.fromkeys(
@@ -129,12 +129,13 @@ class DiskStore:
     def _read(self, database: Database, header: Header, had: int, model: bytes) -> None:
         """Read what the database has. What cannot be there is dropped and counted."""
         same_secret = database.header is not None and database.header.secret == header.secret
-        right, wrong = _pages(database.pages(), self._slots if same_secret else 0)
-        table, dropped = Table(self._slots), PER_PAGE * len(wrong)
-        table.fill(right)
+        count = -(-self._slots // PER_PAGE) if same_secret else 0
+        pages, others = database.pages(count)
+        table, dropped = Table(self._slots), PER_PAGE * others
+        table.fill(pages)
         dropped += table.check(min(had, self._slots))
         in_doubt = database.header is not None and not database.header.closed
-        database.begin(header, [number for number, _ in wrong])
+        database.begin(header, count)
         self._table, self._index = table, Index(table, model, in_doubt)
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
@@ -336,17 +337,6 @@ class DiskStore:
     def _count_error(self) -> None:
         with self._lock:
             self._counts["io_errors"] += 1
-
-
-def _pages(found: list[Page], slots: int) -> tuple[list[Page], list[Page]]:
-    """The pages of a table with this many slots, and those that cannot be."""
-    right: list[Page] = []
-    wrong: list[Page] = []
-    for page in found:
-        number, content = page
-        fits = isinstance(content, bytes) and len(content) == PAGE_BYTES and 0 <= number * PER_PAGE < slots
-        (right if fits else wrong).append(page)
-    return right, wrong
 
 
 def _named(path: str, call: Callable[[], Any]) -> Any:

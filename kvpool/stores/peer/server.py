@@ -121,13 +121,13 @@ class StoreServer:
         socket.linger, socket.ipv6 = 0, "[" in endpoint
         # An answer to a client that has gone, or reads nothing, is an error here instead of being dropped in silence.
         socket.router_mandatory = True
-        # A client has one call under way on each connection.
-        socket.sndhwm = socket.rcvhwm = 4
+        # A client has one call under way on each connection. ZeroMQ holds one message more each way.
+        socket.sndhwm, socket.rcvhwm = 1, 2
         socket.maxmsgsize = frame_bytes_max(self._calls.blocks_per_call, self._calls.block_bytes)
         if stall_ms and endpoint.startswith("tcp:"):
             socket.tcp_maxrt = stall_ms
         door.apply(socket)
-        self._connections = Connections(socket, connections)
+        self._connections = Connections(socket, connections, guarded=True)
         socket.bind(endpoint)
         return socket
 
@@ -199,6 +199,7 @@ class StoreServer:
             client, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return 0
+        self._connections.heard(client)
         try:
             request = self._calls.parse(client.bytes, [frame.buffer for frame in frames])
             if isinstance(request, StoreHello):
