@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "a_new_secret_keeps_old_rows",
         "stores/disk/store.py",
-        "self._slots if same_secret else 0",
-        "self._slots",
+        "count = -(-self._slots // PER_PAGE) if same_secret else 0",
+        "count = -(-self._slots // PER_PAGE)",
         "Blocks that nobody can ever find fill the store.",
         (f"{DAMAGE}test_missing_files[secret]",),
     ),
