@@ -90,6 +90,16 @@ class StridedArray:
         assert self.strides is not None
         return self.strides
 
+    def __copy__(self) -> StridedArray:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StridedArray:
+        """Itself: a copy of the owner would lie at another address."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a StridedArray cannot be pickled: its address means nothing elsewhere")
+
     def host_view(self) -> npt.NDArray[Any]:
         """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""
         if self.memory != "host":

@@ -60,6 +60,12 @@ class ModelIdentity:
                 raise ValueError(f"{name} has {len(text)} characters: accepted are up to {TEXT_MAX}")
             object.__setattr__(self, name, text)
 
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a ModelIdentity has no state to set: a pickle brings its fields, which are checked")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelIdentity, tuple(getattr(self, field.name) for field in fields(self))
+
     @cached_property
     def content(self) -> bytes:
         """All fields, so that no two identities are alike."""

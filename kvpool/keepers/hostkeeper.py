@@ -19,6 +19,7 @@ from kvpool.arguments import list_argument
 from kvpool.errors import BlockNotFound, OutOfBlocks, PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.index import HostCache
+from kvpool.hostcache.keys import key_argument, keys_argument
 from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.health import StoreHealth, seconds_argument
@@ -215,6 +216,8 @@ class HostKeeper:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
         stores, and is PENDING meanwhile. Raises TypeError, ValueError, PoolClosed."""
         cache = self._cache
+        if type(key) is not bytes:
+            key = key_argument("key", key)
         found = cache.find(key)
         if found == cache.HERE:
             return found
@@ -222,11 +225,11 @@ class HostKeeper:
             return cache.ABSENT if key in self._hung else found
         if key in self._asked:
             return cache.PENDING
-        return cache.PENDING if self._ask(bytes(key)) else cache.ABSENT
+        return cache.PENDING if self._ask(key) else cache.ABSENT
 
     def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
-        own = tuple(keys)
+        own = keys_argument(keys)
         answers = self._cache.lookup(own)
         for place in np.flatnonzero(answers != self._cache.HERE).tolist():
             answers[place] = self.find(own[place])
@@ -243,7 +246,7 @@ class HostKeeper:
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
-        own = tuple(keys)
+        own = keys_argument(keys)
         count = self._cache.publish(own)
         for key in own:
             self._absent.pop(key, None)
@@ -256,7 +259,7 @@ class HostKeeper:
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does. The stores keep the blocks, but are not asked for them for a while."""
-        own = tuple(keys)
+        own = keys_argument(keys)
         count = self._cache.forget(own)
         until = self._clock() + self._retry_seconds
         for key in own:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvpool.arrays.strided import read_only
 from kvpool.stores.base import OK, Bytes, Rows
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ KINDS = (FIND, LOAD, SAVE, FORGET)
 class Job:
     """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
 
-    ``kind``: "find", "load", "save" or "forget". ``keys`` uint8[n, 32]. ``rows`` int64[n]: of a load or save.
+    ``kind``: "find", "load", "save" or "forget". ``keys`` uint8[n, 32]. ``rows`` int64[n]: of a load or save. ``codes``
+    uint8[n]: what became of each block, 255 while that is not known. All three are read-only.
     ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
     took. ``error``: the text of the store's last error, or "".
 
@@ -32,8 +34,8 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error",
-        "keys", "kind", "limit", "rows", "seconds", "tag",
+        "__weakref__", "_calls", "_codes", "_keys", "_lock", "_queue", "_queued", "_rows", "_settled", "began",
+        "deadline", "error", "kind", "limit", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -41,10 +43,23 @@ class Job:
         tag: bytes, limit: int,
     ) -> None:  # fmt: skip
         self._queue, self._lock = queue, lock
-        self.kind, self.keys, self.rows, self.deadline, self.tag, self.limit = kind, keys, rows, deadline, tag, limit
-        self.codes = np.full(len(keys), WAITING, np.uint8)
+        # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
+        self._keys, self._rows, self._codes = keys, rows, np.full(len(keys), WAITING, np.uint8)
+        self.kind, self.deadline, self.tag, self.limit = kind, deadline, tag, limit
         self.error, self.began, self.seconds = "", math.nan, 0.0
         self._calls, self._queued, self._settled = 0, len(keys), not len(keys)
+
+    @property
+    def keys(self) -> Bytes:
+        return read_only(self._keys)
+
+    @property
+    def rows(self) -> Rows:
+        return read_only(self._rows)
+
+    @property
+    def codes(self) -> Bytes:
+        return read_only(self._codes)
 
     @property
     def done(self) -> bool:
@@ -64,13 +79,13 @@ class Job:
     @property
     def ok(self) -> int:
         """How many blocks are OK."""
-        return int(np.count_nonzero(self.codes == OK))
+        return int(np.count_nonzero(self._codes == OK))
 
     @property
     def leading(self) -> int:
         """How many blocks are OK before the first that is not: what a prefix can use."""
-        wrong = np.flatnonzero(self.codes != OK)
-        return int(wrong[0]) if len(wrong) else len(self.codes)
+        wrong = np.flatnonzero(self._codes != OK)
+        return int(wrong[0]) if len(wrong) else len(self._codes)
 
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
         """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
@@ -83,7 +98,7 @@ class Job:
         self._queue.cancel(self)
 
     def __repr__(self) -> str:
-        return f"Job({self.kind}, blocks={len(self.codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
+        return f"Job({self.kind}, blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
 
     # -- called by the queue, which holds the lock ---------------------------------------------------
 
@@ -96,13 +111,13 @@ class Job:
 
     def call_ends(self, part: slice, codes: Bytes, error: str) -> None:
         """A call has returned. Its codes count where nothing else was decided meanwhile."""
-        own = self.codes[part]
+        own = self._codes[part]
         own[own == WAITING] = codes[own == WAITING]
         self.error = error or self.error
         self._calls -= 1
-        self._settled = self._settled or not (self.codes == WAITING).any()
+        self._settled = self._settled or not (self._codes == WAITING).any()
 
     def settle(self, code: int) -> None:
         """Give this code to all blocks that have none. No further call begins."""
-        self.codes[self.codes == WAITING] = code
+        self._codes[self._codes == WAITING] = code
         self._queued, self._settled = 0, True

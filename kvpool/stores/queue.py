@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import os
+import re
 import select
 import threading
 import time
@@ -133,6 +134,8 @@ class StoreQueue:
         if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
             raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
+        # Asked once: a store may say something else later.
+        self._name, self._threads = _name_argument(store.name), integer_argument("store.threads", store.threads, 1, 256)
         self._store, self._clock, self._process = store, clock, Process()
         own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
         try:
@@ -154,10 +157,10 @@ class StoreQueue:
         self._refused, self._closing, self._store_closed = 0, False, False
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._signal)
-        self._workers = store.threads
-        names = [f"kvpool-{store.name}-{i}" for i in range(store.threads)]
+        self._workers = self._threads
+        names = [f"kvpool-{self._name}-{i}" for i in range(self._threads)]
         threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        threads.append(threading.Thread(target=self._watch, name=f"kvpool-{store.name}-deadlines", daemon=True))
+        threads.append(threading.Thread(target=self._watch, name=f"kvpool-{self._name}-deadlines", daemon=True))
         for thread in threads:
             thread.start()
 
@@ -166,7 +169,7 @@ class StoreQueue:
     @property
     def name(self) -> str:
         """The name of the store."""
-        return self._store.name
+        return self._name
 
     @property
     def slots(self) -> int:
@@ -195,10 +198,10 @@ class StoreQueue:
     ) -> Job:  # fmt: skip
         """Save rows of the memory, which nobody may change until the job is returned. ``tag``, ``limit``: as in
         ``Store.save``."""
-        if not isinstance(tag, bytes) or len(tag) != TAG_BYTES:
+        if not isinstance(tag, bytes) or bytes.__len__(tag) != TAG_BYTES:
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes")
         limit = integer_argument("limit", limit, 0, NO_LIMIT)
-        return self._begin(jobs.SAVE, keys, rows, deadline, tag, limit)
+        return self._begin(jobs.SAVE, keys, rows, deadline, bytes.__getitem__(tag, slice(None)), limit)
 
     def forget(self, keys: Bytes) -> Job:
         """Drop blocks."""
@@ -278,9 +281,7 @@ class StoreQueue:
         self._process.check(self)
         own = _keys_argument(keys)
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        if not isinstance(deadline, (int, float)) or math.isnan(deadline):
-            raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-        job = Job(self, self._lock, kind, own, places, float(deadline), tag, limit)
+        job = Job(self, self._lock, kind, own, places, _deadline_argument(deadline), tag, limit)
         parts = [slice(i, min(i + self._piece_blocks, len(own))) for i in range(0, len(own), self._piece_blocks)]
         with self._lock:
             if self._closing:
@@ -340,27 +341,29 @@ class StoreQueue:
     def _may_begin(self, job: Job) -> bool:
         """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
         saves = sum(other.kind == jobs.SAVE for other in self._running.values())
-        return job.kind != jobs.SAVE or saves < max(1, self._store.threads - 1)
+        return job.kind != jobs.SAVE or saves < max(1, self._threads - 1)
 
     def _call(self, job: Job, part: slice) -> tuple[Bytes, str]:
         """One call of the store. Returns the codes, and the text of an error."""
         keys, rows, store = job.keys[part], job.rows[part], self._store
+        count = len(keys)
         try:
+            # The store gets copies, which it may write to.
             if job.kind == jobs.FIND:
-                return _codes(store.find(keys), len(keys)), ""
+                return _codes(store.find(keys.copy()), count), ""
             if job.kind == jobs.FORGET:
-                store.forget(keys)
-                return np.full(len(keys), OK, np.uint8), ""
+                store.forget(keys.copy())
+                return np.full(count, OK, np.uint8), ""
             if job.kind == jobs.SAVE:
-                seals = self.secret.seal(keys, rows, self.memory)
-                return _codes(store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys)), ""
+                own = keys.copy(), rows.copy(), self.secret.seal(keys, rows, self.memory)
+                return _codes(store.save(*own, job.tag, job.limit, lambda: job.done), count), ""
             return self._checked(job, keys, rows), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
-            return np.full(len(keys), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+            return np.full(count, FAILED, np.uint8), _text_of(error)
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
-        answer, found = self._store.load(keys, rows, lambda: job.done)
+        answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
         codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
         there = np.flatnonzero(codes == OK)
         if len(there) and not job.done:
@@ -434,21 +437,24 @@ class StoreQueue:
 
 
 def _memory_argument(memory: Any) -> Bytes:
-    fits = isinstance(memory, np.ndarray) and memory.dtype == np.uint8 and memory.ndim == 2 and memory.size > 0
-    if not fits or not memory.flags.c_contiguous or not memory.flags.writeable:
-        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
     # A view of its own, whose shape and type nobody else can change.
-    return np.ndarray.view(memory, np.ndarray)[:]
+    own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
+    fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
+    if own is None or not fits or not own.flags.c_contiguous or not own.flags.writeable:
+        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
+    return own
 
 
 def _keys_argument(keys: Any) -> Bytes:
-    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
+    # A subclass may answer with another shape than its memory has.
+    own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
+    if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
         raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret")
-    return keys.copy()
+    return own.copy()
 
 
 def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
-    own = id_array("rows", rows).copy()
+    own = id_array("rows", rows)
     if len(own) != count:
         raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
     if count and not (0 <= own.min() and own.max() < slots):
@@ -460,7 +466,33 @@ def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
 
 def _codes(answer: Any, count: int) -> Bytes:
     """A private copy of what a store has answered. Raises ValueError for what it must not answer."""
-    codes = np.array(answer, np.uint8)
-    if codes.shape != (count,) or (count and int(codes.max()) >= len(CODES)):
-        raise ValueError(f"the store has answered {answer!r:.80}: accepted is one code for each of {count} keys")
-    return codes
+    codes = np.array(answer)
+    fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)
+    # Before it becomes a byte: 257 would be one, and OK.
+    if not fits or (count and not 0 <= int(codes.min()) <= int(codes.max()) < len(CODES)):
+        raise ValueError(f"the store has answered {codes!r:.80}: accepted is one code for each of {count} keys")
+    return codes.astype(np.uint8)
+
+
+def _text_of(error: BaseException) -> str:
+    """What an error of a store says of itself, if it says anything."""
+    try:
+        return f"{type(error).__name__}: {error}"[:1000]
+    except BaseException:  # Whatever it says: the thread goes on.
+        return type(error).__name__
+
+
+def _name_argument(name: Any) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
+        raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
+    return str.__str__(name)
+
+
+def _deadline_argument(deadline: Any) -> float:
+    try:
+        found = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
+    return found
