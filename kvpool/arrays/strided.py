@@ -63,7 +63,7 @@ class StridedArray:
     owner: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in self.shape)
+        shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in _items("shape", self.shape))
         itemsize = integer_argument("itemsize", self.itemsize, 1, 2**31)
         if self.strides is None:
             strides = [itemsize]
@@ -71,7 +71,8 @@ class StridedArray:
                 strides.insert(0, strides[0] * extent)
             strides = strides[: len(shape)]
         else:
-            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in self.strides]
+            given_strides = _items("strides", self.strides)
+            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in given_strides]
         if len(strides) != len(shape):
             raise ValueError(f"strides={self.strides}: {len(shape)} are needed, one for each axis of shape {shape}")
         if self.memory not in MEMORIES:
@@ -105,6 +106,14 @@ class StridedArray:
         if self.memory != "host":
             raise ValueError("memory of a GPU has no view in NumPy")
         return np.asarray(_Interface(self))
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """The items, all read before one of them is looked at."""
+    try:
+        return tuple(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r:.80}: accepted is a tuple of integers") from None
 
 
 class _Interface:
@@ -159,14 +168,18 @@ def as_strided(name: str, array: Any) -> StridedArray:
 
 
 def _from_interface(name: str, array: Any, interface: Any, memory: str) -> StridedArray:
+    if not isinstance(interface, dict) or not {"typestr", "data", "shape"} <= interface.keys():
+        raise TypeError(f"{name}: the array interface of {type(array).__name__} lacks typestr, data or shape")
     if interface.get("mask") is not None:
         raise ValueError(f"{name}: masked arrays are not accepted")
-    dtype = np.dtype(interface["typestr"])
+    try:
+        dtype, (address, read_only) = np.dtype(interface["typestr"]), interface["data"]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: accepted is an array interface with an address and a type that NumPy has") from None
     if dtype.kind == "O":
         raise ValueError(f"{name}: elements of bytes are needed, not Python objects")
     if not dtype.isnative:
         raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
-    address, read_only = interface["data"]
     strides = interface.get("strides")
     return StridedArray(
         int(address or 0),
