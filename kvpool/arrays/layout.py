@@ -149,6 +149,9 @@ class BlockLayout:
     order: str = "layer_first"
     tokens: str = "NHD"
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("BlockLayout has no subclasses: one could answer with other extents than were checked")
+
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tokens_per_block"):
             object.__setattr__(self, name, integer_argument(name, getattr(self, name), 1, _EXTENT_MAX))

@@ -114,9 +114,12 @@ class PagedKV:
     writable: bool
     owner: Any = field(default=None, repr=False)
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("PagedKV has no subclasses: one could answer with other extents than were checked")
+
     def __post_init__(self) -> None:
         # Copies use these addresses long after they were checked.
-        bases, extents = np.array(self.bases, np.int64), {}
+        bases, extents = _addresses(self.bases), {}
         for name in ("blocks", "tokens_per_block"):
             extents[name] = integer_argument(name, getattr(self, name), 1, 1 << 62)
         if bases.ndim != 2 or len(bases) != len(self.planes):
@@ -213,6 +216,19 @@ class PagedKV:
         return cls.of(
             array, ("| L P B " if layer_first else "| B L P ") + ("T H D" if layout.tokens == "NHD" else "H T D")
         )
+
+
+def _addresses(bases: Any) -> npt.NDArray[np.int64]:
+    """A private copy. Raises TypeError, ValueError."""
+    try:
+        found = np.array(bases)
+    except ValueError:
+        raise ValueError(f"bases={bases!r:.80}: accepted is int64[planes, layers]") from None
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"bases has dtype {found.dtype}: accepted are integers of 64 bits")
+    if found.size and int(found.max()) > 2**63 - 1:
+        raise ValueError(f"bases: {int(found.max())} is no address: accepted are up to {2**63 - 1}")
+    return found.astype(np.int64)
 
 
 def _plane(index: int, plane: Any) -> Plane:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvpool.arrays import dlpack
 from kvpool.arrays.layout import integer_argument
 
 MEMORIES = ("host", "device")
+_AXES_MAX = 64
 _HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
 _PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
@@ -111,9 +113,12 @@ class StridedArray:
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     """The items, all read before one of them is looked at."""
     try:
-        return tuple(value)
+        found = tuple(islice(value, _AXES_MAX + 1))
     except TypeError:
         raise TypeError(f"{name}={value!r:.80}: accepted is a tuple of integers") from None
+    if len(found) > _AXES_MAX:
+        raise ValueError(f"{name} has more than {_AXES_MAX} entries: accepted are so many axes as NumPy has")
+    return found
 
 
 class _Interface:
@@ -194,7 +199,10 @@ def _from_interface(name: str, array: Any, interface: Any, memory: str) -> Strid
 
 
 def _from_dlpack(name: str, array: Any) -> StridedArray:
-    device_type = int(array.__dlpack_device__()[0])
+    try:
+        device_type = int(array.__dlpack_device__()[0])
+    except (TypeError, ValueError, IndexError):
+        raise TypeError(f"{name}: __dlpack_device__ of {type(array).__name__} gives no pair of integers") from None
     if device_type not in _HOST_DEVICE_TYPES + _GPU_DEVICE_TYPES:
         raise ValueError(
             f"{name}: memory of the host or of a CUDA device is needed, not of DLPack's device type {device_type}"
@@ -205,7 +213,7 @@ def _from_dlpack(name: str, array: Any) -> StridedArray:
         # tensor.
         capsule = _capsule(array, {"stream": -1} if gpu else {})
         tensor, head = dlpack.opened(capsule)
-    except (BufferError, RuntimeError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {type(array).__name__} does not give its memory: {error}") from error
     itemsize, rest = divmod(tensor.bits * tensor.lanes, 8)
     if rest or not itemsize:

@@ -50,6 +50,9 @@ class ModelIdentity:
     hash_version: str
     kv_scales: str = ""
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("ModelIdentity has no subclasses: one could answer with another fingerprint than its own")
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _layout_text(self.layout))
         for name in (field.name for field in fields(self)):

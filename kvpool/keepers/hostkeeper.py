@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, islice
 from types import TracebackType
@@ -536,7 +537,9 @@ class HostKeeper:
 
     def _kept(self, save: _Save, store: int, job: Job, first: bool) -> None:
         """A save is done, or has returned."""
-        if first:
+        if save.lease.closed:
+            self._revoked(store, job, first)
+        elif first:
             self._saved += job.ok
             for code, count in zip(CODES, np.bincount(job.codes, minlength=len(CODES)).tolist(), strict=True):
                 if count and code != CODES[OK]:
@@ -547,6 +550,14 @@ class HostKeeper:
                 self._saving -= len(save.lease.keys)
                 if not save.lease.closed:
                     save.lease.close()
+
+    def _revoked(self, store: int, job: Job, first: bool) -> None:
+        """Others have closed the lease: the rows may have got other bytes before the store had read them. What it has
+        kept is dropped."""
+        if first:
+            self._unsaved["evicted"] += len(job.codes)
+        with suppress(StoreBusy, PoolClosed):
+            self._lines[store].queue.forget(job.keys)
 
     # -- what they share -----------------------------------------------------------------------------
 

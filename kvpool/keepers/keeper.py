@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvpool.arguments import adapter_argument, list_argument, salt_argument
+from kvpool.arguments import adapter_argument, list_argument, salt_argument, token_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
@@ -29,7 +29,7 @@ from kvpool.keepers.saving import Namespace, OnCommit, OnEviction, OnReuse, Rule
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Events
 from kvpool.process import Process
-from kvpool.sequences.keys import Match
+from kvpool.sequences.keys import BlockKeys, Match
 from kvpool.state.records import H
 from kvpool.stores.base import Store
 from kvpool.stores.queue import StoreStats
@@ -190,7 +190,7 @@ class Keeper:
         its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         self._process.check(self)
-        keys = self._pool.block_keys(prompt)
+        keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
         handle = Prefetch(keys, self._clock() + seconds)
         with self._lock:
@@ -206,7 +206,7 @@ class Keeper:
         what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
         lost blocks since. Does not change the pool."""
         self._process.check(self)
-        keys = self._pool.block_keys(prompt)
+        keys = self._keys(prompt)
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
         full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
@@ -215,6 +215,9 @@ class Keeper:
         if not keys.reuse or not there.any():
             return match
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
+
+    def _keys(self, prompt: Any) -> BlockKeys:
+        return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
 
     def events(self, *, snapshot: bool = False) -> Events:
         """The events of the pool, and those of the stores: their tier is the name of the store. As

@@ -361,7 +361,7 @@ def key_rows(keys: Any) -> npt.NDArray[np.int64]:
     """Keys as private int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
         return keys._keys.view(np.int64)
-    keys = in_numpy("keys", keys)
+    keys = in_numpy("keys", np.asarray(keys) if isinstance(keys, memoryview) else keys)
     if isinstance(keys, np.ndarray):
         found = np.asarray(keys)[...]
         if found.dtype != np.uint64 or found.ndim != 2 or found.shape[1] != 2:

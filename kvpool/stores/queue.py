@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 import os
 import re
 import select
@@ -242,7 +243,7 @@ class StoreQueue:
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
-        own = self._store.stats()
+        own = _figures(self._store)
         with self._lock:
             return StoreStats(
                 self.name, dict(self._blocks), dict(self._nbytes), dict(self._seconds), self._refused,
@@ -480,6 +481,14 @@ def _text_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"[:1000]
     except BaseException:  # Whatever it says: the thread goes on.
         return type(error).__name__
+
+
+def _figures(store: Store) -> dict[str, int]:
+    """What a store counts itself; nothing, if it does not say it."""
+    try:
+        return {str(name): operator.index(value) for name, value in dict(store.stats()).items()}
+    except Exception:
+        return {}
 
 
 def _name_argument(name: Any) -> str:

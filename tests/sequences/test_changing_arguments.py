@@ -17,6 +17,8 @@ import pytest
 from engine import Engine, small_layout
 from kvpool import (
     BlockKeys,
+    BlockLayout,
+    LayerGroup,
     ModelIdentity,
     OutOfSequences,
     PagedKV,
@@ -207,8 +209,16 @@ def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None
 
     with pytest.raises(TypeError, match="slot_mapping"):
         scatter_kv(
-            PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D"), Odd(), np.ones((2, 2, 1, 6), np.uint16)
+            PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D"),
+            Odd(),
+            np.ones((2, 2, 1, 6), np.uint16),
         )
+
+
+@pytest.mark.parametrize("owner", [BlockKeys, BlockLayout, LayerGroup, ModelIdentity, PagedKV])
+def test_what_is_believed_later_has_no_subclasses(owner: type) -> None:
+    with pytest.raises(TypeError, match=f"{owner.__name__} has no subclasses"):
+        type("Other", (owner,), {"block_bytes": property(lambda self: 1)})
 
 
 def test_what_is_checked_when_it_is_made_is_checked_when_it_is_unpickled() -> None:
@@ -311,6 +321,54 @@ def test_a_number_that_says_it_is_an_ellipsis_is_a_number(make: Make) -> None:
     cache = make().cache
     export = cache.export("device")
     assert np.shares_memory(np.asarray(export[tuple(Equal(0) for _ in export.shape)]), cache.device_pool)
+
+
+class Number:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Array:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return None
+
+
+class Tensor:
+    """Says that it has memory, and has none."""
+
+    def __init__(self, device: Any, capsule: Any = None) -> None:
+        self.device, self.capsule = device, capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self.device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.capsule
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[Number(1 << 70)], Array(), Tensor(None), Tensor(5), Tensor(()), Tensor(("a", 0)), Tensor((1, 0)),
+     Tensor((1, 0), object()), memoryview(np.ones((2, 2)))],
+    ids=lambda given: type(given).__name__,
+)  # fmt: skip
+def test_what_is_no_array_is_refused_by_name(make: Make, given: Any) -> None:
+    cache = make().cache
+    one = cache.add_sequence([1, 2, 3])
+    calls: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: cache.match_prefix(given),
+        "ids": lambda: cache.commit(given),
+        "tokens": lambda: cache.append_tokens(one, given),
+        "counts": lambda: cache.rewind(one, given),
+        "key": lambda: cache.pin(given),
+    }
+    for name, call in calls.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            call()
+    cache.release(one)
 
 
 # -- what was let out --------------------------------------------------------------------------------

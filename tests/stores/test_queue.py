@@ -439,7 +439,9 @@ def test_keys_are_asked_for_nothing(queue: StoreQueue) -> None:
     assert job.wait(60, returned=True) and job.codes.tolist() == [OK] * 2
 
 
-@pytest.mark.parametrize("deadline", [10**400, -(10**400), float("nan"), "5", b"5", None, [1.0]], ids=lambda d: str(d)[:9])
+@pytest.mark.parametrize(
+    "deadline", [10**400, -(10**400), float("nan"), "5", b"5", None, [1.0]], ids=lambda d: str(d)[:9]
+)
 def test_a_deadline_that_is_none_is_a_value_error(queue: StoreQueue, deadline: Any) -> None:
     with pytest.raises(ValueError, match="deadline"):
         queue.find(saved(queue, 1), deadline=deadline)
@@ -447,11 +449,22 @@ def test_a_deadline_that_is_none_is_a_value_error(queue: StoreQueue, deadline: A
 
 @pytest.mark.parametrize(("attribute", "value"), [("name", ""), ("name", "A"), ("name", 5), ("name", "a/b"),
                                                   ("name", "a" * 65), ("threads", 0), ("threads", 1.5)])  # fmt: skip
-def test_a_store_without_a_name_or_threads_is_refused_before_it_is_opened(store: Wrong, attribute: str, value: Any) -> None:
+def test_a_store_without_a_name_or_threads_is_refused_before_it_is_opened(
+    store: Wrong, attribute: str, value: Any
+) -> None:
     setattr(store, attribute, value)
     with pytest.raises((TypeError, ValueError), match=f"store.{attribute}"):
         open_queue(store)
     assert not store.calls
+
+
+@pytest.mark.parametrize("figures", [None, 5, {"blocks": "x"}, {"blocks": None}, [1]], ids=str)
+def test_figures_of_a_store_that_are_none_are_left_out(store: Wrong, queue: StoreQueue, figures: Any) -> None:
+    saved(queue, 1)
+    store.stats = lambda: figures  # type: ignore[method-assign]
+    assert queue.stats().store == {} and queue.stats().blocks["save", "ok"] == 1
+    store.stats = fail  # type: ignore[method-assign]
+    assert queue.stats().store == {}
 
 
 def test_what_a_store_says_of_itself_counts_once(store: Wrong) -> None:
