@@ -11,10 +11,12 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
 
+_SIZE = r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-z]*)"
+
 
 def parse_size(given: Any) -> int | None:
     """A number of bytes, of an integer or a text. None for anything else."""
-    if isinstance(given, bool) or not isinstance(given, (int, str)):
-        return None
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(given).strip().lower())
+    if isinstance(given, int) and not isinstance(given, bool):
+        return int(given) if 0 <= given < 1 << 63 else None
+    found = re.fullmatch(_SIZE, given.strip().lower()) if isinstance(given, str) else None
     return None if found is None or found[2] not in _UNITS else int(float(found[1]) * _UNITS[found[2]])

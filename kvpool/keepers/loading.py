@@ -39,10 +39,10 @@ UNUSED_SECONDS = 60.0
 class Prefetch:
     """What became of ``Keeper.prefetch``. Thread-safe.
 
-    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``blocks``: blocks that have entered the host tier so far, in all groups of layers. ``ended``: why there is no more
-    to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has more), "declined" (to
-    compute is faster), "late", "full" (no room before the deadline, or no more than what has come), "failed",
-    "cancelled", "reset" or "closed".
+    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``blocks``: blocks that have entered the
+    host tier so far, in all groups of layers. ``ended``: why there is no more to come: "" while it goes on, "loaded",
+    "cached" (the pool has all), "absent" (no store has more), "declined" (to compute is faster), "late", "full" (no
+    room before the deadline, or no more than what has come), "failed", "cancelled", "reset" or "closed".
     """
 
     __slots__ = ("__weakref__", "_blocks", "_cancelled", "_deadline", "_ended", "_over", "_prompt")
