@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -674,9 +675,17 @@ class Argument:
         self.memory[:] = self.after
 
 
+def _ids() -> Iterator[str]:
+    """A name for each case: its verb, with a number from the second case of a verb on."""
+    counts: Counter[str] = Counter()
+    for case in CASES:
+        counts[case.verb] += 1
+        yield case.verb if counts[case.verb] == 1 else f"{case.verb} {counts[case.verb]}"
+
+
 WALK = [
-    pytest.param(case, name, form, id=f"{case.verb}-{i}-{name}-{form}")
-    for i, case in enumerate(CASES)
+    pytest.param(case, name, form, id=f"{own}-{name}-{form}")
+    for own, case in zip(_ids(), CASES, strict=True)
     for name in case.arrays
     for form in case.forms
 ]
@@ -684,9 +693,12 @@ CHANGED = [
     one
     for one in WALK
     for case, name, form in [one.values]
-    if form == "array" or (form == "list" and (name == next(iter(case.arrays)) or case.forms == LIST))
+    if form == "array"
+    or (form == "list" and (name == next(iter(case.arrays)) or case.forms == LIST))
+    or (form == "interface" and 1 < len(case.arrays) and name == list(case.arrays)[-1])
 ]
-"""Every argument as an array, and of each case the first one as a list."""
+"""Every argument as an array, of each case the first one as a list, and the last of several in another package's
+array."""
 
 
 @contextmanager

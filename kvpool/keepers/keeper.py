@@ -387,7 +387,8 @@ def _host_blocks(pool: Any) -> list[int]:
 def _stores_argument(stores: Any) -> list[Store]:
     found = list_argument("stores", stores)
     names = [getattr(store, "name", None) for store in found]
-    if not found or len(found) > 16 or len(set(names)) < len(names):
+    named = all(isinstance(name, str) for name in names)
+    if not found or len(found) > 16 or not named or len(set(names)) < len(names):
         raise ValueError(f"stores={names!r:.80}: accepted are 1 to 16 stores with different names")
     return found
 

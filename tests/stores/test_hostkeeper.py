@@ -721,6 +721,10 @@ def test_a_key_is_what_its_bytes_are(make: Callable[..., Engine]) -> None:
     assert engine.keeper.lookup([Lying(key) for key in names(2)]).tolist() == [PENDING] * 2
     engine.until(lambda: not engine.keeper.stats().searching)
     engine.read(2)
+    stats = engine.keeper.stats()
+    assert (stats.asked, stats.missed) == (3, {"absent": 1}), (
+        "two keys, and the one that shows the clock to the threads"
+    )
 
 
 @pytest.mark.parametrize("verb", ["lookup", "publish", "forget", "pin"])

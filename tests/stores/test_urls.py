@@ -33,7 +33,9 @@ def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
     assert "abcdef" not in str(found.value)
 
 
-@pytest.mark.parametrize("size", [10**400, 1 << 63, -1, True, 1.5, "9" * 400, "9" * 400 + "GiB", "1e3", "nan", "inf", None])
+@pytest.mark.parametrize(
+    "size", [10**400, 1 << 63, -1, True, 1.5, "9" * 400, "9" * 400 + "GiB", "1e3", "nan", "inf", None]
+)
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(ValueError, match="staging="):
         bytes_argument("staging", size)
