@@ -19,6 +19,7 @@ from kvpool import (
     BlockKeys,
     BlockLayout,
     LayerGroup,
+    Lease,
     ModelIdentity,
     OutOfSequences,
     PagedKV,
@@ -26,8 +27,10 @@ from kvpool import (
     UnknownSequence,
     scatter_kv,
 )
+from kvpool import operations as op
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
+from kvpool.holders.leases import Leases
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request
 
@@ -384,6 +387,23 @@ def test_addresses_of_a_paged_cache_cannot_be_changed() -> None:
     assert other.bases.tolist() == paged.bases.tolist()
     with pytest.raises(ValueError, match="bases"):
         PagedKV(given[:1], paged.planes, paged.blocks, paged.tokens_per_block, paged.memory, paged.writable)
+
+
+def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread finds it in ``leases`` before the call that takes it has returned."""
+    settle = Leases.settle
+
+    def change_and_settle(self: Leases, lease: Lease, now: int) -> bool:
+        lease.blocks[:] = 1 << 40
+        return settle(self, lease, now)
+
+    cache = make().cache
+    one = cache.add_sequence(list(range(8)))
+    cache.commit(one)
+    cache.release(one)
+    monkeypatch.setattr(Leases, "settle", change_and_settle)
+    [lease] = cache.apply([op.pin(cache.block_keys(list(range(8))))], stream=0)
+    lease.close()
 
 
 def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -> None:
