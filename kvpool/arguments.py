@@ -9,6 +9,7 @@ again. Neither changes the result.
 from __future__ import annotations
 
 import array
+import operator
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def _integers(name: str, values: Any) -> npt.NDArray[Any]:
     try:
         # The view shows type and shape, so a large buffer that is refused is never copied.
         found = np.asarray(values)[...]
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int") from None
     if found.dtype.kind not in "iu":
         raise TypeError(f"{name}={values!r:.80} has dtype {found.dtype}: accepted are integers")
@@ -51,7 +52,8 @@ def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.i
     try:
         return np.frombuffer(array.array("q", items), np.int64) if items else np.empty(0, np.int64)
     except OverflowError:
-        raise ValueError(f"{name}: {max(items, key=abs)} is not in the int64 range") from None
+        wrong = next((i for i in map(operator.index, items) if not -INT64_MAX - 1 <= i <= INT64_MAX), values)
+        raise ValueError(f"{name}: {wrong!r:.80} is not in the int64 range") from None
     except TypeError:
         raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
 

@@ -71,6 +71,9 @@ class LayerGroup:
     kind: str = "attention"
     snapshot_tokens: int | None = None
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("LayerGroup has no subclasses: one could answer with other layouts than were checked")
+
     def __post_init__(self) -> None:
         parts = tuple(self.layout) if isinstance(self.layout, (list, tuple)) else (self.layout,)
         if not parts or not all(isinstance(part, BlockLayout) for part in parts):

@@ -12,12 +12,16 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
 
+_SIZE = r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-z]*)"
+_LIMIT = 1 << 63
+
 
 def parse_size(given: Any) -> int | None:
     """A number of bytes, of an integer or a text. None for anything else."""
     if isinstance(given, int) and not isinstance(given, bool):
-        return None if given < 0 else given
-    if not isinstance(given, str):
+        return int(given) if 0 <= given < _LIMIT else None
+    found = re.fullmatch(_SIZE, given.strip().lower()) if isinstance(given, str) else None
+    if found is None or found[2] not in _UNITS:
         return None
-    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", given.strip().lower())
-    return None if found is None or found[2] not in _UNITS else int(Fraction(found[1]) * _UNITS[found[2]])
+    size = int(Fraction(found[1]) * _UNITS[found[2]])
+    return size if size < _LIMIT else None

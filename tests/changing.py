@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import pytest
 
 from engine import Clock, small_layout
 from kvpool import (
+    BlockKeys,
+    HostCache,
     HostCopies,
     HostTier,
     KVCacheManager,
@@ -25,10 +28,12 @@ from kvpool import (
 from kvpool import operations as op
 from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
+from kvpool.keepers import HostKeeper, Keeper
 from kvpool.kernels.launch import Grid, Launch
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request
 from kvpool.state import debug
+from kvpool.stores import Job, MemoryStore, StoreQueue
 from steps import NAMES, arrays
 
 T = 4
@@ -165,6 +170,90 @@ class Paged(Nothing):
         return super().picture(), self.host.tobytes()
 
 
+WALKED = ModelIdentity("walk", "1", "uint8", "blocks of 64 bytes", "1")
+
+
+def _named(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def _clocked(**options: Any) -> dict[str, Any]:
+    return {"identity": WALKED, "secret": bytes(32), "clock": Clock(), "event_capacity": 16} | options
+
+
+class Hosted:
+    """A host cache with keys that are there, that somebody reads, and that wait for their bytes."""
+
+    def __init__(self) -> None:
+        self.cache = HostCache(8, 64, **_clocked())
+        self.cache.publish(self.cache.reserve(_named("a", "b", "c")).keys)
+        self.cache.reserve(_named("p", "q"))
+        self.lease = self.cache.pin(_named("c"))
+
+    def picture(self) -> object:
+        return [debug.dump(state) for state in self.cache._states], len(self.cache.leases)
+
+
+class Stored:
+    """A store that has four blocks, and the memory that blocks are saved from and loaded to."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(64 * 64)
+        self.memory = np.arange(8 * 64, dtype=np.uint32).astype(np.uint8).reshape(8, 64)
+        self.memory[:] += np.arange(8, dtype=np.uint8)[:, None]
+        self.queue = StoreQueue(self.store, self.memory, WALKED, secret=bytes(32))
+        assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(60, returned=True)
+
+    def keys(self, *numbers: int) -> Any:
+        return self.queue.secret.opaque(bytes([number]) for number in numbers)
+
+    def picture(self) -> object:
+        assert self.queue.drain(60)
+        return self.memory.tobytes(), sorted((key, *block) for key, block in self.store._blocks.items())
+
+    def close(self) -> None:
+        assert self.queue.close(60)
+
+
+class Kept:
+    """A host cache with a keeper. Of the keys, one is there, one waits for its bytes, and one is in the store."""
+
+    def __init__(self) -> None:
+        self.cache = HostCache(8, 64, **_clocked())
+        tier = HostTier(8, 64, identity=WALKED, memory=np.zeros(8 * 64, np.uint8))
+        self.store = MemoryStore(64 * 64)
+        self.store._secret = bytes(32)
+        self.keeper = HostKeeper(self.cache, tier, [self.store])
+        self.keeper.publish(self.cache.reserve(_named("stored")).keys)
+        assert self.keeper.drain(60)
+        self.cache.forget(_named("stored"))
+        self.cache.publish(self.cache.reserve(_named("here", "there")).keys)
+        self.cache.reserve(_named("p", "q"))
+
+    def picture(self) -> object:
+        assert self.keeper.drain(60)
+        kept = sorted(self.store._blocks), sorted(self.keeper._absent)
+        return [debug.dump(state) for state in self.cache._states], kept
+
+    def close(self) -> None:
+        assert self.keeper.close(60)
+
+
+class Saved(Plain):
+    """A pool with a keeper, whose thread works by itself: the pool is not looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper = Keeper(self.cache, [MemoryStore(1 << 20)], identity=WALKED)
+        assert self.keeper.drain(60)
+
+    def picture(self) -> object:
+        return None
+
+    def close(self) -> None:
+        assert self.keeper.close(60)
+
+
 class Uploads:
     """A launcher without a GPU: what would be uploaded is looked at like what jitted code is handed."""
 
@@ -232,7 +321,10 @@ ON_HOST = list(range(300, 309)), [*range(300, 307), 1, 1]
 OWN_KEYS = (lambda scene: scene.cache.block_keys(np.arange(100, 106)).keys.tolist()), (lambda scene: [[1, 2]])
 KEY = (lambda scene: scene.keys.keys[0].tolist()), (lambda scene: [1, 2])
 SLOTS = {"slot_mapping": ([0, 1, 2, 5, -1, 15], [0, 1, 2, 5, -1, 31])}
-INT32, UINT64, ARRAYS, ARRAY = np.int32, np.uint64, ("array", "interface"), ("array",)
+STORED = (lambda scene: scene.keys(0, 1).tolist()), (lambda scene: scene.keys(2, 9).tolist())
+KEEPER_VERBS = "prefetch", "match_prefix"
+PAGED_EXTENTS = "planes", "blocks", "tokens_per_block", "memory", "writable"
+INT32, UINT64, ARRAYS, ARRAY, LIST = np.int32, np.uint64, ("array", "interface"), ("array",), ("list",)
 TOKENS = {"prompt": INT32}
 
 
@@ -315,6 +407,31 @@ def _uploads(scene: Any, given: dict[str, Any]) -> Any:
     launcher, device = Uploads(), StridedArray(1 << 20, scene.staging.shape, 2, memory="device", kind="u")
     scatter_kv(scene.paged, given["slot_mapping"], device, launcher=launcher)
     return launcher.seen
+
+
+def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    return lambda scene, given: getattr(getattr(scene, owner), name)(**given)
+
+
+def _jobs(name: str) -> Callable[[Any, dict[str, Any]], Job]:
+    """A job of two blocks, in rows that lie behind those that were saved."""
+    others = {"rows": [6, 7]} if name in ("load", "save") else {}
+    return lambda scene, given: getattr(scene.queue, name)(**others | given)
+
+
+def _block_keys(scene: Any, given: dict[str, Any]) -> BlockKeys:
+    own = scene.keys
+    return BlockKeys(**given, salt=None, adapter_id=None, root=(own.namespace, *own.root), origin=own.origin)
+
+
+def _paged(scene: Any, given: dict[str, Any]) -> Any:
+    found = PagedKV(**given, **{name: getattr(scene.paged, name) for name in PAGED_EXTENTS})
+    return found.bases, found.extent
+
+
+def _strided(scene: Any, given: dict[str, Any]) -> Any:
+    found = StridedArray(scene.memory.ctypes.data, itemsize=2, kind="u", owner=scene.memory, **given)
+    return found.shape, found.steps
 
 
 def _record(scene: Any, given: dict[str, Any]) -> Any:
@@ -475,6 +592,55 @@ CASES = [
         {},
         ARRAY,
     ),
+    *(
+        Case(f"HostCache.{name}", Hosted, _opaque("cache", name), {"keys": (_named(*before), _named(*after))}, {}, LIST)
+        for name, before, after in (
+            ("lookup", "ax", "ap"),
+            ("pin", "ab", "ax"),
+            ("touch", "abc", "xbc"),
+            ("reserve", "xy", "xz"),
+            ("publish", "pq", "px"),
+            ("abort", "pq", "px"),
+            ("forget", "ab", "ax"),
+        )
+    ),
+    *(
+        Case(f"HostKeeper.{name}", Kept, _opaque("keeper", name), {"keys": (before, after)}, {}, LIST)
+        for name, before, after in (
+            ("lookup", _named("here", "stored"), _named("here", "x")),
+            ("pin", _named("here", "there"), _named("here", "x")),
+            ("publish", _named("p", "q"), _named("p", "x")),
+            ("forget", _named("here", "there"), _named("here", "x")),
+        )
+    ),
+    *(
+        Case(f"StoreQueue.{name}", Stored, _jobs(name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
+        for name, rows, forms in (
+            ("find", {}, ARRAY),
+            ("forget", {}, ARRAY),
+            ("load", {}, ARRAY),
+            ("load", {"rows": ([6, 7], [6, 5])}, ARRAY),
+            ("save", {"rows": ([6, 7], [6, FAR])}, ARRAY),
+        )
+    ),
+    *(Case(f"Keeper.{name}", Saved, _opaque("keeper", name), {"prompt": PROMPT}, TOKENS) for name in KEEPER_VERBS),
+    Case(
+        "BlockKeys",
+        Plain,
+        _block_keys,
+        {"tokens": PROMPT, "keys": KEYS, "extra_ids": ([0] * 8 + [5], [0] * 8 + [6])},
+        {"tokens": INT32, "keys": UINT64},
+        ARRAY,
+    ),
+    Case(
+        "PagedKV",
+        Nothing,
+        _paged,
+        {"bases": ([[1 << 20, 2 << 20]] * 2, [[1 << 20, 3 << 20]] * 2)},
+        {},
+        ("array", "list"),
+    ),
+    Case("StridedArray", Nothing, _strided, {"shape": ([3, 2], [2, 2]), "strides": ([8, 2], [16, 4])}, {}, LIST),
     Case("StackDistances.record", Nothing, _record, {"hash_ids": ([1, 2, 3], [1, 2, 4])}, {"hash_ids": UINT64}, ARRAY),
 ]
 
@@ -509,9 +675,17 @@ class Argument:
         self.memory[:] = self.after
 
 
+def _ids() -> Iterator[str]:
+    """A name for each case: its verb, with a number from the second case of a verb on."""
+    counts: Counter[str] = Counter()
+    for case in CASES:
+        counts[case.verb] += 1
+        yield case.verb if counts[case.verb] == 1 else f"{case.verb} {counts[case.verb]}"
+
+
 WALK = [
-    pytest.param(case, name, form, id=f"{case.verb}-{i}-{name}-{form}")
-    for i, case in enumerate(CASES)
+    pytest.param(case, name, form, id=f"{own}-{name}-{form}")
+    for own, case in zip(_ids(), CASES, strict=True)
     for name in case.arrays
     for form in case.forms
 ]
@@ -519,9 +693,32 @@ CHANGED = [
     one
     for one in WALK
     for case, name, form in [one.values]
-    if form == "array" or (form == "list" and name == next(iter(case.arrays)))
+    if form == "array"
+    or (form == "list" and (name == next(iter(case.arrays)) or case.forms == LIST))
+    or (form == "interface" and 1 < len(case.arrays) and name == list(case.arrays)[-1])
 ]
-"""Every argument as an array, and of each case the first one as a list."""
+"""Every argument as an array, of each case the first one as a list, and the last of several in another package's
+array."""
+
+
+@contextmanager
+def scenes(case: Case) -> Iterator[Callable[[], Any]]:
+    """Makes scenes of a case. One that has threads is closed when the next one is made, and at the end."""
+    made: list[Any] = []
+
+    def close() -> None:
+        while made:
+            getattr(made.pop(), "close", lambda: None)()
+
+    def make() -> Any:
+        close()
+        made.append(case.scene())
+        return made[0]
+
+    try:
+        yield make
+    finally:
+        close()
 
 
 def given_to(case: Case, scene: Any, changed: str, form: str, changes: bool) -> tuple[dict[str, Any], Argument]:

@@ -120,16 +120,16 @@ class Export:
 
     def __getitem__(self, index: Any) -> Export:
         """The export of a part. Raises TypeError, IndexError."""
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = tuple(index) if isinstance(index, tuple) else (index,)
         for part in parts:
             if isinstance(part, (bool, np.bool_)) or not (
                 part is Ellipsis or isinstance(part, (int, np.integer, slice))
             ):
                 raise TypeError(f"index={index!r:.80}: accepted are integers, slices and an ellipsis")
-        # With the ellipsis the result is always a view, and nothing is read.
+        # With the ellipsis the result is always a view, and nothing is read. A number may say that it is equal to one.
         try:
-            found = self._view[parts if Ellipsis in parts else (*parts, ...)]
-        except OverflowError:
+            found = self._view[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
+        except (OverflowError, ValueError):
             raise IndexError(f"index={index!r:.80}: accepted are indices of an array of shape {self.shape}") from None
         return Export(self._lending, self._place, found, self.dtype, self.writable)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -149,13 +149,22 @@ class BlockLayout:
     order: str = "layer_first"
     tokens: str = "NHD"
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("BlockLayout has no subclasses: one could answer with other extents than were checked")
+
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tokens_per_block"):
             object.__setattr__(self, name, integer_argument(name, getattr(self, name), 1, _EXTENT_MAX))
         object.__setattr__(self, "planes", integer_argument("planes", self.planes, 1, 2))
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        _choice("order", self.order, _ORDERS)
-        _choice("tokens", self.tokens, _TOKEN_ORDERS)
+        object.__setattr__(self, "order", _choice("order", self.order, _ORDERS))
+        object.__setattr__(self, "tokens", _choice("tokens", self.tokens, _TOKEN_ORDERS))
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a BlockLayout has no state to set: a pickle brings its fields, which are checked")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockLayout, tuple(getattr(self, one.name) for one in fields(self))
 
     @classmethod
     def for_model(
@@ -301,11 +310,13 @@ def integer_argument(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def _choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+def _choice(name: str, value: Any, accepted: tuple[str, ...]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r}: a string is needed, one of {', '.join(accepted)}")
-    if value not in accepted:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(accepted)}")
+    own = str.__str__(value)
+    if own not in accepted:
+        raise ValueError(f"{name}={own!r:.80}: must be one of {', '.join(accepted)}")
+    return own
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import StridedArray, as_strided, read_only
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
@@ -114,15 +114,32 @@ class PagedKV:
     writable: bool
     owner: Any = field(default=None, repr=False)
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("PagedKV has no subclasses: one could answer with other extents than were checked")
+
     def __post_init__(self) -> None:
         # Copies use these addresses long after they were checked.
-        bases = np.array(self.bases, np.int64)
+        bases, extents = _addresses(self.bases), {}
+        for name in ("blocks", "tokens_per_block"):
+            extents[name] = integer_argument(name, getattr(self, name), 1, 1 << 62)
         if bases.ndim != 2 or len(bases) != len(self.planes):
             raise ValueError(
                 f"bases has shape {list(bases.shape)}: accepted is [planes, layers], for {len(self.planes)} planes"
             )
         object.__setattr__(self, "bases", read_only(bases))
-        object.__setattr__(self, "planes", tuple(self.planes))
+        object.__setattr__(self, "planes", tuple(_plane(i, plane) for i, plane in enumerate(self.planes)))
+        for name, value in extents.items():
+            object.__setattr__(self, name, value)
+
+    def __copy__(self) -> PagedKV:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKV:
+        """Itself: a copy of the owner would lie at other addresses."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a PagedKV cannot be pickled: its addresses mean nothing elsewhere")
 
     @property
     def layers(self) -> int:
@@ -199,6 +216,28 @@ class PagedKV:
         return cls.of(
             array, ("| L P B " if layer_first else "| B L P ") + ("T H D" if layout.tokens == "NHD" else "H T D")
         )
+
+
+def _addresses(bases: Any) -> npt.NDArray[np.int64]:
+    """A private copy. Raises TypeError, ValueError."""
+    try:
+        found = np.array(bases)
+    except ValueError:
+        raise ValueError(f"bases={bases!r:.80}: accepted is int64[planes, layers]") from None
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"bases has dtype {found.dtype}: accepted are integers of 64 bits")
+    if found.size and int(found.max()) > 2**63 - 1:
+        raise ValueError(f"bases: {int(found.max())} is no address: accepted are up to {2**63 - 1}")
+    return found.astype(np.int64)
+
+
+def _plane(index: int, plane: Any) -> Plane:
+    """A plane of exact integers. Raises TypeError, ValueError."""
+    if not isinstance(plane, tuple) or len(plane) != len(Plane._fields):
+        raise TypeError(f"planes[{index}]={plane!r:.80}: accepted is a Plane")
+    low = 0, 0, 0, 1, 1
+    values = zip(Plane._fields, plane, low, strict=True)
+    return Plane(*(integer_argument(f"planes[{index}].{name}", value, least, 1 << 62) for name, value, least in values))
 
 
 class _Component(NamedTuple):

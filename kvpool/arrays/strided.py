@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvpool.arrays import dlpack
 from kvpool.arrays.layout import integer_argument
 
 MEMORIES = ("host", "device")
+_AXES_MAX = 64
 _HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
 _PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
@@ -63,7 +65,7 @@ class StridedArray:
     owner: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in self.shape)
+        shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in _items("shape", self.shape))
         itemsize = integer_argument("itemsize", self.itemsize, 1, 2**31)
         if self.strides is None:
             strides = [itemsize]
@@ -71,7 +73,8 @@ class StridedArray:
                 strides.insert(0, strides[0] * extent)
             strides = strides[: len(shape)]
         else:
-            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in self.strides]
+            given_strides = _items("strides", self.strides)
+            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in given_strides]
         if len(strides) != len(shape):
             raise ValueError(f"strides={self.strides}: {len(shape)} are needed, one for each axis of shape {shape}")
         if self.memory not in MEMORIES:
@@ -90,11 +93,32 @@ class StridedArray:
         assert self.strides is not None
         return self.strides
 
+    def __copy__(self) -> StridedArray:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StridedArray:
+        """Itself: a copy of the owner would lie at another address."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a StridedArray cannot be pickled: its address means nothing elsewhere")
+
     def host_view(self) -> npt.NDArray[Any]:
         """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""
         if self.memory != "host":
             raise ValueError("memory of a GPU has no view in NumPy")
         return np.asarray(_Interface(self))
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """The items, all read before one of them is looked at."""
+    try:
+        found = tuple(islice(value, _AXES_MAX + 1))
+    except TypeError:
+        raise TypeError(f"{name}={value!r:.80}: accepted is a tuple of integers") from None
+    if len(found) > _AXES_MAX:
+        raise ValueError(f"{name} has more than {_AXES_MAX} entries: accepted are so many axes as NumPy has")
+    return found
 
 
 class _Interface:
@@ -149,14 +173,18 @@ def as_strided(name: str, array: Any) -> StridedArray:
 
 
 def _from_interface(name: str, array: Any, interface: Any, memory: str) -> StridedArray:
+    if not isinstance(interface, dict) or not {"typestr", "data", "shape"} <= interface.keys():
+        raise TypeError(f"{name}: the array interface of {type(array).__name__} lacks typestr, data or shape")
     if interface.get("mask") is not None:
         raise ValueError(f"{name}: masked arrays are not accepted")
-    dtype = np.dtype(interface["typestr"])
+    try:
+        dtype, (address, read_only) = np.dtype(interface["typestr"]), interface["data"]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: accepted is an array interface with an address and a type that NumPy has") from None
     if dtype.kind == "O":
         raise ValueError(f"{name}: elements of bytes are needed, not Python objects")
     if not dtype.isnative:
         raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
-    address, read_only = interface["data"]
     strides = interface.get("strides")
     return StridedArray(
         int(address or 0),
@@ -171,7 +199,10 @@ def _from_interface(name: str, array: Any, interface: Any, memory: str) -> Strid
 
 
 def _from_dlpack(name: str, array: Any) -> StridedArray:
-    device_type = int(array.__dlpack_device__()[0])
+    try:
+        device_type = int(array.__dlpack_device__()[0])
+    except (TypeError, ValueError, IndexError):
+        raise TypeError(f"{name}: __dlpack_device__ of {type(array).__name__} gives no pair of integers") from None
     if device_type not in _HOST_DEVICE_TYPES + _GPU_DEVICE_TYPES:
         raise ValueError(
             f"{name}: memory of the host or of a CUDA device is needed, not of DLPack's device type {device_type}"
@@ -182,7 +213,7 @@ def _from_dlpack(name: str, array: Any) -> StridedArray:
         # tensor.
         capsule = _capsule(array, {"stream": -1} if gpu else {})
         tensor, head = dlpack.opened(capsule)
-    except (BufferError, RuntimeError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {type(array).__name__} does not give its memory: {error}") from error
     itemsize, rest = divmod(tensor.bits * tensor.lanes, 8)
     if rest or not itemsize:

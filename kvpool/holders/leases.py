@@ -263,7 +263,9 @@ class Leases:
     def settle(self, lease: Lease, now: int) -> bool:
         """Whether the copies for which a lease waits are enqueued. If the device has refused one, the lease is
         closed."""
-        return self._drop_lost(lease, lease.blocks, now) is None
+        held = self._open.get(lease.id)
+        # One that others have closed meanwhile waits for nothing.
+        return held is None or self._drop_lost(lease, held.ids, now) is None
 
     def give_back(self, lease: Lease, now: int, stream: Stream | None) -> AbstractContextManager[Any]:
         """Close a lease. Returns the host access, to be ended when the decision is final. The caller holds the state

@@ -16,6 +16,7 @@ from kvpool.arguments import list_argument
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.index import HostCache
+from kvpool.hostcache.keys import key_argument, keys_argument
 from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.health import StoreHealth, seconds_argument
@@ -145,11 +146,11 @@ class HostKeeper:
     def find(self, key: bytes) -> int:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
         stores, and is PENDING meanwhile. Raises TypeError, ValueError, PoolClosed."""
-        return self._loads.find(key)
+        return self._loads.find(key if type(key) is bytes else key_argument("key", key))
 
     def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
-        own = tuple(keys)
+        own = keys_argument(keys)
         answers = self._cache.lookup(own)
         for place in np.flatnonzero(answers != self._cache.HERE).tolist():
             answers[place] = self.find(own[place])
@@ -165,7 +166,7 @@ class HostKeeper:
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
-        own = tuple(keys)
+        own = keys_argument(keys)
         count = self._cache.publish(own)
         self._loads.published(own)
         if self._on_publish:
@@ -178,7 +179,7 @@ class HostKeeper:
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does. The stores keep the blocks, but are not asked for them for a while."""
-        own = tuple(keys)
+        own = keys_argument(keys)
         count = self._cache.forget(own)
         self._loads.leave(own)
         return count

@@ -59,7 +59,7 @@ class HostLoads:
             return cache.ABSENT if key in self.hung else found
         if key in self.searching:
             return cache.PENDING
-        return cache.PENDING if self._ask(bytes(key)) else cache.ABSENT
+        return cache.PENDING if self._ask(key) else cache.ABSENT
 
     def read(self, keys: Iterable[bytes]) -> None:
         """Keys have a reader."""

@@ -89,14 +89,17 @@ class HostSaves:
         """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue."""
         rows = np.full(len(names), -1, np.int64)
         places, lease = self._pin(names.names)
+        if lease is None:
+            yield rows
+            return
+        rows[places] = lease.blocks
         try:
-            if lease is not None:
-                rows[places] = lease.blocks
             yield rows
         finally:
+            if lease.closed:
+                raise BlockNotFound("others have closed the lease under which the blocks were saved")
             with suppress(KVPoolError):
-                if lease is not None:
-                    lease.close()
+                lease.close()
 
     def _pin(self, keys: Sequence[bytes]) -> tuple[Rows, HostLease | None]:
         """Pin those of the blocks that are in the cache. Returns their places too."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import adapter_argument, bool_argument, list_argument, salt_argument
+from kvpool.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.errors import PoolClosed
@@ -201,7 +201,7 @@ class Keeper:
         its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         self._process.check(self)
-        keys = self._pool.block_keys(prompt)
+        keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
         handle = Prefetch(keys, self._clock() + seconds)
         with self._lock:
@@ -217,7 +217,7 @@ class Keeper:
         what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
         lost blocks since. Does not change the pool."""
         self._process.check(self)
-        keys = self._pool.block_keys(prompt)
+        keys = self._keys(prompt)
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
         full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
@@ -226,6 +226,9 @@ class Keeper:
         if not keys.reuse or not there.any():
             return match
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
+
+    def _keys(self, prompt: Any) -> BlockKeys:
+        return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
 
     def events(self, *, snapshot: bool = False) -> Events:
         """The events of the pool, and those of the stores: their tier is the name of the store. As
@@ -491,7 +494,8 @@ def _host_blocks(pool: Any) -> list[int]:
 def _stores_argument(stores: Any) -> list[Store]:
     found = list_argument("stores", stores)
     names = [getattr(store, "name", None) for store in found]
-    if not found or len(found) > 16 or len(set(names)) < len(names):
+    named = all(isinstance(name, str) for name in names)
+    if not found or len(found) > 16 or not named or len(set(names)) < len(names):
         raise ValueError(f"stores={names!r:.80}: accepted are 1 to 16 stores with different names")
     return found
 

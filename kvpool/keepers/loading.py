@@ -39,16 +39,34 @@ UNUSED_SECONDS = 60.0
 class Prefetch:
     """What became of ``Keeper.prefetch``. Thread-safe.
 
-    ``blocks``: blocks that have entered the host tier so far, in all groups of layers. ``ended``: why there is no more
-    to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no store has more), "declined" (to
-    compute is faster), "late", "full" (no room before the deadline, or no more than what has come), "failed",
-    "cancelled", "forgotten", "reset" or "closed".
+    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``blocks``: blocks that have entered the
+    host tier so far, in all groups of layers. ``ended``: why there is no more to come: "" while it goes on, "loaded",
+    "cached" (the pool has all), "absent" (no store has more), "declined" (to compute is faster), "late", "full" (no
+    room before the deadline, or no more than what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
     """
 
+    __slots__ = ("__weakref__", "_blocks", "_cancelled", "_deadline", "_ended", "_over", "_prompt")
+
     def __init__(self, prompt: BlockKeys, deadline: float) -> None:
-        self.prompt, self.deadline = prompt, deadline
-        self.blocks, self.ended = 0, ""
+        self._prompt, self._deadline = prompt, deadline
+        self._blocks, self._ended = 0, ""
         self._over, self._cancelled = threading.Event(), False
+
+    @property
+    def prompt(self) -> BlockKeys:
+        return self._prompt
+
+    @property
+    def deadline(self) -> float:
+        return self._deadline
+
+    @property
+    def blocks(self) -> int:
+        return self._blocks
+
+    @property
+    def ended(self) -> str:
+        return self._ended
 
     @property
     def done(self) -> bool:
@@ -67,9 +85,13 @@ class Prefetch:
     def cancelled(self) -> bool:
         return self._cancelled
 
+    def came(self, blocks: int) -> None:
+        """Called by the keeper: so many more blocks have entered the host tier."""
+        self._blocks += blocks
+
     def end(self, why: str) -> None:
         """Called by the keeper."""
-        self.ended = self.ended or why
+        self._ended = self._ended or why
         self._over.set()
 
     def __repr__(self) -> str:
@@ -333,7 +355,7 @@ class Loader:
         group = self._pool.groups[run[0].content.group]
         data = [row[: group.block_bytes] for row in rows]
         stored = self._pool.import_blocks(fetch.handle.prompt, data, first=run[0].place, group=group.index)
-        fetch.handle.blocks += stored
+        fetch.handle.came(stored)
         self.loaded_blocks += stored
         self.loaded_bytes += stored * group.block_bytes
         keys = np.frombuffer(b"".join(one.content.key for one in run), np.uint64).reshape(-1, 2)

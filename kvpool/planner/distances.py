@@ -163,7 +163,13 @@ def _content(request: Request) -> tuple[npt.NDArray[np.uint64], int, int]:
     """The ids of a request's content, the tokens that each id covers, and the number of tokens that another request can
     repeat."""
     if request.hash_ids is not None:
-        return np.array(request.hash_ids, np.uint64), request.tokens_per_id, request.input_length
+        try:
+            ids = np.array(request.hash_ids, np.uint64)
+        except OverflowError:
+            raise ValueError(f"hash_ids={request.hash_ids!r:.80}: accepted are numbers from 0 to 2**64 - 1") from None
+        if ids.ndim != 1:
+            raise ValueError(f"hash_ids has shape {ids.shape}: accepted is one dimension")
+        return ids, request.tokens_per_id, request.input_length
     assert request.tokens is not None
     if request.outputs is None:
         return request.tokens.astype(np.uint64), 1, request.input_length

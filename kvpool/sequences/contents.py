@@ -99,7 +99,8 @@ def _flags(there: Any, shape: tuple[int, int]) -> Flags:
         given = np.array(given)
     if not isinstance(given, np.ndarray):
         raise TypeError(f"there={there!r:.80}: accepted is bool{list(shape)}")
-    found = given[...]
+    # A subclass may answer with another shape than its memory has.
+    found = np.asarray(given)[...]
     if found.dtype != np.bool_ or found.shape != shape:
         raise ValueError(f"there has shape {found.shape} and dtype {found.dtype}: accepted is bool{list(shape)}")
     return found.copy()

@@ -54,12 +54,13 @@ class BlockKeys:
     __slots__ = ("_extra_ids", "_heads", "_keys", "_proven", "_request", "_scope", "_tokens")
     __iter__ = None
 
-    def __init__(
-        self, tokens: Any, keys: Any, salt: bytes | str | None, adapter_id: int | str | None, extra_ids: Any,
+    def __new__(
+        cls, tokens: Any, keys: Any, salt: bytes | str | None, adapter_id: int | str | None, extra_ids: Any,
         root: tuple[int, int, int], origin: tuple[str, int], reuse: bool = True, publish: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> BlockKeys:  # fmt: skip
         """Of what a copy or a pickle brings. Copies the arrays. Raises TypeError or ValueError for what no pool has
         made."""
+        # An ``__init__`` could be called again, while jitted code reads the arrays that it replaces.
         origin, root = _origin_argument(origin), _root_argument(root)
         own = token_array("tokens", tokens)
         rows = key_rows(keys).view(np.uint64)
@@ -71,7 +72,9 @@ class BlockKeys:
         extra = extra_array(extra_ids, len(own))
         switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
         scope = Scope(salt_argument(salt), adapter_argument(adapter_id), root, origin, *switches)
+        self = object.__new__(cls)
         self._fill(own, rows, extra, scope, None)
+        return self
 
     @classmethod
     def of_private(
@@ -214,6 +217,9 @@ class BlockKeys:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")
+
     def __reduce__(self) -> tuple[Any, ...]:
         salt, adapter_id, root, origin, reuse, publish = self._scope
         extra = None if self._extra_ids is None else self._extra_ids.copy()
@@ -355,7 +361,7 @@ def key_rows(keys: Any) -> npt.NDArray[np.int64]:
     """Keys as private int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
         return keys._keys.view(np.int64)
-    keys = in_numpy("keys", keys)
+    keys = in_numpy("keys", np.asarray(keys) if isinstance(keys, memoryview) else keys)
     if isinstance(keys, np.ndarray):
         found = np.asarray(keys)[...]
         if found.dtype != np.uint64 or found.ndim != 2 or found.shape[1] != 2:

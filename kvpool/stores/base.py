@@ -57,17 +57,19 @@ class Store(Protocol):
 
     Calls may block and may raise OSError, which fails all blocks of the call. They come on the queue's threads,
     ``threads`` of them at a time. ``close`` comes once, when no other call is under way. What a store answers is not
-    trusted: a block counts only if its bytes have the seal that was made for its key.
+    trusted: a block counts only if its bytes have the seal that was made for its key. ``name`` and ``threads`` are
+    asked for once, before ``open``.
 
     ``keys`` uint8[n, KEY_BYTES] say nothing about the content. ``rows`` int64[n] index ``Space.memory``. ``seals``
-    uint8[n, SEAL_BYTES] are kept with the blocks, and given back. ``stop()`` turns true when nobody waits for the call
-    any more. A long call asks it between blocks, and gives CANCELLED for the rest.
+    uint8[n, SEAL_BYTES] are kept with the blocks, and given back. All three are copies of the call's own. ``stop()``
+    turns true when nobody waits for the call any more. A long call asks it between blocks, and gives CANCELLED for the
+    rest.
     """
 
     name: str
     """for metrics and logs: 1 to 64 of the characters a-z, 0-9, _ and -"""
     threads: int
-    """how many calls it can use at a time"""
+    """how many calls it can use at a time, 1 to 256"""
     clears: int
     """by how many first bytes of their tags ``clear`` can drop blocks: TAG_BYTES (or fewer); MODEL_BYTES, for a store
     that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``"""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays.strided import read_only
 from kvpool.stores.base import CODES, OK, Bytes, Rows
 from kvpool.stores.seals import BlockNames
 
@@ -31,8 +32,9 @@ class Job:
     """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
 
     ``kind``: "find", "load", "save", "forget" or "clear", which has one code and no keys. ``keys``: uint8[n, 32] or
-    ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``dropped``: how many blocks the
-    store has dropped for a forget or a clear.
+    ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``codes`` uint8[n]: what became of
+    each block, 255 while that is not known. The arrays are read-only. ``dropped``: how many blocks the store has
+    dropped for a forget or a clear.
     ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
     took. ``error``: the text of the store's last error, or "".
 
@@ -41,8 +43,8 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "dropped",
-        "error", "keys", "kind", "lend", "limit", "rows", "seconds", "tag",
+        "__weakref__", "_calls", "_codes", "_keys", "_lock", "_queue", "_queued", "_rows", "_settled", "began",
+        "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -50,12 +52,24 @@ class Job:
         lend: Lend | None, deadline: float, tag: bytes, limit: int,
     ) -> None:  # fmt: skip
         self._queue, self._lock = queue, lock
-        self.kind, self.keys, self.rows, self.lend = kind, keys, rows, lend
-        self.deadline, self.tag, self.limit = deadline, tag, limit
+        # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
         count = 1 if kind == CLEAR else len(keys)
-        self.codes = np.full(count, WAITING, np.uint8)
+        self._keys, self._rows, self._codes = keys, rows, np.full(count, WAITING, np.uint8)
+        self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
         self._calls, self._queued, self._settled = 0, count, not count
+
+    @property
+    def keys(self) -> Bytes | BlockNames:
+        return self._keys if isinstance(self._keys, BlockNames) else read_only(self._keys)
+
+    @property
+    def rows(self) -> Rows:
+        return read_only(self._rows)
+
+    @property
+    def codes(self) -> Bytes:
+        return read_only(self._codes)
 
     @property
     def done(self) -> bool:
@@ -75,18 +89,18 @@ class Job:
     @property
     def ok(self) -> int:
         """How many blocks are OK."""
-        return int(np.count_nonzero(self.codes == OK))
+        return int(np.count_nonzero(self._codes == OK))
 
     @property
     def counts(self) -> dict[str, int]:
         """How many blocks of a job that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
-        return {CODES[code]: count for code, count in enumerate(np.bincount(self.codes).tolist()) if count}
+        return {CODES[code]: count for code, count in enumerate(np.bincount(self._codes).tolist()) if count}
 
     @property
     def leading(self) -> int:
         """How many blocks are OK before the first that is not: what a prefix can use."""
-        wrong = np.flatnonzero(self.codes != OK)
-        return int(wrong[0]) if len(wrong) else len(self.codes)
+        wrong = np.flatnonzero(self._codes != OK)
+        return int(wrong[0]) if len(wrong) else len(self._codes)
 
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
         """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
@@ -100,7 +114,7 @@ class Job:
         self._queue.cancel(self)
 
     def __repr__(self) -> str:
-        return f"Job({self.kind}, blocks={len(self.codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
+        return f"Job({self.kind}, blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
 
     # -- called by the queue, which holds the lock ---------------------------------------------------
 
@@ -110,22 +124,22 @@ class Job:
         self._calls += 1
         if math.isnan(self.began):
             self.began = now
-        return part.start + np.flatnonzero(self.codes[part] == WAITING)
+        return part.start + np.flatnonzero(self._codes[part] == WAITING)
 
     def call_ends(self, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. Its codes count where nothing else was decided meanwhile."""
-        left = self.codes[places] == WAITING
-        self.codes[places[left]] = codes[left]
+        left = self._codes[places] == WAITING
+        self._codes[places[left]] = codes[left]
         self.error = error or self.error
         self._calls -= 1
-        self._settled = self._settled or not (self.codes == WAITING).any()
+        self._settled = self._settled or not (self._codes == WAITING).any()
 
     def decide(self, which: npt.NDArray[np.bool_], code: int) -> bool:
         """Give this code to those of these blocks that have none. Returns whether all blocks have one now."""
-        self.codes[which & (self.codes == WAITING)] = code
-        return not (self.codes == WAITING).any()
+        self._codes[which & (self._codes == WAITING)] = code
+        return not (self._codes == WAITING).any()
 
     def settle(self, code: int) -> None:
         """Give this code to all blocks that have none. No further call begins."""
-        self.codes[self.codes == WAITING] = code
+        self._codes[self._codes == WAITING] = code
         self._queued, self._settled = 0, True

@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 import os
+import re
 import select
 import threading
 import time
@@ -22,7 +24,7 @@ import numpy.typing as npt
 
 from kvpool.arguments import bool_argument, first_outside, id_array
 from kvpool.arrays.layout import integer_argument
-from kvpool.errors import PoolClosed, StoreBusy
+from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.process import Process
 from kvpool.stores import jobs
@@ -146,6 +148,9 @@ class StoreQueue:
         if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
             raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
+        # Asked once: a store may say something else later.
+        self._name, self._threads = _name_argument(store.name), integer_argument("store.threads", store.threads, 1, 256)
+        self._clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
         self._store, self._clock, self._process = store, clock, Process()
         own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
         try:
@@ -170,10 +175,10 @@ class StoreQueue:
         self._refused, self._closing, self._store_closed = 0, False, False
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._signal)
-        self._workers = store.threads
-        names = [f"kvpool-{store.name}-{i}" for i in range(store.threads)]
+        self._workers = self._threads
+        names = [f"kvpool-{self._name}-{i}" for i in range(self._threads)]
         threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        threads.append(threading.Thread(target=self._watch, name=f"kvpool-{store.name}-deadlines", daemon=True))
+        threads.append(threading.Thread(target=self._watch, name=f"kvpool-{self._name}-deadlines", daemon=True))
         for thread in threads:
             thread.start()
 
@@ -182,7 +187,7 @@ class StoreQueue:
     @property
     def name(self) -> str:
         """The name of the store."""
-        return self._store.name
+        return self._name
 
     @property
     def slots(self) -> int:
@@ -195,7 +200,7 @@ class StoreQueue:
     @property
     def savers(self) -> int:
         """How many calls of the store save at a time."""
-        return max(1, self._store.threads - 1)
+        return max(1, self._threads - 1)
 
     def now(self) -> float:
         """Seconds on the queue's clock."""
@@ -219,7 +224,9 @@ class StoreQueue:
         ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
 
         ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
-        queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT.
+        queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT. If others
+        took the rows back before the call had returned, its context raises BlockNotFound at the end; then the store
+        drops what it has saved.
         """
         limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
         if lend is not None and not isinstance(keys, BlockNames):
@@ -233,7 +240,7 @@ class StoreQueue:
     @property
     def clears(self) -> int:
         """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
-        return int(getattr(self._store, "clears", 0))
+        return self._clears
 
     def clear(self, tag: bytes | None = None) -> Job:
         """Drop all blocks of the model, or all that were saved with this tag. Raises ValueError for a store that
@@ -288,7 +295,7 @@ class StoreQueue:
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
-        own = self._store.stats()
+        own = _figures(self._store)
         with self._lock:
             return StoreStats(
                 self.name, dict(self._blocks), dict(self._nbytes), dict(self._seconds), self._refused,
@@ -330,9 +337,7 @@ class StoreQueue:
         own = _keys_argument(keys)
         tag = self._own_tag if tag is None else tag if kind == jobs.CLEAR else self._tag(tag)
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        if not isinstance(deadline, (int, float)) or math.isnan(deadline):
-            raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-        job = Job(self, self._lock, kind, own, places, lend, float(deadline), tag, limit)
+        job = Job(self, self._lock, kind, own, places, lend, _deadline_argument(deadline), tag, limit)
         bound = _BOUND[kind]
         with self._lock:
             if self._closing:
@@ -366,9 +371,10 @@ class StoreQueue:
             raise StoreBusy(self.name, kind, waiting, self._queued_max)
 
     def _tag(self, tag: Any) -> bytes:
-        if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):
+        own = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
+        if len(own) != TAG_BYTES or not own.startswith(self.secret.model):
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
-        return tag
+        return own
 
     def _alive(self) -> set[Job]:
         """Finds, loads and saves that are queued or under way, and drops under way. The lock is held."""
@@ -456,11 +462,12 @@ class StoreQueue:
         """One call of the store. Returns the codes, and the text of an error."""
         own, rows, store = job.keys[places], job.rows[places] if len(job.rows) else _NO_ROWS, self._store
         try:
+            # The store gets copies, which it may write to.
             keys = self._hashed(own)
             if job.kind == jobs.FIND:
-                return _codes(store.find(keys), len(keys)), ""
+                return _codes(store.find(keys.copy()), len(keys)), ""
             if job.kind == jobs.FORGET:
-                job.dropped += int(store.forget(self._hashed(job.keys)))
+                job.dropped += int(store.forget(self._hashed(job.keys).copy()))
                 return _NO_CODES, ""
             if job.kind == jobs.CLEAR:
                 job.dropped += int(store.clear(job.tag))
@@ -469,28 +476,34 @@ class StoreQueue:
                 return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
             return self._checked(job, keys, rows), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
-            return np.full(len(own), FAILED, np.uint8), f"{type(error).__name__}: {error}"[:1000]
+            return np.full(len(own), FAILED, np.uint8), _text_of(error)
 
     def _hashed(self, keys: Keys) -> Bytes:
         return self.secret.opaque(keys) if isinstance(keys, BlockNames) else keys
 
     def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Seal rows and save them."""
-        seals = self.secret.seal(keys, rows, self.memory)
-        return _codes(self._store.save(keys, rows, seals, job.tag, job.limit, lambda: job.done), len(keys))
+        own = keys.copy(), rows.copy(), self.secret.seal(keys, rows, self.memory)
+        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
 
     def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
         """Save rows that are lent."""
         codes = np.full(len(keys), ABSENT, np.uint8)
-        with lend(names) as rows:
-            found = id_array("rows", rows)
-            if len(found) != len(keys):
-                raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
-            there = np.flatnonzero(found >= 0)
-            # What was lent after a job was given up may be something else under the same name.
-            if len(there) and not job.done:
-                own = _rows_argument(found[there], len(there), self.slots, False)
-                codes[there] = self._sealed(job, keys[there], own)
+        try:
+            with lend(names) as rows:
+                found = id_array("rows", rows)
+                if len(found) != len(keys):
+                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
+                there = np.flatnonzero(found >= 0)
+                # What was lent after a job was given up may be something else under the same name.
+                if len(there) and not job.done:
+                    own = _rows_argument(found[there], len(there), self.slots, False)
+                    codes[there] = self._sealed(job, keys[there], own)
+        except BlockNotFound:
+            # The rows may have got other bytes before the store had read them, and their seals would be right.
+            codes[:] = ABSENT
+            with suppress(StoreBusy, PoolClosed):
+                self.forget(names)
         return codes
 
     def _returned(self, job: Job, places: Rows, codes: Bytes, error: str) -> None:
@@ -515,7 +528,7 @@ class StoreQueue:
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
-        answer, found = self._store.load(keys, rows, lambda: job.done)
+        answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
         codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
         there = np.flatnonzero(codes == OK)
         if len(there) and not job.done:
@@ -593,19 +606,22 @@ class StoreQueue:
 
 
 def _memory_argument(memory: Any) -> Bytes:
-    fits = isinstance(memory, np.ndarray) and memory.dtype == np.uint8 and memory.ndim == 2 and memory.size > 0
-    if not fits or not memory.flags.c_contiguous or not memory.flags.writeable:
-        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
     # A view of its own, whose shape and type nobody else can change.
-    return np.ndarray.view(memory, np.ndarray)[:]
+    own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
+    fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
+    if own is None or not fits or not own.flags.c_contiguous or not own.flags.writeable:
+        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
+    return own
 
 
 def _keys_argument(keys: Any) -> Keys:
     if isinstance(keys, BlockNames):
-        return keys
-    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
+        return BlockNames(keys.names, keys.generation)
+    # A subclass may answer with another shape than its memory has.
+    own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
+    if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
         raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
-    return keys.copy()
+    return own.copy()
 
 
 def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
@@ -621,7 +637,41 @@ def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
 
 def _codes(answer: Any, count: int) -> Bytes:
     """A private copy of what a store has answered. Raises ValueError for what it must not answer."""
-    codes = np.array(answer, np.uint8)
-    if codes.shape != (count,) or (count and int(codes.max()) >= len(CODES)):
-        raise ValueError(f"the store has answered {answer!r:.80}: accepted is one code for each of {count} keys")
-    return codes
+    codes = np.array(answer)
+    fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)
+    # Before it becomes a byte: 257 would be one, and OK.
+    if not fits or (count and not 0 <= int(codes.min()) <= int(codes.max()) < len(CODES)):
+        raise ValueError(f"the store has answered {codes!r:.80}: accepted is one code for each of {count} keys")
+    return codes.astype(np.uint8)
+
+
+def _text_of(error: BaseException) -> str:
+    """What an error of a store says of itself, if it says anything."""
+    try:
+        return f"{type(error).__name__}: {error}"[:1000]
+    except BaseException:  # Whatever it says: the thread goes on.
+        return type(error).__name__
+
+
+def _figures(store: Store) -> dict[str, int]:
+    """What a store counts itself; nothing, if it does not say it."""
+    try:
+        return {str(name): operator.index(value) for name, value in dict(store.stats()).items()}
+    except Exception:
+        return {}
+
+
+def _name_argument(name: Any) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
+        raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
+    return str.__str__(name)
+
+
+def _deadline_argument(deadline: Any) -> float:
+    try:
+        found = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
+    return found

@@ -3,7 +3,7 @@ handed over to a device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,10 @@ class StepTables:
     indices: Any = None
     _known: dict[AsTable, StepTargets] = field(default_factory=dict, init=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is known of the arrays is not that of their copies, which lie elsewhere.
+        return _step_tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)
+
     def targets(self, as_table: AsTable) -> StepTargets:
         """Where the arrays lie. They are checked only once, since that costs more than most steps. Raises TypeError,
         ValueError."""
@@ -92,6 +96,11 @@ class StepTables:
         if found is None:
             found = self._known[as_table] = StepTargets.of(self, as_table)
         return found
+
+
+def _step_tables(*arrays: Any) -> StepTables:
+    """What a copy or a pickle brings."""
+    return StepTables(**dict(zip((one.name for one in fields(StepTables) if one.init), arrays, strict=True)))
 
 
 def step_argument(name: str, given: Any) -> StepTables:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from tests.mutations import (
+    arguments,
     content,
     control,
     disk,
@@ -26,6 +27,7 @@ from tests.mutations import (
 from tests.mutations.mutation import Mutation
 
 PARTS = (
+    arguments,
     content,
     tiers,
     eviction,

@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -13,9 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine
-from kvpool import BlockKeys, OutOfSequences, PagedKV, UnknownSequence, scatter_kv
+from engine import Engine, small_layout
+from kvpool import (
+    BlockKeys,
+    BlockLayout,
+    LayerGroup,
+    Lease,
+    ModelIdentity,
+    OutOfSequences,
+    PagedKV,
+    StepTables,
+    UnknownSequence,
+    scatter_kv,
+)
+from kvpool import operations as op
+from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
+from kvpool.holders.leases import Leases
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request
 
@@ -128,6 +143,99 @@ def test_keys_that_are_not_those_of_their_tokens_are_refused(make: Make) -> None
         type("Longer", (BlockKeys,), {"__len__": lambda self: 1_000_000})
 
 
+def test_keys_are_made_once(make: Make) -> None:
+    """Jitted code may read their arrays at this moment: another ``__init__``, or the state in a pickle, would free
+    them."""
+    cache = make().cache
+    keys, other = cache.block_keys(list(range(9))), cache.block_keys([1, 2])
+    before = keys.__reduce__()[1]
+    keys.__init__(*other.__reduce__()[1])  # type: ignore[misc]
+    with pytest.raises(TypeError, match="no state"):
+        keys.__setstate__((None, {"_tokens": other.tokens}))
+    # A pickle that sets a state, as nobody's does: BUILD of (None, {"_proven": True}) on what REDUCE has made.
+    forged = pickle.dumps(keys)[:-1] + b"N}\x8c\x07_proven\x88s\x86b."
+    with pytest.raises(TypeError, match="no state"):
+        pickle.loads(forged)
+    assert all(np.array_equal(one, another) for one, another in zip(keys.__reduce__()[1], before, strict=True))
+
+
+# -- copies of what has addresses ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remade", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_the_tables_of_a_copy_are_written_and_no_others(make: Make, remade: Callable[[Any], Any]) -> None:
+    cache = make().cache
+    one, step = cache.add_sequence(list(range(5))), StepTables(slot_mapping=np.zeros(9, np.int64))
+    cache.step_tables(one, 0, 5, out=step)
+    new, expected = remade(step), step.slot_mapping[:5].tolist()
+    shared = new.slot_mapping is step.slot_mapping
+    step.slot_mapping[:] = new.slot_mapping[:] = -7
+    cache.step_tables(one, 0, 5, out=new)
+    assert new.slot_mapping[:5].tolist() == expected and (shared or (step.slot_mapping == -7).all())
+
+
+@pytest.mark.parametrize("kind", ["StridedArray", "PagedKV"])
+def test_what_has_addresses_is_no_pickle_and_its_copy_keeps_the_memory(kind: str) -> None:
+    memory = np.zeros((2, 2, 4, 4, 2, 3), np.uint16)
+    one: Any = PagedKV.of(memory, "| L P B T H D") if kind == "PagedKV" else as_strided("memory", memory)
+    assert copy.copy(one) is one and copy.deepcopy([one])[0] is one
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(one)
+
+
+def test_the_numbers_of_a_paged_cache_are_checked_and_its_own() -> None:
+    class Number:
+        def __index__(self) -> int:
+            return next(numbers)
+
+    numbers = iter([4, 1 << 40, 1 << 40])
+    paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
+    given = [paged.bases, paged.planes, Number(), paged.tokens_per_block, paged.memory, paged.writable]
+    own = PagedKV(*given)  # type: ignore[arg-type]
+    assert (own.blocks, own.slots, own.extent) == (4, 16, paged.extent)
+    for place, value, name in (
+        (2, 0, "blocks"), (2, 1.5, "blocks"), (3, 1 << 63, "tokens_per_block"), (1, [paged.planes[0]] * 2, ""),
+        (1, [(1, 2)] * 2, r"planes\[0\]"), (1, [paged.planes[0]._replace(heads=0)] * 2, r"planes\[0\].heads"),
+    ):  # fmt: skip
+        wrong = [*given[:2], 4, *given[3:]]
+        wrong[place] = value
+        if name:
+            with pytest.raises((TypeError, ValueError), match=name):
+                PagedKV(*wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interface", [5, {}, {"typestr": "<i8", "shape": (1,)}, {"typestr": "x", "data": (1, 0),
+                                       "shape": (1,)}, {"typestr": "<i8", "data": None, "shape": (1,)}])  # fmt: skip
+def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None:
+    class Odd:
+        __array_interface__ = interface
+
+    with pytest.raises(TypeError, match="slot_mapping"):
+        scatter_kv(
+            PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D"),
+            Odd(),
+            np.ones((2, 2, 1, 6), np.uint16),
+        )
+
+
+@pytest.mark.parametrize("owner", [BlockKeys, BlockLayout, LayerGroup, ModelIdentity, PagedKV])
+def test_what_is_believed_later_has_no_subclasses(owner: type) -> None:
+    with pytest.raises(TypeError, match=f"{owner.__name__} has no subclasses"):
+        type("Other", (owner,), {"block_bytes": property(lambda self: 1)})
+
+
+def test_what_is_checked_when_it_is_made_is_checked_when_it_is_unpickled() -> None:
+    identity, layout = ModelIdentity("a", "b", "c", "d", "e"), small_layout(4)
+    assert identity.fingerprint and pickle.loads(pickle.dumps(identity)) == identity
+    assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout
+    for one, state in (identity, {"fingerprint": "0" * 32}), (layout, {"layers": 1 << 40}):
+        with pytest.raises(TypeError, match="no state"):
+            one.__setstate__(state)
+        function, fields = one.__reduce__()  # type: ignore[misc]
+        with pytest.raises((TypeError, ValueError)):
+            function(*fields[:1], 5.5, *fields[2:])
+
+
 # -- objects that lie --------------------------------------------------------------------------------
 
 
@@ -193,6 +301,79 @@ def test_a_stream_that_is_asked_for_its_handle_is_asked_outside_the_lock(make: M
         engine.cache.add_sequence([1], stream=Stream("x"))  # type: ignore[arg-type]
 
 
+def test_blocks_that_are_there_are_asked_for_nothing(make: Make) -> None:
+    class Lying(np.ndarray[Any, Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return self
+
+        def copy(self, order: Any = "C") -> Any:
+            return np.ones((1, 1), np.bool_)
+
+    cache = make().cache
+    keys, there = cache.block_keys(list(range(17))), np.ones((1, 4), np.bool_)
+    assert cache.lacking(keys, there.view(Lying)).tokens == cache.lacking(keys, there).tokens > 0
+
+
+def test_a_number_that_says_it_is_an_ellipsis_is_a_number(make: Make) -> None:
+    class Equal(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    cache = make().cache
+    export = cache.export("device")
+    assert np.shares_memory(np.asarray(export[tuple(Equal(0) for _ in export.shape)]), cache.device_pool)
+
+
+class Number:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Array:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return None
+
+
+class Tensor:
+    """Says that it has memory, and has none."""
+
+    def __init__(self, device: Any, capsule: Any = None) -> None:
+        self.device, self.capsule = device, capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self.device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.capsule
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[Number(1 << 70)], Array(), Tensor(None), Tensor(5), Tensor(()), Tensor(("a", 0)), Tensor((1, 0)),
+     Tensor((1, 0), object()), memoryview(np.ones((2, 2)))],
+    ids=lambda given: type(given).__name__,
+)  # fmt: skip
+def test_what_is_no_array_is_refused_by_name(make: Make, given: Any) -> None:
+    cache = make().cache
+    one = cache.add_sequence([1, 2, 3])
+    calls: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: cache.match_prefix(given),
+        "ids": lambda: cache.commit(given),
+        "tokens": lambda: cache.append_tokens(one, given),
+        "counts": lambda: cache.rewind(one, given),
+        "key": lambda: cache.pin(given),
+    }
+    for name, call in calls.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            call()
+    cache.release(one)
+
+
 # -- what was let out --------------------------------------------------------------------------------
 
 
@@ -206,6 +387,23 @@ def test_addresses_of_a_paged_cache_cannot_be_changed() -> None:
     assert other.bases.tolist() == paged.bases.tolist()
     with pytest.raises(ValueError, match="bases"):
         PagedKV(given[:1], paged.planes, paged.blocks, paged.tokens_per_block, paged.memory, paged.writable)
+
+
+def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread finds it in ``leases`` before the call that takes it has returned."""
+    settle = Leases.settle
+
+    def change_and_settle(self: Leases, lease: Lease, now: int) -> bool:
+        lease.blocks[:] = 1 << 40
+        return settle(self, lease, now)
+
+    cache = make().cache
+    one = cache.add_sequence(list(range(8)))
+    cache.commit(one)
+    cache.release(one)
+    monkeypatch.setattr(Leases, "settle", change_and_settle)
+    [lease] = cache.apply([op.pin(cache.block_keys(list(range(8))))], stream=0)
+    lease.close()
 
 
 def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -> None:
@@ -233,8 +431,10 @@ def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:
     cache.release(ids)
 
 
-@pytest.mark.parametrize("index", [1 << 70, -(1 << 70), (0, 1 << 70), np.uint64(1 << 63)], ids=str)
-def test_an_index_beyond_64_bits_is_an_index_error(make: Make, index: Any) -> None:
+@pytest.mark.parametrize(
+    "index", [1 << 70, -(1 << 70), (0, 1 << 70), np.uint64(1 << 63), slice(0, 2, 0), (...,) * 2], ids=str
+)
+def test_an_index_that_names_nothing_is_an_index_error(make: Make, index: Any) -> None:
     with pytest.raises(IndexError):
         make().cache.export("device")[index]
 

@@ -9,6 +9,7 @@ makes of it.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,17 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from numba.core import config
 
 import kvpool
-from changing import CASES, CHANGED, WALK, Case, given_to, look, seen, watched
-from kvpool import BlockKeys, KVCacheManager, Lease, Loadable
+from changing import CASES, CHANGED, WALK, Case, given_to, look, scenes, seen, watched
+from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, Loadable, keepers, stores
 from kvpool.jit import jit
+from kvpool.keepers import Prefetch
+from kvpool.stores import Job
+from steps import NAMES
 
 FOLDER = str(Path(kvpool.__file__).parent)
 DISPATCHER: Any = type(jit(lambda: None))
@@ -53,10 +58,12 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @needs_jit
 @pytest.mark.parametrize(("case", "name", "form"), WALK)
 def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case, name: str, form: str) -> None:
-    scene = case.scene()
-    given, argument = given_to(case, scene, name, form, False)
-    watched.extend([argument.memory] if form != "list" else [])
-    case.call(scene, given)
+    with scenes(case) as scene_of:
+        scene = scene_of()
+        given, argument = given_to(case, scene, name, form, False)
+        watched.extend([argument.memory] if form != "list" else [])
+        case.call(scene, given)
+        scene.picture()  # What other threads were asked for is done.
     assert not seen, f"{case.verb}: {name}: {seen[0]}"
 
 
@@ -99,6 +106,13 @@ def _described(value: Any) -> object:
         )
     if isinstance(value, Loadable):
         return [(share.blocks.tolist(), share.slots().tolist()) for share in value._shares]
+    if isinstance(value, Job):
+        assert value.wait(60, returned=True)
+        return value.codes.tolist(), value.error
+    if isinstance(value, Prefetch):
+        return _described(value.prompt)
+    if isinstance(value, HostLease):
+        return value.keys, value.blocks.tolist()
     if isinstance(value, Lease):
         return value.blocks.tolist(), value.groups.tolist(), None if value.keys is None else value.keys.tolist()
     if isinstance(value, np.ndarray):
@@ -121,83 +135,180 @@ def _outcome(case: Case, scene: Any, name: str, form: str, line: int, changes: b
 
 @pytest.mark.parametrize(("case", "name", "form"), CHANGED)
 def test_memory_that_changes_at_any_line_of_a_call_counts_as_a_whole(case: Case, name: str, form: str) -> None:
-    _outcome(case, case.scene(), name, form, -1)  # compiles
-    before, lines = _outcome(case, case.scene(), name, form, -1)
-    after, _ = _outcome(case, case.scene(), name, form, -1, changes=True)
-    assert before != after, "the change makes no difference: it would not be seen"
-    scene, last = case.scene(), after
-    for line in range(lines):
-        untouched = scene.picture()
-        last_before, last = last, _outcome(case, scene, name, form, line)[0]
-        assert last in (before, after), f"changed before line {line} of {lines}"
-        assert last == before or last_before == after, f"read again at line {line} of {lines}"
-        if scene.picture() != untouched:
-            if hasattr(scene, "cache"):
-                scene.cache.verify()
-            scene = case.scene()
-    assert last == before
+    walk(case, name, form)
+
+
+def walk(case: Case, name: str, form: str) -> None:
+    with scenes(case) as scene_of:
+        _outcome(case, scene_of(), name, form, -1)  # compiles
+        before, lines = _outcome(case, scene_of(), name, form, -1)
+        after, _ = _outcome(case, scene_of(), name, form, -1, changes=True)
+        assert before != after, "the change makes no difference: it would not be seen"
+        scene, last = scene_of(), after
+        for line in range(lines):
+            untouched = scene.picture()
+            last_before, last = last, _outcome(case, scene, name, form, line)[0]
+            assert last in (before, after), f"changed before line {line} of {lines}"
+            assert last == before or last_before == after, f"read again at line {line} of {lines}"
+            if scene.picture() != untouched:
+                if hasattr(scene, "cache"):
+                    scene.cache.verify()
+                scene = scene_of()
+        assert last == before
 
 
 # -- the walk is whole -------------------------------------------------------------------------------
 
+PLAIN = re.compile(
+    r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
+    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|Job|Keeper|Device|Stream|Launcher|SharedTier"
+    r"|HostTierDescription|StepTables|Operation|type\[.*\]|[\s|])*"
+)
+"""Types that are neither arrays nor sequences: an argument of such a type is not walked."""
 NO_ARRAYS = {
-    "stream",
-    "group",
-    "n",
-    "store",
-    "owner",
-    "tier",
-    "priority",
-    "max_blocks",
-    "salt",
-    "adapter_id",
-    "decode_priority",
-    "decode_ttl_ms",
-    "allow_partial_batch",
-    "snapshot",
-    "writable",
-    "raw",
-    "part",
-    "force",
-    "now_ms",
-    "lease",
-    "reservation",
-    "reuse",
-    "publish",
-    "ttl_ms",
-    "namespace",
+    # of any package's, but each stands for one thing
+    *(f"{owner}.stream" for owner in ("KVCacheManager", "HostCopies", "HostCopy", "Lease", "Reservation")),
+    *("gather_kv.stream", "scatter_kv.stream", "BlockLayout.dtype", "PagedKV.owner", "StridedArray.owner"),
+    "KVCacheManager.namespace",  # a pair of texts
+    "ModelIdentity.layout",  # a text, or layouts, which are immutable
+    "HostTier.cache",  # a HostCache
+    # of layouts, caches and groups, which are immutable
+    *("HostCache.block_bytes", "HostTier.block_bytes", "HostCopies.caches", "LayerGroup.layout", "split_blocks.groups"),
+    # read when a part is made, by names, and never handed to jitted code
+    *("Keeper.stores", "Keeper.quotas", "HostKeeper.stores", "StepTables.as_table"),
+    *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
+    *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
 }
-"""Names of arguments that are no arrays in any call."""
-ELSEWHERE = {
-    # tuples, read into rows of the call
-    ("add_sequence", "retention"),
-    ("add_sequence_batch", "retention"),
-    ("reserve", "retention"),
-    ("copy_batch_block_offsets", "scale"),
-    ("copy_batch_block_offsets", "v_offset"),  # read into tuples of ints
-    # written
-    ("copy_batch_block_offsets", "target"),
-    *(("copy_batch_block_csr", name) for name in ("indptr", "indices", "last_page_len")),
-    *(("step_tables", "out"), ("copy_step_tables", "target")),
-    ("import_blocks", "prompt"),
-    ("import_blocks", "data"),  # BlockKeys, which are immutable; KV itself
-    *(("import_blocks", "first"), ("commit_reserved", "tokens")),  # one number
-    ("apply", "operations"),  # a list, whose arrays are walked by operation
+"""Arguments without arrays, whatever their type is: as class.argument, or function.argument."""
+IN_PLACE = {
+    "KVCacheManager.retention",  # tuples, read into rows of the call
+    *("KVCacheManager.scale", "KVCacheManager.v_offset"),  # read into tuples of ints
+    *("KVCacheManager.target", "KVCacheManager.indptr", "KVCacheManager.indices", "KVCacheManager.last_page_len"),
+    *("KVCacheManager.device_memory", "KVCacheManager.host_memory", "KVCacheManager.table"),
+    *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
+    *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory", "StoreQueue.memory"),
+    *(f"StepTables.{name}" for name in NAMES),
+    "KVCacheManager.operations",  # a list, whose arrays are walked by operation
+    "PagedKV.planes",  # tuples, read into tuples of ints
 }
-"""Arguments that may be sequences and are looked at elsewhere, or are meant to be memory of the caller's."""
+"""Memory of the caller's that is meant to be used in place, and what is read at once and looked at elsewhere."""
+VERBS = (
+    kvpool.KVCacheManager,
+    kvpool.HostCache,
+    kvpool.HostCopies,
+    kvpool.HostCopy,
+    kvpool.HostTier,
+    kvpool.HostLease,
+    kvpool.HostSlots,
+    kvpool.BlockKeys,
+    kvpool.BlockLayout,
+    kvpool.Export,
+    kvpool.LayerGroup,
+    kvpool.Lease,
+    kvpool.Loadable,
+    kvpool.ModelIdentity,
+    kvpool.PagedKV,
+    kvpool.Reservation,
+    kvpool.StepTables,
+    kvpool.StridedArray,
+    keepers.HostKeeper,
+    keepers.Keeper,
+    stores.StoreQueue,
+)
+"""Public classes that callers make, or whose methods they call."""
+MADE_BY_THE_POOL = {
+    # What calls return, and what describes a pool to another process: their methods take no arrays.
+    *(
+        "Admission",
+        "Attachment",
+        "BlockTable",
+        "Event",
+        "Events",
+        "GroupStats",
+        "HostCacheStats",
+        "HostEvent",
+        "HostTierDescription",
+    ),
+    *("Lacking", "Match", "Plan", "RequestStats", "Reserved", "SharedTier", "Stats", "TierStats"),
+    *("HealthStats", "HostKeeperStats", "KeeperStats", "Job", "Prefetch", "Space", "StoreStats"),
+    "RetentionRange",  # one tuple of ``retention``
+    "Stagings",  # walked as an argument of ``gather_kv``
+    # Interfaces, and what is called by a queue or a keeper, and by nobody else.
+    *("Store", "MemoryStore", "StoreHealth", "LoadOrCompute"),
+}
+BUILT = {kvpool.Lease, kvpool.Loadable, kvpool.Reservation, kvpool.HostLease, kvpool.HostCopy, kvpool.Export}
+"""Classes that only the pool makes."""
+OF_THE_POOL = {("BlockKeys", "of_private"), ("BlockKeys", "prove"), ("BlockKeys", "bound"), ("Export", "of_place"),
+               ("HostCopies", "query"), ("HostCopies", "synchronize"), ("HostCopies", "hold_back")}  # fmt: skip
+"""Methods that parts of the pool call, and nobody else."""
+PACKAGES = kvpool, keepers, stores
 
 
-def test_the_walk_covers_every_argument_of_every_public_call() -> None:
-    walked = {(case.verb, name) for case in CASES for name in case.arrays} | {("add_sequence_batch", "prompts")}
-    missing = [
-        f"{name}({argument})"
-        for name, method in inspect.getmembers(KVCacheManager, inspect.isfunction)
-        if not name.startswith("_")
-        for argument in list(inspect.signature(method).parameters)[1:]
-        if argument not in NO_ARRAYS and not {(name, argument)} & (walked | ELSEWHERE)
+def _methods(owner: type) -> Iterator[tuple[str, Any]]:
+    """The public methods of a class, and what makes it unless the pool does."""
+    for name, method in inspect.getmembers(owner, callable):
+        made = name == ("__new__" if "__new__" in vars(owner) else "__init__") and owner not in BUILT
+        if (made or not name.startswith("_")) and (owner.__name__, name) not in OF_THE_POOL:
+            yield "" if made else name, method
+
+
+def _arguments(call: Any) -> Iterator[str]:
+    """Names of the arguments that may be arrays."""
+    for one in inspect.signature(call).parameters.values():
+        if one.name not in ("self", "cls") and not PLAIN.fullmatch(str(one.annotation)):
+            yield one.name
+
+
+def not_walked(owner: type) -> list[str]:
+    """The arguments of a public class that may be arrays and that no walk and no list has."""
+    name, walked = owner.__name__, {(case.verb, argument) for case in CASES for argument in case.arrays}
+    prefix = "" if owner is KVCacheManager else f"{name}."
+    return [
+        f"{name}.{method}({argument})"
+        for method, call in _methods(owner)
+        for argument in _arguments(call)
+        if f"{name}.{argument}" not in NO_ARRAYS | IN_PLACE
+        and (prefix + method if method else name, argument) not in walked | BY_NAME
     ]
-    assert not missing, f"not walked: {missing}"
-    functions = {name for name in kvpool.__all__ if inspect.isfunction(getattr(kvpool, name))}
-    assert functions == {"attach", "gather_kv", "scatter_kv", "split_blocks", "warm_up"}, (
-        "another public function: has it arrays?"
-    )
+
+
+BY_NAME = {("add_sequence_batch", "prompts"), ("import_blocks", "prompt")}
+"""A list of what is walked, and BlockKeys, which are immutable."""
+
+
+@pytest.mark.parametrize("owner", VERBS, ids=lambda owner: owner.__name__)
+def test_the_walk_covers_every_argument_of_every_public_call(owner: type) -> None:
+    assert not not_walked(owner)
+
+
+def test_every_public_class_and_function_is_known_to_the_walk() -> None:
+    found = {name for package in PACKAGES for name in _public(package)}
+    classes = {name for name, value in found if inspect.isclass(value) and not issubclass(value, BaseException)}
+    known = {owner.__name__ for owner in VERBS}
+    assert classes == known | MADE_BY_THE_POOL, "another public class: do callers give it arrays?"
+    walked = {(case.verb, argument) for case in CASES for argument in case.arrays}
+    functions = {(name, argument) for name, call in found if inspect.isfunction(call) for argument in _arguments(call)}
+    assert not {f"{name}.{one}" for name, one in functions - walked} - NO_ARRAYS - IN_PLACE
+
+
+def _public(package: Any) -> Iterator[tuple[str, Any]]:
+    names = kvpool.__all__ if package is kvpool else [name for name in vars(package) if not name.startswith("_")]
+    for name in names:
+        value = getattr(package, name)
+        if getattr(value, "__module__", "").startswith("kvpool."):
+            yield name, value
+
+
+def test_a_new_verb_with_an_array_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(self: Any, ids: Any, *, force: bool = False, tokens: npt.NDArray[np.int32]) -> None: ...
+
+    monkeypatch.setattr(kvpool.HostCache, "swap", swap, raising=False)
+    assert not_walked(kvpool.HostCache) == ["HostCache.swap(ids)", "HostCache.swap(tokens)"]
+
+
+@pytest.mark.parametrize("name", sorted(NO_ARRAYS | IN_PLACE))
+def test_the_lists_name_arguments_that_exist(name: str) -> None:
+    owner, _, argument = name.partition(".")
+    value = getattr(kvpool, owner, None) or getattr(keepers, owner, None) or getattr(stores, owner)
+    calls = [call for _, call in _methods(value)] if inspect.isclass(value) else [value]
+    assert any(argument in _arguments(call) for call in calls)

@@ -665,3 +665,69 @@ def test_whatever_happens_no_wrong_byte_is_read(make: Callable[..., Engine], sto
     assert engine.keeper.drain(60)
     engine.cache.verify()
     assert engine.cache.stats().pending == engine.cache.stats().pinned == 0
+
+
+# -- keys that lie, and leases that others close -----------------------------------------------------------
+
+
+class Lying(bytes):
+    """Says that it is another key, in every way that a key can be asked."""
+
+    def __bytes__(self) -> bytes:
+        return b"other" * 40
+
+    def __radd__(self, before: bytes) -> bytes:
+        return b"other"
+
+    def __hash__(self) -> int:
+        return 5
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lying)
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+
+def test_a_key_is_what_its_bytes_are(make: Callable[..., Engine]) -> None:
+    engine = make()
+    taken = engine.cache.reserve(names(2))
+    for number, row in enumerate(taken.blocks.tolist()):
+        engine.tier.blocks[row] = content(number)
+    assert engine.keeper.publish([Lying(key) for key in names(2)]) == 2
+    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 2
+    assert engine.keeper.forget([Lying(key) for key in names(2)]) == 2
+    engine.later(5)
+    assert engine.keeper.find(Lying(names(1)[0])) == PENDING
+    assert engine.keeper.lookup([Lying(key) for key in names(2)]).tolist() == [PENDING] * 2
+    engine.until(lambda: not engine.keeper.stats().searching)
+    engine.read(2)
+    stats = engine.keeper.stats()
+    assert (stats.asked, stats.missed) == (3, {"absent": 1}), (
+        "two keys, and the one that shows the clock to the threads"
+    )
+
+
+@pytest.mark.parametrize("verb", ["lookup", "publish", "forget", "pin"])
+@pytest.mark.parametrize("given", [None, 5, b"ab", "ab", [1], [b""], [b"x" * 65], [[b"a"]]], ids=str)
+def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, given: Any) -> None:
+    engine = make()
+    with pytest.raises((TypeError, ValueError), match="keys"):
+        getattr(engine.keeper, verb)(given)
+    stats = engine.keeper.stats()
+    assert (stats.asked, stats.searching, stats.waiting) == (0, 0, 0)
+
+
+def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engine], store: Wrong) -> None:
+    """Its bytes may have become those of another block while it was saved, and its seal would be right for them."""
+    engine, gate = make(), Gate()
+    store.before["save"] = gate
+    engine.write(2)
+    engine.keeper.poll()
+    assert gate.reached.wait(20)
+    assert engine.cache.revoke("kvpool stores") == 1
+    gate.open()
+    assert engine.keeper.drain(60)
+    stats = engine.keeper.stats()
+    assert stats.saved == 0 and stats.unsaved == {"evicted": 2}
+    engine.until(lambda: not store.inner.stats()["blocks"])

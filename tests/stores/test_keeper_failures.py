@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool import ForkedProcess, PoolClosed
-from kvpool.keepers import Keeper
+from kvpool.keepers import Keeper, Prefetch
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
 from kvpool.stores.base import Bytes, Rows, Stop
 from tests.engine import Engine
@@ -486,3 +486,11 @@ def test_no_request_ever_gets_a_wrong_byte(number: int, save: str) -> None:
         assert kept.drain(60) and not kept.closed
         made.cache.verify()
         assert {"find", "load", "save"} <= set(memory.calls)
+
+
+@pytest.mark.parametrize("name", ["prompt", "deadline", "blocks", "ended"])
+def test_a_prefetch_has_nothing_that_can_be_set(name: str) -> None:
+    """The keeper's thread reads it until the last block has come: another prompt would get the KV of this one."""
+    handle = Prefetch(None, 5.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        setattr(handle, name, 1)

@@ -422,3 +422,131 @@ def test_a_chain_continues_where_another_ended() -> None:
         assert whole[place].tobytes() == key
     others = [secret.chain(b"tenant", 0, tokens, extra, 4), secret.chain(b"tenant", 1, tokens, None, 4)]
     assert [int((whole == other).all(axis=1).sum()) for other in others] == [0, 2]
+
+
+# -- a store that writes to what it is given, or whose answers are none ------------------------------------
+
+
+def _writing(store: Wrong, number: int, value: Any) -> None:
+    """Have the store write to the keys (0) or rows (1) that it is given, before it loads."""
+    load = store.inner.load
+
+    def other(keys: Any, rows: Any, stop: Any) -> Any:
+        (keys, rows)[number][:] = value
+        return load(keys, rows, stop)
+
+    store.inner.load = other  # type: ignore[method-assign]
+
+
+def test_a_block_in_another_row_than_its_own_is_damaged(store: Wrong, queue: StoreQueue) -> None:
+    keys = saved(queue, 2)
+    _writing(store, 1, 30)
+    job = queue.load(keys[:1], [10])
+    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] and job.rows.tolist() == [10]
+
+
+def test_a_block_under_another_key_than_its_own_is_damaged(store: Wrong, queue: StoreQueue) -> None:
+    keys = saved(queue, 2)
+    _writing(store, 0, keys[1])
+    job = queue.load(keys[:1], [10])
+    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED]
+    assert (job.keys == keys[:1]).all(), "the job forgets its own key, and no other"
+
+
+@pytest.mark.parametrize("name", ["keys", "rows", "codes"])
+def test_nobody_writes_to_the_arrays_of_a_job(queue: StoreQueue, name: str) -> None:
+    job = queue.load(saved(queue, 2), [10, 11])
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        getattr(job, name).flags.writeable = True
+    with pytest.raises(AttributeError):
+        setattr(job, name, np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [np.array([257, 257]), np.array([-255, 1]), np.array([1.0, 1.0]), [True, True], [1], [[1, 1]], [1, 1 << 70], None,
+     np.array([1, 1], object), "11", [1, 7]],
+    ids=str,
+)  # fmt: skip
+def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answer: Any) -> None:
+    keys = saved(queue, 2)
+    for kind, begin in ("find", lambda: queue.find(keys)), ("load", lambda: queue.load(keys, [10, 11])):
+        store.after[kind] = lambda given, kind=kind: answer if kind == "find" else (answer, given[1])
+        job = begin()
+        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
+
+
+@pytest.mark.parametrize("seals", [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8), "x" * 32], ids=str)
+def test_seals_that_are_none_are_failures(store: Wrong, queue: StoreQueue, seals: Any) -> None:
+    keys = saved(queue, 2)
+    store.after["load"] = lambda given: (given[0], seals)
+    job = queue.load(keys, [10, 11])
+    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
+
+
+class Mute(BaseException):
+    """An error that raises when it is asked for its text."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["find", "load", "save", "forget"])
+def test_an_error_without_a_text_ends_no_thread(store: Wrong, queue: StoreQueue, kind: str) -> None:
+    keys = saved(queue, 2)
+
+    def fail() -> None:
+        raise Mute
+
+    store.before[kind] = fail
+    begin = {"find": lambda: queue.find(keys), "load": lambda: queue.load(keys, [10, 11]),
+             "save": lambda: queue.save(keys, [0, 1]), "forget": lambda: queue.forget(keys)}[kind]  # fmt: skip
+    for _ in range(2 * store.threads):
+        job = begin()
+        assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error == "Mute"
+    assert queue.stats().running_calls == 0
+
+
+def test_keys_are_asked_for_nothing(queue: StoreQueue) -> None:
+    class Lying(np.ndarray[Any, Any]):
+        def copy(self, order: Any = "C") -> Any:
+            return np.zeros((1 << 20, 1), np.uint8)
+
+    keys = saved(queue, 2)
+    job = queue.load(keys.view(Lying), [10, 11])
+    assert job.wait(60, returned=True) and job.codes.tolist() == [OK] * 2
+
+
+@pytest.mark.parametrize(
+    "deadline", [10**400, -(10**400), float("nan"), "5", b"5", None, [1.0]], ids=lambda d: str(d)[:9]
+)
+def test_a_deadline_that_is_none_is_a_value_error(queue: StoreQueue, deadline: Any) -> None:
+    with pytest.raises(ValueError, match="deadline"):
+        queue.find(saved(queue, 1), deadline=deadline)
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("name", ""), ("name", "A"), ("name", 5), ("name", "a/b"),
+                                                  ("name", "a" * 65), ("threads", 0), ("threads", 1.5)])  # fmt: skip
+def test_a_store_without_a_name_or_threads_is_refused_before_it_is_opened(
+    store: Wrong, attribute: str, value: Any
+) -> None:
+    setattr(store, attribute, value)
+    with pytest.raises((TypeError, ValueError), match=f"store.{attribute}"):
+        open_queue(store)
+    assert not store.calls
+
+
+@pytest.mark.parametrize("figures", [None, 5, {"blocks": "x"}, {"blocks": None}, [1]], ids=str)
+def test_figures_of_a_store_that_are_none_are_left_out(store: Wrong, queue: StoreQueue, figures: Any) -> None:
+    saved(queue, 1)
+    store.stats = lambda: figures  # type: ignore[method-assign]
+    assert queue.stats().store == {} and queue.stats().blocks["save", "ok"] == 1
+    store.stats = fail  # type: ignore[method-assign]
+    assert queue.stats().store == {}
+
+
+def test_what_a_store_says_of_itself_counts_once(store: Wrong) -> None:
+    with open_queue(store) as queue:
+        store.name, store.threads = "other", 0
+        assert queue.name == "wrong" and queue.stats().name == "wrong"
+        assert saved(queue, 2).shape == (2, 32)

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.sizes import parse_size
 from kvpool.stores import MemoryStore
-from kvpool.stores.urls import open_store
+from kvpool.stores.urls import bytes_argument, open_store
 
 
 def test_a_text_opens_a_store() -> None:
@@ -68,3 +68,16 @@ def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
         with pytest.raises(ValueError, match="secret: accepted is secret_file=") as found:
             open_store(f"peer:tcp://127.0.0.1:1?{name}=abcdef")
         assert "abcdef" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "size", [10**400, 1 << 63, -1, True, 1.5, "9" * 400, "9" * 400 + "GiB", "1e3", "nan", "inf", None]
+)
+def test_a_size_that_is_none_is_refused(size: object) -> None:
+    with pytest.raises(ValueError, match="staging="):
+        bytes_argument("staging", size)
+
+
+@pytest.mark.parametrize("size", [0, (1 << 53) + 1, (1 << 63) - 1])
+def test_a_size_in_bytes_is_exact(size: int) -> None:
+    assert bytes_argument("staging", size) == size

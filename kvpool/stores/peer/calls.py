@@ -186,7 +186,8 @@ class StoreCalls:
             codes = self._store.save(request.keys, rows, request.seals, request.tag, message.limit, stop)
             return self._done("saved", id, codes_of(codes, len(rows)))
         rows += thread * self.blocks_per_call
-        answer, seals = self._store.load(request.keys, rows, stop)
+        # The store gets a copy, which it may write to: other rows are those of other threads.
+        answer, seals = self._store.load(request.keys, rows.copy(), stop)
         codes = codes_of(answer, len(rows))
         seals = np.array(seals, np.uint8).reshape(len(rows), SEAL_BYTES)
         # A copy: the next call of this thread uses the memory while these bytes are sent.

@@ -1,0 +1,131 @@
+"""Mutations of what callers pass: memory that they change, objects that lie, copies and pickles, and stores."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+
+def _walk(name: str) -> str:
+    walk = "tests/sequences/test_private_memory.py::test_memory_that_changes_at_any_line_of_a_call_counts_as_a_whole"
+    return f"{walk}[{name}]"
+
+
+_LYING = "tests/sequences/test_changing_arguments.py"
+
+MUTATIONS = (
+    # -- memory that others change during the call ----------------------------------------------------------
+    Mutation(
+        "tokens_are_not_copied",
+        "arguments.py",
+        "found = tokens.copy()",
+        "found = tokens",
+        "A prompt that changes during the call is cached under the key of another.",
+        (_walk("add_sequence-prompt-array"),),
+    ),
+    Mutation(
+        "ids_and_counts_are_not_copied",
+        "arguments.py",
+        "found = values.copy()",
+        "found = values",
+        "A count that grows behind its check writes behind a row of the block table.",
+        (_walk("append_tokens-counts-array"), _walk("release-ids-array")),
+    ),
+    Mutation(
+        "other_integers_are_not_copied",
+        "arguments.py",
+        "    return found.copy()\n",
+        "    return found\n",
+        "The same, for arrays that are none of NumPy's.",
+        (_walk("append_tokens-counts-interface"),),
+    ),
+    Mutation(
+        "keys_are_not_copied",
+        "sequences/keys.py",
+        "        return found.copy().view(np.int64)\n    if not",
+        "        return found.view(np.int64)\n    if not",
+        "A lease has blocks of other keys than those that it names.",
+        (_walk("pin-keys-array"),),
+    ),
+    Mutation(
+        "keys_of_jobs_are_not_copied",
+        "stores/queue.py",
+        "    return own.copy()\n\n\ndef _rows_argument",
+        "    return own\n\n\ndef _rows_argument",
+        "A block comes back under a key that was not asked for.",
+        (_walk("StoreQueue.load-keys-array"),),
+    ),
+    Mutation(
+        "the_keys_of_a_list_are_read_twice",
+        "hostcache/keys.py",
+        "    return tuple(found)\n",
+        "    return keys\n",
+        "Keys are reserved that the caller has taken out of the list.",
+        (_walk("HostCache.reserve-keys-list"),),
+    ),
+    # -- objects that lie ------------------------------------------------------------------------------------
+    Mutation(
+        "a_subclass_says_what_shape_its_flags_have",
+        "sequences/contents.py",
+        "found = np.asarray(given)[...]",
+        "found = given[...]",
+        "Jitted code reads and writes behind an array that is shorter than it said.",
+        (f"{_LYING}::test_blocks_that_are_there_are_asked_for_nothing",),
+    ),
+    Mutation(
+        "a_key_says_what_it_is",
+        "keepers/hostkeeper.py",
+        '            key = key_argument("key", key)\n',
+        "            pass\n",
+        "A store is asked for another key, whose block is then found under this one.",
+        ("tests/stores/test_hostkeeper.py::test_a_key_is_what_its_bytes_are",),
+    ),
+    Mutation(
+        "keys_have_a_state_that_can_be_set",
+        "sequences/keys.py",
+        "    def __setstate__(",
+        "    def _setstate(",
+        "A pickle has keys believed that no pool has hashed.",
+        (f"{_LYING}::test_keys_are_made_once",),
+    ),
+    Mutation(
+        "a_copy_of_step_tables_knows_the_places_of_the_first",
+        "tables/steps.py",
+        "    def __reduce__(",
+        "    def _reduce(",
+        "A step writes to arrays that may have been freed.",
+        (f"{_LYING}::test_the_tables_of_a_copy_are_written_and_no_others[deepcopy]",),
+    ),
+    # -- stores ------------------------------------------------------------------------------------------------
+    Mutation(
+        "a_store_writes_to_the_rows_of_a_job",
+        "stores/queue.py",
+        "self._store.load(keys.copy(), rows.copy(), lambda",
+        "self._store.load(np.array(keys, copy=None), rows, lambda",
+        "A store has one row checked, and another one believed.",
+        ("tests/stores/test_queue.py::test_a_block_in_another_row_than_its_own_is_damaged",),
+    ),
+    Mutation(
+        "a_code_becomes_a_byte_before_it_is_checked",
+        "stores/queue.py",
+        "codes = np.array(answer)\n",
+        "codes = np.array(answer).astype(np.uint8)\n",
+        "A store that answers 257 is believed to have said OK.",
+        ("tests/stores/test_queue.py::test_codes_that_are_none_are_failures[[257 257]]",),
+    ),
+    Mutation(
+        "an_error_is_asked_for_its_text",
+        "stores/queue.py",
+        "        return type(error).__name__\n",
+        "        raise\n",
+        "An error without a text ends a thread of the queue, and its job never returns.",
+        ("tests/stores/test_queue.py::test_an_error_without_a_text_ends_no_thread[find]",),
+    ),
+    Mutation(
+        "what_was_saved_under_a_lease_that_others_closed_is_kept",
+        "keepers/hostkeeper.py",
+        "        if save.lease.closed:\n            self._revoked(store, job, first)\n        elif first:",
+        "        if first:",
+        "The bytes of another block are kept under a key, and their seal is right.",
+        ("tests/stores/test_hostkeeper.py::test_a_block_whose_lease_others_closed_is_not_kept",),
+    ),
+)
