@@ -729,5 +729,5 @@ def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engin
     gate.open()
     assert engine.keeper.drain(60)
     stats = engine.keeper.stats()
-    assert stats.saved == 0 and stats.unsaved == {"evicted": 2}
+    assert stats.saved == 0 and stats.unsaved == {"cancelled": 2}
     engine.until(lambda: not store.inner.stats()["blocks"])

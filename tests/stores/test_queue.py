@@ -491,7 +491,7 @@ class Mute(BaseException):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["find", "load", "save", "forget"])
+@pytest.mark.parametrize("kind", ["find", "load", "save"])
 def test_an_error_without_a_text_ends_no_thread(store: Wrong, queue: StoreQueue, kind: str) -> None:
     keys = saved(queue, 2)
 
@@ -500,7 +500,7 @@ def test_an_error_without_a_text_ends_no_thread(store: Wrong, queue: StoreQueue,
 
     store.before[kind] = fail
     begin = {"find": lambda: queue.find(keys), "load": lambda: queue.load(keys, [10, 11]),
-             "save": lambda: queue.save(keys, [0, 1]), "forget": lambda: queue.forget(keys)}[kind]  # fmt: skip
+             "save": lambda: queue.save(keys, [0, 1])}[kind]  # fmt: skip
     for _ in range(2 * store.threads):
         job = begin()
         assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error == "Mute"
