@@ -212,7 +212,6 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
         down = Down(store)
         queue.save(queue.secret.opaque(names(1)), np.arange(1))
         assert gate.reached.wait(60)
-        store.threads = 1  # No other save begins.
         queue.save(queue.secret.opaque(names(4, 50)), np.arange(4))
         with pytest.raises(StoreBusy):
             queue.save(queue.secret.opaque(names(4, 60)), np.arange(4))
@@ -223,7 +222,6 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
         with pytest.raises(StoreBusy):
             queue.forget(queue.secret.opaque(names(2, 80)))
         down.up()
-        store.threads = 4
         gate.open()
 
 
