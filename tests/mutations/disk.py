@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "a_new_secret_keeps_old_rows",
         "stores/disk/store.py",
-        "self._slots if same_secret else 0",
-        "self._slots",
+        "-(-self._slots // PER_PAGE) if same_secret else 0",
+        "-(-self._slots // PER_PAGE)",
         "Blocks that nobody can ever find fill the store.",
         (f"{DAMAGE}test_missing_files[secret]",),
     ),
@@ -135,5 +135,13 @@ MUTATIONS = (
         '? > 0"',
         "A database of a few kilobytes of pages makes an engine read gigabytes of something else.",
         (f"{DAMAGE}test_what_a_database_has_too_much_costs_no_memory",),
+    ),
+    Mutation(
+        "a_line_of_a_trace_may_have_any_length",
+        "replay/traces.py",
+        'iter(partial(stream.readline, LINE_BYTES_MAX + 1), b"")',
+        "stream",
+        "A compressed trace of two megabytes takes gigabytes of memory.",
+        ("tests/replay/test_replay_traces.py::test_a_line_without_end_is_no_request",),
     ),
 )
