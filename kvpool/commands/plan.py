@@ -211,7 +211,10 @@ def _config(path: str) -> dict[str, Any]:
     """Read a model's own description. Raises OSError, or ValueError if the file is no such description."""
     with open(path, encoding="utf-8") as file:
         text = file.read(_CONFIG_BYTES_MAX)
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("no object in it, but lists in lists") from None
     if not isinstance(found, dict):
         raise ValueError("no object in it")
     return found

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,6 +23,8 @@ TOKENS_PER_ID = {"mooncake": 512, "qwen": 16}
 NATIVE_COLUMNS = ("tokens", "output_tokens", "output_length", "salt", "adapter_id", "tenant", "timestamp")
 _TICKS_PER_SECOND = {"mooncake": 1000, "qwen": 1}
 
+LINE_BYTES_MAX = 256 << 20
+"""A request of some ten million tokens."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _INT32_MAX = 2**31 - 1
 _TIMESTAMP_MAX = 2.0**63
@@ -82,8 +85,10 @@ def stream_trace(path: str, *, format: str = "auto", limit: int | None = None) -
     line = count = 0
     try:
         with _open(path) as stream:
-            for text in stream:
+            for text in iter(partial(stream.readline, LINE_BYTES_MAX + 1), b""):
                 line += 1
+                if len(text) > LINE_BYTES_MAX:
+                    raise TraceError(name, line, f"the line has more than {LINE_BYTES_MAX} bytes")
                 if text.isspace():
                     continue
                 row = _Row(name, line, _parse(name, line, text))

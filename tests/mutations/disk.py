@@ -40,7 +40,7 @@ MUTATIONS = (
         "                self._table.give_back(pages)\n",
         "",
         "Blocks that a user had forgotten are back after a restart.",
-        (f"{FAILURES}test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again[False]",),
+        (f"{FAILURES}test_a_forget_that_is_not_durable_fails_and_is_made_up_for",),
     ),
     Mutation(
         "a_block_that_is_read_can_be_evicted",
@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "a_new_secret_keeps_old_rows",
         "stores/disk/store.py",
-        "count = -(-self._slots // PER_PAGE) if same_secret else 0",
-        "count = -(-self._slots // PER_PAGE)",
+        "-(-self._slots // PER_PAGE) if same_secret else 0",
+        "-(-self._slots // PER_PAGE)",
         "Blocks that nobody can ever find fill the store.",
         (f"{DAMAGE}test_missing_files[secret]",),
     ),
@@ -135,5 +135,13 @@ MUTATIONS = (
         '? > 0"',
         "A database of a few kilobytes of pages makes an engine read gigabytes of something else.",
         (f"{DAMAGE}test_what_a_database_has_too_much_costs_no_memory",),
+    ),
+    Mutation(
+        "a_line_of_a_trace_may_have_any_length",
+        "replay/traces.py",
+        "if len(text) > LINE_BYTES_MAX:",
+        "if False:",
+        "A long line is read in pieces, and the trace is said to be wrong where it is not.",
+        ("tests/replay/test_replay_traces.py::test_a_line_without_end_is_no_request",),
     ),
 )

@@ -151,6 +151,14 @@ def test_a_broken_line_is_named_with_its_fault(row: Any, reason: str, tmp_path: 
     assert caught.value.line == 2 and str(caught.value).startswith(f"{path}, line 2: ")
 
 
+def test_a_line_without_end_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.replay.traces.LINE_BYTES_MAX", 1000)
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode().ljust(999) + b"\n" + b" " * 1001))
+    with pytest.raises(TraceError, match="line 2: the line has more than 1000 bytes"):
+        read_trace(str(path))
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
