@@ -70,6 +70,14 @@ MUTATIONS = (
         "What a tenant asked to be forgotten is reused.",
         ("tests/sequences/test_swaps.py::test_a_swapped_sequence_is_released_beside_others[False]",),
     ),
+    Mutation(
+        "a_lost_block_is_published_with_the_duplicates",
+        "state/commit.py",
+        "blocks[b].flags & (PUBLISHED | LOST):",
+        "blocks[b].flags & PUBLISHED:",
+        "A prompt hits a block of a swapped sequence whose copy back was refused: whatever stood there is its KV.",
+        ("tests/sequences/test_swaps.py::test_a_duplicate_whose_copy_back_was_refused_is_found_by_nobody",),
+    ),
     # -- operations together ------------------------------------------------------------------------------
     Mutation(
         "a_refused_list_stays_half_done",
