@@ -156,7 +156,7 @@ class Ledger:
         parent = np.array(root, np.int64).tobytes()
         extra = events.extra[row] if record["extra"] and events.extra is not None else None
         block = block_content(events.tokens[row], extra)
-        if root == name.root and name is not NAMELESS:
+        if root == name.root:
             return self._linked(key, parent, self._root(name), block, namespace, name, 0)
         known = self._links.get(parent)
         if known is None:

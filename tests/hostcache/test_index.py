@@ -260,6 +260,21 @@ def test_figures_add_up(make: Make) -> None:
     lease.close()
 
 
+def test_times_are_those_of_the_content_and_not_of_its_block(make: Make) -> None:
+    clock = [1000]
+    cache = make(1, clock=lambda: clock[0])
+    for name, now in (("a", 1000), ("b", 3000)):
+        clock[0] = now
+        store(cache, name)
+    clock[0] = 3400
+    cache.pin(keys("b")).close()
+    clock[0] = 3500
+    store(cache, "c")
+    found = cache.stats()
+    assert (found.lifetime_ms.count, found.lifetime_ms.total_ms) == (2, 2000 + 500)
+    assert (found.idle_ms.total_ms, found.reuse_gap_ms.total_ms) == (2000 + 100, 400)
+
+
 def test_keys_of_another_model_are_never_found() -> None:
     """Two caches with one secret: their hashes of one key differ, as the identity is a part of it."""
     hashes = []

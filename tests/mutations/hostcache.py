@@ -22,6 +22,14 @@ MUTATIONS = (
         (_index("test_a_key_is_pending_until_its_bytes_are_published"), *_MODEL),
     ),
     Mutation(
+        "content_has_the_times_of_what_its_block_had_before",
+        "state/hostcache.py",
+        "            block.stored_at = block.used_at = np.uint32(now)\n",
+        "",
+        "An operator is told that keys stay for hours in a host cache that is too small to keep them for seconds.",
+        (_index("test_times_are_those_of_the_content_and_not_of_its_block"),),
+    ),
+    Mutation(
         "the_identity_is_not_in_the_key",
         "hostcache/index.py",
         "namespace_root(own, self.identity.content, None)",
