@@ -163,6 +163,16 @@ def test_an_owner_that_is_gone_loses_its_leases(make: Make) -> None:
     other.close()
 
 
+def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
+    cache = make()
+    store(cache, "a")
+    with pytest.raises(LeaseExpired, match="reader"), cache.pin(keys("a"), owner="reader"):
+        cache.revoke("reader")
+    with pytest.raises(KeyError, match="its own"), cache.pin(keys("a"), owner="reader"):
+        cache.revoke("reader")
+        raise KeyError("its own")
+
+
 def test_what_is_aborted_is_absent_and_its_block_is_free(make: Make) -> None:
     cache = make(1)
     cache.reserve(keys("a"))

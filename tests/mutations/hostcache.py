@@ -125,6 +125,14 @@ MUTATIONS = (
          "[cpu-vllm_flash_attention-True]",),
     ),
     Mutation(
+        "a_worker_is_not_told_of_a_revoke",
+        "hostcache/leases.py",
+        "        if kind is None or not self.closed:\n",
+        "        if not self.closed:\n",
+        "A worker whose lease was revoked gives the engine bytes of other keys.",
+        (_index("test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile"),),
+    ),
+    Mutation(
         "a_lease_is_closed_in_halves",
         "hostcache/leases.py",
         "        with DeferSignals(), self._lock:\n",

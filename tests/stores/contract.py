@@ -61,7 +61,8 @@ class StoreContract:
     def test_what_is_forgotten_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 4)
-            assert queue.forget(keys[:2]).wait(60)
+            forgotten = queue.forget(keys[:2])
+            assert forgotten.wait(60) and forgotten.ok == 2
             job = queue.load(keys, np.arange(4))
             assert job.wait(60) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
 

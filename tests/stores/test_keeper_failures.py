@@ -209,12 +209,15 @@ def test_a_block_that_is_evicted_before_it_was_copied_is_counted(one: Engine) ->
 
 def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
     memory = store()
-    quotas = {("tenant", None): room(4), ("nothing", 3): 0}
+    quotas = {("tenant", None): room(4), ("nothing", 3): 0, ("less than a block", None): 1}
     with keeper(one, memory, quotas=quotas) as kept:
         seed(one, kept, [PROMPT], salt="tenant")
         seed(one, kept, [PROMPT], salt="nothing", adapter_id=3)
         assert memory.stats()["blocks"] <= 4
         assert kept.stats().dropped["memory", "quota"] >= 10
+        refused = kept.stats().dropped["memory", "quota"]
+        seed(one, kept, [PROMPT], salt="less than a block")
+        assert kept.stats().dropped == {("memory", "quota"): refused + 10}
         seed(one, kept, [PROMPT], adapter_id=3)
         assert memory.stats()["blocks"] <= 14 and memory.stats()["blocks"] >= 10
 
