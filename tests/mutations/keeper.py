@@ -35,6 +35,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "rows_are_as_long_as_the_shortest_block",
+        "keepers/keeper.py",
+        "nbytes = max(group.block_bytes for group in pool.groups)",
+        "nbytes = min(group.block_bytes for group in pool.groups)",
+        "Of a pool with several groups of layers, nothing is saved once the first large block has come.",
+        (f"{_KEEPER}test_several_groups_of_layers_come_back[600]",),
+    ),
+    Mutation(
         "rows_are_free_while_a_call_hangs",
         "keepers/lanes.py",
         "        if job.returned and followed.done is None",

@@ -27,6 +27,14 @@ MUTATIONS = (
         (_choice("test_a_hit_behind_a_long_queue_is_computed"),),
     ),
     Mutation(
+        "free_probes_grow_without_end",
+        "keepers/choice.py",
+        "if self._fresh and risk <= _FREE * saved:",
+        "if self._fresh:",
+        "The first prompts wait for a dead store longer than is promised.",
+        (_choice("test_the_first_hits_in_a_dead_store_cost_no_more_than_half_of_one"),),
+    ),
+    Mutation(
         "late_loads_are_forgotten",
         "keepers/choice.py",
         "self._worse += _WORSE *",
