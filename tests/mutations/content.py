@@ -49,6 +49,14 @@ MUTATIONS = (
         ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit[True]",),
     ),
     Mutation(
+        "a_hit_does_not_compare_extra_ids",
+        "state/index.py",
+        "    if extra.shape[0] > 0 or blocks_of(h)[b].flags & EXTRA:\n        return same_tokens",
+        "    if False:\n        return same_tokens",
+        "Where two keys collide, a prompt about one image gets KV of another.",
+        ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit_for_other_extra_ids",),
+    ),
+    Mutation(
         "a_refused_list_leaves_the_names_that_it_forgot",
         "sequences/together.py",
         "                    core.names.restore(names)\n",
