@@ -186,6 +186,14 @@ MUTATIONS = (
         ("tests/state/test_scenarios_reuse.py::test_a_longer_tail_replaces_the_one_that_it_starts_with",),
     ),
     Mutation(
+        "tails_of_other_beginnings_are_rivals",
+        "state/index.py",
+        "if i != b and _is_child(h, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace):",
+        "if i != b:",
+        "The end of a prompt is forgotten since another one, of any tenant, ends alike.",
+        ("tests/state/test_scenarios_reuse.py::test_the_same_tail_behind_two_beginnings_is_two_tails",),
+    ),
+    Mutation(
         "a_published_end_is_stored_as_a_tail",
         "state/commit.py",
         " and not blocks[b].flags & PUBLISHED:  # as a fork",

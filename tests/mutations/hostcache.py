@@ -141,6 +141,14 @@ MUTATIONS = (
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),
     Mutation(
+        "a_store_that_hangs_is_not_told_if_another_does_not",
+        "keepers/hostkeeper.py",
+        "over = line.queue.close(timeout) and over",
+        "over = line.queue.close(timeout)",
+        "Memory is used again into which a store may still write.",
+        ("tests/stores/test_hostkeeper.py::test_a_call_that_hangs_is_told_whichever_store_it_is_of",),
+    ),
+    Mutation(
         "no_tokens_are_some",
         "hostcache/copies.py",
         "(first, end) if first < end else (0, 0)",

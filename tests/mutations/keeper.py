@@ -116,6 +116,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "a_row_keeps_what_was_there_before",
+        "keepers/saving.py",
+        "        row[at:] = 0\n",
+        "",
+        "Behind a block of one tenant, a store keeps KV of another.",
+        (f"{_FAILURES}test_a_row_has_nothing_of_what_was_there_before",),
+    ),
+    Mutation(
         "to_be_saved_is_a_use",
         "keepers/saving.py",
         "        core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())\n",

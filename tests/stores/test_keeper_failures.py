@@ -13,10 +13,13 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.keepers import Keeper
+from kvpool.keepers.ledger import Ledger
+from kvpool.keepers.saving import Staging
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
 from kvpool.stores.base import Bytes, Rows, Stop
+from kvpool.stores.seals import Secret
 from tests.engine import Engine
-from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
+from tests.stores.keeping import IDENTITY, Clock, T, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
 from tests.stores.lab import Gate, Wrong
 
 PROMPT = tokens(41)
@@ -205,6 +208,18 @@ def test_a_block_that_is_evicted_before_it_was_copied_is_counted(one: Engine) ->
         assert kept.drain(60)
         stats = kept.stats()
         assert stats.saved_blocks + stats.dropped["wrong", "evicted"] == 10
+
+
+def test_a_row_has_nothing_of_what_was_there_before(one: Engine) -> None:
+    """A block is shorter than its row, and the row is saved whole."""
+    with one.cache as pool:
+        one.seed(PROMPT, 40)
+        ledger = Ledger(pool.groups, T, [Secret(bytes(32), IDENTITY)], 100)
+        contents = ledger.contents(ledger.links(one.prompt(PROMPT), 3), 0)
+        rows = np.full((4, 4096), 0xFF, np.uint8)
+        assert Staging(pool, True).copy(contents, rows, [2, 0, 1]) == [True] * 3
+        size = pool.groups[0].block_bytes
+        assert not rows[:3, size:].any() and (rows[:3, :size] != 0xFF).any(axis=1).all()
 
 
 def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
