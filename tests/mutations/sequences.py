@@ -162,7 +162,7 @@ MUTATIONS = (
     Mutation(
         "a_reservation_is_a_sequence",
         "state/sequences.py",
-        "sequence.live == LIVE and",
+        "sequence.live & (LIVE | SWAPPED) and",
         "sequence.live and",
         "An engine appends to blocks that a loader is filling.",
         ("tests/holders/test_reservation_ends.py::test_a_reservation_is_no_sequence",),

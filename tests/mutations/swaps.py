@@ -101,7 +101,7 @@ MUTATIONS = (
         "                    forget()\n",
         "                    pass\n",
         "Copies of a call that raised overwrite what is cached.",
-        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[5-append]",),
+        ("tests/sequences/test_together.py::test_copies_of_a_refused_list_are_never_made",),
     ),
     Mutation(
         "leases_of_a_refused_list_stay_closed",
@@ -117,6 +117,6 @@ MUTATIONS = (
         "        return blocks <= int(free.min()) and rows <= int(",
         "        return rows <= int(",
         "A call that raised for want of blocks has changed the pool.",
-        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[2-append]",),
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[2-add]",),
     ),
 )

@@ -226,6 +226,8 @@ def test_offload_keeps_the_device_copy(make: Make) -> None:
     engine.cache.verify()
     assert len(engine.cached()) == 2 and len(engine.cached("host")) == 1
     assert engine.free("host") == 1
+    engine.release(engine.add(range(9)))
+    engine.release(engine.add(range(100, 116)))
 
 
 @pytest.mark.parametrize("P", [6, 8], ids=["a hit is on the host", "hits follow each other in a list"])
