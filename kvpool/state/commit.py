@@ -97,7 +97,7 @@ def publish_range(h, slot, first, last):
         if sequence.private or _publish(h, b):
             continue
         waiting += 1
-        if sequence.duplicates == NONE or i < sequence.duplicates:
+        if sequence.duplicates == NONE:
             sequence.duplicates = i
     return waiting
 

@@ -170,6 +170,14 @@ MUTATIONS = (
         ("tests/state/test_scenarios_reuse.py::test_a_duplicate_takes_over_when_the_published_block_is_gone",),
     ),
     Mutation(
+        "a_hole_that_a_window_left_is_published",
+        "state/commit.py",
+        "if b == NONE or blocks[b].flags & (PUBLISHED | LOST):",
+        "if blocks[b].flags & (PUBLISHED | LOST):",
+        "A block that a sequence does not hold gets a key of it: who hits it reads another prompt's KV.",
+        ("tests/sequences/test_windows.py::test_a_duplicate_that_its_window_has_passed_is_not_published",),
+    ),
+    Mutation(
         "an_eviction_that_offloads_is_no_removal",
         "state/tiers.py",
         "    emit(h, REMOVED, b)\n    h.removals += 1\n    push_back",

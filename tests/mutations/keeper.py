@@ -116,6 +116,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "blocks_of_several_namespaces_are_saved_as_those_of_one",
+        "keepers/saving.py",
+        "(content.link.namespace, content.group) == (chosen[0].link.namespace, chosen[0].group)",
+        "content.group == chosen[0].group",
+        "A tenant loses its blocks to the quota of another one.",
+        (f"{_FAILURES}test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour",),
+    ),
+    Mutation(
         "a_row_keeps_what_was_there_before",
         "keepers/saving.py",
         "        row[at:] = 0\n",

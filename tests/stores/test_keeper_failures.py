@@ -50,18 +50,25 @@ def fail(*_: Any) -> Any:
 # -- stores that lie, fail, hang -----------------------------------------------------------------------
 
 
-def test_a_changed_byte_never_reaches_the_pool(one: Engine, wrong: Wrong) -> None:
-    def flip(answer: Any) -> Any:
-        wrong.memory[:, 5] ^= 1
+class Flipping(Wrong):
+    """Changes a byte of each block that it gives, as long as it ``flips``."""
+
+    flips = True
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        answer = super().load(keys, rows, stop)
+        self.memory[rows, 5] ^= self.flips
         return answer
 
-    wrong.after["load"] = flip
-    with keeper(one, wrong) as kept:
+
+def test_a_changed_byte_never_reaches_the_pool(one: Engine, wrong: Wrong) -> None:
+    flipping = Flipping(wrong.inner)
+    with keeper(one, flipping) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert handle.wait(60) and handle.ended == "failed" and handle.blocks == 0
         assert one.reusable(PROMPT) == 0
         # The store was told to forget what was damaged: the next request finds it absent, and computes.
-        del wrong.after["load"]
+        flipping.flips = False
         assert fetch(one, kept, PROMPT) == 0
         one.release(one.add(PROMPT))
 
@@ -235,6 +242,15 @@ def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
         assert kept.stats().dropped == {("memory", "quota"): refused + 10}
         seed(one, kept, [PROMPT], adapter_id=3)
         assert memory.stats()["blocks"] <= 14 and memory.stats()["blocks"] >= 10
+
+
+def test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour(one: Engine) -> None:
+    """Blocks of both wait for a keeper that comes later."""
+    memory = store()
+    for salt in ("tenant", "other"):
+        one.seed(PROMPT, 40, salt=salt)
+    with keeper(one, memory, quotas={("tenant", None): room(2)}) as kept:
+        assert kept.drain(60) and memory.stats()["blocks"] == 2 + 10
 
 
 def test_a_store_that_is_full_refuses_and_that_is_counted(one: Engine) -> None:
