@@ -124,6 +124,14 @@ MUTATIONS = (
         (f"{_FAILURES}test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour",),
     ),
     Mutation(
+        "what_was_copied_under_a_revoked_lease_is_saved",
+        "keepers/saving.py",
+        "                if not _ended(lease):\n",
+        "                if _ended(lease) is None:\n",
+        "A store keeps bytes of one prompt under the key of another, with a good seal.",
+        (f"{_FAILURES}test_nothing_is_saved_that_was_copied_under_a_revoked_lease",),
+    ),
+    Mutation(
         "a_row_keeps_what_was_there_before",
         "keepers/saving.py",
         "        row[at:] = 0\n",

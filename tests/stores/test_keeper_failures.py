@@ -229,6 +229,21 @@ def test_a_row_has_nothing_of_what_was_there_before(one: Engine) -> None:
         assert not rows[:3, size:].any() and (rows[:3, :size] != 0xFF).any(axis=1).all()
 
 
+def test_nothing_is_saved_that_was_copied_under_a_revoked_lease(one: Engine) -> None:
+    """The blocks may have had other content before the copy was over."""
+    with one.cache as pool:
+        one.seed(PROMPT, 40)
+
+        class Rows(list[int]):
+            def __getitem__(self, place: Any) -> Any:
+                pool.revoke("kvpool keeper")
+                return super().__getitem__(place)
+
+        ledger = Ledger(pool.groups, T, [Secret(bytes(32), IDENTITY)], 100)
+        contents = ledger.contents(ledger.links(one.prompt(PROMPT), 3), 0)
+        assert Staging(pool, True).copy(contents, np.zeros((4, 4096), np.uint8), Rows([2, 0, 1])) == [False] * 3
+
+
 def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
     memory = store()
     quotas = {("tenant", None): room(4), ("nothing", 3): 0, ("less than a block", None): 1}
