@@ -301,6 +301,14 @@ MUTATIONS = (
         ("tests/sequences/test_windows.py::test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused",),
     ),
     Mutation(
+        "what_is_cached_behind_a_gap_stays_in_the_row",
+        "state/lookup.py",
+        "    for i in range(end, limit):\n        ids[i] = NONE\n",
+        "",
+        "After a plan, or a batch that had no room, a free row names blocks of others.",
+        ("tests/sequences/test_windows.py::test_what_is_cached_behind_a_gap_is_not_claimed",),
+    ),
+    Mutation(
         "a_missing_sink_does_not_matter",
         "state/lookup.py",
         "    if found < sinks:\n",

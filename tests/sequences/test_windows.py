@@ -332,3 +332,12 @@ def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> 
     engine.append(two, A[20:24])
     engine.commit(two)
     assert engine.reusable(A[:25]) == 24 and len(engine.cached()) == 6
+
+
+def test_what_is_cached_behind_a_gap_is_not_claimed(make: Make) -> None:
+    engine = make(P=12, window=8)
+    engine.seed(A[:24], committed=24)
+    engine.cache.forget(engine.prompt(A[:24]).keys[4:5])
+    planned = engine.cache.plan_batch([A[:25]])
+    engine.cache.verify()
+    assert planned.admitted == 1 and engine.add(A[:25]).cached == 16
