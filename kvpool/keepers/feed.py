@@ -33,6 +33,8 @@ class Part:
 
 LATE_ROWS = 65_536
 """Rows that the keeper may be late with, beside as many as the pool keeps. Then it learns anew what there is."""
+NAMES = 65_536
+"""Names of namespaces that are kept. With more, those that no kept event has are forgotten."""
 
 
 class Feed:
@@ -142,8 +144,8 @@ class Feed:
             self._new_rows += 0 if whole else last - first
 
     def _learn(self, events: Events) -> None:
-        """Keep the names of the namespaces of these events. They come to be as many as the pool has known."""
-        if len(self._names) > 1 << 16:
+        """Keep the names of the namespaces of these events."""
+        if len(self._names) > NAMES:
             kept = [part.records["namespace"] for part in self._kept]
             named = set(np.unique(np.concatenate(kept)).tolist()) if kept else set()
             self._names = {tag: name for tag, name in self._names.items() if tag in named}

@@ -13,6 +13,7 @@ from kvpool.state.kinds import has_states, keeps_state
 from kvpool.state.records import (
     EXTRA,
     KEYED,
+    LOST,
     NONE,
     PUBLISHED,
     REFS,
@@ -81,7 +82,7 @@ def publish_range(h, slot, first, last):
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
-        if b == NONE or blocks[b].flags & PUBLISHED:
+        if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
             continue
         if has_states(h) and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):
             continue  # written again since it was committed, or about to become a later column
@@ -96,7 +97,7 @@ def publish_range(h, slot, first, last):
         if sequence.private or _publish(h, b):
             continue
         waiting += 1
-        if sequence.duplicates == NONE or i < sequence.duplicates:
+        if sequence.duplicates == NONE:
             sequence.duplicates = i
     return waiting
 

@@ -196,7 +196,7 @@ def _written(h, slot, length):
     """The column of the state with which a shortened sequence continues, NONE if nothing is left. Also whether that
     state has to be written again."""
     at = state_at(h, slot, length)
-    return at, at != NONE and (length % h.width != 0 or at != length // h.width - 1)
+    return at, at != length // h.width - 1
 
 
 @jit

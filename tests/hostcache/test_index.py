@@ -163,6 +163,16 @@ def test_an_owner_that_is_gone_loses_its_leases(make: Make) -> None:
     other.close()
 
 
+def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
+    cache = make()
+    store(cache, "a")
+    with pytest.raises(LeaseExpired, match="reader"), cache.pin(keys("a"), owner="reader"):
+        cache.revoke("reader")
+    with pytest.raises(KeyError, match="its own"), cache.pin(keys("a"), owner="reader"):
+        cache.revoke("reader")
+        raise KeyError("its own")
+
+
 def test_what_is_aborted_is_absent_and_its_block_is_free(make: Make) -> None:
     cache = make(1)
     cache.reserve(keys("a"))
@@ -258,6 +268,21 @@ def test_figures_add_up(make: Make) -> None:
     assert found.lifetime_ms.count == 1 and found.reuse_gap_ms.count == 2
     cache.abort(keys("e"))
     lease.close()
+
+
+def test_times_are_those_of_the_content_and_not_of_its_block(make: Make) -> None:
+    clock = [1000]
+    cache = make(1, clock=lambda: clock[0])
+    for name, now in (("a", 1000), ("b", 3000)):
+        clock[0] = now
+        store(cache, name)
+    clock[0] = 3400
+    cache.pin(keys("b")).close()
+    clock[0] = 3500
+    store(cache, "c")
+    found = cache.stats()
+    assert (found.lifetime_ms.count, found.lifetime_ms.total_ms) == (2, 2000 + 500)
+    assert (found.idle_ms.total_ms, found.reuse_gap_ms.total_ms) == (2000 + 100, 400)
 
 
 def test_keys_of_another_model_are_never_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pickle
 import re
@@ -186,6 +187,13 @@ def test_a_forked_child_is_told_to_attach() -> None:
             HostTier.attach(description).blocks[1] = 7
 
         assert in_a_fork(child) == 0
+        assert tier.blocks[:, 0].tolist() == [0, 7]
+
+
+def test_a_forked_child_uses_memory_that_it_shares_as_its_parent_does() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 128), np.uint8)
+    with HostTier(2, 64, identity=IDENTITY, memory=memory) as tier:
+        assert in_a_fork(lambda: tier.blocks[1].fill(7)) == 0
         assert tier.blocks[:, 0].tolist() == [0, 7]
 
 

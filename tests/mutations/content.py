@@ -49,6 +49,14 @@ MUTATIONS = (
         ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit[True]",),
     ),
     Mutation(
+        "a_hit_does_not_compare_extra_ids",
+        "state/index.py",
+        "    if extra.shape[0] > 0 or blocks_of(h)[b].flags & EXTRA:\n        return same_tokens",
+        "    if False:\n        return same_tokens",
+        "Where two keys collide, a prompt about one image gets KV of another.",
+        ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit_for_other_extra_ids",),
+    ),
+    Mutation(
         "a_refused_list_leaves_the_names_that_it_forgot",
         "sequences/together.py",
         "                    core.names.restore(names)\n",
@@ -162,6 +170,14 @@ MUTATIONS = (
         ("tests/state/test_scenarios_reuse.py::test_a_duplicate_takes_over_when_the_published_block_is_gone",),
     ),
     Mutation(
+        "a_hole_that_a_window_left_is_published",
+        "state/commit.py",
+        "if b == NONE or blocks[b].flags & (PUBLISHED | LOST):",
+        "if blocks[b].flags & (PUBLISHED | LOST):",
+        "A block that a sequence does not hold gets a key of it: who hits it reads another prompt's KV.",
+        ("tests/sequences/test_windows.py::test_a_duplicate_that_its_window_has_passed_is_not_published",),
+    ),
+    Mutation(
         "an_eviction_that_offloads_is_no_removal",
         "state/tiers.py",
         "    emit(h, REMOVED, b)\n    h.removals += 1\n    push_back",
@@ -176,6 +192,14 @@ MUTATIONS = (
         "        enter(h, b, TAIL)\n",
         "Every turn of a chat leaves its unfull end behind, until lookups no longer see the right one.",
         ("tests/state/test_scenarios_reuse.py::test_a_longer_tail_replaces_the_one_that_it_starts_with",),
+    ),
+    Mutation(
+        "tails_of_other_beginnings_are_rivals",
+        "state/index.py",
+        "if i != b and _is_child(h, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace):",
+        "if i != b:",
+        "The end of a prompt is forgotten since another one, of any tenant, ends alike.",
+        ("tests/state/test_scenarios_reuse.py::test_the_same_tail_behind_two_beginnings_is_two_tails",),
     ),
     Mutation(
         "a_published_end_is_stored_as_a_tail",

@@ -22,6 +22,14 @@ MUTATIONS = (
         (_index("test_a_key_is_pending_until_its_bytes_are_published"), *_MODEL),
     ),
     Mutation(
+        "content_has_the_times_of_what_its_block_had_before",
+        "state/hostcache.py",
+        "            block.stored_at = block.used_at = np.uint32(now)\n",
+        "",
+        "An operator is told that keys stay for hours in a host cache that is too small to keep them for seconds.",
+        (_index("test_times_are_those_of_the_content_and_not_of_its_block"),),
+    ),
+    Mutation(
         "the_identity_is_not_in_the_key",
         "hostcache/index.py",
         "namespace_root(own, self.identity.content, None)",
@@ -117,12 +125,28 @@ MUTATIONS = (
          "[cpu-vllm_flash_attention-True]",),
     ),
     Mutation(
+        "a_worker_is_not_told_of_a_revoke",
+        "hostcache/leases.py",
+        "        if kind is None or not self.closed:\n",
+        "        if not self.closed:\n",
+        "A worker whose lease was revoked gives the engine bytes of other keys.",
+        (_index("test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile"),),
+    ),
+    Mutation(
         "a_lease_is_closed_in_halves",
         "hostcache/leases.py",
         "        with DeferSignals(), self._lock:\n",
         "        with self._lock:\n",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
+    ),
+    Mutation(
+        "a_store_that_hangs_is_not_told_if_another_does_not",
+        "keepers/hostkeeper.py",
+        "over = line.queue.close(timeout) and over",
+        "over = line.queue.close(timeout)",
+        "Memory is used again into which a store may still write.",
+        ("tests/stores/test_hostkeeper.py::test_a_call_that_hangs_is_told_whichever_store_it_is_of",),
     ),
     Mutation(
         "no_tokens_are_some",

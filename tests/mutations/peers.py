@@ -49,6 +49,22 @@ MUTATIONS = (
         (f"{PEER}::test_what_no_server_answers_fails_the_call_and_ends_the_connection",),
     ),
     Mutation(
+        "threads_of_a_server_load_into_the_same_memory",
+        "stores/peer/calls.py",
+        "        rows += thread * self.blocks_per_call\n        answer, seals",
+        "        answer, seals",
+        "Blocks of two workers that load at once are mixed, count as damaged, and are dropped.",
+        (f"{PEER}::test_no_two_threads_of_a_server_use_the_same_memory[load]",),
+    ),
+    Mutation(
+        "threads_of_a_server_save_from_the_same_memory",
+        "stores/peer/calls.py",
+        "            rows += thread * self.blocks_per_call\n            self._memory",
+        "            self._memory",
+        "Of two workers that save at once, one has saved bytes of the other.",
+        (f"{PEER}::test_no_two_threads_of_a_server_use_the_same_memory[save]",),
+    ),
+    Mutation(
         "saves_may_take_all_threads_of_a_server",
         "stores/peer/server.py",
         "may_save = self._saves < max(1, self._store.threads - 1)",

@@ -41,6 +41,14 @@ MUTATIONS = (
         ("tests/remote/test_remote_refusals.py::test_pools_that_do_not_fit_together_are_refused_with_the_reason",),
     ),
     Mutation(
+        "pools_with_two_secrets_are_not_told",
+        "remote/server.py",
+        "if request.origin != self._origin:",
+        "if False:",
+        "With CURVE keys, workers whose secrets differ fetch nothing from each other for ever, and no error says why.",
+        ("tests/remote/test_remote_endpoints.py::test_keys_do_not_hide_that_two_pools_have_two_secrets",),
+    ),
+    Mutation(
         "blocks_enter_before_they_are_said_to_be_whole",
         "remote/exchange.py",
         "return self.whole and",

@@ -1,4 +1,5 @@
-"""Mutations of what stands before stores: whether a prefix is loaded or computed, and what is saved under which key."""
+"""Mutations of what is common to all stores: keys, seals and secrets, what is saved under which key, and what a hit in
+a store may cost."""
 
 from __future__ import annotations
 
@@ -15,7 +16,69 @@ def _choice(test: str) -> str:
     return f"tests/stores/test_choice.py::{test}"
 
 
+def _seal(test: str) -> tuple[str]:
+    return (f"tests/stores/test_seals.py::{test}",)
+
+
 MUTATIONS = (
+    # -- seals, keys and secrets ---------------------------------------------------------------------------
+    Mutation(
+        "bytes_that_do_not_agree_with_their_seal_are_believed",
+        "stores/queue.py",
+        "                codes[wrong] = DAMAGED\n",
+        "                pass\n",
+        "A disk that gives a wrong byte gives a wrong token.",
+        ("tests/stores/test_queue.py::test_a_changed_byte_is_damaged_and_forgotten",),
+    ),
+    Mutation(
+        "a_seal_is_of_bytes_alone",
+        "stores/seals.py",
+        "key.tobytes() + length + self._identity",
+        "length + self._identity",
+        "Who can write to a store gives a prompt the KV of another one.",
+        _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
+    ),
+    Mutation(
+        "models_share_keys_that_engines_name",
+        "stores/seals.py",
+        "self._identity + key, key=self._opaque",
+        "key, key=self._opaque",
+        "Two models that share a store drop each other's blocks as damaged.",
+        _seal("test_two_models_share_no_key_and_no_namespace"),
+    ),
+    Mutation(
+        "models_share_namespaces",
+        "stores/seals.py",
+        "self._identity + namespace, key=self._tags",
+        "namespace, key=self._tags",
+        "A tenant of one model has less room in a store by what a tenant of another one has there.",
+        _seal("test_two_models_share_no_key_and_no_namespace"),
+    ),
+    Mutation(
+        "one_key_is_for_all_purposes",
+        "stores/seals.py",
+        "_NAME + purpose, key=secret",
+        "_NAME, key=secret",
+        "An engine that chooses its keys can choose one with which all prompts of a tenant begin.",
+        _seal("test_keys_that_an_engine_names_are_no_keys_of_prompts"),
+    ),
+    Mutation(
+        "the_secret_of_another_user_is_used",
+        "stores/secret_files.py",
+        " or seen.st_uid not in (os.geteuid(), 0):",
+        ":",
+        "Who puts a file in the place of the secret can forge blocks and their seals.",
+        ("tests/stores/test_secret_files.py::test_a_file_of_another_user_is_refused",),
+    ),
+    Mutation(
+        "what_is_finished_is_told_again_and_again",
+        "stores/queue.py",
+        "                os.eventfd_read(self._signal)\n",
+        "                pass\n",
+        "An engine that waits for jobs spins on one core.",
+        ("tests/stores/test_queue.py::test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later",),
+    ),
+    # -- choice --------------------------------------------------------------------------------------------
     Mutation(
         "a_load_takes_nothing_from_the_budget",
         "keepers/choice.py",
@@ -31,6 +94,14 @@ MUTATIONS = (
         "takes = max(0 * load.ahead",
         "Prompts wait behind each other at the store, longer than it takes to compute them.",
         (_choice("test_a_hit_behind_a_long_queue_is_computed"),),
+    ),
+    Mutation(
+        "free_probes_grow_without_end",
+        "keepers/choice.py",
+        "if self._fresh and risk <= _FREE * saved:",
+        "if self._fresh:",
+        "The first prompts wait for a dead store longer than is promised.",
+        (_choice("test_the_first_hits_in_a_dead_store_cost_no_more_than_half_of_one"),),
     ),
     Mutation(
         "late_loads_are_forgotten",

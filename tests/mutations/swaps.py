@@ -70,6 +70,14 @@ MUTATIONS = (
         "What a tenant asked to be forgotten is reused.",
         ("tests/sequences/test_swaps.py::test_a_swapped_sequence_is_released_beside_others[False]",),
     ),
+    Mutation(
+        "a_lost_block_is_published_with_the_duplicates",
+        "state/commit.py",
+        "blocks[b].flags & (PUBLISHED | LOST):",
+        "blocks[b].flags & PUBLISHED:",
+        "A prompt hits a block of a swapped sequence whose copy back was refused: whatever stood there is its KV.",
+        ("tests/sequences/test_swaps.py::test_a_duplicate_whose_copy_back_was_refused_is_found_by_nobody",),
+    ),
     # -- operations together ------------------------------------------------------------------------------
     Mutation(
         "a_refused_list_stays_half_done",
@@ -93,7 +101,7 @@ MUTATIONS = (
         "                    forget()\n",
         "                    pass\n",
         "Copies of a call that raised overwrite what is cached.",
-        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[5-append]",),
+        ("tests/sequences/test_together.py::test_copies_of_a_refused_list_are_never_made",),
     ),
     Mutation(
         "leases_of_a_refused_list_stay_closed",
@@ -109,6 +117,6 @@ MUTATIONS = (
         "        return blocks <= int(free.min()) and rows <= int(",
         "        return rows <= int(",
         "A call that raised for want of blocks has changed the pool.",
-        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[2-append]",),
+        ("tests/sequences/test_together.py::test_a_refusal_at_any_place_leaves_every_byte[2-add]",),
     ),
 )

@@ -103,6 +103,14 @@ MUTATIONS = (
         ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
     ),
     Mutation(
+        "a_reader_is_not_told_of_a_revoke",
+        "holders/leases.py",
+        "        if kind is None or not self.closed:\n",
+        "        if not self.closed:\n",
+        "A reader whose lease was revoked uses bytes of whoever has its blocks by then.",
+        (f"{_TIERS}::test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile",),
+    ),
+    Mutation(
         "a_revoke_closes_the_leases_of_all",
         "holders/leases.py",
         "held.lease.owner == owner and",

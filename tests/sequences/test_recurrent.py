@@ -236,6 +236,19 @@ def test_what_is_found_after_drafts_is_the_accepted_path(open_: Open) -> None:
     assert engine.reusable([*A[:6], 1, 2, 3, 4, 5, 6, 0]) == 12
 
 
+def test_a_path_is_not_kept_without_room_for_the_states_that_others_hold(open_: Open) -> None:
+    engine = open_({"device_blocks": 24}, RECURRENT | {"snapshot_tokens": 4, "device_blocks": 12})
+    sequence = engine.commit(engine.add(A[:6]))
+    engine.draft(sequence, [1, 2, 3, 4, 5, 6, 7, 8], [-1, -1, 1, 2, 2, 4, 5, 6])
+    engine.fork(sequence)
+    while engine.cache.free_blocks[1] > 1:
+        engine.add([int(engine.cache.free_blocks[1])])
+    before = everything(engine)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.keep(sequence.id, 8, [1, 2, 4, 5, 6, 7])
+    assert everything(engine) == before
+
+
 # -- beams -----------------------------------------------------------------------------------------------
 
 

@@ -448,3 +448,19 @@ def test_a_sequence_whose_copy_back_was_refused_can_only_be_released(place: int)
     rig.cache.release(lost.id)
     rig.check_everything()
     rig.cache.close()
+
+
+def test_a_duplicate_whose_copy_back_was_refused_is_found_by_nobody() -> None:
+    rig = Rig(8, 8)
+    one, two = rig.add(range(13)), rig.add(range(13))
+    rig.commit(one, 12)
+    rig.commit(two, 12)
+    rig.swap_out(two)
+    rig.release(one, store=False)
+    rig.device.arm(lambda at: at == 1)
+    rig.cache.resume(two.id)
+    rig.device.arm()
+    rig.cache.release(two.id)
+    rig.check_everything()
+    assert rig.lost == 1 and rig.add(range(13)).cached == 4
+    rig.cache.close()

@@ -229,6 +229,18 @@ def test_each_operation_finds_what_those_before_it_did(make: Make) -> None:
 # -- refused as a whole ------------------------------------------------------------------------------------------------
 
 
+def test_copies_of_a_refused_list_are_never_made(make: Make) -> None:
+    """They would go where the host has other content again."""
+    engine = make(P=4, S=1)
+    engine.seed(range(4), committed=4)
+    engine.seed(range(100, 116), committed=16)
+    assert engine.keys(range(4)) == [*engine.cached("host")]
+    with pytest.raises(UnknownSequence):
+        engine.cache.apply([op.add([[200]]), op.add([[300]]), op.release([77])], stream=0)
+    assert engine.cache.prefetch([200, 201, 202, 203, 204]) is not None
+    assert engine.add(range(5)).cached == 4, "and its bytes were compared"
+
+
 @pytest.mark.parametrize(
     ("bad", "error"),
     [

@@ -319,3 +319,25 @@ def test_verify_finds_a_window_that_has_passed_too_much(make: Make) -> None:
     with pytest.raises(IntegrityError, match="window: sequence"):
         engine.cache.verify()
     state.table[row, 3], state.sequences["first"][row] = kept, first
+
+
+def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> None:
+    engine = make(P=24, window=8)
+    one, two = engine.add(A[:20]), engine.add(A[:20])
+    engine.commit(one)
+    engine.commit(two)
+    assert present(engine, two) == [3, 4]
+    engine.release(one, store=False)
+    assert engine.reusable(A[:21]) == 12
+    engine.append(two, A[20:24])
+    engine.commit(two)
+    assert engine.reusable(A[:25]) == 24 and len(engine.cached()) == 6
+
+
+def test_what_is_cached_behind_a_gap_is_not_claimed(make: Make) -> None:
+    engine = make(P=12, window=8)
+    engine.seed(A[:24], committed=24)
+    engine.cache.forget(engine.prompt(A[:24]).keys[4:5])
+    planned = engine.cache.plan_batch([A[:25]])
+    engine.cache.verify()
+    assert planned.admitted == 1 and engine.add(A[:25]).cached == 16

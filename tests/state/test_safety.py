@@ -74,6 +74,26 @@ def test_a_key_that_collides_is_no_hit(make: Make, guarded: bool) -> None:
     assert engine.cache.match_prefix(forged).tokens == (0 if guarded else 8)
 
 
+@pytest.mark.parametrize(
+    ("cached", "asked"),
+    [([5] * 9, [6] * 9), ([5] * 9, None), (None, [5] * 9), ([5] * 9, [5] * 7 + [6] * 2)],
+    ids=["other ids", "none are asked for", "none are cached", "the last differ"],
+)
+def test_a_key_that_collides_is_no_hit_for_other_extra_ids(
+    make: Make, cached: list[int] | None, asked: list[int] | None
+) -> None:
+    """The same tokens, about another image."""
+    engine = make()
+    engine.seed(range(9), committed=8, extra_ids=cached)
+    engine.cache.block_keys([1], extra_ids=[1])
+    own, keys = engine.prompt(range(9), extra_ids=asked), engine.prompt(range(9), extra_ids=cached).keys
+    scope = Scope(None, None, (own.namespace, *own.root), own.origin)
+    extra = None if asked is None else np.array(asked, np.int64)
+    forged = BlockKeys.of_private(own.tokens.copy(), keys.copy(), extra, scope, engine.cache.core.states.heads)
+    same = sum(1 for one, other in zip(cached or [0] * 9, asked or [0] * 9, strict=True) if one == other)
+    assert engine.cache.match_prefix(forged).full_tokens == same // 4 * 4
+
+
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_content_whose_key_collides_is_not_published(make: Make, tier: str) -> None:
     """What has the key stays, on either tier, and is no copy of what came later."""

@@ -11,6 +11,7 @@ import pytest
 from engine import Engine
 from kvpool.errors import OutOfBlocks, UnknownSequence
 from kvpool.state import debug
+from kvpool.state.index import child_bucket
 
 Make = Callable[..., Engine]
 
@@ -295,6 +296,21 @@ def test_a_longer_tail_replaces_the_one_that_it_starts_with(make: Make) -> None:
     engine.seed([1, 9])
     assert engine.reusable([1, 2, 3, 4]) == 3
     assert engine.cache.stats().device.evictable == 1, "one tail serves all"
+
+
+def test_the_same_tail_behind_two_beginnings_is_two_tails(make: Make) -> None:
+    """Also where both have one place in the index."""
+    engine = make(P=8)
+    count, places = engine.cache.core.tokens.head.child_buckets, {}
+    for number in range(1000):
+        prompt = [number, 0, 0, 0]
+        place = int(child_bucket(engine.prompt(prompt).keys.view(np.int64)[0, 0], np.int32(9), count))
+        other = places.setdefault(place, prompt)
+        if other is not prompt:
+            break
+    for beginning in (prompt, other):
+        engine.seed([*beginning, 9, 8, 7], committed=6)
+    assert engine.reusable([*prompt, 9, 8, 1]) == engine.reusable([*other, 9, 8, 1]) == 6
 
 
 def test_matching_changes_nothing(make: Make) -> None:

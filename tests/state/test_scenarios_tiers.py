@@ -226,6 +226,8 @@ def test_offload_keeps_the_device_copy(make: Make) -> None:
     engine.cache.verify()
     assert len(engine.cached()) == 2 and len(engine.cached("host")) == 1
     assert engine.free("host") == 1
+    engine.release(engine.add(range(9)))
+    engine.release(engine.add(range(100, 116)))
 
 
 @pytest.mark.parametrize("P", [6, 8], ids=["a hit is on the host", "hits follow each other in a list"])
@@ -422,3 +424,14 @@ def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:
     assert engine.free() == 3
     kept.close()
     assert engine.free() == 4
+
+
+def test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile(make: Make) -> None:
+    engine = make(P=4)
+    seed_block(engine, 0)
+    keys = engine.prompt(range(4)).keys
+    with pytest.raises(LeaseExpired, match="reader"), engine.cache.pin(keys, owner="reader"):
+        engine.cache.revoke("reader")
+    with pytest.raises(KeyError, match="its own"), engine.cache.pin(keys, owner="reader"):
+        engine.cache.revoke("reader")
+        raise KeyError("its own")

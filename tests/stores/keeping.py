@@ -77,13 +77,13 @@ def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:
     return handle.blocks
 
 
-def grouped(host_blocks: int = 32) -> KVCacheManager:
+def grouped(host_blocks: int = 32, head_dim: int = 3) -> KVCacheManager:
     """A pool of three groups: full attention in two parts, a window, and recurrent layers."""
-    layouts = [small_layout(2), small_layout(2, kv_heads=1)]
+    layouts = [small_layout(2, head_dim=head_dim), small_layout(2, kv_heads=1, head_dim=head_dim)]
     groups = [
         LayerGroup(layouts),
-        LayerGroup(small_layout(2, layers=1), window=4),
-        LayerGroup(small_layout(1, layers=3), kind="recurrent", snapshot_tokens=4),
+        LayerGroup(small_layout(2, layers=1, head_dim=head_dim), window=4),
+        LayerGroup(small_layout(1, layers=3, head_dim=head_dim), kind="recurrent", snapshot_tokens=4),
     ]
     return KVCacheManager(groups=groups, device_blocks=[32] * 3, host_blocks=[host_blocks] * 3, device="cpu",
                           event_capacity=4096, max_sequence_tokens=256)  # fmt: skip

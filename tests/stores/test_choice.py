@@ -106,6 +106,20 @@ def test_no_store_costs_more_than_the_budget(seed: int) -> None:
     assert spent <= (1 + BUDGET) * computing + longest / 2, f"{kind}, seed {seed}"
 
 
+def test_the_first_hits_in_a_dead_store_cost_no_more_than_half_of_one() -> None:
+    choice = LoadOrCompute(1_600.0, MIB, 16)
+    computing, lost = 0.0, 0.0
+    for _ in range(20):
+        load = choice.choose(100)
+        computing += 100 * choice.block_seconds
+        if load.blocks:
+            assert choice.late(load, 0, load.until)
+            choice.end(load, 0, load.until)
+            lost += load.until
+        assert lost <= BUDGET * computing + 100 * choice.block_seconds / 2
+    assert lost > 0, "it was asked"
+
+
 def run_of(choice: LoadOrCompute, load: Load, kind: str, random: Random, number: int) -> tuple[int, float]:
     """Blocks that come until the load is over or late, and the time it takes."""
     came, elapsed = 0, 0.0

@@ -190,7 +190,7 @@ def test_a_database_that_cannot_be_opened_is_not_thrown_away(
         keys = saved(queue, 4)
     faulty.before[name] = raising(BROKEN)
     if name != "INSERT":
-        with pytest.raises(OSError, match="disk I/O error"):
+        with pytest.raises(OSError, match=r"\] SQLite: disk I/O error: '"):
             open_queue(store)
     faulty.before.clear()
     with open_queue(store) as queue:

@@ -385,6 +385,15 @@ def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, 
     assert stats.unsaved["cancelled"] == 10
 
 
+def test_a_call_that_hangs_is_told_whichever_store_it_is_of(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), Gate()
+    store.before["save"] = gate
+    engine.write(2)
+    engine.until(gate.reached.is_set)
+    assert not engine.keeper.close(0.05)
+    gate.open()
+
+
 def test_a_block_that_comes_after_clear_is_not_loaded_and_cancelled_both(
     make: Callable[..., Engine], store: Wrong
 ) -> None:

@@ -176,12 +176,30 @@ def test_prompts_that_publish_nothing_are_not_saved() -> None:
         assert kept.stats().prefetches == {"cached": 1}
 
 
-def test_several_groups_of_layers_come_back() -> None:
-    """Full attention in two parts, a window, and recurrent layers."""
+def test_a_prefetch_says_why_there_is_no_more() -> None:
+    one = engine()
+    with one.cache, keeper(one, store()) as kept:
+        seed(one, kept, [tokens(17)])
+        ends = []
+        for prompt in (tokens(17, 500), tokens(17), tokens(17)):
+            handle = kept.prefetch(one.prompt(prompt), deadline=60.0)
+            assert handle.wait(60)
+            ends.append(handle.ended)
+            if prompt[0]:
+                one.cache.reset()
+        assert ends == ["absent", "loaded", "cached"]
+
+
+@pytest.mark.parametrize("head_dim", [3, 600])
+def test_several_groups_of_layers_come_back(head_dim: int) -> None:
+    """Full attention in two parts, a window, and recurrent layers, in blocks of up to a page and of several."""
     memory, prompt = store(), tokens(21)
     contents: list[dict[tuple[int, bytes], bytes]] = []
     for turn in range(2):
-        with grouped() as cache, Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
+        with (
+            grouped(head_dim=head_dim) as cache,
+            Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept,
+        ):
             keys = cache.block_keys(prompt)
             if turn:
                 assert kept.prefetch(keys, 60.0).wait(60)

@@ -94,6 +94,18 @@ def test_what_a_store_has_lost_is_told(one: Engine) -> None:
         assert reader.cached["wrong"] == keys(one, PROMPT)
 
 
+def test_what_was_loaded_is_still_in_its_store(one: Engine) -> None:
+    with keeper(one, store()) as kept:
+        seed(one, kept, [PROMPT])
+        one.cache.reset()
+        assert kept.drain(60) and kept.events()
+        assert fetch(one, kept, PROMPT) == 10 and kept.drain(60)
+        assert not [event for event in kept.events() if event.tier == "memory"]
+        assert kept.stats().saved_blocks == 10, "it is not saved again"
+        one.cache.reset()
+        assert kept.drain(60) and kept.match_prefix(one.prompt(PROMPT)).store_tokens == 40
+
+
 def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
     made = engine(event_capacity=16)
     with made.cache, keeper(made, store()) as kept:
@@ -132,6 +144,18 @@ def test_a_reader_learns_the_namespace_of_what_has_gone_again_after_a_gap() -> N
         own.poll()
         gone = [event for event in own.read() if event.kind == "stored" and event.tokens[0, 0] == 5000]
         assert len(gone) == 1 and gone[0].salt == "tenant" and gone[0].parent is None
+
+
+def test_names_are_forgotten_with_the_last_event_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "NAMES", 4)
+    one = engine(P=8, S=8, event_capacity=64)
+    with one.cache:
+        own = feed.Feed(one.cache, ["memory"])
+        for number in range(16):
+            one.seed(tokens(5, 100 * number), 4, salt=f"tenant {number}")
+            own.poll()
+        salts = [event.salt for event in own.read() if event.kind == "stored" and event.tier == "device"]
+        assert salts == [f"tenant {number}" for number in range(16)]
 
 
 def test_a_keeper_that_is_late_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

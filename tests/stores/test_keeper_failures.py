@@ -13,10 +13,13 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.keepers import Keeper, Prefetch
+from kvpool.keepers.ledger import Ledger
+from kvpool.keepers.saving import Staging
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
 from kvpool.stores.base import Bytes, Rows, Stop
+from kvpool.stores.seals import Secret
 from tests.engine import Engine
-from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
+from tests.stores.keeping import IDENTITY, Clock, T, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
 from tests.stores.lab import Gate, Wrong
 
 PROMPT = tokens(41)
@@ -47,18 +50,25 @@ def fail(*_: Any) -> Any:
 # -- stores that lie, fail, hang -----------------------------------------------------------------------
 
 
-def test_a_changed_byte_never_reaches_the_pool(one: Engine, wrong: Wrong) -> None:
-    def damage(answer: Any) -> Any:
-        wrong.memory[:, :8] = 0xEE  # calls on two threads damage the same rows twice
+class Flipping(Wrong):
+    """Changes a byte of each block that it gives, as long as it ``flips``."""
+
+    flips = True
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        answer = super().load(keys, rows, stop)
+        self.memory[rows, 5] ^= self.flips
         return answer
 
-    wrong.after["load"] = damage
-    with keeper(one, wrong) as kept:
+
+def test_a_changed_byte_never_reaches_the_pool(one: Engine, wrong: Wrong) -> None:
+    flipping = Flipping(wrong.inner)
+    with keeper(one, flipping) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert handle.wait(60) and handle.ended == "failed" and handle.blocks == 0
         assert one.reusable(PROMPT) == 0
         # The store was told to forget what was damaged: the next request finds it absent, and computes.
-        del wrong.after["load"]
+        flipping.flips = False
         assert fetch(one, kept, PROMPT) == 0
         one.release(one.add(PROMPT))
 
@@ -207,16 +217,55 @@ def test_a_block_that_is_evicted_before_it_was_copied_is_counted(one: Engine) ->
         assert stats.saved_blocks + stats.dropped["wrong", "evicted"] == 10
 
 
+def test_a_row_has_nothing_of_what_was_there_before(one: Engine) -> None:
+    """A block is shorter than its row, and the row is saved whole."""
+    with one.cache as pool:
+        one.seed(PROMPT, 40)
+        ledger = Ledger(pool.groups, T, [Secret(bytes(32), IDENTITY)], 100)
+        contents = ledger.contents(ledger.links(one.prompt(PROMPT), 3), 0)
+        rows = np.full((4, 4096), 0xFF, np.uint8)
+        assert Staging(pool, True).copy(contents, rows, [2, 0, 1]) == [True] * 3
+        size = pool.groups[0].block_bytes
+        assert not rows[:3, size:].any() and (rows[:3, :size] != 0xFF).any(axis=1).all()
+
+
+def test_nothing_is_saved_that_was_copied_under_a_revoked_lease(one: Engine) -> None:
+    """The blocks may have had other content before the copy was over."""
+    with one.cache as pool:
+        one.seed(PROMPT, 40)
+
+        class Rows(list[int]):
+            def __getitem__(self, place: Any) -> Any:
+                pool.revoke("kvpool keeper")
+                return super().__getitem__(place)
+
+        ledger = Ledger(pool.groups, T, [Secret(bytes(32), IDENTITY)], 100)
+        contents = ledger.contents(ledger.links(one.prompt(PROMPT), 3), 0)
+        assert Staging(pool, True).copy(contents, np.zeros((4, 4096), np.uint8), Rows([2, 0, 1])) == [False] * 3
+
+
 def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
     memory = store()
-    quotas = {("tenant", None): room(4), ("nothing", 3): 0}
+    quotas = {("tenant", None): room(4), ("nothing", 3): 0, ("less than a block", None): 1}
     with keeper(one, memory, quotas=quotas) as kept:
         seed(one, kept, [PROMPT], salt="tenant")
         seed(one, kept, [PROMPT], salt="nothing", adapter_id=3)
         assert memory.stats()["blocks"] <= 4
         assert kept.stats().dropped["memory", "quota"] >= 10
+        refused = kept.stats().dropped["memory", "quota"]
+        seed(one, kept, [PROMPT], salt="less than a block")
+        assert kept.stats().dropped == {("memory", "quota"): refused + 10}
         seed(one, kept, [PROMPT], adapter_id=3)
         assert memory.stats()["blocks"] <= 14 and memory.stats()["blocks"] >= 10
+
+
+def test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour(one: Engine) -> None:
+    """Blocks of both wait for a keeper that comes later."""
+    memory = store()
+    for salt in ("tenant", "other"):
+        one.seed(PROMPT, 40, salt=salt)
+    with keeper(one, memory, quotas={("tenant", None): room(2)}) as kept:
+        assert kept.drain(60) and memory.stats()["blocks"] == 2 + 10
 
 
 def test_a_store_that_is_full_refuses_and_that_is_counted(one: Engine) -> None:

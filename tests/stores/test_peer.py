@@ -27,6 +27,7 @@ from kvpool.remote.endpoints import ClientPassword, ServerPassword
 from kvpool.remote.messages import Failed, Message, encode
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
 from kvpool.stores.base import MODEL_BYTES, Space, Store
+from kvpool.stores.peer.calls import Request, StoreCalls
 from kvpool.stores.peer.server import StoreServer
 from kvpool.stores.peer.store import PeerStore
 from kvpool.stores.peer.wire import (
@@ -769,3 +770,35 @@ def test_threads_and_descriptors_end_with_the_store_and_the_server(serve: Serve)
     for _ in range(3):
         once()
     until(lambda: threading.active_count() <= threads and count() <= before + 1, "end of threads and descriptors")
+
+
+class Noting(Wrong):
+    """Notes the rows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(64 * BLOCK_BYTES))
+        self.rows: list[list[int]] = []
+
+    def save(self, keys: Any, rows: Any, *rest: Any) -> Any:
+        self.rows.append(rows.tolist())
+        return super().save(keys, rows, *rest)
+
+    def load(self, keys: Any, rows: Any, stop: Any) -> Any:
+        self.rows.append(rows.tolist())
+        return super().load(keys, rows, stop)
+
+
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_no_two_threads_of_a_server_use_the_same_memory(kind: str) -> None:
+    """Blocks of two clients that load at once would be mixed, and dropped as damaged."""
+    store = Noting()
+    calls, rows = StoreCalls(store, BLOCK_BYTES, 4), bytes(3 * BLOCK_BYTES)
+    keys = b"".join(bytes([number]) * 32 for number in range(3))
+    save = StoreSave(1, 60_000, bytes(16).hex(), 1 << 40), [keys, bytes(3 * 16), rows]
+    message, frames = save if kind == "save" else (StoreLoad(1, 60_000), [keys])
+    for thread in range(2):
+        request = calls.parse(b"client", [encode(message), *frames])
+        assert isinstance(request, Request)
+        calls.answer(request, thread, lambda: False)
+    assert store.rows == [[0, 1, 2], [4, 5, 6]]
+    calls.close()

@@ -203,7 +203,7 @@ def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(sto
     assert not job.returned and queue.finished() == [job]
     gate.open()
     assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
-    assert queue.wait(60) and queue.finished() == [job]
+    assert queue.wait(60) and queue.finished() == [job] and not queue.wait(0)
 
 
 def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:

@@ -46,7 +46,14 @@ def test_keys_that_an_engine_names_are_no_keys_of_prompts() -> None:
     first = chain()[0]
     content = first + TOKENS[4:8].tobytes()
     assert SECRET.opaque([content])[0].tobytes() not in chain()
+    assert SECRET.opaque([bytes(4) + b"tenant"])[0].tobytes() != SECRET.root(b"tenant", 0)
     assert not np.array_equal(SECRET.opaque([b"a"]), SECRET.opaque([b"b"]))
+
+
+def test_two_models_share_no_key_and_no_namespace() -> None:
+    other = Secret(bytes(range(32)), OTHER)
+    assert not np.array_equal(SECRET.opaque([b"a"]), other.opaque([b"a"]))
+    assert len({one.tag(name) for one in (SECRET, other) for name in (b"", b"tenant")}) == 4
 
 
 def test_a_seal_is_of_key_model_secret_and_every_byte() -> None:

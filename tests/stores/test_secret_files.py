@@ -38,6 +38,16 @@ def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> Non
         read_secret(written(tmp_path / "file", mode=mode))
 
 
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fstat = written(tmp_path / "file"), os.fstat
+    owner = os.geteuid() + 1
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([*fstat(fd)[:4], owner, *fstat(fd)[5:]]))
+    with pytest.raises(ValueError, match="chown it"):
+        read_secret(path)
+    owner = os.geteuid()
+    assert len(read_secret(path)) == 32
+
+
 @pytest.mark.parametrize("text", ["", GOOD[:-1], GOOD[:-2], GOOD + "00", "x" * 64, GOOD[:-1] + "é", "0" * 10_000])
 def test_what_is_no_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="64 hex digits") as raised:
