@@ -485,6 +485,7 @@ def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], st
     for first in range(0, 160, 4):
         engine.write(4, first)
         engine.keeper.poll()
+    engine.until(gate.reached.is_set)
     stats = engine.keeper.stats()
     assert engine.cache.stats().pinned == stats.saving == 4
     assert stats.waiting + stats.saving + stats.unsaved.get("evicted", 0) == 160
