@@ -6,8 +6,8 @@ A decision is a verb that runs under the state lock. Its moves join the queue th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -85,13 +85,6 @@ class Core:
         """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
         self.check_open()
         return self.transfer.as_stream(stream)
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The state lock of an open pool. Raises PoolClosed."""
-        with self.lock:
-            self.check_open()
-            yield
 
     def check_open(self) -> None:
         """Raise PoolClosed if the pool was closed, or its device has failed for good."""

@@ -79,6 +79,9 @@ class DeferSignals:
 
     If the end raises, because the body or a handler raised, ``undo`` is called once, while signals are deferred. The
     caller gets no result then, so ``undo`` reverts what the result would have handed out.
+
+    A signal that arrives right behind the end is delivered in the function that has the context. So a function whose
+    result must not be lost calls ``take_back`` for any exception, in an ``except`` around the context.
     """
 
     undo: Callable[[], object] | None = None
@@ -103,8 +106,12 @@ class DeferSignals:
                 if _owed is not None:
                     _pay()
             except BaseException:
-                # A handler that was not yet replaced has raised.
-                self._leave()
+                # A handler that was not yet replaced has raised. Another one may raise at the first call.
+                _current = None
+                try:
+                    _restore()
+                finally:
+                    _restore()
                 raise
         return self
 
@@ -123,6 +130,14 @@ class DeferSignals:
                 raise raised
         finally:
             self._leave()
+
+    def take_back(self) -> None:
+        """Call ``undo``, if it has not been called. If another handler raises right here, the next call does it."""
+        global _owed
+        if self._outermost and self.undo is not None:
+            self._older, _owed = _owed, self
+            with DeferSignals():
+                pass
 
     def _take_back(self) -> None:
         undo, self.undo = self.undo, None
@@ -147,18 +162,25 @@ class DeferSignals:
         global _current, _owed
         try:
             _current = None
-            for number, handler in () if _waiting else _handlers:
-                if getsignal(number) is _hold:
-                    set_handler(number, handler)
-            if _noted:
-                _trip()
+            _restore()
         except BaseException:
-            # Undo now. If another handler raises right here, the next call does it.
             self._older, _owed = _owed, self
-            with DeferSignals():
-                pass
-            self._leave()
+            try:
+                # This undoes. If another handler raises right here, the next call does it.
+                with DeferSignals():
+                    pass
+            finally:
+                _restore()
             raise
+
+
+def _restore() -> None:
+    """Give the signals their handlers again, and deliver those that were noted."""
+    for number, handler in () if _waiting else _handlers:
+        if getsignal(number) is _hold:
+            set_handler(number, handler)
+    if _noted:
+        _trip()
 
 
 def _trip() -> None:

@@ -823,7 +823,8 @@ class KVCacheManager:
         self.core.check_open()
         # Made here, since the pool may not refer to anything that refers to it: its memory is freed with the last
         # reference to it.
-        lending = Lending(self.core.device, self._pools, self._loans, self.core.opened, self.core.follow)
+        core = self.core
+        lending = Lending(core.device, self._pools, self._loans, lambda: core.lock, core.check_open, core.follow)
         return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
 
     def share(self, tier: str = "device") -> SharedTier:
@@ -875,11 +876,17 @@ class KVCacheManager:
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
-        with DeferSignals() as signals:
-            with self.core.opened():
-                taken = kv_events.take(self.core.states, self.core.names, snapshot)
-                signals.undo = partial(self._put_back, taken)
-            return kv_events.decode(taken)
+        signals = DeferSignals()
+        try:
+            with signals:
+                with self.core.lock:
+                    self.core.check_open()
+                    taken = kv_events.take(self.core.states, self.core.names, snapshot)
+                    signals.undo = partial(self._put_back, taken)
+                return kv_events.decode(taken)
+        except BaseException:
+            signals.take_back()
+            raise
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self.core.lock:
@@ -894,7 +901,8 @@ class KVCacheManager:
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
-        with self.core.opened():
+        with self.core.lock:
+            self.core.check_open()
             verify_states(self.core.states, self._pinned())
             for check, detail in self._tables.staging.findings():
                 raise IntegrityError(check, detail)
