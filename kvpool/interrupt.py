@@ -220,9 +220,10 @@ def deliver(call: Callable[..., Answer], *args: Any) -> Answer:
 
 def _after_fork() -> None:
     """In a child, the thread that forked is the main thread. Signals that another thread deferred are not deferred
-    here."""
+    here, and those that have arrived are the parent's."""
     global _main, _current, _waiting
     _main, _current, _waiting = get_ident(), None, False
+    _noted.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

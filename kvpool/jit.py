@@ -34,7 +34,10 @@ import numba
 import numpy as np
 from numba import extending, types
 from numba.core import codegen, compiler, config, registry, serialize
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import lookup_environment
+
+from kvpool.errors import ForkedProcess
 
 _FOLDER = Path(__file__).resolve().parent
 _NAME = __name__.partition(".")[0]
@@ -247,6 +250,9 @@ class _CachedDispatcher(registry.CPUDispatcher):
 
     def compile(self, sig: Any) -> Any:
         """Compile one signature with the garbage collector off: it would find nothing, and take a tenth of the time."""
+        if _lost_compiler:
+            whose = f"another thread was compiling when process {os.getppid()} forked this one"
+            raise ForkedProcess(f"{whose}: compile first (kvpool.warm_up()), or fork before")
         if not gc.isenabled():
             return super().compile(sig)
         gc.disable()
@@ -272,6 +278,22 @@ class _Dispatcher(_CachedDispatcher):
     def get_overload(self, sig: Any) -> Any:
         """The compiled signature that lowering needs for such a call."""
         return self._inner.get_overload(sig)
+
+
+_lost_compiler = False
+"""Whether another thread was compiling when this process was forked. A compilation would wait for it for ever."""
+
+
+def _after_fork() -> None:
+    global _lost_compiler
+    # A private name. If a release moves it, a child waits, as it does for all other users of Numba.
+    lock = getattr(global_compiler_lock, "_lock", None)
+    _lost_compiler = lock is not None and not lock.acquire(False)
+    if lock is not None and not _lost_compiler:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _passed(kind: Any) -> Any:

@@ -155,6 +155,8 @@ class KVCacheManager:
                 used.close()
             raise
         self._owns_device = owned
+        if self._pools.shared:
+            self.core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         self._leases, self._imports = Leases(self.core, self._pools), Imports(self.core, self._pools)
         capacity = Capacity(self.core)
         self._reservations = Reservations(self.core, self._pools, capacity)

@@ -29,6 +29,7 @@ from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.interrupt import DeferSignals
 from kvpool.observe import events as kv_events
 from kvpool.observe.stats import Histogram
+from kvpool.process import ForkGuard
 from kvpool.sequences.retention import priority_argument, ttl_argument
 from kvpool.state import hostcache, records
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
@@ -176,7 +177,10 @@ class HostCache:
         self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
+        self._forks = ForkGuard("HostCache")
+        self._forks.add(self, "_lock")
         self._leases = HostLeases(self._states, self._lock, self._now)
+        self._forks.add(self._leases, "lock")
         self._names = kv_events.Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a

@@ -23,6 +23,7 @@ from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.lanes import PATIENCE_SECONDS
+from kvpool.process import Process
 from kvpool.stores.base import LATE, OK, Store
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import CODES, StoreQueue, StoreStats
@@ -141,7 +142,8 @@ class HostKeeper:
     -----
     Use ``find``, ``lookup``, ``pin``, ``publish``, ``forget`` and ``clear`` of the keeper in the place of the cache's.
     ``reserve``, ``abort`` and ``touch`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
-    Calls never wait for a store, except ``drain`` and ``close``.
+    Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they raise ForkedProcess;
+    ``find`` and ``lookup`` only for a key that is not HERE.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
     checks and its deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
@@ -163,6 +165,7 @@ class HostKeeper:
         if save not in (PUBLISH, REUSE):
             raise ValueError(f"save={save!r:.80}: accepted are {PUBLISH!r} and {REUSE!r}")
         self._cache, self._tier, self._clock, self._on_publish = cache, tier, clock, save == PUBLISH
+        self._process = Process()
         self._load_max = _share("load_share", load_share, cache.host_blocks)
         self._save_max = _share("save_share", save_share, cache.host_blocks)
         self._load_seconds = seconds_argument("load_seconds", load_seconds)
@@ -218,6 +221,7 @@ class HostKeeper:
         found = cache.find(key)
         if found == cache.HERE:
             return found
+        self._process.check(self)
         if found == cache.PENDING:
             return cache.ABSENT if key in self._hung else found
         if key in self._asked:
@@ -234,6 +238,7 @@ class HostKeeper:
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
+        self._process.check(self)
         lease = self._cache.pin(keys, owner=owner)
         for key in lease.keys:
             self._unread.pop(key, None)
@@ -243,6 +248,7 @@ class HostKeeper:
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
+        self._process.check(self)
         own = tuple(keys)
         count = self._cache.publish(own)
         for key in own:
@@ -256,6 +262,7 @@ class HostKeeper:
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does. The stores keep the blocks, but are not asked for them for a while."""
+        self._process.check(self)
         own = tuple(keys)
         count = self._cache.forget(own)
         until = self._clock() + self._retry_seconds
@@ -267,6 +274,7 @@ class HostKeeper:
 
     def poll(self) -> None:
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
+        self._process.check(self)
         if self._closed:
             raise PoolClosed("the keeper is closed")
         for number, line in enumerate(self._lines):
@@ -291,6 +299,7 @@ class HostKeeper:
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
         were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``."""
+        self._process.check(self)
         self._cancel()
         for keys in (self._absent, self._unread, self._unused):
             keys.clear()
@@ -299,6 +308,7 @@ class HostKeeper:
 
     def stats(self) -> HostKeeperStats:
         """A snapshot. Not for every step."""
+        self._process.check(self)
         return HostKeeperStats(
             self._asked_count, self._loaded, dict(self._missed), self._saved, dict(self._unsaved), len(self._asked),
             self._loading, len(self._hung), self._saving, len(self._waiting),
@@ -322,6 +332,7 @@ class HostKeeper:
         that memory of the caller's must not be used again. Blocks of such a load stay reserved. Close the cache after
         the keeper.
         """
+        self._process.check(self)
         self._closed, over = True, True
         self._cancel()
         for number, line in enumerate(self._lines):

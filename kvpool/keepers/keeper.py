@@ -121,7 +121,7 @@ class Keeper:
 
     Close the keeper before the pool. If the pool is closed first, the keeper ends by itself; close it nevertheless.
     Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls raise
-    ForkedProcess in a child of ``os.fork()``, except ``stats``.
+    ForkedProcess in a child of ``os.fork()``.
     """
 
     def __init__(

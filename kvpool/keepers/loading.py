@@ -17,6 +17,7 @@ from kvpool.keepers.lanes import Lane
 from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
 from kvpool.keepers.racing import Race, Races
 from kvpool.manager import KVCacheManager
+from kvpool.process import Process
 from kvpool.sequences.keys import BlockKeys
 from kvpool.state.records import H
 from kvpool.state.ring import REMOVED, STORED
@@ -48,7 +49,7 @@ class Prefetch:
     def __init__(self, prompt: BlockKeys, deadline: float) -> None:
         self.prompt, self.deadline = prompt, deadline
         self.blocks, self.ended = 0, ""
-        self._over, self._cancelled = threading.Event(), False
+        self._over, self._cancelled, self._process = threading.Event(), False, Process()
 
     @property
     def done(self) -> bool:
@@ -56,7 +57,9 @@ class Prefetch:
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is."""
+        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
+        ``os.fork()``."""
+        self._process.check(self)
         return self._over.wait(timeout)
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -281,7 +282,17 @@ class _Collector:
     be undone with the rest."""
 
     def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _begin(self) -> None:
         self._lock, self._inside, self._enabled = threading.RLock(), 0, False
+
+    def _after_fork(self) -> None:
+        """In a child: threads that were inside are not there any more."""
+        if self._inside and self._enabled:
+            gc.enable()
+        self._begin()
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -74,7 +74,8 @@ class Job:
 
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
         """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
-        whether it is."""
+        whether it is. Raises ForkedProcess in a child of ``os.fork()``."""
+        self._queue.check_process()
         with self._lock:
             return self._lock.wait_for(lambda: self.returned if returned else self.done, timeout)
 

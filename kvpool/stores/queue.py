@@ -204,6 +204,10 @@ class StoreQueue:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
 
+    def check_process(self) -> None:
+        """Raise ForkedProcess in a child of ``os.fork()``."""
+        self._process.check(self)
+
     def cancel(self, job: Job) -> None:
         """What ``Job.cancel`` does."""
         self._process.check(self)
@@ -239,6 +243,7 @@ class StoreQueue:
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
+        self._process.check(self)
         own = self._store.stats()
         with self._lock:
             return StoreStats(

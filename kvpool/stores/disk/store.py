@@ -242,6 +242,7 @@ class DiskStore:
         return count
 
     def stats(self) -> dict[str, int]:
+        self._process.check(self)
         with self._lock:
             found = self._index if self._opened else ()
             evicted = self._index.evicted if self._opened else 0

@@ -165,6 +165,7 @@ class PeerStore:
         return sum(int(self._call(StoreForget, [keys[part]], only_count)) for part in _parts(len(keys), KEYS_MAX))
 
     def stats(self) -> dict[str, int]:
+        self._process.check(self)
         with self._lock:
             open_now = len(self._idle) + self._busy
             return {"connections": open_now, "connected": self._made, "failed_calls": self._failed}
