@@ -21,6 +21,7 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
+from kvpool.interrupt import DeferSignals
 from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.lanes import PATIENCE_SECONDS
 from kvpool.process import Process
@@ -239,25 +240,33 @@ class HostKeeper:
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
         self._process.check(self)
-        lease = self._cache.pin(keys, owner=owner)
-        for key in lease.keys:
-            self._unread.pop(key, None)
-        if self._unused:
-            self._save_later([key for key in lease.keys if key in self._unused])
-        return lease
+        signals = DeferSignals()
+        try:
+            with signals:
+                lease = self._cache.pin(keys, owner=owner)
+                signals.undo = lease.close
+                for key in lease.keys:
+                    self._unread.pop(key, None)
+                if self._unused:
+                    self._save_later([key for key in lease.keys if key in self._unused])
+                return lease
+        except BaseException:
+            signals.take_back()
+            raise
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
         self._process.check(self)
         own = tuple(keys)
-        count = self._cache.publish(own)
-        for key in own:
-            self._absent.pop(key, None)
-        if self._on_publish:
-            self._save_later(own)
-        else:
-            self._unused.update(dict.fromkeys(own))
-            _bound(self._unused, self._cache.host_blocks)
+        with DeferSignals():
+            count = self._cache.publish(own)
+            for key in own:
+                self._absent.pop(key, None)
+            if self._on_publish:
+                self._save_later(own)
+            else:
+                self._unused.update(dict.fromkeys(own))
+                _bound(self._unused, self._cache.host_blocks)
         return count
 
     def forget(self, keys: Keys) -> int:
@@ -266,10 +275,11 @@ class HostKeeper:
         own = tuple(keys)
         count = self._cache.forget(own)
         until = self._clock() + self._retry_seconds
-        for key in own:
-            self._absent.pop(key, None)
-            self._absent[key] = until
-        _bound(self._absent, ASKED_MAX)
+        with DeferSignals():
+            for key in own:
+                self._absent.pop(key, None)
+                self._absent[key] = until
+            _bound(self._absent, ASKED_MAX)
         return count
 
     def poll(self) -> None:
@@ -277,14 +287,15 @@ class HostKeeper:
         self._process.check(self)
         if self._closed:
             raise PoolClosed("the keeper is closed")
-        for number, line in enumerate(self._lines):
-            for job in line.queue.finished():
-                self._ended(number, job)
-        if self._new:
-            new, self._new = self._new, []
-            self._search([key for key in new if key in self._asked], 0)
-        if self._waiting:
-            self._begin_saves()
+        with DeferSignals():
+            for number, line in enumerate(self._lines):
+                for job in line.queue.finished():
+                    self._ended(number, job)
+            if self._new:
+                new, self._new = self._new, []
+                self._search([key for key in new if key in self._asked], 0)
+            if self._waiting:
+                self._begin_saves()
 
     @property
     def pending(self) -> bool:
@@ -300,11 +311,12 @@ class HostKeeper:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
         were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``."""
         self._process.check(self)
-        self._cancel()
-        for keys in (self._absent, self._unread, self._unused):
-            keys.clear()
-        self._prefix = os.urandom(16)
-        self._cache.clear(force=True)
+        with DeferSignals():
+            self._cancel()
+            for keys in (self._absent, self._unread, self._unused):
+                keys.clear()
+            self._prefix = os.urandom(16)
+            self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:
         """A snapshot. Not for every step."""
@@ -333,13 +345,16 @@ class HostKeeper:
         the keeper.
         """
         self._process.check(self)
-        self._closed, over = True, True
-        self._cancel()
+        over = True
+        with DeferSignals():
+            self._closed = True
+            self._cancel()
         for number, line in enumerate(self._lines):
             over = line.queue.close(timeout) and over
             if not self._cache.closed:
-                for job in line.queue.finished():
-                    self._ended(number, job)
+                with DeferSignals():
+                    for job in line.queue.finished():
+                        self._ended(number, job)
         return over
 
     def __enter__(self) -> Self:

@@ -19,6 +19,7 @@ from kvpool.arguments import adapter_argument, list_argument, salt_argument
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.interrupt import Bell
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
 from kvpool.keepers.lanes import Lane
@@ -173,7 +174,7 @@ class Keeper:
         self._rule = rules[save]()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
-        self._idle = threading.Condition(self._lock)
+        self._idle = Bell()
         self._turns, self._awaited, self._quiet, self._ended, self._closing = 0, 0, False, False, False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
@@ -248,9 +249,14 @@ class Keeper:
         with self._lock:
             wanted = self._awaited = self._turns + 2
             self._quiet = False
-            os.eventfd_write(self._wake, 1)
-            self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
-            return self._quiet and self._turns >= wanted
+        os.eventfd_write(self._wake, 1)
+
+        def quiet() -> bool:
+            with self._lock:
+                return self._quiet and self._turns >= wanted
+
+        self._idle.wait_for(lambda: self._ended or quiet(), timeout)
+        return quiet()
 
     def stats(self) -> KeeperStats:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
@@ -317,7 +323,7 @@ class Keeper:
                 for handle in self._asked:
                     handle.end("closed")
                 self._asked.clear()
-                self._idle.notify_all()
+                self._idle.ring()
             self._loader.stop_all("closed")
             self._saver.stop()
 
@@ -338,7 +344,7 @@ class Keeper:
             idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
             self._quiet = idle and not any(lane.under_way for lane in self._lanes)
             if self._quiet:
-                self._idle.notify_all()
+                self._idle.ring()
         if more or busy or self._turns < self._awaited:
             return 0.0
         until = self._loader.next_deadline()

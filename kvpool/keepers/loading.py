@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import DeviceError, StoreBusy
+from kvpool.interrupt import Bell
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.lanes import Lane
 from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
@@ -49,18 +49,18 @@ class Prefetch:
     def __init__(self, prompt: BlockKeys, deadline: float) -> None:
         self.prompt, self.deadline = prompt, deadline
         self.blocks, self.ended = 0, ""
-        self._over, self._cancelled, self._process = threading.Event(), False, Process()
+        self._over, self._cancelled, self._process, self._bell = False, False, Process(), Bell()
 
     @property
     def done(self) -> bool:
         """Whether nothing more will come."""
-        return self._over.is_set()
+        return self._over
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
         ``os.fork()``."""
         self._process.check(self)
-        return self._over.wait(timeout)
+        return self._bell.wait_for(lambda: self._over, timeout)
 
     def cancel(self) -> None:
         """Bring no more. What has come stays."""
@@ -73,7 +73,8 @@ class Prefetch:
     def end(self, why: str) -> None:
         """Called by the keeper."""
         self.ended = self.ended or why
-        self._over.set()
+        self._over = True
+        self._bell.ring()
 
     def __repr__(self) -> str:
         return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,15 +31,15 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_lock", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error",
+        "__weakref__", "_calls", "_queue", "_queued", "_settled", "began", "codes", "deadline", "error",
         "keys", "kind", "limit", "rows", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
-        self, queue: StoreQueue, lock: threading.Condition, kind: str, keys: Bytes, rows: Rows, deadline: float,
+        self, queue: StoreQueue, kind: str, keys: Bytes, rows: Rows, deadline: float,
         tag: bytes, limit: int,
     ) -> None:  # fmt: skip
-        self._queue, self._lock = queue, lock
+        self._queue = queue
         self.kind, self.keys, self.rows, self.deadline, self.tag, self.limit = kind, keys, rows, deadline, tag, limit
         self.codes = np.full(len(keys), WAITING, np.uint8)
         self.error, self.began, self.seconds = "", math.nan, 0.0
@@ -75,9 +74,7 @@ class Job:
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
         """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
         whether it is. Raises ForkedProcess in a child of ``os.fork()``."""
-        self._queue.check_process()
-        with self._lock:
-            return self._lock.wait_for(lambda: self.returned if returned else self.done, timeout)
+        return self._queue.wait_until(lambda: self.returned if returned else self.done, timeout)
 
     def cancel(self) -> None:
         """Give up the blocks that are not decided yet. Calls under way are asked to stop."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from kvpool.arguments import bool_argument, id_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.interrupt import Bell, DeferSignals
 from kvpool.process import Process
 from kvpool.stores import jobs
 from kvpool.stores.base import (
@@ -140,7 +142,9 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
-        self._lock = threading.Condition()
+        # Taken by itself, and not by way of a condition: see ``Bell``.
+        self._lock = threading.Lock()
+        self._changed, self._bell = threading.Condition(self._lock), Bell()
         self._queue: list[_Piece] = []
         self._queue_max = 1024
         self._numbers = itertools.count()
@@ -204,14 +208,21 @@ class StoreQueue:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
 
-    def check_process(self) -> None:
-        """Raise ForkedProcess in a child of ``os.fork()``."""
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until a condition holds, which is asked with the lock held. Returns whether it does. Raises
+        ForkedProcess."""
         self._process.check(self)
+
+        def asked() -> bool:
+            with self._lock:
+                return condition()
+
+        return self._bell.wait_for(asked, timeout)
 
     def cancel(self, job: Job) -> None:
         """What ``Job.cancel`` does."""
         self._process.check(self)
-        with self._lock:
+        with DeferSignals(), self._lock:
             if not job.done:
                 self._settle(job, CANCELLED)
 
@@ -219,12 +230,25 @@ class StoreQueue:
         """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
         Never waits. Clears ``fileno``."""
         self._process.check(self)
+        signals, found = DeferSignals(), list[Job]()
+        try:
+            with signals, self._lock:
+                signals.undo = partial(self._put_back, found)
+                found += self._finished
+                self._finished.clear()
+                if found:
+                    os.eventfd_read(self._signal)
+                return found
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def _put_back(self, found: list[Job]) -> None:
+        """Nobody has learned of these jobs."""
         with self._lock:
-            found = list(self._finished)
-            self._finished.clear()
-            if found:
-                os.eventfd_read(self._signal)
-        return found
+            if found and not self._finished:
+                os.eventfd_write(self._signal, 1)
+            self._finished.extendleft(reversed(found))
 
     def fileno(self) -> int:
         """A file descriptor that can be read when ``finished`` has something: for ``select`` and asyncio."""
@@ -238,8 +262,7 @@ class StoreQueue:
     def drain(self, timeout: float) -> bool:
         """Wait until no job is queued or under way, at most ``timeout`` seconds. Returns whether that is so."""
         self._process.check(self)
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._queue and not self._running, timeout)
+        return self.wait_until(lambda: not self._queue and not self._running, timeout)
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
@@ -258,14 +281,13 @@ class StoreQueue:
         must not be used again; the store is closed when that call returns. May be called again.
         """
         self._process.check(self)
-        with self._lock:
+        with DeferSignals(), self._lock:
             self._closing = True
             for job in {piece.job for piece in self._queue} | set(self._running.values()):
                 if not job.done:
                     self._settle(job, CANCELLED)
-            self._lock.notify_all()
-            over = self._lock.wait_for(lambda: self._store_closed, timeout)
-        return over
+            self._notify()
+        return self.wait_until(lambda: self._store_closed, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -285,9 +307,9 @@ class StoreQueue:
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
         if not isinstance(deadline, (int, float)) or math.isnan(deadline):
             raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-        job = Job(self, self._lock, kind, own, places, float(deadline), tag, limit)
+        job = Job(self, kind, own, places, float(deadline), tag, limit)
         parts = [slice(i, min(i + self._piece_blocks, len(own))) for i in range(0, len(own), self._piece_blocks)]
-        with self._lock:
+        with DeferSignals(), self._lock:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
             saving = kind == jobs.SAVE
@@ -301,7 +323,7 @@ class StoreQueue:
                 self._announce(job)
             elif job.deadline != math.inf:
                 self._watch_for(job)
-            self._lock.notify_all()
+            self._notify()
         return job
 
     def _work(self) -> None:
@@ -320,7 +342,7 @@ class StoreQueue:
                     self._announce(piece.job)
                 elif piece.job.returned:
                     self._announce(piece.job)
-                self._lock.notify_all()
+                self._notify()
         self._end()
 
     def _next(self) -> _Piece | None:
@@ -340,7 +362,7 @@ class StoreQueue:
                     return piece
                 if self._closing and not self._queue:
                     return None
-                self._lock.wait()
+                self._changed.wait()
 
     def _may_begin(self, job: Job) -> bool:
         """Saves leave one thread to all others, so that a save that hangs keeps no load waiting."""
@@ -377,6 +399,11 @@ class StoreQueue:
                     self._store.forget(keys[wrong])
         return codes
 
+    def _notify(self) -> None:
+        """Something has changed. The lock is held."""
+        self._changed.notify_all()
+        self._bell.ring()
+
     def _watch_for(self, job: Job) -> None:
         """End this job at its deadline. The lock is held."""
         if len(self._deadlines) >= self._deadlines_max:
@@ -394,7 +421,7 @@ class StoreQueue:
                     if not job.done:
                         self._settle(job, LATE)
                 left = self._deadlines[0][0] - self._clock() if self._deadlines else 3600.0
-                self._lock.wait(min(max(left, 0.0), 3600.0))
+                self._changed.wait(min(max(left, 0.0), 3600.0))
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
@@ -407,7 +434,7 @@ class StoreQueue:
             self._queue_max = max(1024, 2 * len(self._queue))
         self._count(job)
         self._announce(job)
-        self._lock.notify_all()
+        self._notify()
 
     def _count(self, job: Job) -> None:
         """Count a job that is done. The lock is held."""
@@ -435,7 +462,7 @@ class StoreQueue:
         finally:
             with self._lock:
                 self._store_closed = True
-                self._lock.notify_all()
+                self._notify()
 
 
 def _memory_argument(memory: Any) -> Bytes:
