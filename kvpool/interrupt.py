@@ -36,7 +36,8 @@ LOOK_AT_ALL = 64
 _main = threading.main_thread().ident
 _current: DeferSignals | None = None
 _waiting = False
-_owed: DeferSignals | None = None
+# Those whose ``undo`` is still to be called.
+_owed: list[DeferSignals] = []
 # The signals that have arrived and are deferred, in order.
 _noted: dict[int, int] = {}
 # The handlers that ``_hold`` replaces.
@@ -90,7 +91,6 @@ class DeferSignals:
 
     undo: Callable[[], object] | None = None
     _outermost = False
-    _older: DeferSignals | None = None
 
     def __enter__(self) -> DeferSignals:
         global _current, _calls
@@ -107,7 +107,7 @@ class DeferSignals:
                     _look(now)
                 for number, _ in _handlers:
                     set_handler(number, _hold)
-                if _owed is not None:
+                if _owed:
                     _pay()
             except BaseException:
                 # A handler that was not yet replaced has raised. Another one may raise at the first call.
@@ -137,9 +137,8 @@ class DeferSignals:
 
     def take_back(self) -> None:
         """Call ``undo``, if it has not been called. If another handler raises right here, the next call does it."""
-        global _owed
         if self._outermost and self.undo is not None:
-            self._older, _owed = _owed, self
+            _owed.append(self)
             with DeferSignals():
                 pass
 
@@ -163,14 +162,14 @@ class DeferSignals:
     def _leave(self) -> None:
         """Restore the handlers. A signal that arrives from here on is delivered at once: its handler may raise at any
         point of this function."""
-        global _current, _owed
+        global _current
         try:
             _current = None
             _restore()
         except BaseException:
-            self._older, _owed = _owed, self
             try:
                 # This undoes. If another handler raises right here, the next call does it.
+                _owed.append(self)
                 with DeferSignals():
                     pass
             finally:
@@ -196,10 +195,8 @@ def _trip() -> None:
 
 def _pay() -> None:
     """Run each ``undo`` that could not run when its call ended. The caller defers signals."""
-    global _owed
-    while _owed is not None:
-        owed, _owed = _owed, _owed._older
-        owed._take_back()
+    while _owed:
+        _owed.pop()._take_back()
 
 
 def deliver(call: Callable[..., Answer], *args: Any) -> Answer:

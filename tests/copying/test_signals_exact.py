@@ -15,7 +15,7 @@ import kvpool.interrupt
 from kvpool import operations
 from kvpool.interrupt import Bell, DeferSignals
 from kvpool.state.records import LIVE, SWAPPED
-from tests.copying.test_signals import GIVING, VERBS, Act, Desk, export
+from tests.copying.test_signals import GIVING, VERBS, Act, Desk, export, pin, reserve
 from tests.exact import At
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
@@ -97,6 +97,28 @@ def test_a_signal_before_any_instruction_finds_the_call_undone_or_whole(verb: Ca
         del raised
         clear(desk, where)
     assert k > 10
+
+
+@pytest.mark.parametrize("verb", [pin, reserve], ids=lambda verb: verb.__name__)
+def test_two_signals_at_once_leave_nothing_behind(verb: Callable[[Desk], Act]) -> None:
+    """At the latest, the next call undoes what nobody got."""
+    desk = Desk("cpu")
+    desk.ready()
+    before = desk.counts()
+    verb(desk)()
+    after = desk.counts()
+    clear(desk, "")
+    k, reached = 60, True
+    while reached:
+        k += 1
+        desk.ready()
+        # The very first instructions of what undoes are not protected from the second one.
+        at = At(k, 8 + k % 30)
+        raised = at.run(verb(desk))
+        reached = at.reached
+        desk.cache.refresh(0)
+        assert desk.counts() == (before if raised and not at.ended else after), at.where
+        clear(desk, at.where)
 
 
 def test_deferring_goes_on_after_two_signals_at_once() -> None:
