@@ -99,8 +99,8 @@ class KVCacheManager:
         keeps it until it is closed, and nobody else writes it until then. Its content at the start does not matter.
         With several groups or layouts: a list with one for each layout, group after group; a function is called for
         each.
-    shared : put tiers in main memory where other processes can attach them, see ``share``. A forked child must not
-        touch such a pool.
+    shared : put tiers in main memory where other processes can attach them, see ``share``. In a forked child, calls of
+        such a pool raise ForkedProcess, and touching its memory ends the child.
     table : memory of the caller's for the persistent block table: C-contiguous NumPy int32[max_sequences, columns],
         with several groups int32[groups, max_sequences, columns]; ``columns`` is ``max_sequence_tokens`` in blocks. It
         may be some rows of a larger array whose other rows are another model's. The pool fills it with -1, writes it
