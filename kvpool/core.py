@@ -6,8 +6,8 @@ A decision is a verb that runs under the state lock. Its moves join the queue th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Core:
         self._hold_lock(threading.RLock())
         token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in config.groups]
         self.transfer = Transfer(states, self.lock, device, token_bytes)
+        self.transfer.forks.add(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
         self.tables = tuple(read_only(table) for table in states.table)
@@ -85,13 +86,6 @@ class Core:
         """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
         self.check_open()
         return self.transfer.as_stream(stream)
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The state lock of an open pool. Raises PoolClosed."""
-        with self.lock:
-            self.check_open()
-            yield
 
     def check_open(self) -> None:
         """Raise PoolClosed if the pool was closed, or its device has failed for good."""

@@ -6,16 +6,20 @@ interrupted. So a signal mask does not defer them. A replacement handler does: i
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 
 # The functions of ``signal`` convert every handler to an enum and back. That would cost more than the call that is
 # protected, so the functions of ``_signal`` are used.
 from _signal import getsignal  # type: ignore[import-not-found]
 from _signal import signal as set_handler
-from _thread import get_ident, interrupt_main
+from _thread import TIMEOUT_MAX, allocate_lock, get_ident, interrupt_main
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -32,7 +36,8 @@ LOOK_AT_ALL = 64
 _main = threading.main_thread().ident
 _current: DeferSignals | None = None
 _waiting = False
-_owed: DeferSignals | None = None
+# Those whose ``undo`` is still to be called.
+_owed: list[DeferSignals] = []
 # The signals that have arrived and are deferred, in order.
 _noted: dict[int, int] = {}
 # The handlers that ``_hold`` replaces.
@@ -79,11 +84,13 @@ class DeferSignals:
 
     If the end raises, because the body or a handler raised, ``undo`` is called once, while signals are deferred. The
     caller gets no result then, so ``undo`` reverts what the result would have handed out.
+
+    A signal that arrives right behind the end is delivered in the function that has the context. So a function whose
+    result must not be lost calls ``take_back`` for any exception, in an ``except`` around the context.
     """
 
     undo: Callable[[], object] | None = None
     _outermost = False
-    _older: DeferSignals | None = None
 
     def __enter__(self) -> DeferSignals:
         global _current, _calls
@@ -100,11 +107,15 @@ class DeferSignals:
                     _look(now)
                 for number, _ in _handlers:
                     set_handler(number, _hold)
-                if _owed is not None:
+                if _owed:
                     _pay()
             except BaseException:
-                # A handler that was not yet replaced has raised.
-                self._leave()
+                # A handler that was not yet replaced has raised. Another one may raise at the first call.
+                _current = None
+                try:
+                    _restore()
+                finally:
+                    _restore()
                 raise
         return self
 
@@ -123,6 +134,13 @@ class DeferSignals:
                 raise raised
         finally:
             self._leave()
+
+    def take_back(self) -> None:
+        """Call ``undo``, if it has not been called. If another handler raises right here, the next call does it."""
+        if self._outermost and self.undo is not None:
+            _owed.append(self)
+            with DeferSignals():
+                pass
 
     def _take_back(self) -> None:
         undo, self.undo = self.undo, None
@@ -144,21 +162,28 @@ class DeferSignals:
     def _leave(self) -> None:
         """Restore the handlers. A signal that arrives from here on is delivered at once: its handler may raise at any
         point of this function."""
-        global _current, _owed
+        global _current
         try:
             _current = None
-            for number, handler in () if _waiting else _handlers:
-                if getsignal(number) is _hold:
-                    set_handler(number, handler)
-            if _noted:
-                _trip()
+            _restore()
         except BaseException:
-            # Undo now. If another handler raises right here, the next call does it.
-            self._older, _owed = _owed, self
-            with DeferSignals():
-                pass
-            self._leave()
+            try:
+                # This undoes. If another handler raises right here, the next call does it.
+                _owed.append(self)
+                with DeferSignals():
+                    pass
+            finally:
+                _restore()
             raise
+
+
+def _restore() -> None:
+    """Give the signals their handlers again, and deliver those that were noted."""
+    for number, handler in () if _waiting else _handlers:
+        if getsignal(number) is _hold:
+            set_handler(number, handler)
+    if _noted:
+        _trip()
 
 
 def _trip() -> None:
@@ -170,10 +195,8 @@ def _trip() -> None:
 
 def _pay() -> None:
     """Run each ``undo`` that could not run when its call ended. The caller defers signals."""
-    global _owed
-    while _owed is not None:
-        owed, _owed = _owed, _owed._older
-        owed._take_back()
+    while _owed:
+        _owed.pop()._take_back()
 
 
 def deliver(call: Callable[..., Answer], *args: Any) -> Answer:
@@ -196,11 +219,45 @@ def deliver(call: Callable[..., Answer], *args: Any) -> Answer:
     return answer
 
 
+class Bell:
+    """What callers wait for. In the place of ``threading.Condition`` and ``Event``: a handler that raises in the middle
+    of those can leave a lock held, for which other threads wait then. Thread-safe; it has no lock."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def ring(self) -> None:
+        """Have all who wait ask again."""
+        while self._waiting:
+            with suppress(IndexError):  # another thread rings, too
+                self._waiting.popleft().release()
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition holds, at most ``timeout`` seconds. Returns whether it does. The caller holds no lock.
+        Whoever makes it true rings then."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not condition():
+            one = allocate_lock()
+            one.acquire()
+            self._waiting.append(one)
+            try:
+                # Asked again: a ring before this was for nobody.
+                left = min(end - time.monotonic(), TIMEOUT_MAX)
+                if left <= 0 or condition():
+                    return condition()
+                one.acquire(timeout=left)
+            finally:
+                with suppress(ValueError):
+                    self._waiting.remove(one)
+        return True
+
+
 def _after_fork() -> None:
     """In a child, the thread that forked is the main thread. Signals that another thread deferred are not deferred
-    here."""
+    here, and those that have arrived are the parent's."""
     global _main, _current, _waiting
     _main, _current, _waiting = get_ident(), None, False
+    _noted.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

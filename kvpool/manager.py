@@ -99,8 +99,8 @@ class KVCacheManager:
         keeps it until it is closed, and nobody else writes it until then. Its content at the start does not matter.
         With several groups or layouts: a list with one for each layout, group after group; a function is called for
         each.
-    shared : put tiers in main memory where other processes can attach them, see ``share``. A forked child must not
-        touch such a pool.
+    shared : put tiers in main memory where other processes can attach them, see ``share``. In a forked child, calls of
+        such a pool raise ForkedProcess, and touching its memory ends the child.
     table : memory of the caller's for the persistent block table: C-contiguous NumPy int32[max_sequences, columns],
         with several groups int32[groups, max_sequences, columns]; ``columns`` is ``max_sequence_tokens`` in blocks. It
         may be some rows of a larger array whose other rows are another model's. The pool fills it with -1, writes it
@@ -155,6 +155,8 @@ class KVCacheManager:
                 used.close()
             raise
         self._owns_device = owned
+        if self._pools.shared:
+            self.core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         self._leases, self._imports = Leases(self.core, self._pools), Imports(self.core, self._pools)
         capacity = Capacity(self.core)
         self._reservations = Reservations(self.core, self._pools, capacity)
@@ -823,7 +825,8 @@ class KVCacheManager:
         self.core.check_open()
         # Made here, since the pool may not refer to anything that refers to it: its memory is freed with the last
         # reference to it.
-        lending = Lending(self.core.device, self._pools, self._loans, self.core.opened, self.core.follow)
+        core = self.core
+        lending = Lending(core.device, self._pools, self._loans, lambda: core.lock, core.check_open, core.follow)
         return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
 
     def share(self, tier: str = "device") -> SharedTier:
@@ -875,11 +878,17 @@ class KVCacheManager:
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
-        with DeferSignals() as signals:
-            with self.core.opened():
-                taken = kv_events.take(self.core.states, self.core.names, snapshot)
-                signals.undo = partial(self._put_back, taken)
-            return kv_events.decode(taken)
+        signals = DeferSignals()
+        try:
+            with signals:
+                with self.core.lock:
+                    self.core.check_open()
+                    taken = kv_events.take(self.core.states, self.core.names, snapshot)
+                    signals.undo = partial(self._put_back, taken)
+                return kv_events.decode(taken)
+        except BaseException:
+            signals.take_back()
+            raise
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self.core.lock:
@@ -894,7 +903,8 @@ class KVCacheManager:
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
-        with self.core.opened():
+        with self.core.lock:
+            self.core.check_open()
             verify_states(self.core.states, self._pinned())
             for check, detail in self._tables.staging.findings():
                 raise IntegrityError(check, detail)

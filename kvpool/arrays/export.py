@@ -39,8 +39,8 @@ class Place(NamedTuple):
 class Lending:
     """The memory that one pool lends. ``loans`` are the loans that still live. Thread-safe.
 
-    ``open_pool`` returns the state lock, and raises PoolClosed inside it. ``follow`` has a stream wait for all copies
-    enqueued so far.
+    ``lock`` returns the state lock, under which ``check_open`` raises PoolClosed. ``follow`` has a stream wait for all
+    copies enqueued so far.
     """
 
     def __init__(
@@ -48,15 +48,17 @@ class Lending:
         device: Device,
         pools: MemoryPools,
         loans: WeakSet[Loan],
-        open_pool: Callable[[], AbstractContextManager[Any]],
+        lock: Callable[[], AbstractContextManager[Any]],
+        check_open: Callable[[], None],
         follow: Callable[[Any], None],
     ) -> None:
         self.device, self.pools, self.follow = device, pools, follow
-        self._loans, self._open_pool = loans, open_pool
+        self._loans, self._lock, self._check_open = loans, lock, check_open
 
     def lend(self, place: Place) -> Loan:
         """A new loan, which keeps the memory of a place alive. Raises PoolClosed."""
-        with self._open_pool():
+        with self._lock():
+            self._check_open()
             loan = Loan(self.pools.flat(*place))
             self._loans.add(loan)
             return loan

@@ -27,6 +27,7 @@ from kvpool.copying.traffic import Moved
 from kvpool.copying.waits import Order
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, Device, Event, Stream
 from kvpool.errors import DeviceError
+from kvpool.process import ForkGuard
 from kvpool.state import guards, records, verbs
 from kvpool.state.accesses import ACCESSED, collect
 from kvpool.state.arrays import States
@@ -83,6 +84,9 @@ class Transfer:
         self.moved = Moved(states.heads, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
+        # Parts with locks of their own add them.
+        self.forks = ForkGuard("pool")
+        self.forks.add(self, "_lock", "_state_lock")
         self._behind: Callable[[], object] | None = None
 
     @property

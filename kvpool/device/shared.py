@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -42,7 +43,8 @@ class SharedMemory:
 
     It is a file without a path (memfd) of mode 0600. The kernel lets processes of the same user open it through /proc
     while this process lives. Nothing remains when this process ends, in whatever way. The size is sealed. A forked
-    child does not inherit the mapping, because it would write into the memory of this process.
+    child does not inherit the mapping, because it would write into the memory of this process. Nothing else comes to be
+    at that address there, so whoever touches it in the child ends the child.
 
     ``close`` keeps other processes from opening it from then on. The pages live until the last view in the last process
     is gone. Not thread-safe. Raises MemoryError.
@@ -59,7 +61,7 @@ class SharedMemory:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            self.array = _map(fd, nbytes, mmap.MADV_DONTFORK)
+            self.array = _map(fd, nbytes, inherited=False)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
             raise MemoryError(f"the system gives no {nbytes} bytes of shared memory: {error}") from error
@@ -135,12 +137,34 @@ def _link(handle: MainMemory) -> str:
     return f"/memfd:{handle.name} (deleted)"
 
 
-def _map(fd: int, nbytes: int, *advice: int) -> NDArray[np.uint8]:
+def _map(fd: int, nbytes: int, *, inherited: bool = True) -> NDArray[np.uint8]:
     mapping = mmap.mmap(fd, nbytes)
-    for one in advice:
-        mapping.madvise(one)
+    if not inherited:
+        _not_inherited[mapping] = nbytes
+        mapping.madvise(mmap.MADV_DONTFORK)
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # A kernel without huge pages.
     return np.frombuffer(mapping, np.uint8)
+
+
+# The mappings that children do not inherit, with their bytes. The objects are inherited. When they are collected in a
+# child, they unmap their addresses, whatever has come to be there.
+_not_inherited: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+_NO_ACCESS, _PLACE = 0, 0x20 | 0x02 | 0x4000 | 0x100000
+"""PROT_NONE; MAP_ANONYMOUS, MAP_PRIVATE, MAP_NORESERVE and MAP_FIXED_NOREPLACE"""
+_mmap = ctypes.CDLL(None).mmap
+_mmap.restype, _mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+
+def _after_fork() -> None:
+    """In a child: keep the addresses of the mappings free, without memory behind them."""
+    for mapping, nbytes in list(_not_inherited.items()):
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        if _mmap(address, nbytes, _NO_ACCESS, _PLACE, -1, 0) != address:
+            # Something is there already. Then the object must never end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_after_fork)

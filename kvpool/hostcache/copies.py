@@ -22,6 +22,7 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.leases import HostSlots
 from kvpool.hostcache.pages import Pages
 from kvpool.hostcache.tier import HostTier, layout_of
+from kvpool.process import ForkGuard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,6 +107,8 @@ class HostCopies:
         _check_apart(self._groups, tier)
         self._device, self._owned = _device(device, self._groups), not isinstance(device, Device)
         self._lock: AbstractContextManager[Any] = nullcontext() if self._device.synchronous else threading.Lock()
+        self._forks = ForkGuard("HostCopies")
+        self._forks.add(self, "_lock")
         self._open, self._drained = True, False
         try:
             self._pinned = self._device.pin(tier.flat)

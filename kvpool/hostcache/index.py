@@ -29,6 +29,7 @@ from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.interrupt import DeferSignals
 from kvpool.observe import events as kv_events
 from kvpool.observe.stats import Histogram
+from kvpool.process import ForkGuard
 from kvpool.sequences.retention import priority_argument, ttl_argument
 from kvpool.state import hostcache, records
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
@@ -176,7 +177,10 @@ class HostCache:
         self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
+        self._forks = ForkGuard("HostCache")
+        self._forks.add(self, "_lock")
         self._leases = HostLeases(self._states, self._lock, self._now)
+        self._forks.add(self._leases, "lock")
         self._names = kv_events.Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
@@ -221,14 +225,19 @@ class HostCache:
         """
         wanted, owner = packed(keys), text_argument("owner", owner)
         now = self._now()
-        with DeferSignals() as signals, self._lock:
-            self._check_open()
-            place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
-            if place < 0:
-                raise _missing(wanted, ~place, "here")
-            lease = self._leases.add(owner, now, wanted.keys, wanted.found[:, 2].copy(), self.fingerprint)
-            signals.undo = partial(self._leases.close_at, lease, now)
-            return lease
+        signals = DeferSignals()
+        try:
+            with signals, self._lock:
+                self._check_open()
+                place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
+                if place < 0:
+                    raise _missing(wanted, ~place, "here")
+                lease = self._leases.add(owner, now, wanted.keys, wanted.found[:, 2].copy(), self.fingerprint)
+                signals.undo = partial(self._leases.close_at, lease, now)
+                return lease
+        except BaseException:
+            signals.take_back()
+            raise
 
     def touch(self, keys: Keys) -> int:
         """Note that the keys which are HERE are used now. Returns how many.
@@ -252,19 +261,24 @@ class HostCache:
         """
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         now = self._now()
-        with DeferSignals() as signals, self._lock:
-            self._check_open()
-            evicted = np.empty_like(wanted.words)
-            count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
-            if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
-                wanted = packed(dict.fromkeys(wanted.keys))
+        signals = DeferSignals()
+        try:
+            with signals, self._lock:
+                self._check_open()
+                evicted = np.empty_like(wanted.words)
                 count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
-            if count < 0:
-                raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
-            taken = int(wanted.found[0, 0]) if wanted.keys else 0
-            found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
-            signals.undo = partial(self._undo, found.keys, now)
-            return found
+                if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
+                    wanted = packed(dict.fromkeys(wanted.keys))
+                    count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
+                if count < 0:
+                    raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
+                taken = int(wanted.found[0, 0]) if wanted.keys else 0
+                found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
+                signals.undo = partial(self._undo, found.keys, now)
+                return found
+        except BaseException:
+            signals.take_back()
+            raise
 
     def publish(self, keys: Keys) -> int:
         """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
@@ -325,12 +339,17 @@ class HostCache:
 
     def events(self) -> list[HostEvent]:
         """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
-        with DeferSignals() as signals:
-            with self._lock:
-                self._check_open()
-                taken = kv_events.take(self._states, self._names, False)
-                signals.undo = partial(self._put_back, taken)
-            return _decoded(taken)
+        signals = DeferSignals()
+        try:
+            with signals:
+                with self._lock:
+                    self._check_open()
+                    taken = kv_events.take(self._states, self._names, False)
+                    signals.undo = partial(self._put_back, taken)
+                return _decoded(taken)
+        except BaseException:
+            signals.take_back()
+            raise
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self._lock:

@@ -91,7 +91,7 @@ class HostLeases:
     """The open leases of one cache. The cache's lock guards them."""
 
     def __init__(self, states: States, lock: AbstractContextManager[Any], now: Callable[[], int]) -> None:
-        self._states, self._lock, self._now = states, lock, now
+        self._states, self.lock, self._now = states, lock, now
         # Private copies of the blocks, the last first, so that the end of a prompt is evicted before its beginning.
         self._open: dict[int, tuple[HostLease, Ids]] = {}
         self._count = 0
@@ -120,7 +120,7 @@ class HostLeases:
         self.close_at(lease, self._now())
 
     def close_at(self, lease: HostLease, now: int) -> None:
-        with DeferSignals(), self._lock:
+        with DeferSignals(), self.lock:
             _, ids = self._open.pop(lease.id, (None, None))
             if ids is None:
                 raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")

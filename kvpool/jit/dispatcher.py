@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 from numba import types
 from numba.core import compiler, registry
+from numba.core.compiler_lock import global_compiler_lock
 
+from kvpool.errors import ForkedProcess
 from kvpool.jit.announcer import announcer
 from kvpool.jit.cache import FunctionCache
 from kvpool.jit.folders import cache_directory
@@ -41,6 +44,9 @@ class _CachedDispatcher(registry.CPUDispatcher):
 
     def compile(self, sig: Any) -> Any:
         """Compile one signature with the garbage collector off: it would find nothing, and take a tenth of the time."""
+        if _lost_compiler:
+            whose = f"another thread was compiling when process {os.getppid()} forked this one"
+            raise ForkedProcess(f"{whose}: compile first (kvpool.warm_up()), or fork before")
         if not gc.isenabled():
             return super().compile(sig)
         gc.disable()
@@ -67,6 +73,22 @@ class Dispatcher(_CachedDispatcher):
     def get_overload(self, sig: Any) -> Any:
         """The compiled signature that lowering needs for such a call."""
         return self._inner.get_overload(sig)
+
+
+_lost_compiler = False
+"""Whether another thread was compiling when this process was forked. A compilation would wait for it for ever."""
+
+
+def _after_fork() -> None:
+    global _lost_compiler
+    # A private name. If a release moves it, a child waits, as it does for all other users of Numba.
+    lock = getattr(global_compiler_lock, "_lock", None)
+    _lost_compiler = lock is not None and not lock.acquire(False)
+    if lock is not None and not _lost_compiler:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _passed(kind: Any) -> Any:

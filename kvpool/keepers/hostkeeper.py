@@ -19,11 +19,13 @@ from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.keys import key_argument, keys_argument
 from kvpool.hostcache.leases import HostLease
 from kvpool.hostcache.tier import HostTier
+from kvpool.interrupt import DeferSignals
 from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.hostloads import HostLoads
 from kvpool.keepers.hostsaves import HostSaves
 from kvpool.keepers.lanes import PATIENCE_SECONDS
 from kvpool.keepers.lines import Line
+from kvpool.process import Process
 from kvpool.stores.base import Store
 from kvpool.stores.queue import StoreQueue, StoreStats
 
@@ -104,7 +106,8 @@ class HostKeeper:
     -----
     Use ``find``, ``lookup``, ``pin``, ``publish``, ``forget`` and ``clear`` of the keeper in the place of the cache's.
     ``reserve``, ``abort`` and ``touch`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
-    Calls never wait for a store, except ``drain`` and ``close``.
+    Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they raise ForkedProcess;
+    ``find`` and ``lookup`` only for a key that is not HERE.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
     keys, checks and deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
@@ -134,7 +137,7 @@ class HostKeeper:
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
         self._cache, self._clock, self._on_publish = cache, clock, save == PUBLISH
-        self._generation, self._closed = b"", False
+        self._process, self._generation, self._closed = Process(), b"", False
         self._lines = lines = _open(own, tier, whose, patience, clock)
         self._loads = HostLoads(cache, lines, self._generation_now, load_room, load_seconds, retry_seconds, clock)
         self._saves = HostSaves(cache, lines, self._generation_now, save_room, save_seconds, clock)
@@ -146,51 +149,66 @@ class HostKeeper:
     def find(self, key: bytes) -> int:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
         stores, and is PENDING meanwhile. Raises TypeError, ValueError, PoolClosed."""
-        return self._loads.find(key if type(key) is bytes else key_argument("key", key))
+        own = key if type(key) is bytes else key_argument("key", key)
+        return self._answer(own, self._cache.find(own))
 
     def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
         own = keys_argument(keys)
         answers = self._cache.lookup(own)
         for place in np.flatnonzero(answers != self._cache.HERE).tolist():
-            answers[place] = self.find(own[place])
+            answers[place] = self._answer(own[place], int(answers[place]))
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
-        lease = self._cache.pin(keys, owner=owner)
-        self._loads.read(lease.keys)
-        if self._unused:
-            self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
-        return lease
+        self._process.check(self)
+        signals = DeferSignals()
+        try:
+            with signals:
+                lease = self._cache.pin(keys, owner=owner)
+                signals.undo = lease.close
+                self._loads.read(lease.keys)
+                if self._unused:
+                    self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
+                return lease
+        except BaseException:
+            signals.take_back()
+            raise
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
+        self._process.check(self)
         own = keys_argument(keys)
-        count = self._cache.publish(own)
-        self._loads.published(own)
-        if self._on_publish:
-            self._saves.add(own)
-        else:
-            self._unused.update(dict.fromkeys(own))
-            while len(self._unused) > self._cache.host_blocks:
-                del self._unused[next(iter(self._unused))]
+        with DeferSignals():
+            count = self._cache.publish(own)
+            self._loads.published(own)
+            if self._on_publish:
+                self._saves.add(own)
+            else:
+                self._unused.update(dict.fromkeys(own))
+                while len(self._unused) > self._cache.host_blocks:
+                    del self._unused[next(iter(self._unused))]
         return count
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does. The stores keep the blocks, but are not asked for them for a while."""
+        self._process.check(self)
         own = keys_argument(keys)
         count = self._cache.forget(own)
-        self._loads.leave(own)
+        with DeferSignals():
+            self._loads.leave(own)
         return count
 
     def poll(self) -> None:
         """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
+        self._process.check(self)
         if self._closed:
             raise PoolClosed("the keeper is closed")
-        self._settle()
-        self._loads.turn()
-        self._saves.turn()
+        with DeferSignals():
+            self._settle()
+            self._loads.turn()
+            self._saves.turn()
 
     @property
     def pending(self) -> bool:
@@ -212,18 +230,21 @@ class HostKeeper:
         figures is 0 again then. If the keeper is closed before, a later process may find it. So it may in a store
         without ``Store.clear``.
         """
-        self._loads.clear()
-        self._saves.cancel()
-        self._settle()
-        for line in self._lines:
-            if line.queue.clears:
-                line.queue.clear()
-        self._unused.clear()
-        self._generation = os.urandom(16)
-        self._cache.clear(force=True)
+        self._process.check(self)
+        with DeferSignals():
+            self._loads.clear()
+            self._saves.cancel()
+            self._settle()
+            for line in self._lines:
+                if line.queue.clears:
+                    line.queue.clear()
+            self._unused.clear()
+            self._generation = os.urandom(16)
+            self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:
         """A snapshot. Not for every step."""
+        self._process.check(self)
         loads, saves = self._loads, self._saves
         return HostKeeperStats(
             loads.asked, loads.loaded, dict(loads.missed), saves.saved, dict(saves.unsaved), len(loads.searching),
@@ -248,13 +269,17 @@ class HostKeeper:
         that memory of the caller's must not be used again. Blocks of such a load stay reserved. Close the cache after
         the keeper.
         """
-        self._closed, over = True, True
-        self._loads.stop()
-        self._saves.cancel()
+        self._process.check(self)
+        over = True
+        with DeferSignals():
+            self._closed = True
+            self._loads.stop()
+            self._saves.cancel()
         for line in self._lines:
             over = line.queue.close(timeout) and over
             if not self._cache.closed:
-                line.settle()
+                with DeferSignals():
+                    line.settle()
         return over
 
     def __enter__(self) -> Self:
@@ -264,6 +289,13 @@ class HostKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _answer(self, key: bytes, found: int) -> int:
+        """What ``find`` says of a key for which the cache says this."""
+        if found == self._cache.HERE:
+            return found
+        self._process.check(self)
+        return self._loads.missing(key, found)
 
     def _generation_now(self) -> bytes:
         """The generation: what the names of blocks in the stores begin with."""

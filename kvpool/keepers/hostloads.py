@@ -49,12 +49,9 @@ class HostLoads:
         self.missed: Counter[str] = Counter()
         self._stopped = False
 
-    def find(self, key: bytes) -> int:
-        """What ``HostKeeper.find`` does."""
+    def missing(self, key: bytes, found: int) -> int:
+        """What ``HostKeeper.find`` says of a key that is not HERE. ``found``: what the cache says."""
         cache = self._cache
-        found = cache.find(key)
-        if found == cache.HERE:
-            return found
         if found == cache.PENDING:
             return cache.ABSENT if key in self.hung else found
         if key in self.searching:

@@ -23,6 +23,7 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.interrupt import Bell
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.forgetting import Forgetter, Forgotten
 from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
@@ -130,7 +131,7 @@ class Keeper:
 
     Close the keeper before the pool. If the pool is closed first, the keeper ends by itself; close it nevertheless.
     Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls raise
-    ForkedProcess in a child of ``os.fork()``, except ``stats``.
+    ForkedProcess in a child of ``os.fork()``.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Keeper:
         self._orders: deque[_Order] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
-        self._idle = threading.Condition(self._lock)
+        self._idle = Bell()
         self._turns, self._awaited, self._quiet, self._ended, self._closing = 0, 0, False, False, False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
@@ -303,9 +304,14 @@ class Keeper:
         with self._lock:
             wanted = self._awaited = self._turns + 2
             self._quiet = False
-            os.eventfd_write(self._wake, 1)
-            self._idle.wait_for(lambda: self._ended or (self._quiet and self._turns >= wanted), timeout)
-            return self._quiet and self._turns >= wanted
+        os.eventfd_write(self._wake, 1)
+
+        def quiet() -> bool:
+            with self._lock:
+                return self._quiet and self._turns >= wanted
+
+        self._idle.wait_for(lambda: self._ended or quiet(), timeout)
+        return quiet()
 
     def stats(self) -> KeeperStats:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
@@ -375,7 +381,7 @@ class Keeper:
                 for order in self._orders:
                     order.refuse(PoolClosed(_ENDED))
                 self._orders.clear()
-                self._idle.notify_all()
+                self._idle.ring()
             self._loader.stop_all("closed")
             self._saver.stop()
 
@@ -400,7 +406,7 @@ class Keeper:
             idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
             self._quiet = idle and not any(lane.under_way for lane in self._lanes)
             if self._quiet:
-                self._idle.notify_all()
+                self._idle.ring()
         if more or busy or self._turns < self._awaited:
             return 0.0
         until = self._loader.next_deadline()
@@ -456,7 +462,7 @@ class _Order:
     """What another thread wants the keeper's thread to do."""
 
     def __init__(self, work: Callable[[], Forgotten]) -> None:
-        self._work, self._over = work, threading.Event()
+        self._work, self._over, self._bell = work, False, Bell()
         self._found: Forgotten | None = None
         self._error: BaseException | None = None
 
@@ -465,14 +471,18 @@ class _Order:
             self._found = self._work()
         except BaseException as error:  # It is raised where it was wanted.
             self._error = error
-        self._over.set()
+        self._end()
 
     def refuse(self, error: BaseException) -> None:
         self._error = error
-        self._over.set()
+        self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        self._bell.ring()
 
     def wait(self) -> Forgotten:
-        self._over.wait()
+        self._bell.wait_for(lambda: self._over)
         if self._found is None:
             assert self._error is not None
             raise self._error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import DeviceError, StoreBusy
+from kvpool.interrupt import Bell
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
 from kvpool.keepers.racing import Race, Races
 from kvpool.manager import KVCacheManager
+from kvpool.process import Process
 from kvpool.sequences.keys import BlockKeys
 from kvpool.state.records import H
 from kvpool.state.ring import REMOVED, STORED
@@ -45,12 +46,14 @@ class Prefetch:
     room before the deadline, or no more than what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
     """
 
-    __slots__ = ("__weakref__", "_blocks", "_cancelled", "_deadline", "_ended", "_over", "_prompt")
+    __slots__ = (
+        "__weakref__", "_bell", "_blocks", "_cancelled", "_deadline", "_ended", "_over", "_process", "_prompt",
+    )  # fmt: skip
 
     def __init__(self, prompt: BlockKeys, deadline: float) -> None:
         self._prompt, self._deadline = prompt, deadline
         self._blocks, self._ended = 0, ""
-        self._over, self._cancelled = threading.Event(), False
+        self._over, self._cancelled, self._process, self._bell = False, False, Process(), Bell()
 
     @property
     def prompt(self) -> BlockKeys:
@@ -71,11 +74,13 @@ class Prefetch:
     @property
     def done(self) -> bool:
         """Whether nothing more will come."""
-        return self._over.is_set()
+        return self._over
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is."""
-        return self._over.wait(timeout)
+        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
+        ``os.fork()``."""
+        self._process.check(self)
+        return self._bell.wait_for(lambda: self._over, timeout)
 
     def cancel(self) -> None:
         """Bring no more. What has come stays."""
@@ -92,7 +97,8 @@ class Prefetch:
     def end(self, why: str) -> None:
         """Called by the keeper."""
         self._ended = self._ended or why
-        self._over.set()
+        self._over = True
+        self._bell.ring()
 
     def __repr__(self) -> str:
         return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"

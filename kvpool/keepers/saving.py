@@ -103,7 +103,8 @@ def uses(pool: KVCacheManager, group: int, contents: Sequence[Content]) -> list[
     """How often contents of one group of layers were used, 0 for those that the pool does not have."""
     keys = np.frombuffer(b"".join(one.key for one in contents), np.int64).reshape(-1, 2)
     out = np.empty(len(keys), np.int64)
-    with pool.core.opened():
+    with pool.core.lock:
+        pool.core.check_open()
         saving.uses(pool.core.states.heads, group, keys, out)
     return out.tolist()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import zmq
 from kvpool.arguments import bool_argument
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
+from kvpool.interrupt import Bell, DeferSignals
 from kvpool.keepers.keeper import Keeper
 from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Events
@@ -74,6 +74,12 @@ class PublisherStats:
     """Replays that ended early: the client has gone, or has asked again meanwhile."""
     malformed: int = 0
     """Requests for a replay that were malformed."""
+
+
+class _Flush:
+    """A caller that waits until everything is published."""
+
+    done = False
 
 
 class KVEventPublisher:
@@ -169,7 +175,7 @@ class KVEventPublisher:
         self._source, self._topic = keeper or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
-        self._lock, self._flushes, self._ended = threading.Lock(), list[Future[None]](), False
+        self._lock, self._flushes, self._ended, self._bell = threading.Lock(), list[_Flush](), False, Bell()
         self._stopping, self._linger_ms = threading.Event(), 0
         self._context: zmq.Context[Any] = new_context()
         self._sent, self._may_end = Sent(), 0.0
@@ -222,12 +228,14 @@ class KVEventPublisher:
         """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed
         if the publisher has ended, or ends before that."""
         self._process.check(self)
-        done: Future[None] = Future()
+        wanted = _Flush()
         with self._lock:
             if self._ended:
                 raise PoolClosed(_ENDED)
-            self._flushes.append(done)
-        done.result()
+            self._flushes.append(wanted)
+        self._bell.wait_for(lambda: wanted.done or self._ended)
+        if not wanted.done:
+            raise PoolClosed(_ENDED)
 
     @property
     def closed(self) -> bool:
@@ -239,7 +247,8 @@ class KVEventPublisher:
         call does nothing."""
         self._process.check(self)
         self._linger_ms = integer_argument("linger_ms", linger_ms, 0, 1 << 30)
-        self._stopping.set()
+        with DeferSignals():
+            self._stopping.set()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -267,8 +276,9 @@ class KVEventPublisher:
                 self._publish_new()
                 with self._lock:
                     flushes, self._flushes = self._flushes[:asked_before], self._flushes[asked_before:]
-                for done in flushes:
-                    done.set_result(None)
+                for one in flushes:
+                    one.done = True
+                self._bell.ring()
                 self._sent.settle()
                 wait = 0 if self._replays.go_on() else min(self._interval, POLL_MS)
         except PoolClosed:
@@ -278,8 +288,7 @@ class KVEventPublisher:
         finally:
             with self._lock:
                 self._ended = True
-                for done in self._flushes:
-                    done.set_exception(PoolClosed(_ENDED))
+            self._bell.ring()
             self._send(self._encoder.cleared())
             # The sockets listen until the publisher is closed, and their bounds hold until then.
             while not self._stopping.wait(END_EVERY_S):

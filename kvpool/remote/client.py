@@ -15,6 +15,7 @@ import numpy.typing as npt
 import zmq
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.interrupt import DeferSignals
 from kvpool.manager import KVCacheManager
 from kvpool.process import Process
 from kvpool.remote.ending import end, new_context
@@ -199,17 +200,23 @@ class BlockClient:
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
         """Allow one call at a time. A call that fails leaves no connection."""
         self._process.check(self)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError("another thread is inside a call of this client: give each thread its own")
+        taken = False
         try:
+            # A handler that raises right behind it finds that it was taken.
+            with DeferSignals():
+                taken = self._busy.acquire(blocking=False)
+            if not taken:
+                raise RuntimeError("another thread is inside a call of this client: give each thread its own")
             if self._context is None and not closing:
                 raise ValueError("the client is closed")
             yield
         except BaseException:
-            self._disconnect()
+            if taken:
+                self._disconnect()
             raise
         finally:
-            self._busy.release()
+            if taken:
+                self._busy.release()
 
     def _disconnect(self) -> None:
         socket, self._socket, self._welcome = self._socket, None, None

@@ -19,6 +19,7 @@ import zmq
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import BlockNotFound, KVPoolError, LeaseExpired, PoolClosed
 from kvpool.holders.leases import Lease
+from kvpool.interrupt import DeferSignals
 from kvpool.manager import KVCacheManager
 from kvpool.process import Process
 from kvpool.remote.connections import Connections
@@ -156,7 +157,7 @@ class BlockServer:
         """
         linger = integer_argument("linger_ms", linger_ms, 0, 1 << 31)
         self._process.check(self)
-        with self._closing:
+        with DeferSignals(), self._closing:
             if not self._stopping.is_set():
                 self._linger_ms = linger
                 self._stopping.set()

@@ -77,7 +77,8 @@ class Admissions:
         which = self._core.config.group(group)
         ids = id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
-        with self._core.opened():
+        with self._core.lock:
+            self._core.check_open()
             # A private array, since a signal handler may decide before it is read.
             needs = np.empty(len(self._core.states), np.int64)
             error = verbs.growth_needs(self._core.states.heads, ids, counts, needs)
@@ -121,13 +122,18 @@ class Admissions:
                 with suppress(KVPoolError):
                     core.decide(None, verbs.release, admitted, True, core.now(), ids=admitted)
 
-        with DeferSignals() as signals:
-            signals.undo = release
-            on = NULL_STREAM if stream is None else stream
-            now = core.now() if now is None else now
-            n = core.decide(on, self._admit_named, rows, out, now, allow_partial, keys)
-            found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
-            return answer(found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused)
+        signals = DeferSignals()
+        try:
+            with signals:
+                signals.undo = release
+                on = NULL_STREAM if stream is None else stream
+                now = core.now() if now is None else now
+                n = core.decide(on, self._admit_named, rows, out, now, allow_partial, keys)
+                found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
+                return answer(found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused)
+        except BaseException:
+            signals.take_back()
+            raise
 
     def plan(self, keys: list[BlockKeys], encoder_tokens: Any) -> Plan:
         """What ``KVCacheManager.plan_batch`` does."""
@@ -138,7 +144,8 @@ class Admissions:
         out = np.full((groups, len(kept), records.OUTCOME_COLUMNS), records.NONE, np.int64)
         blocks, computing = np.empty(groups, np.int64), np.empty((len(kept), 2), np.int64)
         # The same call undoes its claims, so a handler that raises finds the call complete.
-        with DeferSignals(), core.opened():
+        with DeferSignals(), core.lock:
+            core.check_open()
             n = plan.plan(core.states.heads, rows, out, blocks, computing)
         found, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:

@@ -40,10 +40,15 @@ class Branches:
                 with suppress(KVPoolError):
                     self._core.decide(None, verbs.release, new, True, self._core.now(), ids=new)
 
-        with DeferSignals() as signals:
-            signals.undo = release
-            self._core.decide(stream, verbs.fork, which, out, ids=which)
-            return out[0] if is_integer(ids) else out
+        signals = DeferSignals()
+        try:
+            with signals:
+                signals.undo = release
+                self._core.decide(stream, verbs.fork, which, out, ids=which)
+                return out[0] if is_integer(ids) else out
+        except BaseException:
+            signals.take_back()
+            raise
 
     def reorder(self, ids: Any, parents: Any, store: bool, stream: Any) -> None:
         """What ``KVCacheManager.reorder`` does."""

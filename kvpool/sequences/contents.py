@@ -60,7 +60,8 @@ class Contents:
         """What ``KVCacheManager.cached_blocks`` does."""
         which, rows = tier_number(tier), self._named(prompt)[1]
         out = np.empty((len(self._core.states), len(rows)), np.bool_)
-        with self._core.opened():
+        with self._core.lock:
+            self._core.check_open()
             pins.cached(self._core.states.heads, rows, which, out)
         return out
 
@@ -70,7 +71,8 @@ class Contents:
         rows, heads = key_rows(keys), self._core.states.heads
         brought = _flags(there, (len(heads), len(rows)))
         here = np.empty_like(brought)
-        with self._core.opened():
+        with self._core.lock:
+            self._core.check_open()
             pins.cached(heads, rows, pins.ANY_TIER, here)
             lacks = brought | here
             most = int(lookup.lacking(heads, request_of(keys), here, lacks))

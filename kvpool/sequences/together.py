@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -78,20 +79,25 @@ class Together:
         steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
         now, results = core.now(), list[Any]()
         core.refuse_inside("apply")
-        with DeferSignals() as signals:
-            signals.undo = partial(self._give_back, results)
-            with core.lock, _collector.off():
-                core.check_open()
-                if on is None:
-                    core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
-                accesses = self._decide(steps, results, now)
-            core.transfer.drain()
-            for access in accesses:
-                access.__exit__(None, None, None)
-            for i, found in enumerate(results):
-                if isinstance(found, Lease) and not self._leases.settle(found, now):
-                    results[i] = None
-            return results
+        signals = DeferSignals()
+        try:
+            with signals:
+                signals.undo = partial(self._give_back, results)
+                with core.lock, _collector.off():
+                    core.check_open()
+                    if on is None:
+                        core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
+                    accesses = self._decide(steps, results, now)
+                core.transfer.drain()
+                for access in accesses:
+                    access.__exit__(None, None, None)
+                for i, found in enumerate(results):
+                    if isinstance(found, Lease) and not self._leases.settle(found, now):
+                        results[i] = None
+                return results
+        except BaseException:
+            signals.take_back()
+            raise
 
     def _decide(self, steps: list[Step], results: list[Any], now: int) -> list[Any]:
         """Do all steps, or none. Returns the host accesses of the leases that were closed. The state lock is held."""
@@ -276,7 +282,17 @@ class _Collector:
     be undone with the rest."""
 
     def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _begin(self) -> None:
         self._lock, self._inside, self._enabled = threading.RLock(), 0, False
+
+    def _after_fork(self) -> None:
+        """In a child: threads that were inside are not there any more."""
+        if self._inside and self._enabled:
+            gc.enable()
+        self._begin()
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -43,15 +42,15 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_codes", "_keys", "_lock", "_queue", "_queued", "_rows", "_settled", "began",
-        "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
+        "__weakref__", "_calls", "_codes", "_keys", "_queue", "_queued", "_rows", "_settled", "began", "deadline",
+        "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
-        self, queue: StoreQueue, lock: threading.Condition, kind: str, keys: Bytes | BlockNames, rows: Rows,
-        lend: Lend | None, deadline: float, tag: bytes, limit: int,
+        self, queue: StoreQueue, kind: str, keys: Bytes | BlockNames, rows: Rows, lend: Lend | None, deadline: float,
+        tag: bytes, limit: int,
     ) -> None:  # fmt: skip
-        self._queue, self._lock = queue, lock
+        self._queue = queue
         # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
         count = 1 if kind == CLEAR else len(keys)
         self._keys, self._rows, self._codes = keys, rows, np.full(count, WAITING, np.uint8)
@@ -104,9 +103,8 @@ class Job:
 
     def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
         """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
-        whether it is."""
-        with self._lock:
-            return self._lock.wait_for(lambda: self.returned if returned else self.done, timeout)
+        whether it is. Raises ForkedProcess in a child of ``os.fork()``."""
+        return self._queue.wait_until(lambda: self.returned if returned else self.done, timeout)
 
     def cancel(self) -> None:
         """Give up the blocks that are not decided yet. Calls under way are asked to stop. Raises ValueError for a

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from kvpool.arguments import bool_argument, first_outside, id_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.interrupt import Bell, DeferSignals
 from kvpool.process import Process
 from kvpool.stores import jobs
 from kvpool.stores.base import (
@@ -158,9 +160,10 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
-        # One lock. Those who wait for what has ended, for a call to make, and for a deadline are woken apart.
-        lock = threading.RLock()
-        self._lock, self._calls, self._alarm = (threading.Condition(lock) for _ in range(3))
+        # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
+        # that wait for a call to make, and the one that waits for a deadline, are woken apart.
+        self._lock, self._bell = threading.Lock(), Bell()
+        self._calls, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: list[_Piece] = []
         self._queue_max = 1024
         self._numbers = itertools.count()
@@ -257,12 +260,23 @@ class StoreQueue:
         with self._lock:
             self._check_room(jobs.FORGET, blocks)
 
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until a condition holds, which is asked with the lock held. Returns whether it does. Raises
+        ForkedProcess."""
+        self._process.check(self)
+
+        def asked() -> bool:
+            with self._lock:
+                return condition()
+
+        return self._bell.wait_for(asked, timeout)
+
     def cancel(self, job: Job) -> None:
         """What ``Job.cancel`` does."""
         self._process.check(self)
         if job.kind in jobs.DROPS:
             raise ValueError(f"{job!r}: it cannot be cancelled")
-        with self._lock:
+        with DeferSignals(), self._lock:
             if not job.done:
                 self._settle(job, CANCELLED)
 
@@ -270,12 +284,25 @@ class StoreQueue:
         """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
         Never waits. Clears ``fileno``."""
         self._process.check(self)
+        signals, found = DeferSignals(), list[Job]()
+        try:
+            with signals, self._lock:
+                signals.undo = partial(self._put_back, found)
+                found += self._finished
+                self._finished.clear()
+                if found:
+                    os.eventfd_read(self._signal)
+                return found
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def _put_back(self, found: list[Job]) -> None:
+        """Nobody has learned of these jobs."""
         with self._lock:
-            found = list(self._finished)
-            self._finished.clear()
-            if found:
-                os.eventfd_read(self._signal)
-        return found
+            if found and not self._finished:
+                os.eventfd_write(self._signal, 1)
+            self._finished.extendleft(reversed(found))
 
     def fileno(self) -> int:
         """A file descriptor that can be read when ``finished`` has something: for ``select`` and asyncio."""
@@ -290,11 +317,11 @@ class StoreQueue:
         """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
         so. Drops that the store does not confirm are not waited for: wait for their jobs."""
         self._process.check(self)
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._busy(), timeout)
+        return self.wait_until(lambda: not self._busy(), timeout)
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
+        self._process.check(self)
         own = _figures(self._store)
         with self._lock:
             return StoreStats(
@@ -309,15 +336,15 @@ class StoreQueue:
         must not be used again; the store is closed when that call returns. May be called again.
         """
         self._process.check(self)
-        with self._lock:
+        with DeferSignals(), self._lock:
             self._closing = True
             for job in (*self._alive(), *self._drops.jobs):
                 if not job.done:
                     self._settle(job, CANCELLED)
             self._calls.notify_all()
             self._alarm.notify_all()
-            over = self._lock.wait_for(lambda: self._store_closed, timeout)
-        return over
+            self._bell.ring()
+        return self.wait_until(lambda: self._store_closed, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -337,9 +364,9 @@ class StoreQueue:
         own = _keys_argument(keys)
         tag = self._own_tag if tag is None else tag if kind == jobs.CLEAR else self._tag(tag)
         places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        job = Job(self, self._lock, kind, own, places, lend, _deadline_argument(deadline), tag, limit)
+        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag, limit)
         bound = _BOUND[kind]
-        with self._lock:
+        with DeferSignals(), self._lock:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
             same = self._drops.clearing(tag) if kind == jobs.CLEAR else None
@@ -404,7 +431,7 @@ class StoreQueue:
                     self._dropped(job, error)
                 else:
                     self._returned(job, places, codes, error)
-                self._lock.notify_all()
+                self._bell.ring()
         self._end()
 
     def _next(self) -> tuple[Job, Rows] | None:
@@ -574,7 +601,7 @@ class StoreQueue:
             self._queue_max = max(1024, 2 * len(self._queue))
         self._count(job)
         self._announce(job)
-        self._lock.notify_all()
+        self._bell.ring()
 
     def _count(self, job: Job) -> None:
         """Count a job that is done. The lock is held."""
@@ -602,7 +629,7 @@ class StoreQueue:
         finally:
             with self._lock:
                 self._store_closed = True
-                self._lock.notify_all()
+                self._bell.ring()
 
 
 def _memory_argument(memory: Any) -> Bytes:

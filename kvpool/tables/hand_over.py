@@ -55,8 +55,8 @@ class Tables:
             hand_over = DenseHandOver(table, planes, places, columns, cut=max_blocks is not None)
             self._hand_over("copy_batch_block_offsets", hand_over, which, on, g)
         else:
-            with self._core.opened():
-                pass
+            with self._core.lock:
+                self._core.check_open()
 
     def copy_csr(self, indptr: Any, indices: Any, last_page_len: Any, ids: Any, stream: Any, group: int | None) -> None:
         """What ``KVCacheManager.copy_batch_block_csr`` does."""

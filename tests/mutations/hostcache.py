@@ -135,8 +135,8 @@ MUTATIONS = (
     Mutation(
         "a_lease_is_closed_in_halves",
         "hostcache/leases.py",
-        "        with DeferSignals(), self._lock:\n",
-        "        with self._lock:\n",
+        "        with DeferSignals(), self.lock:\n",
+        "        with self.lock:\n",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),

@@ -70,7 +70,9 @@ class DiskStore:
         if system is not None and not isinstance(system, System):
             raise TypeError(f"system={system!r:.80}: accepted is a System")
         self._system, self._process = system or System(), Process()
-        self._lock, self._opened = threading.Condition(), False
+        # Taken by itself: ``stats`` is for any thread, see ``kvpool.interrupt.Bell``.
+        self._lock, self._opened = threading.Lock(), False
+        self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(
             ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "damaged_files", "commits"), 0
         )
@@ -210,11 +212,11 @@ class DiskStore:
         except BaseException:
             with self._lock:
                 self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
-                self._lock.notify_all()
+                self._changed.notify_all()
             raise
         pending = [place for place, answer in zip(places, answers, strict=True) if answer == index.PENDING]
         with self._lock:
-            self._lock.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
+            self._changed.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
         return pending
 
     def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
@@ -225,7 +227,7 @@ class DiskStore:
             self._index.abort([names[place] for place, _ in own if codes[place] != OK])
             own[:] = [(place, slot) for place, slot in own if codes[place] == OK]  # another may have the rest now
             self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
-            self._lock.notify_all()
+            self._changed.notify_all()
         if not written:
             return
         self._commits.wait()
@@ -234,7 +236,7 @@ class DiskStore:
             if self._failed_syncs != failed_syncs:
                 raise OSError(errno.EIO, "a sync has failed since the blocks were written", self._path)
             self._index.complete([names[place] for place in written])
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def forget(self, keys: Bytes) -> int:
         self._check()
@@ -257,6 +259,7 @@ class DiskStore:
         return count
 
     def stats(self) -> dict[str, int]:
+        self._process.check(self)
         with self._lock:
             found = self._index if self._opened else ()
             evicted = self._index.evicted if self._opened else 0

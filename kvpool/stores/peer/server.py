@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
     raise ImportError("StoreServer needs pyzmq: pip install 'kvpool[remote]'") from error
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.interrupt import Bell, DeferSignals
 from kvpool.process import Process
 from kvpool.remote.connections import Connections
 from kvpool.remote.ending import end, new_context
@@ -91,9 +92,11 @@ class StoreServer:
             raise ValueError("secret, secret_file, keys: accepted is one of them")
         door = keys or ServerPassword(password(SharedSecret(secret, secret_file)))
         self._process, self._store, self._calls_most = Process(), store, waiting + store.threads
-        self._lock, self._waiting, self._saves, self._eras = threading.Condition(), deque[Request](), 0, Eras()
+        # Taken by itself, and not by way of a condition: see ``Bell``.
+        self._lock, self._waiting, self._saves, self._eras = threading.Lock(), deque[Request](), 0, Eras()
+        self._changed, self._bell = threading.Condition(self._lock), Bell()
         self._under_way, self._closing = 0, False
-        self._stopping, self._ended = threading.Event(), threading.Event()
+        self._stopping, self._ended = threading.Event(), False
         self._calls = StoreCalls(store, size, blocks)
         self._context: zmq.Context[Any] = new_context()
         self._authenticator = None
@@ -150,14 +153,15 @@ class StoreServer:
         be called again.
         """
         self._process.check(self)
-        with self._lock:
-            begins, self._closing = not self._closing, True
-            self._stopping.set()
-            self._lock.notify_all()
-        if begins:
-            with suppress(zmq.ZMQError):  # the socket's thread has ended by itself
-                self._wake.send(b"", zmq.NOBLOCK)
-        return self._ended.wait(timeout)
+        with DeferSignals():
+            with self._lock:
+                begins, self._closing = not self._closing, True
+                self._stopping.set()
+                self._changed.notify_all()
+            if begins:
+                with suppress(zmq.ZMQError):  # the socket's thread has ended by itself
+                    self._wake.send(b"", zmq.NOBLOCK)
+        return self._bell.wait_for(lambda: self._ended, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +194,7 @@ class StoreServer:
             self._connections.close()
             self._socket.close(linger=0)
             with self._lock:
-                self._lock.notify_all()
+                self._changed.notify_all()
             self._thread_ends()
 
     def _take(self) -> int:
@@ -211,7 +215,7 @@ class StoreServer:
             return 0
         with self._lock:
             self._waiting.append(request)
-            self._lock.notify()
+            self._changed.notify()
         return 1
 
     def _answer_hello(self, client: Any, hello: StoreHello) -> None:
@@ -245,7 +249,7 @@ class StoreServer:
                 if isinstance(request.message, StoreSave):
                     with self._lock:
                         self._saves -= 1
-                        self._lock.notify()
+                        self._changed.notify()
                 with suppress(zmq.Again):  # the socket's thread has ended
                     sender.send_multipart([request.client, encode(answer), *frames], zmq.NOBLOCK, copy=False)
         self._thread_ends()
@@ -264,9 +268,9 @@ class StoreServer:
                         return request._replace(stale=self._eras.is_over(message))
                     if isinstance(message, DROPS):
                         self._eras.drop(message)
-                        self._lock.notify_all()
+                        self._changed.notify_all()
                     return request
-                self._lock.wait(0.5 if self._waiting else None)
+                self._changed.wait(0.5 if self._waiting else None)
         return None
 
     def _first(self) -> int | None:
@@ -307,4 +311,5 @@ class StoreServer:
             if self._authenticator is not None:
                 self._authenticator.stop()
             end(self._context)
-            self._ended.set()
+            self._ended = True
+            self._bell.ring()

@@ -176,6 +176,7 @@ class PeerStore:
         return int(self._call(StoreClear, [], any_count, tag=tag.hex(), **self._next_era()))
 
     def stats(self) -> dict[str, int]:
+        self._process.check(self)
         with self._lock:
             open_now = len(self._idle) + self._busy
             return {"connections": open_now, "connected": self._made, "failed_calls": self._failed}

@@ -1,0 +1,237 @@
+"""In a child of os.fork(): what belongs to the parent says so at once, nothing waits for a thread that is not there,
+and nothing of the child's is damaged by what it inherits."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core.compiler_lock import global_compiler_lock
+
+from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager, jit, operations
+from kvpool.device.shared import SharedMemory
+from kvpool.keepers.hostkeeper import HostKeeper
+from kvpool.sequences import together
+from kvpool.stores import MemoryStore, StoreQueue
+from kvpool.stores.disk import DiskStore
+from tests.engine import small_layout
+from tests.hostcache.conftest import IDENTITY
+from tests.hostcache.conftest import store as kept
+from tests.stores import keeping
+from tests.stores.lab import Gate, Wrong, memory, names
+
+T = 4
+
+
+def in_child(call: Callable[[], object]) -> None:
+    """Run a function in a forked child, which must end by itself within 30 s."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            call()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+def refuses(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(ForkedProcess):
+            call()
+
+
+@contextmanager
+def held(lock: Any) -> Iterator[None]:
+    """Another thread holds a lock."""
+    taken, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(60)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def cache() -> Iterator[KVCacheManager]:
+    with KVCacheManager(small_layout(T), device_blocks=8, host_blocks=8, device="cpu") as pool:
+        yield pool
+
+
+LOCKS: dict[str, Callable[[KVCacheManager], Any]] = {
+    "state": lambda cache: cache.core.lock,
+    "transfer": lambda cache: cache.core.transfer._lock,
+    "staging": lambda cache: cache._tables.staging._lock,
+    "import": lambda cache: cache._imports._one,
+}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheManager, lock: str) -> None:
+    sequence, prompt = cache.add_sequence([*range(8)]), cache.block_keys(range(50, 54))
+
+    def child() -> None:
+        refuses(
+            lambda: cache.add_sequence([*range(5)]),
+            lambda: cache.match_prefix([*range(8)]),
+            lambda: cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
+            lambda: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
+            lambda: cache.apply([operations.release(sequence)]),
+            cache.stats, cache.verify, lambda: cache.close(force=True),
+        )  # fmt: skip
+
+    with held(LOCKS[lock](cache)):
+        in_child(child)
+    cache.release(sequence)
+    in_child(lambda: cache.release(cache.add_sequence([*range(8)])))
+
+
+def test_another_pool_goes_on_in_a_child_though_a_thread_was_inside_apply(cache: KVCacheManager) -> None:
+    cache.apply([operations.release(cache.add_sequence([1]))])
+
+    def child() -> None:
+        cache.apply([operations.release(cache.add_sequence([*range(8)]))])
+        assert gc.isenabled()
+
+    with held(together._collector._lock):
+        in_child(child)
+
+
+def test_a_host_cache_in_whose_call_another_thread_was_refuses_a_child() -> None:
+    with HostCache(4, 64, identity=IDENTITY) as index:
+        kept(index, "a")
+        lease = index.pin([b"a"])
+        with held(index._lock):
+            in_child(lambda: refuses(lambda: index.reserve([b"x"]), lambda: index.find(b"a"), lease.close))
+        lease.close()
+
+
+def test_a_child_does_not_wait_for_a_compiler_that_is_not_there() -> None:
+    @jit.jit
+    def added(one: int) -> int:
+        return one + 1
+
+    if not hasattr(added, "compile"):
+        pytest.skip("nothing is compiled here")
+    with held(global_compiler_lock):
+        in_child(lambda: refuses(lambda: added(1)))
+    assert added(1) == 2
+
+
+def test_a_pool_in_shared_memory_refuses_a_child_and_keeps_its_parent() -> None:
+    with KVCacheManager(small_layout(T), device_blocks=8, host_blocks=8, device="cpu", shared=True) as cache:
+        sequence = cache.add_sequence([*range(9)])
+        cache.commit(sequence)
+        in_child(lambda: refuses(lambda: cache.offload([*range(9)]), cache.stats, lambda: cache.close(force=True)))
+        cache.release(sequence)
+        assert cache.offload([*range(9)]) == 2
+
+
+def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:
+    """Else the end of the inherited object takes it away."""
+    nbytes = 32 << 20
+    shared = SharedMemory(nbytes)
+    first = shared.array.ctypes.data
+
+    def child() -> None:
+        nonlocal shared
+        maps = [mmap.mmap(-1, nbytes // 4) for _ in range(50)]
+        for one in maps:
+            one[:5] = b"alive"
+            assert not first <= ctypes.addressof(ctypes.c_char.from_buffer(one)) < first + nbytes
+        shared.close()
+        del shared
+        gc.collect()
+        assert all(one[:5] == b"alive" for one in maps)
+
+    in_child(child)
+    shared.array[:] = 1
+    shared.close()
+
+
+def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
+    index = HostCache(8, 4096, identity=IDENTITY)
+    tier = HostTier.of(index)
+    with index, tier, HostKeeper(index, tier, [MemoryStore(1 << 20)]) as keeper:
+        kept(index, "a")
+
+        def child() -> None:
+            assert keeper.find(b"a") == index.HERE
+            refuses(lambda: keeper.find(b"no"), lambda: keeper.lookup([b"no"]), lambda: keeper.pin([b"a"]),
+                    lambda: keeper.publish([b"a"]), lambda: keeper.forget([b"a"]), keeper.poll, keeper.clear,
+                    keeper.stats, lambda: keeper.drain(60.0), keeper.close)  # fmt: skip
+            with pytest.raises(ForkedProcess), keeper:
+                pass
+            assert index.find(b"a") == index.HERE
+
+        in_child(child)
+        assert keeper.find(b"no") == index.PENDING and keeper.drain(60)
+
+
+def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: Any) -> None:
+    wrong, gate = Wrong(MemoryStore(1 << 20)), Gate()
+    wrong.before["find"] = gate
+    disk = DiskStore(tmp_path / "store", 1 << 20)
+    engine = keeping.engine()
+    with StoreQueue(wrong, memory(), IDENTITY) as queue, StoreQueue(disk, memory(), IDENTITY) as other:
+        with engine.cache, keeping.keeper(engine, keeping.store()) as keeper:
+            job = queue.find(queue.secret.opaque(names(1)))
+            assert gate.reached.wait(60)
+            prefetch = keeper.prefetch([*range(40)])
+            in_child(lambda: refuses(job.wait, job.cancel, prefetch.wait, queue.stats, other.stats, disk.stats))
+            gate.open()
+            assert job.wait(60) and prefetch.wait(60)
+
+
+def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:
+    """As if another thread forked while the main thread defers signals."""
+    from kvpool.interrupt import DeferSignals
+
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+
+    def child() -> None:
+        with DeferSignals():
+            pass
+        assert not seen
+
+    try:
+        with DeferSignals():
+            signal.raise_signal(signal.SIGUSR1)
+            in_child(child)
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

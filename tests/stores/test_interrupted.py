@@ -1,0 +1,149 @@
+"""Handlers that raise, before any instruction of a call: a queue and a keeper of a HostCache lose nothing, hold nothing
+that nobody has, and go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import HostCache, HostTier
+from kvpool.keepers.hostkeeper import HostKeeper
+from kvpool.stores import OK, MemoryStore, StoreQueue
+from tests.exact import At
+from tests.hostcache.conftest import IDENTITY, keys
+from tests.stores.lab import memory, saved
+
+pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
+KEYS = keys("a", "b", "c")
+
+
+class Scene:
+    """A keeper whose store has KEYS, which the cache has not."""
+
+    def __init__(self) -> None:
+        self.cache = HostCache(8, 4096, identity=IDENTITY)
+        self.tier = HostTier.of(self.cache)
+        self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 20)], retry_seconds=0.0, load_seconds=60.0)
+        self.keeper.publish(self.cache.reserve(KEYS).keys)
+        assert self.keeper.drain(60)
+        self.cache.forget(KEYS)
+
+    def until_done(self) -> None:
+        """Let the threads of the store do what was asked of them."""
+        end = time.monotonic() + 20
+        while any(stats.queued_blocks or stats.running_calls for stats in self.keeper.stats().stores):
+            assert time.monotonic() < end
+            time.sleep(0.0002)
+
+    def check(self, where: str) -> None:
+        assert self.keeper.drain(20), f"something is under way for ever {where}"
+        stats = self.cache.stats()
+        assert (stats.pending, stats.leases) == (0, 0), f"held by nobody {where}"
+        self.cache.verify()
+        self.keeper.lookup(KEYS)
+        assert self.keeper.drain(20)
+        assert self.keeper.lookup(KEYS).tolist() == [self.cache.HERE] * 3, where
+
+    def close(self) -> None:
+        assert self.keeper.close(20)
+        self.cache.close()
+        self.tier.close()
+
+
+def search(scene: Scene) -> None:
+    scene.keeper.lookup(KEYS)
+
+
+def load(scene: Scene) -> None:
+    search(scene)
+    scene.keeper.poll()
+    scene.until_done()
+
+
+def come(scene: Scene) -> None:
+    load(scene)
+    scene.keeper.poll()
+    scene.until_done()
+
+
+def save(scene: Scene) -> None:
+    scene.keeper.publish(scene.cache.reserve(keys("new", "newer")).keys)
+
+
+def keep(scene: Scene) -> None:
+    save(scene)
+    scene.keeper.poll()
+    scene.until_done()
+
+
+# Every third place: a keeper is made for each.
+@pytest.mark.parametrize("before", [search, load, come, save, keep], ids=lambda before: before.__name__)
+def test_a_handler_that_raises_in_poll_leaves_no_key_pending_and_no_lease(before: Callable[[Scene], None]) -> None:
+    k, reached = int(np.random.default_rng().integers(3)), True
+    print("first place", k)
+    while reached:
+        k += 3
+        scene = Scene()
+        before(scene)
+        at = At(k)
+        at.run(scene.keeper.poll)
+        reached = at.reached
+        scene.check(at.where)
+        scene.close()
+    assert k > 20
+
+
+def test_a_handler_that_raises_in_pin_leaves_no_lease() -> None:
+    scene, k, reached = Scene(), 0, True
+    come(scene)
+    assert scene.keeper.drain(20)
+    while reached:
+        k += 1
+        at = At(k)
+        raised = at.run(lambda: scene.keeper.pin(KEYS, owner="me"))
+        reached = at.reached
+        assert len(scene.cache.leases) == (at.ended or raised is None), at.where
+        scene.cache.revoke("me")
+    scene.check("")
+    scene.close()
+
+
+def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() -> None:
+    calls: dict[str, Callable[[StoreQueue, Any], Any]] = {
+        "find": lambda queue, found: queue.find(found),
+        "load": lambda queue, found: queue.load(found, np.arange(10, 12)).wait(60),
+        "stats": lambda queue, found: queue.stats(),
+        "drain": lambda queue, found: queue.drain(60),
+    }
+    for call in calls.values():
+        with StoreQueue(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
+            found, k, reached = saved(queue, 2), 0, True
+            while reached:
+                k += 1
+                at = At(k)
+                at.run(lambda queue=queue, found=found, call=call: call(queue, found))
+                reached = at.reached
+                assert queue.drain(20), at.where
+            job = queue.load(found, np.arange(2))
+            assert job.wait(20) and (job.codes == OK).all()
+
+
+def test_jobs_that_a_handler_has_kept_from_the_caller_are_told_again() -> None:
+    with StoreQueue(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
+        found, k, reached = saved(queue, 1), 0, True
+        queue.finished()
+        while reached:
+            k += 1
+            job = queue.find(found)
+            assert job.wait(20)
+            at = At(k)
+            raised = at.run(queue.finished)
+            reached = at.reached
+            told = [] if raised and not at.ended else at.answer
+            assert [*told, *queue.finished()] == [job], at.where
+            assert not queue.wait(0), at.where
