@@ -390,9 +390,10 @@ class Keeper:
         for _ in range(len(self._orders)):
             self._orders.popleft().do()
         busy = sum(lane.settle() for lane in self._lanes) > 0
+        # What the pool did before a prefetch was asked for is known when it begins.
+        asked = len(self._asked)
         self._feed.poll()
         behind = self._apply()
-        asked = len(self._asked)
         for _ in range(asked):
             self._begin(self._asked[0])
             self._asked.popleft()

@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "a_key_says_what_it_is",
         "keepers/hostkeeper.py",
-        '            key = key_argument("key", key)\n',
-        "            pass\n",
+        'key if type(key) is bytes else key_argument("key", key)',
+        "key",
         "A store is asked for another key, whose block is then found under this one.",
         ("tests/stores/test_hostkeeper.py::test_a_key_is_what_its_bytes_are",),
     ),
@@ -122,9 +122,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_saved_under_a_lease_that_others_closed_is_kept",
-        "keepers/hostkeeper.py",
-        "        if save.lease.closed:\n            self._revoked(store, job, first)\n        elif first:",
-        "        if first:",
+        "keepers/hostsaves.py",
+        "            if lease.closed:\n",
+        "            if False:\n",
         "The bytes of another block are kept under a key, and their seal is right.",
         ("tests/stores/test_hostkeeper.py::test_a_block_whose_lease_others_closed_is_not_kept",),
     ),

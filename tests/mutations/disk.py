@@ -40,7 +40,7 @@ MUTATIONS = (
         "                self._table.give_back(pages)\n",
         "",
         "Blocks that a user had forgotten are back after a restart.",
-        (f"{FAILURES}test_a_forget_that_is_not_durable_fails_and_is_made_up_for",),
+        (f"{FAILURES}test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again[False]",),
     ),
     Mutation(
         "a_block_that_is_read_can_be_evicted",

@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(
         "a_queued_save_takes_along_what_is_dropped",
         "stores/jobs.py",
-        "np.flatnonzero(self.codes[part] == WAITING)",
+        "np.flatnonzero(self._codes[part] == WAITING)",
         "np.arange(part.stop - part.start)",
         "A block that was forgotten comes back, as its save was queued.",
         (f"{_DROPS}test_a_queued_save_leaves_out_what_is_dropped",),

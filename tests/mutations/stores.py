@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "models_share_keys_that_engines_name",
         "stores/seals.py",
-        "self._identity + key, key=self._opaque",
-        "key, key=self._opaque",
+        "self._identity + own.generation, key=self._opaque",
+        "own.generation, key=self._opaque",
         "Two models that share a store drop each other's blocks as damaged.",
         _seal("test_two_models_share_no_key_and_no_namespace"),
     ),
@@ -122,8 +122,8 @@ MUTATIONS = (
     Mutation(
         "what_was_lent_after_a_clear_is_saved_for_what_was_before",
         "stores/queue.py",
-        "            if len(there) and not job.done:\n                own = ",
-        "            if len(there):\n                own = ",
+        "                if len(there) and not job.done:\n                    own = ",
+        "                if len(there):\n                    own = ",
         "The KV of new weights is found by an engine that has the old ones.",
         (_HASHED,),
     ),
