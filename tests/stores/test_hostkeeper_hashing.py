@@ -51,8 +51,9 @@ def other_content(engine: Engine, count: int) -> None:
 def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
     make: Callable[..., Engine], store: Wrong, hashing: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another engine would find the KV of other weights. The store is one that never looks whether to stop."""
-    save = store.inner.save
+    """Another engine would find the KV of other weights. The store is one that cannot drop all, and that never looks
+    whether to stop."""
+    save, store.clears = store.inner.save, 0
     monkeypatch.setattr(store.inner, "save", lambda *call: save(*call[:-1], lambda: False))
     engine = make(store)
     engine.write(4)
