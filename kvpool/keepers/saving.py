@@ -19,9 +19,9 @@ from kvpool.manager import KVCacheManager
 from kvpool.observe.events import Name
 from kvpool.state import saving
 from kvpool.state.ring import STORED
-from kvpool.stores.base import OK, REFUSED, Bytes
+from kvpool.stores.base import CODES, OK, REFUSED, Bytes
 from kvpool.stores.jobs import Job
-from kvpool.stores.queue import CODES, NO_LIMIT
+from kvpool.stores.queue import NO_LIMIT
 
 CHUNK_BYTES = 4 << 20
 OWNER = "kvpool keeper"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import operator
 import os
-import re
 import select
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -23,30 +20,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import bool_argument, first_outside, id_array
+from kvpool.arguments import bool_argument
 from kvpool.arrays.layout import integer_argument
-from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
+from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.interrupt import Bell, DeferSignals
 from kvpool.process import Process
 from kvpool.stores import jobs
+from kvpool.stores.arguments import (
+    Keys,
+    deadline_argument,
+    keys_argument,
+    memory_argument,
+    name_argument,
+    rows_argument,
+)
 from kvpool.stores.base import (
-    ABSENT,
     CANCELLED,
     CODES,
-    DAMAGED,
-    FAILED,
     KEY_BYTES,
     LATE,
     MODEL_BYTES,
     OK,
-    SEAL_BYTES,
     TAG_BYTES,
     Bytes,
     Rows,
     Space,
     Store,
 )
+from kvpool.stores.calls import NO_CODES, NO_ROWS, Calls
 from kvpool.stores.drops import Drops
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames, Secret, check_library
@@ -54,10 +56,7 @@ from kvpool.stores.seals import BlockNames, Secret, check_library
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Keys = Bytes | BlockNames
 NO_LIMIT = (1 << 63) - 1
-_NO_ROWS: Rows = np.empty(0, np.int64)
-_NO_CODES: Bytes = np.empty(0, np.uint8)
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
 _DROPS = "drops"
 _BOUND = {jobs.FIND: jobs.LOAD, jobs.LOAD: jobs.LOAD, jobs.SAVE: jobs.SAVE, jobs.FORGET: _DROPS, jobs.CLEAR: _DROPS}
@@ -143,7 +142,7 @@ class StoreQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         check_library()
-        self.memory, identity = _memory_argument(memory), identity_argument(identity)
+        self.memory, identity = memory_argument(memory), identity_argument(identity)
         self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
         self._piece_blocks = max(1, size // self.memory.shape[1])
@@ -151,7 +150,7 @@ class StoreQueue:
             raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
         # Asked once: a store may say something else later.
-        self._name, self._threads = _name_argument(store.name), integer_argument("store.threads", store.threads, 1, 256)
+        self._name, self._threads = name_argument(store.name), integer_argument("store.threads", store.threads, 1, 256)
         self._clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
         self._store, self._clock, self._process = store, clock, Process()
         own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
@@ -163,13 +162,14 @@ class StoreQueue:
         # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
         # that wait for a call to make, and the one that waits for a deadline, are woken apart.
         self._lock, self._bell = threading.Lock(), Bell()
-        self._calls, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._work_comes, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: list[_Piece] = []
         self._queue_max = 1024
         self._numbers = itertools.count()
         self._waiting = dict.fromkeys(_BOUND.values(), 0)
         self._running: dict[int, tuple[Job, Rows]] = {}
-        self._drops, self._own_tag = Drops(self._hashed), self.secret.tag(b"")
+        self._calls = Calls(store, self.secret, self.memory, self.forget)
+        self._drops, self._own_tag = Drops(self._calls.hashed), self.secret.tag(b"")
         self._deadlines: list[tuple[float, int, Job]] = []
         self._deadlines_max = 1024
         self._finished: deque[Job] = deque()
@@ -322,7 +322,7 @@ class StoreQueue:
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
         self._process.check(self)
-        own = _figures(self._store)
+        own = self._calls.figures()
         with self._lock:
             return StoreStats(
                 self.name, dict(self._blocks), dict(self._nbytes), dict(self._seconds), self._refused,
@@ -341,7 +341,7 @@ class StoreQueue:
             for job in (*self._alive(), *self._drops.jobs):
                 if not job.done:
                     self._settle(job, CANCELLED)
-            self._calls.notify_all()
+            self._work_comes.notify_all()
             self._alarm.notify_all()
             self._bell.ring()
         return self.wait_until(lambda: self._store_closed, timeout)
@@ -361,10 +361,10 @@ class StoreQueue:
         lend: Lend | None = None,
     ) -> Job:  # fmt: skip
         self._process.check(self)
-        own = _keys_argument(keys)
+        own = keys_argument(keys)
         tag = self._own_tag if tag is None else tag if kind == jobs.CLEAR else self._tag(tag)
-        places = _NO_ROWS if rows is None else _rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag, limit)
+        places = NO_ROWS if rows is None else rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
+        job = Job(self, kind, own, places, lend, deadline_argument(deadline), tag, limit)
         bound = _BOUND[kind]
         with DeferSignals(), self._lock:
             if self._closing:
@@ -422,7 +422,7 @@ class StoreQueue:
         while (call := self._next()) is not None:
             job, places = call
             began = time.perf_counter()
-            codes, error = self._call(job, places)
+            codes, error = self._calls.do(job, places)
             spent = time.perf_counter() - began
             with self._lock:
                 del self._running[threading.get_ident()]
@@ -445,13 +445,13 @@ class StoreQueue:
                     return call
                 if self._closing and not self._queue:
                     return None
-                self._calls.wait(self._drops.left(self._clock()))
+                self._work_comes.wait(self._drops.left(self._clock()))
 
     def _wake_one(self) -> None:
         """Wake one thread if there may be a call to make, or a drop to wait for. It wakes the next one in turn. The
         lock is held."""
         if len(self._drops) or (self._queue and self._may_begin(self._queue[0].job)):
-            self._calls.notify()
+            self._work_comes.notify()
 
     def _may_begin(self, job: Job) -> bool:
         return job.kind != jobs.SAVE or self._may_write()
@@ -485,54 +485,6 @@ class StoreQueue:
         writing = sum(job.kind == jobs.SAVE or job.kind in jobs.DROPS for job, _ in self._running.values())
         return writing < self.savers
 
-    def _call(self, job: Job, places: Rows) -> tuple[Bytes, str]:
-        """One call of the store. Returns the codes, and the text of an error."""
-        own, rows, store = job.keys[places], job.rows[places] if len(job.rows) else _NO_ROWS, self._store
-        try:
-            # The store gets copies, which it may write to.
-            keys = self._hashed(own)
-            if job.kind == jobs.FIND:
-                return _codes(store.find(keys.copy()), len(keys)), ""
-            if job.kind == jobs.FORGET:
-                job.dropped += int(store.forget(self._hashed(job.keys).copy()))
-                return _NO_CODES, ""
-            if job.kind == jobs.CLEAR:
-                job.dropped += int(store.clear(job.tag))
-                return _NO_CODES, ""
-            if job.kind == jobs.SAVE:
-                return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
-            return self._checked(job, keys, rows), ""
-        except BaseException as error:  # A store that fails in any way must not end the thread.
-            return np.full(len(own), FAILED, np.uint8), _text_of(error)
-
-    def _hashed(self, keys: Keys) -> Bytes:
-        return self.secret.opaque(keys) if isinstance(keys, BlockNames) else keys
-
-    def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
-        """Seal rows and save them."""
-        own = keys.copy(), rows.copy(), self.secret.seal(keys, rows, self.memory)
-        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
-
-    def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
-        """Save rows that are lent."""
-        codes = np.full(len(keys), ABSENT, np.uint8)
-        try:
-            with lend(names) as rows:
-                found = id_array("rows", rows)
-                if len(found) != len(keys):
-                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
-                there = np.flatnonzero(found >= 0)
-                # What was lent after a job was given up may be something else under the same name.
-                if len(there) and not job.done:
-                    own = _rows_argument(found[there], len(there), self.slots, False)
-                    codes[there] = self._sealed(job, keys[there], own)
-        except BlockNotFound:
-            # The rows may have got other bytes before the store had read them, and their seals would be right.
-            codes[:] = ABSENT
-            with suppress(StoreBusy, PoolClosed):
-                self.forget(names)
-        return codes
-
     def _returned(self, job: Job, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. The lock is held."""
         was_done = job.done
@@ -545,27 +497,13 @@ class StoreQueue:
 
     def _dropped(self, job: Job, error: str) -> None:
         """A call that drops blocks has returned. The lock is held."""
-        job.call_ends(_NO_ROWS, _NO_CODES, error)
+        job.call_ends(NO_ROWS, NO_CODES, error)
         if job.done:
             self._announce(job)
         elif error:
             self._drops.failed(job, self._clock())
         else:
             self._settle(job, OK)
-
-    def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
-        """Load, and compare each block with its seal. The store is told to forget those that differ."""
-        answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
-        codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
-        there = np.flatnonzero(codes == OK)
-        if len(there) and not job.done:
-            own = self.secret.seal(keys[there], rows[there], self.memory)
-            wrong = there[(seals[there] != own).any(axis=1)]
-            if len(wrong):
-                codes[wrong] = DAMAGED
-                with suppress(Exception):
-                    self._store.forget(keys[wrong])
-        return codes
 
     def _watch_for(self, job: Job) -> None:
         """End this job at its deadline. The lock is held."""
@@ -630,75 +568,3 @@ class StoreQueue:
             with self._lock:
                 self._store_closed = True
                 self._bell.ring()
-
-
-def _memory_argument(memory: Any) -> Bytes:
-    # A view of its own, whose shape and type nobody else can change.
-    own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
-    fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
-    if own is None or not fits or not own.flags.c_contiguous or not own.flags.writeable:
-        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
-    return own
-
-
-def _keys_argument(keys: Any) -> Keys:
-    if isinstance(keys, BlockNames):
-        return BlockNames(keys.names, keys.generation)
-    # A subclass may answer with another shape than its memory has.
-    own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
-    if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
-        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
-    return own.copy()
-
-
-def _rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
-    own = id_array("rows", rows)
-    if len(own) != count:
-        raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
-    if first_outside(own, slots - 1) >= 0:
-        raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
-    if distinct and len(np.unique(own)) != count:
-        raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
-    return own
-
-
-def _codes(answer: Any, count: int) -> Bytes:
-    """A private copy of what a store has answered. Raises ValueError for what it must not answer."""
-    codes = np.array(answer)
-    fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)
-    # Before it becomes a byte: 257 would be one, and OK.
-    if not fits or (count and not 0 <= int(codes.min()) <= int(codes.max()) < len(CODES)):
-        raise ValueError(f"the store has answered {codes!r:.80}: accepted is one code for each of {count} keys")
-    return codes.astype(np.uint8)
-
-
-def _text_of(error: BaseException) -> str:
-    """What an error of a store says of itself, if it says anything."""
-    try:
-        return f"{type(error).__name__}: {error}"[:1000]
-    except BaseException:  # Whatever it says: the thread goes on.
-        return type(error).__name__
-
-
-def _figures(store: Store) -> dict[str, int]:
-    """What a store counts itself; nothing, if it does not say it."""
-    try:
-        return {str(name): operator.index(value) for name, value in dict(store.stats()).items()}
-    except Exception:
-        return {}
-
-
-def _name_argument(name: Any) -> str:
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
-        raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
-    return str.__str__(name)
-
-
-def _deadline_argument(deadline: Any) -> float:
-    try:
-        found = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
-    except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if math.isnan(found):
-        raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-    return found

@@ -49,9 +49,11 @@ LAYERS = [
     ["hostcache"],
     [
         "stores.base",
+        "stores.seals",
+        "stores.arguments",
         "stores.jobs",
         "stores.drops",
-        "stores.seals",
+        "stores.calls",
         "stores.queue",
         "stores.memory",
         "stores.urls",

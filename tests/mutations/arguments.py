@@ -48,9 +48,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keys_of_jobs_are_not_copied",
-        "stores/queue.py",
-        "    return own.copy()\n\n\ndef _rows_argument",
-        "    return own\n\n\ndef _rows_argument",
+        "stores/arguments.py",
+        "    return own.copy()\n\n\ndef rows_argument",
+        "    return own\n\n\ndef rows_argument",
         "A block comes back under a key that was not asked for.",
         (_walk("StoreQueue.load-keys-array"),),
     ),
@@ -98,7 +98,7 @@ MUTATIONS = (
     # -- stores ------------------------------------------------------------------------------------------------
     Mutation(
         "a_store_writes_to_the_rows_of_a_job",
-        "stores/queue.py",
+        "stores/calls.py",
         "self._store.load(keys.copy(), rows.copy(), lambda",
         "self._store.load(np.array(keys, copy=None), rows, lambda",
         "A store has one row checked, and another one believed.",
@@ -106,7 +106,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_code_becomes_a_byte_before_it_is_checked",
-        "stores/queue.py",
+        "stores/calls.py",
         "codes = np.array(answer)\n",
         "codes = np.array(answer).astype(np.uint8)\n",
         "A store that answers 257 is believed to have said OK.",
@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_error_is_asked_for_its_text",
-        "stores/queue.py",
+        "stores/calls.py",
         "        return type(error).__name__\n",
         "        raise\n",
         "An error without a text ends a thread of the queue, and its job never returns.",

@@ -24,7 +24,7 @@ MUTATIONS = (
     # -- seals, keys and secrets ---------------------------------------------------------------------------
     Mutation(
         "bytes_that_do_not_agree_with_their_seal_are_believed",
-        "stores/queue.py",
+        "stores/calls.py",
         "                codes[wrong] = DAMAGED\n",
         "                pass\n",
         "A disk that gives a wrong byte gives a wrong token.",
@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lent_after_a_clear_is_saved_for_what_was_before",
-        "stores/queue.py",
+        "stores/calls.py",
         "                if len(there) and not job.done:\n                    own = ",
         "                if len(there):\n                    own = ",
         "The KV of new weights is found by an engine that has the old ones.",

@@ -1,0 +1,117 @@
+"""Calls: what a store is asked, in copies that it may write to. What it answers is checked, and believed only then."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from kvpool.arguments import id_array
+from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
+from kvpool.stores import jobs
+from kvpool.stores.arguments import Keys, rows_argument
+from kvpool.stores.base import ABSENT, CODES, DAMAGED, FAILED, OK, SEAL_BYTES, Bytes, Rows, Store
+from kvpool.stores.jobs import Job, Lend
+from kvpool.stores.seals import BlockNames, Secret
+
+NO_ROWS: Rows = np.empty(0, np.int64)
+NO_CODES: Bytes = np.empty(0, np.uint8)
+
+
+class Calls:
+    """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
+    the store is."""
+
+    def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[BlockNames], object]) -> None:
+        self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
+
+    def do(self, job: Job, places: Rows) -> tuple[Bytes, str]:
+        """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
+        own, rows, store = job.keys[places], job.rows[places] if len(job.rows) else NO_ROWS, self._store
+        try:
+            # The store gets copies, which it may write to.
+            keys = self.hashed(own)
+            if job.kind == jobs.FIND:
+                return _codes(store.find(keys.copy()), len(keys)), ""
+            if job.kind == jobs.FORGET:
+                job.dropped += int(store.forget(self.hashed(job.keys).copy()))
+                return NO_CODES, ""
+            if job.kind == jobs.CLEAR:
+                job.dropped += int(store.clear(job.tag))
+                return NO_CODES, ""
+            if job.kind == jobs.SAVE:
+                return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
+            return self._checked(job, keys, rows), ""
+        except BaseException as error:  # A store that fails in any way must not end the thread.
+            return np.full(len(own), FAILED, np.uint8), _text_of(error)
+
+    def hashed(self, keys: Keys) -> Bytes:
+        """Makes keys of names, and leaves keys as they are."""
+        return self._secret.opaque(keys) if isinstance(keys, BlockNames) else keys
+
+    def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
+        """Seal rows and save them."""
+        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory)
+        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
+
+    def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
+        """Save rows that are lent."""
+        codes = np.full(len(keys), ABSENT, np.uint8)
+        try:
+            with lend(names) as rows:
+                found = id_array("rows", rows)
+                if len(found) != len(keys):
+                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
+                there = np.flatnonzero(found >= 0)
+                # What was lent after a job was given up may be something else under the same name.
+                if len(there) and not job.done:
+                    own = rows_argument(found[there], len(there), len(self._memory), False)
+                    codes[there] = self._sealed(job, keys[there], own)
+        except BlockNotFound:
+            # The rows may have got other bytes before the store had read them, and their seals would be right.
+            codes[:] = ABSENT
+            with suppress(StoreBusy, PoolClosed):
+                self._forget(names)
+        return codes
+
+    def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
+        """Load, and compare each block with its seal. The store is told to forget those that differ."""
+        answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
+        codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
+        there = np.flatnonzero(codes == OK)
+        if len(there) and not job.done:
+            own = self._secret.seal(keys[there], rows[there], self._memory)
+            wrong = there[(seals[there] != own).any(axis=1)]
+            if len(wrong):
+                codes[wrong] = DAMAGED
+                with suppress(Exception):
+                    self._store.forget(keys[wrong])
+        return codes
+
+    def figures(self) -> dict[str, int]:
+        """What the store counts itself; nothing, if it does not say it."""
+        try:
+            return {str(name): operator.index(value) for name, value in dict(self._store.stats()).items()}
+        except Exception:
+            return {}
+
+
+def _codes(answer: Any, count: int) -> Bytes:
+    """A private copy of what a store has answered. Raises ValueError for what it must not answer."""
+    codes = np.array(answer)
+    fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)
+    # Before it becomes a byte: 257 would be one, and OK.
+    if not fits or (count and not 0 <= int(codes.min()) <= int(codes.max()) < len(CODES)):
+        raise ValueError(f"the store has answered {codes!r:.80}: accepted is one code for each of {count} keys")
+    return codes.astype(np.uint8)
+
+
+def _text_of(error: BaseException) -> str:
+    """What an error of a store says of itself, if it says anything."""
+    try:
+        return f"{type(error).__name__}: {error}"[:1000]
+    except BaseException:  # Whatever it says: the thread goes on.
+        return type(error).__name__
