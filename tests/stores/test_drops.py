@@ -207,6 +207,7 @@ def test_a_queue_that_is_closed_says_what_was_not_confirmed(store: Wrong, drop: 
 
 
 def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store: Wrong) -> None:
+    store.threads = 2  # One of them saves and drops.
     with open_queue(store, queued_blocks=4) as queue:
         gate = store.before["save"] = Gate()
         down = Down(store)
