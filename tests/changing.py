@@ -33,7 +33,7 @@ from kvpool.kernels.launch import Grid, Launch
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request
 from kvpool.state import debug
-from kvpool.stores import Job, MemoryStore, StoreQueue
+from kvpool.stores import BlockNames, Job, MemoryStore, StoreQueue
 from steps import NAMES, arrays
 
 T = 4
@@ -232,7 +232,7 @@ class Kept:
 
     def picture(self) -> object:
         assert self.keeper.drain(60)
-        kept = sorted(self.store._blocks), sorted(self.keeper._absent)
+        kept = sorted(self.store._blocks), sorted(self.keeper._loads._absent)
         return [debug.dump(state) for state in self.cache._states], kept
 
     def close(self) -> None:
@@ -252,6 +252,13 @@ class Saved(Plain):
 
     def close(self) -> None:
         assert self.keeper.close(60)
+
+
+class Told(Saved):
+    """The same, after a call that takes something from the pool: it says what is left of the prompt."""
+
+    def picture(self) -> object:
+        return self.cache.match_prefix(np.arange(9)).tokens
 
 
 class Uploads:
@@ -624,6 +631,16 @@ CASES = [
         )
     ),
     *(Case(f"Keeper.{name}", Saved, _opaque("keeper", name), {"prompt": PROMPT}, TOKENS) for name in KEEPER_VERBS),
+    Case("Keeper.forget", Told, _opaque("keeper", "forget"), {"prompt": PROMPT}, TOKENS),
+    Case("Keeper.forget", Told, _opaque("keeper", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
+    Case(
+        "BlockNames",
+        Nothing,
+        lambda scene, given: BlockNames(**given).names,
+        {"names": (_named("here", "there"), _named("here", "x"))},
+        {},
+        LIST,
+    ),
     Case(
         "BlockKeys",
         Plain,

@@ -80,6 +80,7 @@ def sample(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     (package / "jit").mkdir()
+    shutil.copy(Path(sources.__file__).parents[1] / "errors.py", package)
     for own in sorted(Path(sources.__file__).parent.glob("*.py")):
         text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
         (package / "jit" / own.name).write_text(text, encoding="utf-8")

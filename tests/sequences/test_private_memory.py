@@ -26,7 +26,7 @@ import kvpool
 from changing import CASES, CHANGED, WALK, Case, given_to, look, scenes, seen, watched
 from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, Loadable, keepers, stores
 from kvpool.jit import jit
-from kvpool.keepers import Prefetch
+from kvpool.keepers import Forgotten, Prefetch
 from kvpool.stores import Job
 from steps import NAMES
 
@@ -109,6 +109,9 @@ def _described(value: Any) -> object:
     if isinstance(value, Job):
         assert value.wait(60, returned=True)
         return value.codes.tolist(), value.error
+    if isinstance(value, Forgotten):
+        assert value.wait(60)
+        return value.blocks
     if isinstance(value, Prefetch):
         return _described(value.prompt)
     if isinstance(value, HostLease):
@@ -169,7 +172,7 @@ NO_ARRAYS = {
     # of any package's, but each stands for one thing
     *(f"{owner}.stream" for owner in ("KVCacheManager", "HostCopies", "HostCopy", "Lease", "Reservation")),
     *("gather_kv.stream", "scatter_kv.stream", "BlockLayout.dtype", "PagedKV.owner", "StridedArray.owner"),
-    "KVCacheManager.namespace",  # a pair of texts
+    *("KVCacheManager.namespace", "Keeper.namespace"),  # a pair of texts
     "ModelIdentity.layout",  # a text, or layouts, which are immutable
     "HostTier.cache",  # a HostCache
     # of layouts, caches and groups, which are immutable
@@ -213,6 +216,7 @@ VERBS = (
     kvpool.StridedArray,
     keepers.HostKeeper,
     keepers.Keeper,
+    stores.BlockNames,
     stores.StoreQueue,
 )
 """Public classes that callers make, or whose methods they call."""
@@ -230,7 +234,7 @@ MADE_BY_THE_POOL = {
         "HostTierDescription",
     ),
     *("Lacking", "Match", "Plan", "RequestStats", "Reserved", "SharedTier", "Stats", "TierStats"),
-    *("HealthStats", "HostKeeperStats", "KeeperStats", "Job", "Prefetch", "Space", "StoreStats"),
+    *("HealthStats", "HostKeeperStats", "KeeperStats", "Forgotten", "Job", "Prefetch", "Space", "StoreStats"),
     "RetentionRange",  # one tuple of ``retention``
     "Stagings",  # walked as an argument of ``gather_kv``
     # Interfaces, and what is called by a queue or a keeper, and by nobody else.
