@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-PEER = "tests/stores/test_peer.py"
+PEER, DOORS = "tests/stores/test_peer.py", "tests/stores/test_peer_doors.py"
 
 MUTATIONS = (
     Mutation(
@@ -86,7 +86,7 @@ MUTATIONS = (
         "        socket.sndhwm, socket.rcvhwm = 1, 2",
         "        socket.sndhwm, socket.rcvhwm = 4, 4",
         "Clients that read nothing make a server use more memory than its documentation says.",
-        (f"{PEER}::test_a_client_that_reads_nothing_holds_few_answers",),
+        (f"{DOORS}::test_a_client_that_reads_nothing_holds_few_answers",),
     ),
     Mutation(
         "who_says_nothing_keeps_its_place",
@@ -95,7 +95,7 @@ MUTATIONS = (
         "self._refuse(descriptor)",
         "A peer without the password connects again and again, and no worker is let in any more.",
         (
-            f"{PEER}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
+            f"{DOORS}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
             "tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
         ),
     ),
@@ -106,7 +106,7 @@ MUTATIONS = (
         "        frame.get(zmq.SRCFD)",
         "A peer without the password ends the connections of all workers by connecting often.",
         (
-            f"{PEER}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
+            f"{DOORS}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
             "tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
         ),
     ),
@@ -117,7 +117,7 @@ MUTATIONS = (
         "ThreadAuthenticator(context)",
         "At level DEBUG, a log has what lets anybody in.",
         (
-            f"{PEER}::test_the_secret_is_shown_nowhere",
+            f"{DOORS}::test_the_secret_is_shown_nowhere",
             "tests/remote/test_remote_endpoints.py::test_the_password_is_in_no_log",
         ),
     ),

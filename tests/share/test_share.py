@@ -10,7 +10,8 @@ import os
 import pickle
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,7 @@ def test_a_pool_that_is_gone_says_so_and_what_was_attached_stays(end: Callable[[
         with pytest.raises(PoolClosed, match="the pool is gone"):
             attach(description)
     assert not attached.alive and (attached.pool == 9).all()
-    with open_pool() as another:
+    with next_descriptor_is(one.sign.fd), open_pool() as another:
         fds = {another.share(tier).groups[0].parts[0].memory.fd for tier in ("device", "host")} | {
             another.share().sign.fd
         }
@@ -177,6 +178,16 @@ def test_a_pool_that_is_gone_says_so_and_what_was_attached_stays(end: Callable[[
         with pytest.raises(PoolClosed, match="the pool is gone"):
             attach(one)
         assert not attached.alive
+
+
+@contextmanager
+def next_descriptor_is(number: int) -> Iterator[None]:
+    """Other tests may have left lower numbers free."""
+    with ExitStack() as held:
+        while (lower := os.open(os.devnull, os.O_RDONLY)) < number:
+            held.callback(os.close, lower)
+        os.close(lower)
+        yield
 
 
 def test_a_pool_that_is_closed_under_a_view_is_gone_for_others() -> None:

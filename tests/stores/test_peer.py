@@ -6,15 +6,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +19,10 @@ import pytest
 import zmq
 
 from kvpool import ForkedProcess
-from kvpool.remote import ClientKeys, ServerKeys
-from kvpool.remote.endpoints import ClientPassword, ServerPassword
+from kvpool.remote.endpoints import ServerPassword
 from kvpool.remote.messages import Failed, Message, encode
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.base import MODEL_BYTES, Space, Store
+from kvpool.stores.base import MODEL_BYTES
 from kvpool.stores.peer.calls import Request, StoreCalls
 from kvpool.stores.peer.server import StoreServer
 from kvpool.stores.peer.store import PeerStore
@@ -42,44 +38,11 @@ from kvpool.stores.peer.wire import (
     password,
 )
 from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.urls import open_store
 from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
-
-ROOT = Path(__file__).parents[2]
-SECRET = b"known to all clients, and nobody"
-SPACE = Space(bytes(16), memory())
-
-
-@pytest.fixture
-def servers() -> Iterator[list[StoreServer]]:
-    made: list[StoreServer] = []
-    yield made
-    assert all(server.close() for server in made)
-
-
-Serve = Callable[..., StoreServer]
-
-
-@pytest.fixture
-def serve(servers: list[StoreServer]) -> Serve:
-    def start(store: Store | None = None, **options: Any) -> StoreServer:
-        given = {"block_bytes": BLOCK_BYTES} | ({} if "keys" in options else {"secret": SECRET}) | options
-        servers.append(StoreServer(MemoryStore(64 * BLOCK_BYTES) if store is None else store, **given))
-        return servers[-1]
-
-    return start
-
-
-def client(server: StoreServer | str, **options: Any) -> PeerStore:
-    return PeerStore(server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, **options})
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within 20 s"
-        time.sleep(0.002)
+from tests.stores.peering import KEY, ROOT, SEAL, SECRET, SPACE, TAG, Raw, Serve, client, until
+from tests.stores.peering import serve as serve
+from tests.stores.peering import servers as servers
 
 
 class TestPeerStore(LastingContract):
@@ -184,13 +147,13 @@ def test_a_save_that_arrives_after_a_drop_of_its_client_is_not_kept(serve: Serve
     """It was sent before, over another connection. Saves of other clients are kept."""
     memory = MemoryStore(64 * BLOCK_BYTES)
     raw, tag = Raw(serve(memory).endpoint), "00" * 16
-    block = [_KEY, _SEAL, bytes(BLOCK_BYTES)]
+    block = [KEY, SEAL, bytes(BLOCK_BYTES)]
 
     def kept(session: str, era: int) -> int:
         assert b'"storedone"' in raw.ask(StoreSave(1, 1000, session, era, tag, 8), *block)
         return memory.stats()["blocks"]
 
-    for drop in ([StoreForget(1, 1000, "one", 1), _KEY], [StoreClear(1, 1000, "one", 2, tag)]):
+    for drop in ([StoreForget(1, 1000, "one", 1), KEY], [StoreClear(1, 1000, "one", 2, tag)]):
         era = int(drop[0].era)  # type: ignore[union-attr]
         assert kept("one", era - 1) == 1
         assert b'"count": 1' in raw.ask(*drop) and memory.stats()["blocks"] == 0
@@ -198,7 +161,7 @@ def test_a_save_that_arrives_after_a_drop_of_its_client_is_not_kept(serve: Serve
         raw.ask(*drop)
         assert kept("one", era) == 1
         raw.ask(*drop)
-    assert b'"count": 0' in raw.ask(StoreForget(1, 1000, "one", 1), _KEY)
+    assert b'"count": 0' in raw.ask(StoreForget(1, 1000, "one", 1), KEY)
     assert kept("one", 1) == 0, "an old drop that comes late ends no era"
     raw.close()
 
@@ -463,54 +426,32 @@ def test_a_server_that_wants_absurd_calls_is_not_used(liar: Liar, most: int) -> 
     thread.join()
 
 
-class Raw:
-    """A client that sends what a test likes."""
-
-    def __init__(self, endpoint: str, **options: int) -> None:
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        for name, value in options.items():
-            setattr(self.socket, name, value)
-        ClientPassword(password(SharedSecret(SECRET))).apply(self.socket)
-        self.socket.connect(endpoint)
-
-    def ask(self, *frames: bytes | Message) -> bytes:
-        self.socket.send_multipart([encode(one) if isinstance(one, Message) else one for one in frames])
-        assert self.socket.poll(20_000), "no answer within 20 s"
-        return b" ".join(self.socket.recv_multipart())
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
 def _save(tag: str) -> StoreSave:
     return StoreSave(1, 100, "session", 0, tag, 1)
 
 
-_KEY, _SEAL, _TAG = bytes(32), bytes(16), "0" * 32
 _WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
     "no header": [b""],
     "no JSON": [b"nonsense"],
     "a long header": [b" " * 20_000],
     "an answer": [StoreDone(1, 0)],
-    "number 0": [StoreFind(0, 100), _KEY],
+    "number 0": [StoreFind(0, 100), KEY],
     "a hello with frames": [StoreHello(1, BLOCK_BYTES), b""],
     "no keys": [StoreFind(1, 100)],
     "no key": [StoreFind(1, 100), b""],
     "half a key": [StoreFind(1, 100), bytes(48)],
-    "too many keys": [StoreLoad(1, 100), 5 * _KEY],
-    "no time": [StoreFind(1, 0), _KEY],
-    "too much time": [StoreFind(1, 1 << 40), _KEY],
-    "no blocks": [_save(_TAG), _KEY, _SEAL],
-    "short blocks": [_save(_TAG), _KEY, _SEAL, bytes(BLOCK_BYTES - 1)],
-    "long blocks": [_save(_TAG), _KEY, _SEAL, bytes(BLOCK_BYTES + 1)],
-    "short seals": [_save(_TAG), _KEY, bytes(15), bytes(BLOCK_BYTES)],
-    "no tag": [_save(""), _KEY, _SEAL, bytes(BLOCK_BYTES)],
-    "a clear with keys": [StoreClear(1, 100, "session", 1, _TAG), _KEY],
+    "too many keys": [StoreLoad(1, 100), 5 * KEY],
+    "no time": [StoreFind(1, 0), KEY],
+    "too much time": [StoreFind(1, 1 << 40), KEY],
+    "no blocks": [_save(TAG), KEY, SEAL],
+    "short blocks": [_save(TAG), KEY, SEAL, bytes(BLOCK_BYTES - 1)],
+    "long blocks": [_save(TAG), KEY, SEAL, bytes(BLOCK_BYTES + 1)],
+    "short seals": [_save(TAG), KEY, bytes(15), bytes(BLOCK_BYTES)],
+    "no tag": [_save(""), KEY, SEAL, bytes(BLOCK_BYTES)],
+    "a clear with keys": [StoreClear(1, 100, "session", 1, TAG), KEY],
     "a clear of everything": [StoreClear(1, 100, "session", 1, "")],
     "a clear of half a model": [StoreClear(1, 100, "session", 1, "00" * 4)],
-    "a tag of words": [_save("zz" * 16), _KEY, _SEAL, bytes(BLOCK_BYTES)],
+    "a tag of words": [_save("zz" * 16), KEY, SEAL, bytes(BLOCK_BYTES)],
 }
 
 
@@ -525,7 +466,7 @@ def test_what_no_client_sends_is_refused_and_nobody_else_notices(
 ) -> None:
     raw = Raw(picky.endpoint)
     assert b'"malformed"' in raw.ask(*frames) and picky.stats().malformed == 1
-    assert b'"storedone"' in raw.ask(StoreFind(1, 1000), _KEY)
+    assert b'"storedone"' in raw.ask(StoreFind(1, 1000), KEY)
     raw.close()
     with open_queue(client(picky)) as queue:
         saved(queue, 4)
@@ -536,7 +477,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -
     raw = Raw(picky.endpoint)
     with open_queue(client(picky)) as queue:
         keys = saved(queue, 4)
-        raw.socket.send_multipart([encode(_save(_TAG)), _KEY, _SEAL, bytes(1 << 20)])
+        raw.socket.send_multipart([encode(_save(TAG)), KEY, SEAL, bytes(1 << 20)])
         assert queue.load(keys, np.arange(4)).wait(20) and not raw.socket.poll(50)
         assert picky.stats().calls == 2
     raw.close()
@@ -551,7 +492,7 @@ def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
     store.before["find"] = gate
     raws = [Raw(server.endpoint) for _ in range(12)]
     for raw in raws:
-        raw.socket.send_multipart([encode(StoreFind(1, 60_000)), _KEY])
+        raw.socket.send_multipart([encode(StoreFind(1, 60_000)), KEY])
     until(lambda: server.stats().under_way == 4, "call")
     assert gate.reached.wait(20) and server.stats().under_way == 4
     gate.open()
@@ -565,7 +506,7 @@ def test_an_answer_to_a_client_that_has_gone_is_counted(serve: Serve) -> None:
     server = serve(store)
     store.before["find"] = gate
     raw = Raw(server.endpoint)
-    raw.socket.send_multipart([encode(StoreFind(1, 60_000)), _KEY])
+    raw.socket.send_multipart([encode(StoreFind(1, 60_000)), KEY])
     assert gate.reached.wait(20)
     raw.close()
     until(lambda: not server.connections, "end of the connection")
@@ -593,146 +534,6 @@ def test_connections_beyond_the_most_are_refused(serve: Serve) -> None:
         assert other.stats()["connections"] == 0
         until(lambda: server.stats().connections_refused == 1, "refusal")
         other.close()
-
-
-# -- who may use it ------------------------------------------------------------------------------------
-
-
-def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
-    server = serve(connections=3)
-    silent = [socket.create_connection(place_of(server), timeout=20) for _ in range(3)]
-    until(lambda: server.connections == 3, "connections")
-    with open_queue(client(server, connections=1)) as queue:
-        saved(queue, 1)
-        silent += [socket.create_connection(place_of(server), timeout=20) for _ in range(20)]
-        until(lambda: server.stats().connections_refused == 21, "refusals")
-        saved(queue, 2)
-        assert queue.stats().store["connected"] == 1 and server.connections == 3
-    for one in silent:
-        one.close()
-
-
-def place_of(server: StoreServer) -> tuple[str, int]:
-    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
-
-
-def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
-    size = 16 << 20  # more than the buffers of a connection
-    server = serve(MemoryStore(size), block_bytes=size)
-    raw = Raw(server.endpoint, rcvhwm=1, rcvbuf=4096)
-    raw.ask(StoreSave(1, 60_000, "session", 0, _TAG, 1), _KEY, _SEAL, bytes(size))
-    for number in range(2, 14):
-        raw.socket.send_multipart([encode(StoreLoad(number, 60_000)), _KEY])
-    until(lambda: server.stats().calls == 13 and not server.stats().under_way, "calls")
-    held = 12 - server.stats().dropped
-    assert held <= 4, f"{held} answers wait for a client that reads nothing"
-    raw.close()
-
-
-def test_a_client_with_another_secret_is_not_let_in(serve: Serve) -> None:
-    with pytest.raises(PermissionError, match="does not accept this client's secret"):
-        open_queue(client(serve(), secret=bytes(32)))
-
-
-def test_blocks_of_another_size_are_refused(serve: Serve) -> None:
-    server = serve(block_bytes=2 * BLOCK_BYTES)
-    with pytest.raises(
-        ValueError, match=rf"blocks of {BLOCK_BYTES} bytes: this server has blocks of {2 * BLOCK_BYTES}"
-    ):
-        open_queue(client(server))
-    assert server.stats().refused == 1
-
-
-def test_with_keys_the_server_needs_no_secret_and_strangers_are_not_let_in(serve: Serve) -> None:
-    (public, private), (own, mine), (_, _) = (zmq.curve_keypair() for _ in range(3))
-    server = serve(keys=ServerKeys(public, private, [own]))
-    with open_queue(client(server, keys=ClientKeys(own, mine, public))) as queue:
-        keys = saved(queue, 4)
-        job = queue.load(keys, np.arange(4))
-        assert job.wait(20, returned=True) and job.ok == 4
-    stranger = zmq.curve_keypair()
-    with pytest.raises(PermissionError, match="does not accept"):
-        open_queue(client(server, keys=ClientKeys(*stranger, public)))
-
-
-def test_clients_with_another_secret_behind_keys_find_nothing_of_each_other(serve: Serve) -> None:
-    (public, private), (own, mine) = zmq.curve_keypair(), zmq.curve_keypair()
-    server, keys = serve(keys=ServerKeys(public, private, [own])), ClientKeys(own, mine, public)
-    with open_queue(client(server, keys=keys)) as one, open_queue(client(server, keys=keys, secret=bytes(32))) as other:
-        saved(one, 4)
-        job = other.find(other.secret.opaque(names(4)))
-        assert job.wait(20) and job.codes.tolist() == [ABSENT] * 4
-
-
-def test_only_this_machine_without_keys() -> None:
-    for make in (
-        lambda: PeerStore("tcp://10.0.0.1:5555", secret=SECRET),
-        lambda: StoreServer(MemoryStore(1 << 20), "tcp://0.0.0.0:*", block_bytes=4096, secret=SECRET),
-    ):
-        with pytest.raises(ValueError, match="without keys="):
-            make()
-
-
-def test_the_secret_is_shown_nowhere(caplog: pytest.LogCaptureFixture, serve: Serve) -> None:
-    with caplog.at_level(logging.DEBUG):
-        store = client(serve())
-        with open_queue(store):
-            shown = caplog.text + repr(store) + repr(SharedSecret(SECRET)) + repr(vars(store))
-        assert SECRET.decode() not in shown and password(SharedSecret(SECRET)) not in shown
-    with pytest.raises(TypeError, match="not pickled"):
-        pickle.dumps(SharedSecret(SECRET))
-
-
-def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path, serve: Serve) -> None:
-    path = tmp_path / "secret"
-    path.write_text(SECRET.hex() + "\n")
-    path.chmod(0o644)
-    with pytest.raises(ValueError, match="chmod 600"):
-        PeerStore("tcp://127.0.0.1:1", secret_file=path)
-    path.chmod(0o600)
-    path.write_text("00" * 31)
-    with pytest.raises(ValueError, match="64 hex digits"):
-        PeerStore("tcp://127.0.0.1:1", secret_file=path)
-    path.write_text(SECRET.hex() + "\n")
-    server = serve()
-    store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=2000&connections=1")
-    assert isinstance(store, PeerStore) and store.threads == 1
-    with open_queue(store) as queue, open_queue(client(server)) as other:
-        assert np.array_equal(saved(queue, 1), other.secret.opaque(names(1)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"secret": None}, "accepted is one of them"),
-        ({"secret": b"short"}, "secret: accepted are 32 bytes"),
-        ({"secret": "a text of 32"}, "secret: accepted are 32 bytes"),
-        ({"secret_file": "/nowhere"}, "accepted is one of them"),
-        ({"timeout_ms": 0}, "timeout_ms=0"),
-        ({"connections": 65}, "connections=65"),
-    ],
-)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message) as caught:
-        PeerStore("tcp://127.0.0.1:1", **({"secret": SECRET} | options))
-    assert "short'" not in str(caught.value)
-
-
-def test_without_pyzmq_the_extra_is_named() -> None:
-    for name in ("store", "server"):
-        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.peer.{name}"
-        run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr
-
-
-@pytest.mark.parametrize("text", ["peer:", "peer:tcp://127.0.0.1:1", "peer:tcp://127.0.0.1:1?timeout_ms=x"])
-def test_a_text_that_is_no_peer_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"store=|secret"):
-        open_store(text)
 
 
 def test_a_child_gets_an_error_and_does_not_hang(serve: Serve) -> None:

@@ -1,0 +1,80 @@
+"""What the tests of PeerStore share: servers that are closed at the end, clients, and a client without manners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvpool.remote.endpoints import ClientPassword
+from kvpool.remote.messages import Message, encode
+from kvpool.stores import MemoryStore
+from kvpool.stores.base import Space, Store
+from kvpool.stores.peer.server import StoreServer
+from kvpool.stores.peer.store import PeerStore
+from kvpool.stores.peer.wire import (
+    password,
+)
+from kvpool.stores.secrets import SharedSecret
+from tests.stores.lab import BLOCK_BYTES, memory
+
+ROOT = Path(__file__).parents[2]
+SECRET = b"known to all clients, and nobody"
+KEY, SEAL, TAG = bytes(32), bytes(16), "0" * 32
+SPACE = Space(bytes(16), memory())
+
+
+@pytest.fixture
+def servers() -> Iterator[list[StoreServer]]:
+    made: list[StoreServer] = []
+    yield made
+    assert all(server.close() for server in made)
+
+
+Serve = Callable[..., StoreServer]
+
+
+@pytest.fixture
+def serve(servers: list[StoreServer]) -> Serve:
+    def start(store: Store | None = None, **options: Any) -> StoreServer:
+        given = {"block_bytes": BLOCK_BYTES} | ({} if "keys" in options else {"secret": SECRET}) | options
+        servers.append(StoreServer(MemoryStore(64 * BLOCK_BYTES) if store is None else store, **given))
+        return servers[-1]
+
+    return start
+
+
+def client(server: StoreServer | str, **options: Any) -> PeerStore:
+    return PeerStore(server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, **options})
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, f"no {what} within 20 s"
+        time.sleep(0.002)
+
+
+class Raw:
+    """A client that sends what a test likes."""
+
+    def __init__(self, endpoint: str, **options: int) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        for name, value in options.items():
+            setattr(self.socket, name, value)
+        ClientPassword(password(SharedSecret(SECRET))).apply(self.socket)
+        self.socket.connect(endpoint)
+
+    def ask(self, *frames: bytes | Message) -> bytes:
+        self.socket.send_multipart([encode(one) if isinstance(one, Message) else one for one in frames])
+        assert self.socket.poll(20_000), "no answer within 20 s"
+        return b" ".join(self.socket.recv_multipart())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

@@ -1,0 +1,169 @@
+"""Who may use a StoreServer, and what strangers and wrong arguments cost it."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvpool.remote import ClientKeys, ServerKeys
+from kvpool.remote.messages import encode
+from kvpool.stores import ABSENT, MemoryStore
+from kvpool.stores.peer.server import StoreServer
+from kvpool.stores.peer.store import PeerStore
+from kvpool.stores.peer.wire import (
+    StoreLoad,
+    StoreSave,
+    password,
+)
+from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.urls import open_store
+from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
+from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, Raw, Serve, client, until
+from tests.stores.peering import serve as serve
+from tests.stores.peering import servers as servers
+
+
+def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
+    server = serve(connections=3)
+    silent = [socket.create_connection(place_of(server), timeout=20) for _ in range(3)]
+    until(lambda: server.connections == 3, "connections")
+    with open_queue(client(server, connections=1)) as queue:
+        saved(queue, 1)
+        silent += [socket.create_connection(place_of(server), timeout=20) for _ in range(20)]
+        until(lambda: server.stats().connections_refused == 21, "refusals")
+        saved(queue, 2)
+        assert queue.stats().store["connected"] == 1 and server.connections == 3
+    for one in silent:
+        one.close()
+
+
+def place_of(server: StoreServer) -> tuple[str, int]:
+    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
+    size = 16 << 20  # more than the buffers of a connection
+    server = serve(MemoryStore(size), block_bytes=size)
+    raw = Raw(server.endpoint, rcvhwm=1, rcvbuf=4096)
+    raw.ask(StoreSave(1, 60_000, "session", 0, TAG, 1), KEY, SEAL, bytes(size))
+    for number in range(2, 14):
+        raw.socket.send_multipart([encode(StoreLoad(number, 60_000)), KEY])
+    until(lambda: server.stats().calls == 13 and not server.stats().under_way, "calls")
+    held = 12 - server.stats().dropped
+    assert held <= 4, f"{held} answers wait for a client that reads nothing"
+    raw.close()
+
+
+def test_a_client_with_another_secret_is_not_let_in(serve: Serve) -> None:
+    with pytest.raises(PermissionError, match="does not accept this client's secret"):
+        open_queue(client(serve(), secret=bytes(32)))
+
+
+def test_blocks_of_another_size_are_refused(serve: Serve) -> None:
+    server = serve(block_bytes=2 * BLOCK_BYTES)
+    with pytest.raises(
+        ValueError, match=rf"blocks of {BLOCK_BYTES} bytes: this server has blocks of {2 * BLOCK_BYTES}"
+    ):
+        open_queue(client(server))
+    assert server.stats().refused == 1
+
+
+def test_with_keys_the_server_needs_no_secret_and_strangers_are_not_let_in(serve: Serve) -> None:
+    (public, private), (own, mine), (_, _) = (zmq.curve_keypair() for _ in range(3))
+    server = serve(keys=ServerKeys(public, private, [own]))
+    with open_queue(client(server, keys=ClientKeys(own, mine, public))) as queue:
+        keys = saved(queue, 4)
+        job = queue.load(keys, np.arange(4))
+        assert job.wait(20, returned=True) and job.ok == 4
+    stranger = zmq.curve_keypair()
+    with pytest.raises(PermissionError, match="does not accept"):
+        open_queue(client(server, keys=ClientKeys(*stranger, public)))
+
+
+def test_clients_with_another_secret_behind_keys_find_nothing_of_each_other(serve: Serve) -> None:
+    (public, private), (own, mine) = zmq.curve_keypair(), zmq.curve_keypair()
+    server, keys = serve(keys=ServerKeys(public, private, [own])), ClientKeys(own, mine, public)
+    with open_queue(client(server, keys=keys)) as one, open_queue(client(server, keys=keys, secret=bytes(32))) as other:
+        saved(one, 4)
+        job = other.find(other.secret.opaque(names(4)))
+        assert job.wait(20) and job.codes.tolist() == [ABSENT] * 4
+
+
+def test_only_this_machine_without_keys() -> None:
+    for make in (
+        lambda: PeerStore("tcp://10.0.0.1:5555", secret=SECRET),
+        lambda: StoreServer(MemoryStore(1 << 20), "tcp://0.0.0.0:*", block_bytes=4096, secret=SECRET),
+    ):
+        with pytest.raises(ValueError, match="without keys="):
+            make()
+
+
+def test_the_secret_is_shown_nowhere(caplog: pytest.LogCaptureFixture, serve: Serve) -> None:
+    with caplog.at_level(logging.DEBUG):
+        store = client(serve())
+        with open_queue(store):
+            shown = caplog.text + repr(store) + repr(SharedSecret(SECRET)) + repr(vars(store))
+        assert SECRET.decode() not in shown and password(SharedSecret(SECRET)) not in shown
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(SharedSecret(SECRET))
+
+
+def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path, serve: Serve) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET.hex() + "\n")
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        PeerStore("tcp://127.0.0.1:1", secret_file=path)
+    path.chmod(0o600)
+    path.write_text("00" * 31)
+    with pytest.raises(ValueError, match="64 hex digits"):
+        PeerStore("tcp://127.0.0.1:1", secret_file=path)
+    path.write_text(SECRET.hex() + "\n")
+    server = serve()
+    store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=2000&connections=1")
+    assert isinstance(store, PeerStore) and store.threads == 1
+    with open_queue(store) as queue, open_queue(client(server)) as other:
+        assert np.array_equal(saved(queue, 1), other.secret.opaque(names(1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"secret": None}, "accepted is one of them"),
+        ({"secret": b"short"}, "secret: accepted are 32 bytes"),
+        ({"secret": "a text of 32"}, "secret: accepted are 32 bytes"),
+        ({"secret_file": "/nowhere"}, "accepted is one of them"),
+        ({"timeout_ms": 0}, "timeout_ms=0"),
+        ({"connections": 65}, "connections=65"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        PeerStore("tcp://127.0.0.1:1", **({"secret": SECRET} | options))
+    assert "short'" not in str(caught.value)
+
+
+def test_without_pyzmq_the_extra_is_named() -> None:
+    for name in ("store", "server"):
+        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.peer.{name}"
+        run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr
+
+
+@pytest.mark.parametrize("text", ["peer:", "peer:tcp://127.0.0.1:1", "peer:tcp://127.0.0.1:1?timeout_ms=x"])
+def test_a_text_that_is_no_peer_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"store=|secret"):
+        open_store(text)
