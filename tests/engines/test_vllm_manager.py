@@ -279,7 +279,7 @@ class Stored(Manager):
         return self.lookup(*numbers) if PENDING in found else found
 
     def wait_saved(self, count: int) -> None:
-        """Wait until the store has kept so many chunks more, which are pinned meanwhile."""
+        """Wait until the store has kept so many chunks more. A chunk that leaves the cache before is not kept."""
         end = time.monotonic() + 60
         while count > 0:
             assert time.monotonic() < end
@@ -299,6 +299,7 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager.fill(1, 2)
     assert manager.real.has_pending_work(), "the store is to save them"
     assert manager.found(1, 2) == [HIT, HIT]
+    manager.wait_saved(2)
     manager.real.on_request_finished(request())
     for number in (3, 4, 5, 6):
         manager.fill(number)
@@ -310,7 +311,6 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager.complete_load("a", 1)
     counted = manager.counted()
     assert counted["vllm:kvpool_store_loaded_chunks"] == 1
-    assert counted["vllm:kvpool_store_saved_chunks"] >= 1
     defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
     assert {name.partition(":(")[0] for name in counted} <= set(defined)
     manager.real.shutdown()
