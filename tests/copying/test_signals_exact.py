@@ -18,7 +18,11 @@ from kvpool.state.records import LIVE, SWAPPED
 from tests.copying.test_signals import GIVING, VERBS, Act, Desk, export, pin, reserve
 from tests.exact import At
 
-pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
+pytestmark = [
+    pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there"),
+    # What a handler raises inside a destructor is swallowed by the interpreter.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 T = 4
 
 
