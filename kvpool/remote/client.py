@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -264,7 +264,9 @@ class BlockClient:
         refused = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         socket.connect(self._endpoint)
         hello = Hello(self._number(), self._name, self._layout, self._origin, self._transport.name)
-        socket.send(encode(hello))
+        # A server that has refused the password already has ended the connection: a send that waits would never end.
+        with suppress(zmq.Again):
+            socket.send(encode(hello), zmq.NOBLOCK)
         try:
             came = zmq.select([socket, refused], [], [], self._timeout_ms / 1e3)[0]
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ class Exchange:
         request, first = self._get(self._group), self._sent
         self._sent = min(first + self._blocks, self._end)
         self._waiting[request.id] = _Request(first, self._sent - first)
-        self._socket.send_multipart([encode(request), self._keys[first * KEY_BYTES : self._sent * KEY_BYTES]])
+        _send(self._socket, [encode(request), self._keys[first * KEY_BYTES : self._sent * KEY_BYTES]])
 
     def _wait(self) -> None:
         """Take the next message of the server, or return when an arrival may be ready. Raises RemoteTimeout."""
@@ -154,7 +155,7 @@ def find(
     found, step = [], KEY_BYTES * BLOCKS_MAX
     for piece in (keys[first : first + step] for first in range(0, len(keys), step)):
         request, count = find(), len(piece) // KEY_BYTES
-        socket.send_multipart([encode(request), piece])
+        _send(socket, [encode(request), piece])
         if not socket.poll(timeout_ms):
             raise RemoteTimeout(f"the server owes an answer and was silent for {timeout_ms} ms")
         header, *frames = socket.recv_multipart()
@@ -177,3 +178,9 @@ def _in_place(request: _Request) -> list[Buffer | None]:
     """The blocks that came, each at the place of its key."""
     blocks = iter([] if request.arrival is None else request.arrival.blocks)
     return [next(blocks) if one == "1" else None for one in request.found or ""]
+
+
+def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    """Send a request, unless there is nobody to send it to any more: then no answer comes."""
+    with suppress(zmq.Again):
+        socket.send_multipart(frames, zmq.NOBLOCK)

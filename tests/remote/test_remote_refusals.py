@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import zmq
 from relay import Relay
 from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
 
@@ -44,6 +45,28 @@ def test_pools_that_do_not_fit_together_are_refused_with_the_reason(
                 client.fetch(tokens)
             assert caught.value.code == code and caught.value.blocks == 0
         assert here.reusable(tokens) == 0 and server.stats().refused == (0 if code == "secret" else 2)
+
+
+def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection has ended then, for a moment or for good, and nothing can be sent."""
+
+    real = zmq.Socket.send
+
+    def send(self: Any, data: Any, flags: int = 0, **options: Any) -> Any:
+        if self.type != zmq.DEALER:
+            return real(self, data, flags, **options)
+        assert flags & zmq.NOBLOCK, "it would wait, for ever if nobody connects again"
+        raise zmq.Again
+
+    there, here = worker(make), worker(make, secret=bytes(32))
+    tokens = stored(there, 4)
+    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+        with monkeypatch.context() as ended:
+            ended.setattr(zmq.Socket, "send", send)
+            with pytest.raises(RemoteError, match="same secret="):
+                client.fetch(tokens)
 
 
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
