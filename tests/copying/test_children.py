@@ -6,12 +6,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
 import signal
 import threading
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +22,7 @@ from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.sequences import together
 from kvpool.stores import MemoryStore, StoreQueue
 from kvpool.stores.disk import DiskStore
+from tests.children import in_child
 from tests.engine import small_layout
 from tests.hostcache.conftest import IDENTITY
 from tests.hostcache.conftest import store as kept
@@ -33,30 +30,6 @@ from tests.stores import keeping
 from tests.stores.lab import Gate, Wrong, memory, names
 
 T = 4
-
-
-def in_child(call: Callable[[], object]) -> None:
-    """Run a function in a forked child, which must end by itself within 30 s."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            call()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail("the child hangs")
 
 
 def refuses(*calls: Callable[[], object]) -> None:

@@ -3,11 +3,6 @@ goes on."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-import traceback
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,31 +11,7 @@ from workers import Make, stored, worker
 from kvpool import ForkedProcess
 from kvpool.publish import KVEventPublisher
 from kvpool.remote import BlockClient, BlockServer
-
-
-def in_child(call: Callable[[], None]) -> None:
-    """Run a function in a forked child, which must end by itself within 20 s."""
-    with warnings.catch_warnings():
-        # What is tested is what Python 3.12 warns of.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            call()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail("the child hangs")
+from tests.children import in_child
 
 
 def refuses(call: Callable[[], object]) -> None:
