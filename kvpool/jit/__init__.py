@@ -23,6 +23,9 @@ from kvpool.jit.cache import FunctionCache
 from kvpool.jit.dispatcher import Dispatcher
 
 F = TypeVar("F", bound=Callable[..., Any])
+_OPTIONS = {"nopython": True, "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "forceinline": False}
+"""Numba hands ``forceinline`` down: without a value of its own, whatever is first compiled for a function that asks for
+it would be inlined everywhere."""
 
 
 @overload
@@ -54,7 +57,7 @@ def jit(function: Any = None, /, **options: Any) -> Any:
     # Numba's private names are checked. If a release moves them, compilation takes longer, and all else works.
     if not _knows_numba():
         return numba.njit(**{"nogil": True, "_nrt": False, **options})(function)
-    return Dispatcher(function, {"nopython": True, "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, **options})
+    return Dispatcher(function, {**_OPTIONS, **options})
 
 
 def _knows_numba() -> bool:

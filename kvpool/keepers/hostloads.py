@@ -22,6 +22,25 @@ UNREAD_SECONDS = 10.0
 Keys = Sequence[bytes]
 
 
+class _Absence:
+    """That no store had keys that were asked for together.
+
+    ``until``: when they may be asked for again. It is unknown until one of them is read: whoever asked learns of it,
+    however long that takes, as it would otherwise ask for ever.
+    """
+
+    def __init__(self, unread: Iterable[bytes], until: float = math.inf) -> None:
+        self._unread, self._until = set(unread), until
+
+    def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
+        """Whether the key counts as absent."""
+        self._until = min(self._until, now + retry_seconds)
+        if key in self._unread:
+            self._unread.remove(key)
+            return now <= self._until
+        return now < self._until
+
+
 class HostLoads:
     """Asks one store after the other, and loads what they have. The thread of the scheduler owns it.
 
@@ -39,8 +58,8 @@ class HostLoads:
         # Keys that are looked for, with their deadlines; those of them that no store was asked for yet.
         self.searching: dict[bytes, float] = {}
         self._new: list[bytes] = []
-        # Keys that did not come, and when they may be asked for again.
-        self._absent: dict[bytes, float] = {}
+        # Keys that did not come, and what was learned of them.
+        self._absent: dict[bytes, _Absence] = {}
         # Keys that have come and had no reader yet, and for how long they count as such.
         self._unread: dict[bytes, float] = {}
         # Reserved blocks of loads that were given up.
@@ -72,10 +91,12 @@ class HostLoads:
 
     def leave(self, keys: Iterable[bytes]) -> None:
         """Do not ask for these keys for a while."""
-        until = self._clock() + self._retry_seconds
+        self._remember(keys, _Absence((), self._clock() + self._retry_seconds))
+
+    def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
         for key in keys:
             self._absent.pop(key, None)
-            self._absent[key] = until
+            self._absent[key] = absence
         while len(self._absent) > ASKED_MAX:
             del self._absent[next(iter(self._absent))]
 
@@ -111,7 +132,8 @@ class HostLoads:
         """Ask the stores for a key in the next turn. Returns False if it did not come a moment ago, or if too many are
         asked for."""
         now = self._clock()
-        if self._absent and self._absent.get(key, -math.inf) > now:
+        absence = self._absent.get(key)
+        if absence is not None and absence.read(key, now, self._retry_seconds):
             return False
         if self._stopped or len(self.searching) >= ASKED_MAX:
             self.missed["busy"] += 1
@@ -158,7 +180,7 @@ class HostLoads:
         missed = [key for key in keys if self.searching.pop(key, None) is not None]
         if missed:
             self.missed[reason] += len(missed)
-            self.leave(missed)
+            self._remember(missed, _Absence(missed))
 
     def _miss_by_code(self, keys: Keys, job: Job) -> None:
         for code in job.counts.keys() - {CODES[OK]}:

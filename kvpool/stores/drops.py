@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -26,13 +27,13 @@ class _Drop:
     def __init__(self, job: Job, hashed: Hashed) -> None:
         self.job, self.at, self.running = job, -math.inf, False
         self.wait = RETRY_SECONDS
-        self._hashed, self._keys = hashed, frozenset(key.tobytes() for key in hashed(job.keys))
+        self._hashed, self.keys = hashed, frozenset(key.tobytes() for key in hashed(job.keys))
 
     def concerns(self, job: Job) -> npt.NDArray[np.bool_]:
         """Which blocks of a job it drops: bool[n]."""
         if self.job.kind == jobs.CLEAR:
             return np.full(len(job.codes), job.tag.startswith(self.job.tag))
-        return np.array([key.tobytes() in self._keys for key in self._hashed(job.keys)], np.bool_)
+        return np.array([key.tobytes() in self.keys for key in self._hashed(job.keys)], np.bool_)
 
 
 class Drops:
@@ -45,6 +46,8 @@ class Drops:
 
     def __init__(self, hashed: Hashed) -> None:
         self._hashed, self._drops = hashed, dict[Job, _Drop]()
+        # How many forgets name a key: a job is screened by one look-up a block, however many there are.
+        self._forgotten: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._drops)
@@ -54,7 +57,8 @@ class Drops:
         return list(self._drops)
 
     def add(self, job: Job) -> None:
-        self._drops[job] = _Drop(job, self._hashed)
+        drop = self._drops[job] = _Drop(job, self._hashed)
+        self._forgotten.update(drop.keys)
 
     def clearing(self, tag: bytes) -> Job | None:
         """A clear of the same blocks. None of them was saved since it was added, so that it does for a later one."""
@@ -62,17 +66,24 @@ class Drops:
 
     def remove(self, job: Job) -> None:
         """The store has confirmed it, or the queue is closed."""
-        self._drops.pop(job, None)
+        drop = self._drops.pop(job, None)
+        for key in drop.keys if drop is not None else ():
+            self._forgotten[key] -= 1
+            if not self._forgotten[key]:
+                del self._forgotten[key]
 
     def screen(self, job: Job) -> bool:
         """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.
 
         They are not called absent, since the store has said nothing: its health is judged by what it answers.
         """
-        over = False
-        for drop in self._drops.values():
-            over = job.decide(drop.concerns(job), CANCELLED)
-        return over
+        if not self._drops:
+            return False
+        cleared = any(drop.job.kind == jobs.CLEAR and job.tag.startswith(drop.job.tag) for drop in self._drops.values())
+        concerned = np.full(len(job.codes), cleared)
+        if self._forgotten and not cleared:
+            concerned[:] = [key.tobytes() in self._forgotten for key in self._hashed(job.keys)]
+        return job.decide(concerned, CANCELLED)
 
     def next(self, now: float, running: Running) -> Job | None:
         """A drop that may begin now, if there is one."""

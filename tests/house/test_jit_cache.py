@@ -416,6 +416,28 @@ def test_function_that_jitted_code_calls_is_compiled_once_and_gets_no_machine_co
 
 
 @pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
+def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it() -> None:
+    @jit
+    def leaf(count: int) -> int:
+        total = 0
+        for number in range(count):
+            total += number * count
+        return total
+
+    @jit(forceinline=True)
+    def middle(count: int) -> int:
+        return leaf(count) + 1
+
+    @jit
+    def top(count: int) -> int:
+        return middle(count)
+
+    assert top(3) == 10
+    for function, asked in ((leaf, False), (middle, True), (top, False)):
+        (compiled,) = [*function.overloads.values(), *function._inner.overloads.values()]  # type: ignore[attr-defined]
+        assert ("alwaysinline" in compiled.library.get_llvm_str()) == asked, function
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_garbage_collector_is_as_it_was_after_a_compilation(enabled: bool) -> None:
     seen = []

@@ -45,10 +45,10 @@ class Engine:
         self.cache.forget(names(count, first))
 
     def ask(self, count: int, first: int = 0) -> list[int]:
-        """What becomes of keys that are looked for once: ABSENT or HERE."""
+        """What becomes of keys that are looked for, and read once: ABSENT or HERE."""
         self.keeper.lookup(names(count, first))
         self.until(lambda: not self.keeper.stats().searching)
-        here = self.cache.lookup(names(count, first)) == HERE
+        here = self.keeper.lookup(names(count, first)) == HERE
         return np.where(here, HERE, ABSENT).tolist()
 
     def until(self, right: Callable[[], bool]) -> None:

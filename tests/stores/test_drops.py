@@ -3,6 +3,7 @@ confirmed that it is gone."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from kvpool import StoreBusy
 from kvpool.keepers.health import StoreHealth
 from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.base import TAG_BYTES
+from kvpool.stores.drops import Drops
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]
@@ -233,6 +235,32 @@ def test_a_second_clear_of_the_same_waits_with_the_first(store: Wrong, queue: St
     down.up()
     assert codes(first) == codes(other) == [OK]
     assert queue.clear() is not first
+
+
+def test_a_job_is_compared_with_all_drops_by_one_look_at_each_of_its_blocks() -> None:
+    """It is done on the thread of the caller."""
+    hashed: list[int] = []
+
+    def keys_of(keys: Any) -> Any:
+        hashed.append(len(keys))
+        return keys
+
+    def job(kind: str, first: int, count: int) -> Job:
+        keys = np.zeros((count, 32), np.uint8)
+        keys[:, 0] = np.arange(first, first + count)
+        return Job(None, kind, keys, np.empty(0, np.int64), None, math.inf, bytes(TAG_BYTES), 0)  # type: ignore[arg-type]
+
+    drops, forgets = Drops(keys_of), [job("forget", i, 2) for i in range(100)]
+    for forget in forgets:
+        drops.add(forget)
+    hashed.clear()
+    assert not drops.screen(found := job("find", 98, 8))
+    assert hashed == [8]
+    assert (found.codes == CANCELLED).tolist() == [True] * 3 + [False] * 5
+    for forget in forgets[:-1]:
+        drops.remove(forget)
+    assert not drops.screen(found := job("find", 98, 8))
+    assert (found.codes == CANCELLED).tolist() == [False, True, True] + [False] * 5
 
 
 def test_a_drop_cannot_be_cancelled(store: Wrong, queue: StoreQueue, drop: Drop) -> None:

@@ -215,7 +215,7 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
 def test_a_find_that_hangs_is_a_miss_at_its_deadline(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gate = make(), Gate()
     store.before["find"] = gate
-    assert engine.keeper.lookup(names(3)).tolist() == [PENDING] * 3
+    assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
     engine.until(gate.reached.is_set)
     engine.later(3)
     engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
@@ -346,6 +346,20 @@ def test_a_find_leaves_time_for_the_stores_behind_it(
     monkeypatch.setattr(StoreQueue, "find", noted)
     assert engine.ask(1) == [ABSENT]
     assert ends == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("retry_seconds", [0.0, 1.0])
+def test_a_reader_that_looks_late_learns_that_a_key_is_absent(
+    make: Callable[..., Engine], retry_seconds: float
+) -> None:
+    """Steps of an engine may last for longer than an answer counts: it would ask for ever."""
+    engine = make(retry_seconds=retry_seconds)
+    assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
+    engine.until(lambda: not engine.keeper.stats().searching)
+    engine.now += 3600.0
+    assert engine.keeper.find(names(1)[0]) == ABSENT
+    engine.now += retry_seconds + 1.0
+    assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3, "the answer was read, and is old"
 
 
 def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
