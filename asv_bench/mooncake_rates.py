@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from kvpool.stores import OK, StoreQueue
-from kvpool.stores.base import Space
 from kvpool.stores.mooncake import MooncakeStore
+from kvpool.stores.store import Space
 from tests.stores.lab import IDENTITY, memory
 from tests.stores.mooncake.cluster import Cluster
 

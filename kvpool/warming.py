@@ -6,13 +6,13 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.paged import PagedKV
-from kvpool.config import LayerGroup
-from kvpool.hostcache.copies import HostCopies
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.hostcache.index import HostCache
 from kvpool.hostcache.tier import HostTier
-from kvpool.manager import KVCacheManager
-from kvpool.sequences.keys import key_rows
+from kvpool.pool.config import LayerGroup
+from kvpool.pool.keys import key_rows
+from kvpool.pool.manager import KVCacheManager
 from kvpool.state import saving
 
 _WIDTH = 4

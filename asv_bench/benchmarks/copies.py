@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device.cpu import CpuDevice
+from kvpool.memory.pools import MemoryPools
 
 TIER_BYTES = 256 << 20
 TOKENS = 16

@@ -11,12 +11,12 @@ import numpy as np
 
 from kvpool import ModelIdentity
 from kvpool.stores import StoreQueue
-from kvpool.stores.base import Space
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.database import Database
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.system import System
 from kvpool.stores.disk.table import ENTRY, PER_PAGE
+from kvpool.stores.store import Space
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
 KIB, MIB = 1 << 10, 1 << 20

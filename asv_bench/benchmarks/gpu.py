@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays.kv_copy import gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.arrays.paged import PagedKV
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
 from kvpool.device.cuda.calibration import DIRECTIONS, OFFLOAD, ONBOARD, PATHS
-from kvpool.device.cuda.device import CudaDevice, unusable
+from kvpool.device.cuda.cuda_device import CudaDevice, unusable
 from kvpool.device.cuda.pinned import CHUNK_BYTES
+from kvpool.memory.kv_copy import gather_kv, scatter_kv
+from kvpool.memory.pools import MemoryPools
 
 from .pools import TOKENS_PER_BLOCK, make_pool, make_prompts
 from .staging import COLUMNS, SEQUENCES

@@ -13,8 +13,8 @@ import numpy as np
 from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
 from kvpool.device.base import BYTES, FROM, TO
 from kvpool.jit import jit
+from kvpool.jit.intrinsics import memcpy
 from kvpool.keepers import HostKeeper
-from kvpool.state.atomics import memcpy
 from kvpool.stores import MemoryStore
 
 KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384

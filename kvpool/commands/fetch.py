@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 def _report(
     options: argparse.Namespace, figures: list[Any], failure: str | None, server: dict[str, Any], seconds: float
 ) -> int:
-    from kvpool.replay.stress import Figure
+    from kvpool.replay.stress_run import Figure
 
     served = [Figure(**figure) for figure in server.get("figures", [])]
     failure = failure or server.get("failure")

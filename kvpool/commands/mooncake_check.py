@@ -31,7 +31,7 @@ def look(asked: str | None) -> dict[str, Any]:
     found |= {"asked": asked is not None, "seen_as": None, "unreachable": None}
     try:
         # Imported here, so that the doctor runs where kvpool cannot be imported.
-        from kvpool.stores.mooncake import client
+        from kvpool.stores.mooncake import guarded_client as client
     except ImportError:
         return found | {"unreachable": found["master"] and "kvpool cannot be imported"}
     found |= {"version": client.version(), "tested": client.TESTED}

@@ -28,7 +28,7 @@ from kvpool.commands.terminal import (
 from kvpool.errors import DeviceError, InsufficientMemory
 
 if TYPE_CHECKING:
-    from kvpool.manager import KVCacheManager
+    from kvpool.pool.manager import KVCacheManager
     from kvpool.replay import ReplayConfig, Trace
 
 _TRACE_BLOCKS = 50_000

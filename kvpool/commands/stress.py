@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Read the trace, run both threads and print the figures."""
     from kvpool.replay import ReplayConfig, TraceError, read_trace, synthetic
-    from kvpool.replay.stress import EVENTS, Stress, StressConfig
+    from kvpool.replay.stress_run import EVENTS, Stress, StressConfig
 
     tokens = options.tokens_per_block or (16 if options.trace is None else 128)
     try:

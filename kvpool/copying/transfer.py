@@ -26,8 +26,8 @@ from kvpool.copying.levels import Levels
 from kvpool.copying.traffic import Moved
 from kvpool.copying.waits import Order
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, Device, Event, Stream
+from kvpool.entry.process import ForkGuard
 from kvpool.errors import DeviceError
-from kvpool.process import ForkGuard
 from kvpool.state import guards, records, verbs
 from kvpool.state.accesses import ACCESSED, collect
 from kvpool.state.arrays import States

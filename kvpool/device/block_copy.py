@@ -16,7 +16,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 from kvpool.jit import intrinsic, jit
-from kvpool.state.atomics import memcpy
+from kvpool.jit.intrinsics import memcpy
 
 # Bytes. If the pools together are no larger, they may live in a cache, where libc's memcpy is best. In larger pools,
 # copies bypass the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.

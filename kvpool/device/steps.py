@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.device.tables import Table
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at
+from kvpool.jit.intrinsics import array_at
 
 STORED, HOLES, LENGTH, QUERY = range(4)
 """Columns of the numbers of a step."""

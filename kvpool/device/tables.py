@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.arrays.strided import in_numpy
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at
+from kvpool.jit.intrinsics import array_at
 
 START, SCALE, OFFSET = range(3)
 """Columns of the planes of a hand-over."""

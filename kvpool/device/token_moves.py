@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.device.regions import Regions
 from kvpool.jit import jit
-from kvpool.state.atomics import memcpy
+from kvpool.jit.intrinsics import memcpy
 
 Int64s = NDArray[np.int64]
 

@@ -22,7 +22,7 @@ import numpy as np
 
 import kvpool
 from kvpool.engines.staged import PART, StagedBlocks, StoreOptions
-from kvpool.stores.base import Bytes
+from kvpool.stores.store import Bytes
 
 TESTED = ("0.5.6",)
 """The versions of LMCache whose code the tests call."""

@@ -18,7 +18,7 @@ import numpy as np
 
 import kvpool
 from kvpool.engines.staged import PART, SHARED, StagedBlocks, StoreOptions
-from kvpool.stores.base import Bytes
+from kvpool.stores.store import Bytes
 
 TESTED = ("0.5.23",)
 """The versions of SGLang whose code the tests call."""

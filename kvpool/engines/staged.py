@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arguments import text_argument
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.arguments import text_argument
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.keepers.health import StoreHealth
 from kvpool.stores import jobs
-from kvpool.stores.base import OK, Bytes, Rows, Store
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue, StoreStats
 from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import OK, Bytes, Rows, Store
 from kvpool.stores.urls import bytes_argument, open_store
 
 log = logging.getLogger("kvpool.engines")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvpool.arrays.paged import PagedKV
 from kvpool.arrays.strided import as_strided
 from kvpool.errors import DeviceError
-from kvpool.hostcache.copies import HostCopies, HostCopy
+from kvpool.hostcache.host_copies import HostCopies, HostCopy
 
 
 def paged(tensors: Sequence[Any]) -> PagedKV:

@@ -83,8 +83,8 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         remember_seconds: float = 1.0,
     ) -> None:
         from kvpool.keepers.health import StoreHealth
-        from kvpool.stores.base import OK
         from kvpool.stores.queue import StoreQueue
+        from kvpool.stores.store import OK
         from kvpool.stores.urls import open_store
 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvpool.arguments import text_argument
 from kvpool.arrays.layout import BlockLayout
+from kvpool.entry.arguments import text_argument
 
 TEXT_MAX = 4096
 

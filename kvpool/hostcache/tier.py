@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import as_strided
 from kvpool.device.ram import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.device.shared import MainMemory, SharedMemory
+from kvpool.entry.process import Process
 from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.process import Process
+from kvpool.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 
 if TYPE_CHECKING:
     from typing_extensions import Self

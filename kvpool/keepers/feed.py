@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.keepers.ledger import Content, tokens_of
-from kvpool.manager import KVCacheManager
-from kvpool.observe.events import TIERS, Events, Name
+from kvpool.pool.events import TIERS, Events, Name
+from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import EVENT, H
 from kvpool.state.ring import STORED
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.keepers.block_saves import Saver
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import Content, Ledger, Link
 from kvpool.keepers.loading import Loader
-from kvpool.keepers.saving import Saver
-from kvpool.manager import KVCacheManager
-from kvpool.sequences.keys import BlockKeys
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
 from kvpool.state.ring import REMOVED
-from kvpool.stores.base import MODEL_BYTES, OK, TAG_BYTES
 from kvpool.stores.jobs import Job
+from kvpool.stores.store import MODEL_BYTES, OK, TAG_BYTES
 
 
 class Forgotten:

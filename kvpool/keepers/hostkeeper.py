@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import list_argument
+from kvpool.entry.arguments import list_argument
+from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_leases import HostLease
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.hostcache.index import HostCache
-from kvpool.hostcache.keys import key_argument, keys_argument
-from kvpool.hostcache.leases import HostLease
+from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
-from kvpool.interrupt import DeferSignals
 from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.hostloads import HostLoads
 from kvpool.keepers.hostsaves import HostSaves
 from kvpool.keepers.lanes import PATIENCE_SECONDS
 from kvpool.keepers.lines import Line
-from kvpool.process import Process
-from kvpool.stores.base import Store
 from kvpool.stores.queue import StoreQueue, StoreStats
+from kvpool.stores.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,11 +9,11 @@ from functools import partial
 from itertools import compress
 
 from kvpool.errors import OutOfBlocks, StoreBusy
-from kvpool.hostcache.index import HostCache, Reserved
+from kvpool.hostcache.host_cache import HostCache, Reserved
 from kvpool.keepers.lines import Line
-from kvpool.stores.base import CODES, OK
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import CODES, OK
 
 ASKED_MAX = 65_536
 """Keys that are asked for at once, and keys that are remembered as absent."""

@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from kvpool.errors import BlockNotFound, KVPoolError, StoreBusy
-from kvpool.hostcache.index import HostCache
-from kvpool.hostcache.leases import HostLease
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_leases import HostLease
 from kvpool.keepers.lines import Line
-from kvpool.stores.base import Rows
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import Rows
 
 AT_ONCE = 64
 """Most blocks of one job."""

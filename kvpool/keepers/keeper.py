@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
+from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
+from kvpool.entry.interrupt import Bell
+from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.interrupt import Bell
+from kvpool.keepers.block_saves import OnCommit, OnEviction, OnReuse, Rule, Saver
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.forgetting import Forgetter, Forgotten
 from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
@@ -31,14 +33,12 @@ from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import Content, Ledger
 from kvpool.keepers.loading import Loader, Prefetch
 from kvpool.keepers.racing import Races
-from kvpool.keepers.saving import OnCommit, OnEviction, OnReuse, Rule, Saver
-from kvpool.manager import KVCacheManager
-from kvpool.observe.events import Events
-from kvpool.process import Process
-from kvpool.sequences.keys import BlockKeys, Match, is_keys, key_rows
+from kvpool.pool.events import Events
+from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
+from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
-from kvpool.stores.base import Store
 from kvpool.stores.queue import StoreStats
+from kvpool.stores.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self

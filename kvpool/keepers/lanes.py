@@ -9,9 +9,9 @@ import numpy as np
 
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.keepers.health import StoreHealth
-from kvpool.stores.base import LATE, Bytes, Rows, Store
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue
+from kvpool.stores.store import LATE, Bytes, Rows, Store
 
 Namespace = tuple[bytes | str | None, int | str | None]
 PAGE_BYTES = 4096

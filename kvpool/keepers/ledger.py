@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config import Group
-from kvpool.observe.events import NAMELESS, Events, Name
-from kvpool.sequences.keys import BlockKeys
+from kvpool.pool.config import Group
+from kvpool.pool.events import NAMELESS, Events, Name
+from kvpool.pool.keys import BlockKeys
 from kvpool.state.records import DEVICE, HOST
 from kvpool.state.ring import CLEARED, REMOVED, STORED, UPDATED
-from kvpool.stores.base import KEY_BYTES, Bytes
 from kvpool.stores.seals import Secret, block_content
+from kvpool.stores.store import KEY_BYTES, Bytes
 
 ON_DEVICE, ON_HOST = 1 << DEVICE, 1 << HOST
 Flags = npt.NDArray[np.bool_]

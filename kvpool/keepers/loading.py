@@ -10,19 +10,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.entry.interrupt import Bell
+from kvpool.entry.process import Process
 from kvpool.errors import DeviceError, StoreBusy
-from kvpool.interrupt import Bell
 from kvpool.keepers.feed import Feed
 from kvpool.keepers.lanes import Lane, Namespace
 from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
 from kvpool.keepers.racing import Race, Races
-from kvpool.manager import KVCacheManager
-from kvpool.process import Process
-from kvpool.sequences.keys import BlockKeys
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.state.ring import REMOVED, STORED
-from kvpool.stores.base import ABSENT, DAMAGED, LATE, OK
 from kvpool.stores.jobs import Job
+from kvpool.stores.store import ABSENT, DAMAGED, LATE, OK
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4

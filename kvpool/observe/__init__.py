@@ -1,1 +1,1 @@
-"""What a pool tells about itself: events, statistics, metrics."""
+"""What a pool tells to monitoring: metrics for Prometheus."""

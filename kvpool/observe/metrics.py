@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
-from kvpool.hostcache.index import HostCache, HostCacheStats
+from kvpool.hostcache.host_cache import HostCache, HostCacheStats
 from kvpool.keepers.keeper import Keeper, KeeperStats
-from kvpool.manager import KVCacheManager
-from kvpool.observe.stats import GroupStats, Histogram, Stats, TierStats
+from kvpool.pool.manager import KVCacheManager
+from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.stores.queue import StoreStats
 
 try:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.planner.plan import Plan
+from kvpool.planner.capacity_plan import Plan
 from kvpool.planner.report import duration
-from kvpool.planner.store import StorePlan
+from kvpool.planner.store_tier import StorePlan
 
 SUFFIXES = (".png", ".svg", ".html")
 _TENANTS = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.planner.plan import Plan
+from kvpool.planner.capacity_plan import Plan
 from kvpool.planner.prefixes import Prefix
 
 _BAR = 24

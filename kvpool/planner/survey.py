@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.interrupt import DeferSignals
+from kvpool.entry.interrupt import DeferSignals
 from kvpool.planner.curve import Curve, coarse_limits
 from kvpool.planner.distances import BUCKETS, GROUPS, StackDistances
 from kvpool.planner.prefixes import Prefixes, find_prefixes

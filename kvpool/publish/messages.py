@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config import Group
-from kvpool.observe.events import Events, Name
+from kvpool.pool.config import Group
+from kvpool.pool.events import Events, Name
 from kvpool.state.ring import CLEARED, REMOVED, STORED
 
 MEDIA = {"device": "GPU", "host": "CPU"}

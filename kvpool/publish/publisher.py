@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from kvpool.arguments import bool_argument
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.arguments import bool_argument
+from kvpool.entry.interrupt import Bell, DeferSignals
+from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
-from kvpool.interrupt import Bell, DeferSignals
 from kvpool.keepers.keeper import Keeper
-from kvpool.manager import KVCacheManager
-from kvpool.observe.events import Events
-from kvpool.process import Process
+from kvpool.pool.events import Events
+from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.peers import Peers

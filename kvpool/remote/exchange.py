@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kvpool.remote.errors import RemoteError, RemoteTimeout
-from kvpool.remote.messages import (
+from kvpool.remote.frames import (
     BLOCKS_MAX,
     KEY_BYTES,
     Blocks,
@@ -27,6 +26,7 @@ from kvpool.remote.messages import (
     decode,
     encode,
 )
+from kvpool.remote.remote_errors import RemoteError, RemoteTimeout
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport
 
 ARRIVAL_POLL_MS = 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.remote.messages import BLOCKS_MAX
+from kvpool.remote.frames import BLOCKS_MAX
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.remote.messages import Malformed
+from kvpool.remote.frames import Malformed
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, Host, Offer, Parts, ServerTransport
 
 INSTALL = "pip install --no-deps nixl nixl-cu13"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.manager import KVCacheManager
-from kvpool.remote.messages import NUMBERS_MAX
+from kvpool.pool.manager import KVCacheManager
+from kvpool.remote.frames import NUMBERS_MAX
 
 HostBytes = npt.NDArray[np.uint8]
 

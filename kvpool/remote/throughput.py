@@ -17,11 +17,11 @@ import numpy.typing as npt
 import zmq
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.manager import KVCacheManager
+from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import nixl
-from kvpool.remote.client import BlockClient
+from kvpool.remote.block_client import BlockClient
+from kvpool.remote.block_server import BlockServer
 from kvpool.remote.limits import Limits
-from kvpool.remote.server import BlockServer
 from kvpool.remote.transport import InlineClient, InlineServer
 
 _SECRET = bytes(32)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kvpool.remote.messages import Malformed
+from kvpool.remote.frames import Malformed
 
 Host = Sequence[Sequence[npt.NDArray[np.uint8]]]
 """The host tier: for each group of layers, and each part of its blocks, uint8[host_blocks, bytes]."""

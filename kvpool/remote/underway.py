@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpool.holders.leases import Lease
+from kvpool.pool.leases import Lease
 from kvpool.remote.limits import Limits
 
 

@@ -15,16 +15,16 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
-from kvpool.manager import KVCacheManager
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import States, token_states
-from kvpool.replay.device import MeteredDevice, VerifyingDevice
 from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
 from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, peak_memory_bytes
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 from kvpool.replay.verifier import Verifier, ranges
-from kvpool.sequences.keys import BlockKeys
+from kvpool.replay.watched_devices import MeteredDevice, VerifyingDevice
 from kvpool.stores import Store
 
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.errors import BlockNotFound
-from kvpool.manager import KVCacheManager
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockClient
 from kvpool.replay.content import KVBytes, States, token_states
-from kvpool.replay.stress import Figure
+from kvpool.replay.stress_run import Figure
 from kvpool.replay.traces import Trace
-from kvpool.sequences.keys import BlockKeys
 
 _PREFIX_EVERY = 8
 """Of this many calls, one fetches a prefix into the pool as an engine would. The others fetch any blocks of a prompt

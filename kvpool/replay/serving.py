@@ -11,7 +11,7 @@ from kvpool.errors import KVPoolError
 from kvpool.remote import BlockServer, Limits
 from kvpool.replay.engine import Replay, ReplayConfig
 from kvpool.replay.schedule import worst_blocks
-from kvpool.replay.stress import Figure
+from kvpool.replay.stress_run import Figure
 from kvpool.replay.traces import Trace
 
 _SWITCH_SECONDS = 1e-4

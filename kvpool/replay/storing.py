@@ -13,9 +13,9 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.keepers import Keeper
-from kvpool.manager import KVCacheManager
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.summary import Stored
-from kvpool.sequences.keys import BlockKeys
 from kvpool.stores import Store
 
 STAGING_BYTES = 64 << 20

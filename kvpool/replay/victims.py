@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.manager import KVCacheManager
+from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     HOST,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.jit.intrinsics import array_at
 from kvpool.state.accesses import FOLLOWS, emit_access
-from kvpool.state.atomics import array_at
 from kvpool.state.commit import give_back, retry_duplicates, stored_tail
 from kvpool.state.kinds import has_states
 from kvpool.state.records import LIVE, NONE, SEQUENCE, add_reference, blocks_of, rows_of, sequences_of, table_of

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import address_of, array_at, memcpy
+from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.codes import SHORT_OF_BLOCKS
 from kvpool.state.hashing import block_key
 from kvpool.state.index import expect, find, link, unlink_content

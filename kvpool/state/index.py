@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import prefetch
+from kvpool.jit.intrinsics import prefetch
 from kvpool.state.guards import NAMESPACE_AT_HIT, TOKENS_AT_HIT
 from kvpool.state.records import EXTRA, LINKED, NONE, TAIL, blocks_of, children_of, extra_of, index_of, tokens_of
 

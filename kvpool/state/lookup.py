@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import address_of, array_at
+from kvpool.jit.intrinsics import address_of, array_at
 from kvpool.state.index import best_child, device_copy, find
 from kvpool.state.kinds import finds, finds_parts, has_states, needs_all
 from kvpool.state.records import NONE, blocks_of, head, request_at

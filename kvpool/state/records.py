@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import address_of, array_at, compare_exchange, load, record_at, store
+from kvpool.jit.intrinsics import address_of, array_at, compare_exchange, load, record_at, store
 
 
 def _numbers(names: str) -> np.dtype[Any]:

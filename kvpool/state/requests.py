@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import address_of, array_at
+from kvpool.jit.intrinsics import address_of, array_at
 from kvpool.state.hashing import block_key
 from kvpool.state.records import DEFAULT_PRIORITY, NONE, head, request_at, rows_of
 

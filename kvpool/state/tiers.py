@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at, bit_length, prefetch
+from kvpool.jit.intrinsics import array_at, bit_length, prefetch
 from kvpool.state.index import expect, expect_child, link, rival_child, unlink_content
 from kvpool.state.lists import heap_push, heap_remove, push_back, push_front, relink, unlink
 from kvpool.state.policy import fall, falls, goes_down, inherit, list_of, victim

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
+from kvpool.jit.intrinsics import address_of
 from kvpool.state import drafts, forks, growth, recurrent, upkeep
-from kvpool.state.atomics import address_of
 from kvpool.state.codes import BAD_TOTAL, SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.commit import DROP, STORE, commit_blocks, commit_error, release_rows
 from kvpool.state.kinds import finds, has_states, needs_all

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arguments import id_array
+from kvpool.entry.arguments import id_array
 from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
 from kvpool.stores import jobs
-from kvpool.stores.arguments import Keys, rows_argument
-from kvpool.stores.base import ABSENT, CODES, DAMAGED, FAILED, OK, SEAL_BYTES, Bytes, Rows, Store
+from kvpool.stores.job_arguments import Keys, rows_argument
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames, Secret
+from kvpool.stores.store import ABSENT, CODES, DAMAGED, FAILED, OK, SEAL_BYTES, Bytes, Rows, Store
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.stores import jobs
-from kvpool.stores.base import CANCELLED, Bytes, Rows
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import CANCELLED, Bytes, Rows
 
 Running = Iterable[tuple[Job, Rows]]
 """Jobs with the places of the blocks that calls of the store have now."""

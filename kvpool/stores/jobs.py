@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.strided import read_only
-from kvpool.stores.base import CODES, OK, Bytes, Rows
 from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import CODES, OK, Bytes, Rows
 
 if TYPE_CHECKING:
     from kvpool.stores.queue import StoreQueue

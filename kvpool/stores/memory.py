@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.stores.base import ABSENT, CANCELLED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.store import ABSENT, CANCELLED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 
 
 class _Block(NamedTuple):

@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arguments import bool_argument
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.arguments import bool_argument
+from kvpool.entry.interrupt import Bell, DeferSignals
+from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.interrupt import Bell, DeferSignals
-from kvpool.process import Process
 from kvpool.stores import jobs
-from kvpool.stores.arguments import (
+from kvpool.stores.calls import NO_CODES, NO_ROWS, Calls
+from kvpool.stores.drops import Drops
+from kvpool.stores.job_arguments import (
     Keys,
     deadline_argument,
     keys_argument,
@@ -35,23 +37,9 @@ from kvpool.stores.arguments import (
     name_argument,
     rows_argument,
 )
-from kvpool.stores.base import (
-    CANCELLED,
-    CODES,
-    KEY_BYTES,
-    LATE,
-    MODEL_BYTES,
-    OK,
-    TAG_BYTES,
-    Bytes,
-    Rows,
-    Space,
-    Store,
-)
-from kvpool.stores.calls import NO_CODES, NO_ROWS, Calls
-from kvpool.stores.drops import Drops
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames, Secret, check_library
+from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self

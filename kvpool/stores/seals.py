@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.stores.base import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
+from kvpool.stores.store import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
 
 SECRET_BYTES = 32
 _NAME = b"kvpool store 2 "

@@ -7,15 +7,15 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl
 
-from kvpool.arguments import text_argument
+from kvpool.entry.arguments import text_argument
 from kvpool.sizes import parse_size
-from kvpool.stores.base import Store
+from kvpool.stores.store import Store
 
 _KINDS = {
     "disk": ("kvpool.stores.disk", "DiskStore"),
     "memory": ("kvpool.stores.memory", "MemoryStore"),
-    "mooncake": ("kvpool.stores.mooncake.store", "MooncakeStore"),
-    "peer": ("kvpool.stores.peer.store", "PeerStore"),
+    "mooncake": ("kvpool.stores.mooncake.mooncake_store", "MooncakeStore"),
+    "peer": ("kvpool.stores.peer.peer_store", "PeerStore"),
 }
 _SIZES = ("capacity", "segment")
 """options in bytes"""

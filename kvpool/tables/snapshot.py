@@ -14,7 +14,7 @@ from kvpool.device.base import Device, Stream
 from kvpool.device.tables import StagedRows, StagedVectors, Table, staged_bytes, staged_views
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
-from kvpool.state.atomics import array_at, memcpy
+from kvpool.jit.intrinsics import array_at, memcpy
 from kvpool.state.codes import SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL
 from kvpool.state.records import NONE, H, head, sequences_of
 from kvpool.state.sequences import check, stream_of

@@ -19,8 +19,8 @@ from kvpool.copying.transfer import Transfer
 from kvpool.device.base import Device, Event, Stream
 from kvpool.device.retired import Retired
 from kvpool.device.tables import Table
+from kvpool.entry.interrupt import deliver
 from kvpool.errors import DeviceError, PoolClosed
-from kvpool.interrupt import deliver
 from kvpool.state import guards
 
 SMALLEST_BYTES = 4096

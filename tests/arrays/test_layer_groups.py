@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, LayerGroup, split_blocks
-from kvpool.config import capacities_argument, describe, groups_argument
+from kvpool.pool.config import capacities_argument, describe, groups_argument
 
 
 def layout(tokens: int = 16, heads: int = 2, layers: int = 1) -> BlockLayout:

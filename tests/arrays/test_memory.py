@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import BLOCKS_MAX, MemoryPools
 from kvpool.device import CpuDevice, get_device
 from kvpool.device.ram import available_ram
 from kvpool.errors import InsufficientMemory, KVPoolError, PoolClosed
+from kvpool.memory.pools import BLOCKS_MAX, MemoryPools
 
 GIB = 1 << 30
 LAYOUT = BlockLayout(2, 2, 4, 4)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.memory import BLOCKS_MAX, MemoryPools
 from kvpool.device import CpuDevice
 from kvpool.errors import DeviceError, InsufficientMemory, PoolClosed
+from kvpool.memory.pools import BLOCKS_MAX, MemoryPools
 from tests.arrays.test_memory import SmallDevice
 from tests.device.regions import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, LAYOUTS, ids_of
 from tests.interop.arrays import aligned

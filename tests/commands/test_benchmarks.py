@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
-from kvpool.arrays.memory import MemoryPools
-from kvpool.manager import KVCacheManager
+from kvpool.memory.pools import MemoryPools
+from kvpool.pool.manager import KVCacheManager
 
 PACKAGE = "asv_bench.benchmarks"
 KINDS = {"mem", "peakmem", "time", "timeraw", "track"}

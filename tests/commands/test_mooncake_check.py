@@ -12,7 +12,7 @@ import pytest
 from kvpool.__main__ import main
 from kvpool.commands import mooncake_check
 from kvpool.commands.checks import FAILED, OK, WARNING
-from kvpool.stores.mooncake import client as mooncake_client
+from kvpool.stores.mooncake import guarded_client as mooncake_client
 
 WELL: dict[str, Any] = {
     "version": mooncake_client.TESTED,

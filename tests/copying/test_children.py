@@ -19,7 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager, jit, operations
 from kvpool.device.shared import SharedMemory
 from kvpool.keepers.hostkeeper import HostKeeper
-from kvpool.sequences import together
+from kvpool.pool import together
 from kvpool.stores import MemoryStore, StoreQueue
 from kvpool.stores.disk import DiskStore
 from tests.children import in_child
@@ -191,7 +191,7 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
 
 def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:
     """As if another thread forked while the main thread defers signals."""
-    from kvpool.interrupt import DeferSignals
+    from kvpool.entry.interrupt import DeferSignals
 
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))

@@ -21,7 +21,7 @@ from engine import Clock, small_layout
 from kvpool import KVCacheManager, PagedKV, gather_kv
 from kvpool.device.base import Device
 from kvpool.device.sim import SimDevice
-from kvpool.interrupt import LOOK_AT_ALL, DeferSignals, deliver
+from kvpool.entry.interrupt import LOOK_AT_ALL, DeferSignals, deliver
 from steps import arrays
 
 T, P, S = 4, 16, 12

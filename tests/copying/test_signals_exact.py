@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvpool.interrupt
+import kvpool.entry.interrupt
 from kvpool import operations
-from kvpool.interrupt import Bell, DeferSignals
+from kvpool.entry.interrupt import Bell, DeferSignals
 from kvpool.state.records import LIVE, SWAPPED
 from tests.copying.test_signals import GIVING, VERBS, Act, Desk, export, pin, reserve
 from tests.exact import At
@@ -88,7 +88,7 @@ def test_a_signal_before_any_instruction_finds_the_call_undone_or_whole(verb: Ca
         at = At(k)
         raised = at.run(verb(desk))
         reached, found, where = at.reached, desk.counts(), f"place {k} {at.where}"
-        assert kvpool.interrupt._current is None, f"signals are deferred for ever {where}"
+        assert kvpool.entry.interrupt._current is None, f"signals are deferred for ever {where}"
         assert (raised is not None) == reached or verb is export, f"the signal was not delivered {where}"
         if at.ended:
             assert found == after, where
@@ -134,10 +134,10 @@ def test_deferring_goes_on_after_two_signals_at_once() -> None:
         for second in range(1, 12):
             at = At(k, second)
             at.run(act)
-            assert kvpool.interrupt._current is None, at.where
+            assert kvpool.entry.interrupt._current is None, at.where
             with DeferSignals():
-                assert kvpool.interrupt._current is not None
-    assert not kvpool.interrupt._noted
+                assert kvpool.entry.interrupt._current is not None
+    assert not kvpool.entry.interrupt._noted
 
 
 def test_a_wait_that_a_handler_leaves_keeps_no_other_thread_waiting() -> None:

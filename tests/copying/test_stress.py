@@ -16,7 +16,7 @@ import pytest
 from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
 from kvpool.replay import ReplayConfig, synthetic
-from kvpool.replay.stress import EVENTS, Contents, Stress, StressConfig, StressReport
+from kvpool.replay.stress_run import EVENTS, Contents, Stress, StressConfig, StressReport
 from kvpool.replay.victims import VictimWatch
 
 T = 4

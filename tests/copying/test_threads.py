@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
+from kvpool.jit.intrinsics import compare_exchange, load
 from kvpool.state import pins, tiers
-from kvpool.state.atomics import compare_exchange, load
 from kvpool.state.records import BLOCK, change_word, head
 
 T = 4

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.arrays.strided import as_strided
 from kvpool.device import CpuDevice, get_device, reference
 from kvpool.device.base import ALIGNMENT, Device, Region
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, PoolClosed
+from kvpool.memory.pools import MemoryPools
 from tests.device.faults import FaultyDevice
 from tests.device.pools import (
     BLOCKS,

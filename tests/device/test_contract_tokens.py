@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import Device
 from kvpool.errors import PoolClosed
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, images, make_pools
 
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import BYTES, FROM, TO
 from kvpool.device.block_copy import make_plan
 from kvpool.device.cuda.fragments import Cutter
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 
 LAYOUTS = [

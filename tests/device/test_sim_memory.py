@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM, Event, Part
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
 from kvpool.device.sim.mirror import Mirror
 from kvpool.errors import PoolClosed
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves, make_pools
 
 T = 4

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM
 from kvpool.device.sim import Deadlock, ListedChoices, RaceError, ScheduleFailed, SeededChoices, SimDevice, explore
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves, host_writes, make_pools
 
 # Four segments of 64 bytes: with chunks of 64, a move has four pieces.
@@ -239,7 +239,7 @@ def test_waits_that_can_never_end_are_reported_with_the_calls_that_are_stuck(
             wait()
         for part in ("stream 'slow' is at a closed gate", "stream 'waiting' is at wait", "test_sim_schedule.py:"):
             assert part in str(caught.value)
-    monkeypatch.setattr("kvpool.device.sim.device._VAIN_QUERIES", 50)
+    monkeypatch.setattr("kvpool.device.sim.sim_device._VAIN_QUERIES", 50)
     with pytest.raises(Deadlock, match=r"loop over query.*"):
         for _ in range(100):
             assert not device.query(event)

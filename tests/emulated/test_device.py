@@ -12,11 +12,11 @@ from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Region, Stream
 from kvpool.device.cuda import CudaDevice
-from kvpool.device.cuda import device as cuda
+from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import PATHS
+from kvpool.device.kernels.launch import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, InsufficientMemory
-from kvpool.kernels.launch import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver

@@ -16,11 +16,11 @@ import pytest
 
 from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device.cuda import CudaDevice
-from kvpool.device.cuda import device as cuda
+from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.batch import BATCH_FRAGMENTS
 from kvpool.device.cuda.numa import processors_near
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves
 from tests.emulated import lab
 from tests.emulated.lab import Driver
@@ -132,7 +132,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         gpu = tmp_path / "bus/pci/devices" / f"0000:e{node}:00.0"
         gpu.mkdir(parents=True)
         (gpu / "numa_node").write_text(f"{node}\n")
-    monkeypatch.setattr("kvpool.device.cuda.arrays.processors_near", functools.partial(processors_near, sysfs=tmp_path))
+    monkeypatch.setattr(
+        "kvpool.device.cuda.cuda_arrays.processors_near", functools.partial(processors_near, sysfs=tmp_path)
+    )
     return usable[:2]
 
 

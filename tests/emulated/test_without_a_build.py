@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.kernels import cuda_sources
-from kvpool.kernels.launch import cuda_source
+from kvpool.device.kernels import cuda_sources
+from kvpool.device.kernels.launch import cuda_source
 from tests.emulated import build, twins
 from tests.kernels import shim
 

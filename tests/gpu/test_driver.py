@@ -16,7 +16,7 @@ import pytest
 from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
-from kvpool.device.cuda import device as cuda
+from kvpool.device.cuda import cuda_device as cuda
 from tests import emulated
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.cuda import CudaDevice, calibration
-from kvpool.device.cuda import device as cuda
+from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
 from kvpool.device.cuda.fragments import Cutter
 from kvpool.device.cuda.measure import measure

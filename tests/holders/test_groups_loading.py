@@ -12,7 +12,7 @@ import pytest
 from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins
 from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
 from kvpool.device.cpu import CpuDevice
-from kvpool.holders.reservations import Share
+from kvpool.pool.reservations import Share
 from tests.device.faults import FaultyDevice
 
 A = list(range(100, 140))

@@ -20,64 +20,37 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = ("kvpool", "tests", "asv_bench", "docs", "examples")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "env" not in path.parts]
 
-# Each may import from the lines above it and from its own. A folder stands for all modules inside it that have no
-# line of their own.
+# A folder is a layer: each may import from the lines above it. The files at the top of the package are layers too.
 LAYERS = [
-    [
-        "errors",
-        "process",
-        "sizes",
-        "arrays.layout",
-        "jit",
-        "interrupt",
-        "arrays.dlpack",
-        "arrays.pool_ids",
-        "arrays.strided",
-        "arrays.paged",
-    ],
-    ["state"],
-    ["device.tables", "device.steps", "device.shared"],
-    ["device.base", "kernels"],
-    ["device"],
-    ["arrays"],
-    ["copying"],
-    ["tables"],
-    ["arguments", "operations", "sequences.retention", "sequences.keys", "observe"],
-    ["refusals", "config"],
-    ["core"],
-    ["sequences", "holders", "tables.host", "tables.hand_over"],
-    ["hostcache"],
-    [
-        "stores.base",
-        "stores.seals",
-        "stores.arguments",
-        "stores.jobs",
-        "stores.drops",
-        "stores.calls",
-        "stores.queue",
-        "stores.memory",
-        "stores.urls",
-        "stores.secret_files",
-        "stores.secrets",
-    ],
-    ["stores.disk", "stores.mooncake"],
-    ["manager"],
-    ["warming"],
-    [""],
-    ["stores"],
-    ["keepers"],
-    ["engines"],
-    ["observe.metrics", "remote"],
-    ["stores.peer"],
-    ["publish"],
-    ["replay"],
-    ["planner"],
-    ["commands"],
-    ["__main__"],
+    "errors",
+    "sizes",
+    "jit",
+    "arrays",
+    "state",
+    "operations",
+    "entry",
+    "device",
+    "memory",
+    "copying",
+    "tables",
+    "pool",
+    "hostcache",
+    "warming",
+    "",
+    "remote",
+    "stores",
+    "keepers",
+    "engines",
+    "observe",
+    "publish",
+    "replay",
+    "planner",
+    "commands",
+    "__main__",
 ]
-RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+RANKS = {name: rank for rank, name in enumerate(LAYERS)}
 GPU_PACKAGES = {"cuda", "cupy", "jax", "tensorflow", "torch"}
-GPU_MODULE = "device.cuda.device"
+GPU_MODULE = "device.cuda.cuda_device"
 ENGINES = {"engines.sglang": {"torch"}}
 """Plug-ins whose engine hands over arrays of this package, and has imported it before."""
 

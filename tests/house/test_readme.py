@@ -24,7 +24,7 @@ NEEDS = {
     "kvpool.publish": ("msgspec", "zmq"),
     "kvpool.remote": ("zmq",),
     "kvpool.stores": ("blake3",),
-    "kvpool.stores.peer.store": ("zmq",),
+    "kvpool.stores.peer.peer_store": ("zmq",),
     "kvpool.observe.metrics": ("prometheus_client",),
 }
 

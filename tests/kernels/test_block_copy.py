@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.base import TOKENS
 from kvpool.device.block_copy import make_plan
-from kvpool.kernels import copies
-from kvpool.kernels.launch import Grid
+from kvpool.device.kernels import copies
+from kvpool.device.kernels.launch import Grid
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 from tests.kernels.shim import ShimLauncher
 

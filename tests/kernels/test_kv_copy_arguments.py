@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvpool import PagedKV, StridedArray, gather_kv, scatter_kv
-from kvpool.kernels import copies
-from kvpool.kernels.copies import KvPlane, KvTokens
-from kvpool.kernels.launch import Grid
+from kvpool.device.kernels import copies
+from kvpool.device.kernels.copies import KvPlane, KvTokens
+from kvpool.device.kernels.launch import Grid
 from tests.kernels.caches import Sizes, make_cache
 from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory
@@ -128,7 +128,7 @@ def test_a_gpu_without_its_packages_is_said_to_need_them(monkeypatch: pytest.Mon
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("kvpool.arrays.kv_copy.importlib", SimpleNamespace(import_module=missing))
+    monkeypatch.setattr("kvpool.memory.kv_copy.importlib", SimpleNamespace(import_module=missing))
     with pytest.raises(ImportError, match="'cuda12' or 'cuda13'"):
         gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), as_memory(staging(), "device"))
 

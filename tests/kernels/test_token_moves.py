@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice, reference
 from kvpool.device.block_copy import make_plan
-from kvpool.kernels.token_moves import MOVES, TOKEN_MOVES, token_moves
+from kvpool.device.kernels.token_launches import MOVES, TOKEN_MOVES, token_moves
+from kvpool.memory.pools import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
 from tests.device.test_contract_tokens import SHAPES, random_token_moves
 from tests.kernels.shim import ShimLauncher

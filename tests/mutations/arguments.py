@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys_are_not_copied",
-        "sequences/keys.py",
+        "pool/keys.py",
         "        return found.copy().view(np.int64)\n    if not",
         "        return found.view(np.int64)\n    if not",
         "A lease has blocks of other keys than those that it names.",
@@ -48,7 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys_of_jobs_are_not_copied",
-        "stores/arguments.py",
+        "stores/job_arguments.py",
         "    return own.copy()\n\n\ndef rows_argument",
         "    return own\n\n\ndef rows_argument",
         "A block comes back under a key that was not asked for.",
@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_keys_of_a_list_are_read_twice",
-        "hostcache/keys.py",
+        "hostcache/opaque_keys.py",
         "    return tuple(found)\n",
         "    return keys\n",
         "Keys are reserved that the caller has taken out of the list.",
@@ -65,7 +65,7 @@ MUTATIONS = (
     # -- objects that lie ------------------------------------------------------------------------------------
     Mutation(
         "a_subclass_says_what_shape_its_flags_have",
-        "sequences/contents.py",
+        "pool/contents.py",
         "found = np.asarray(given)[...]",
         "found = given[...]",
         "Jitted code reads and writes behind an array that is shorter than it said.",
@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys_have_a_state_that_can_be_set",
-        "sequences/keys.py",
+        "pool/keys.py",
         "    def __setstate__(",
         "    def _setstate(",
         "A pickle has keys believed that no pool has hashed.",
@@ -89,7 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_copy_of_step_tables_knows_the_places_of_the_first",
-        "tables/steps.py",
+        "tables/step_tables.py",
         "    def __reduce__(",
         "    def _reduce(",
         "A step writes to arrays that may have been freed.",

@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_refused_list_leaves_the_names_that_it_forgot",
-        "sequences/together.py",
+        "pool/together.py",
         "                    core.names.restore(names)\n",
         "",
         "After a refused list, a sequence that runs on has no salt any more: the keys of its next turn are a KeyError.",
@@ -66,7 +66,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_keys_of_a_pickle_are_believed",
-        "sequences/prompts.py",
+        "pool/prompts.py",
         "if not keys.proven:",
         "if False:",
         "A forged block is found behind another prompt's beginning: who goes on there reads KV of other tokens.",
@@ -266,7 +266,7 @@ MUTATIONS = (
     # -- imports --------------------------------------------------------------------------------------------
     Mutation(
         "keys_of_another_secret_are_taken",
-        "sequences/keys.py",
+        "pool/keys.py",
         "prompt.origin is not origin and prompt.origin != origin",
         "False",
         "Content is stored under keys that this pool would never give it.",
@@ -274,7 +274,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_after_a_reset_is_published",
-        "holders/imports.py",
+        "pool/block_imports.py",
         "if generation != heads[0, records.H.generation]:",
         "if False:",
         "Blocks that a reset has given to others get the keys of an import.",

@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_next_turn_hashes_all_again",
-        "sequences/keys.py",
+        "pool/keys.py",
         "requests.hash_request(heads, self._request, len(known))",
         "requests.hash_request(heads, self._request, 0)",
         "Each turn of a conversation hashes all turns before it.",
@@ -107,7 +107,7 @@ MUTATIONS = (
     ),
     Mutation(
         "extended_keys_lose_the_extra_ids_of_before",
-        "sequences/keys.py",
+        "pool/keys.py",
         "(zeros[0] if own is None else own, ",
         "(zeros[0], ",
         "The block in which an image ends is found by prompts with another image.",
@@ -131,7 +131,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_group_is_served_from_the_rows_of_the_first",
-        "remote/server.py",
+        "remote/block_server.py",
         "self._cache.groups[group].first_host_block",
         "self._cache.groups[0].first_host_block",
         "A client gets memory that is not the block it asked for, or none.",

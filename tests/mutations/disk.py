@@ -9,7 +9,7 @@ FOLDER, FAILURES = "tests/stores/test_disk_folder.py::", "tests/stores/test_disk
 MUTATIONS = (
     Mutation(
         "a_save_is_told_before_it_is_durable",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "        self._commits.wait()\n        with self._lock:",
         "        with self._lock:",
         "A block that an engine was told of is gone after a crash.",
@@ -20,7 +20,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_sync_makes_up_for_one_that_failed",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "if self._failed_syncs != failed_syncs:",
         "if False:",
         "A block that an engine was told of is gone after a power failure.",
@@ -28,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_was_closed_after_a_crash_is_believed",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "if header is not None and not self._index.in_doubt:",
         "if header is not None:",
         "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",
@@ -36,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pages_of_a_failed_commit_are_forgotten",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "                self._table.give_back(pages)\n",
         "",
         "Blocks that a user had forgotten are back after a restart.",
@@ -44,7 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_block_that_is_read_can_be_evicted",
-        "stores/disk/index.py",
+        "stores/disk/slot_index.py",
         " for key in keys]\n        self._pins.update(slot for slot in slots if slot >= 0)",
         " for key in keys]\n        self._pins.update(())",
         "A load gets bytes of another block, and the block counts as damaged.",
@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_end_of_a_prompt_outlives_its_beginning",
-        "stores/disk/index.py",
+        "stores/disk/slot_index.py",
         "for key, seal in zip(reversed(keys), reversed(seals), strict=True)",
         "for key, seal in zip(keys, seals, strict=True)",
         "What is left of a prompt cannot be used.",
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_new_secret_keeps_old_rows",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "-(-self._slots // PER_PAGE) if same_secret else 0",
         "-(-self._slots // PER_PAGE)",
         "Blocks that nobody can ever find fill the store.",
@@ -79,7 +79,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_beyond_the_slab_are_kept",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "table.check(min(had, self._slots))",
         "table.check(self._slots)",
         "A load of a block whose file is gone is told to be damaged, and not absent.",
@@ -111,7 +111,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_namespace_evicts_others",
-        "stores/disk/index.py",
+        "stores/disk/slot_index.py",
         "while members is not None and len(members) >= limit:",
         "while False:",
         "One tenant pushes out the blocks of all others.",

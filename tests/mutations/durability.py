@@ -10,7 +10,7 @@ _STATES = ("tests/stores/crash/test_proof.py::test_in_hundreds_of_crash_states_n
 MUTATIONS = (
     Mutation(
         "rows_before_bytes_are_durable",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "            self._slab.sync()\n",
         "",
         "Power fails, and blocks that were acknowledged have lost their bytes.",
@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_forget_that_is_not_durable",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "        self._commits.wait()\n        return count\n",
         "        return count\n",
         "Power fails, and what was forgotten is back.",
@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_row_from_before_a_crash_is_believed",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "        self._compare(names, rows, stop)\n",
         "",
         "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",

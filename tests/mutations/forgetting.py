@@ -69,7 +69,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_forget_of_nothing_waits_for_no_commit",
-        "stores/disk/store.py",
+        "stores/disk/disk_store.py",
         "        self._commits.wait()\n        return count\n",
         "        if count:\n            self._commits.wait()\n        return count\n",
         "A block that was evicted a moment before is back after a crash, although it was forgotten.",
@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_served_drop_waits_for_no_save",
-        "stores/peer/server.py",
+        "stores/peer/store_server.py",
         "saving and not may_save or drops and saves",
         "saving and not may_save",
         "A block that was forgotten comes back on a peer: its client had given its save up.",
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_save_from_before_a_drop_is_served",
-        "stores/peer/calls.py",
+        "stores/peer/served_calls.py",
         "        if request.stale:\n",
         "        if False:\n",
         "A block that was forgotten comes back on a peer: its save was still in the network.",

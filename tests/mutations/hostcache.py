@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_identity_is_not_in_the_key",
-        "hostcache/index.py",
+        "hostcache/host_cache.py",
         "namespace_root(own, self.identity.content, None)",
         'namespace_root(own, b"", None)',
         "Two models that share a secret have the same hashes for the same keys.",
@@ -79,7 +79,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_copy_does_not_wait_for_the_engine",
-        "hostcache/copies.py",
+        "hostcache/host_copies.py",
         "        device.wait(stream, device.record(after))\n",
         "",
         "The host keeps what stood in the block before the engine's kernel wrote it.",
@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "done_before_it_is_enqueued",
-        "hostcache/copies.py",
+        "hostcache/host_copies.py",
         "        device.copy_fragments(fragments, stream)\n        return device.record(stream)\n",
         "        event = device.record(stream)\n"
         "        device.copy_fragments(fragments, stream)\n        return event\n",
@@ -108,7 +108,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slots_of_another_cache_are_copied",
-        "hostcache/copies.py",
+        "hostcache/host_copies.py",
         "if host_blocks.fingerprint != self.tier.fingerprint:",
         "if False:",
         "A worker reads the blocks of another model.",
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_skip_counts_anew_in_each_staging",
-        "arrays/kv_copy.py",
+        "memory/kv_copy.py",
         "        first, end = max(skip, begin), begin + staging.tokens\n",
         "        first, end = begin + min(skip, staging.tokens), begin + staging.tokens\n",
         "Of each chunk of a prompt the first tokens are missing.",
@@ -126,7 +126,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_worker_is_not_told_of_a_revoke",
-        "hostcache/leases.py",
+        "hostcache/host_leases.py",
         "        if kind is None or not self.closed:\n",
         "        if not self.closed:\n",
         "A worker whose lease was revoked gives the engine bytes of other keys.",
@@ -134,7 +134,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lease_is_closed_in_halves",
-        "hostcache/leases.py",
+        "hostcache/host_leases.py",
         "        with DeferSignals(), self.lock:\n",
         "        with self.lock:\n",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
@@ -150,7 +150,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no_tokens_are_some",
-        "hostcache/copies.py",
+        "hostcache/host_copies.py",
         "(first, end) if first < end else (0, 0)",
         "(first, end)",
         "A copy of nothing is refused for a block that it does not touch, and has a GPU copy no bytes.",

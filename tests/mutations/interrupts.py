@@ -9,7 +9,7 @@ _EXACT, _CHILDREN = "tests/copying/test_signals_exact.py::", "tests/copying/test
 MUTATIONS = (
     Mutation(
         "two_signals_at_once_end_the_deferral",
-        "interrupt.py",
+        "entry/interrupt.py",
         "                _current = None\n                try:\n",
         "                try:\n",
         "After Ctrl-C and a timeout at once, no later call of the process is protected.",
@@ -17,7 +17,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_signal_behind_the_end_undoes_nothing",
-        "interrupt.py",
+        "entry/interrupt.py",
         "        if self._outermost and self.undo is not None:\n",
         "        if False:\n",
         "A timeout leaves a sequence that nobody has, whose blocks are held for ever.",
@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
-        "process.py",
+        "entry/process.py",
         "        if why:\n",
         "        if False:\n",
         "A child that uses the pool hangs for ever.",

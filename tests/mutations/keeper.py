@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_of_several_namespaces_are_saved_as_those_of_one",
-        "keepers/saving.py",
+        "keepers/block_saves.py",
         "(content.link.namespace, content.group) == (chosen[0].link.namespace, chosen[0].group)",
         "content.group == chosen[0].group",
         "A tenant loses its blocks to the quota of another one.",
@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_copied_under_a_revoked_lease_is_saved",
-        "keepers/saving.py",
+        "keepers/block_saves.py",
         "                if not _ended(lease):\n",
         "                if _ended(lease) is None:\n",
         "A store keeps bytes of one prompt under the key of another, with a good seal.",
@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_row_keeps_what_was_there_before",
-        "keepers/saving.py",
+        "keepers/block_saves.py",
         "        row[at:] = 0\n",
         "",
         "Behind a block of one tenant, a store keeps KV of another.",
@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "to_be_saved_is_a_use",
-        "keepers/saving.py",
+        "keepers/block_saves.py",
         "        core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())\n",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",

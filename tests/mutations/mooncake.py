@@ -13,7 +13,7 @@ def _client(test: str) -> tuple[str]:
 MUTATIONS = (
     Mutation(
         "a_put_that_says_0_is_believed",
-        "stores/mooncake/store.py",
+        "stores/mooncake/mooncake_store.py",
         "OK if code > 0 else self._code(code) if code else REFUSED",
         "OK",
         "A save is OK, and its block is nowhere.",
@@ -21,7 +21,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_are_returned_while_transfers_run",
-        "stores/mooncake/client.py",
+        "stores/mooncake/guarded_client.py",
         "            time.sleep(len(keys)",
         "            bool(len(keys)",
         "A machine that hung writes an old block over one that was loaded and checked since.",
@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "close_waits_for_no_call",
-        "stores/mooncake/client.py",
+        "stores/mooncake/guarded_client.py",
         "lambda: not self._calls, timeout",
         "lambda: True, timeout",
         "The process crashes when a call returns to a library that has ended.",
@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_that_is_closed_is_called",
-        "stores/mooncake/client.py",
+        "stores/mooncake/guarded_client.py",
         "            if self._closed:\n                raise",
         "            if False:\n                raise",
         "The process crashes.",
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_child_calls_the_library",
-        "stores/mooncake/client.py",
+        "stores/mooncake/guarded_client.py",
         "self._process.check(self)\n        with self._lock:\n            if self._closed:\n                raise",
         "with self._lock:\n            if self._closed:\n                raise",
         "A child of os.fork() hangs for ever.",
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "room_is_not_made_below_a_limit",
-        "stores/mooncake/store.py",
+        "stores/mooncake/mooncake_store.py",
         "            self._drop(tag, added.gone)\n",
         "            pass\n",
         "A tenant has more blocks in the cluster than its limit.",

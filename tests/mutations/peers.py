@@ -10,7 +10,7 @@ PEER, DOORS = "tests/stores/test_peer.py", "tests/stores/test_peer_doors.py"
 MUTATIONS = (
     Mutation(
         "a_late_answer_is_taken_for_the_next",
-        "stores/peer/store.py",
+        "stores/peer/peer_store.py",
         "        if answer.id != message.id:",
         "        if False:",
         "A worker takes the answer to another call: codes that say nothing about its blocks.",
@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_goes_on_waiting_for_a_dead_server",
-        "stores/peer/store.py",
+        "stores/peer/peer_store.py",
         "            if self._monitor in ready:",
         "            if False:",
         "A load over a connection that has ended takes all of its time, and prompts wait for it.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_waits_although_nobody_waits_for_it",
-        "stores/peer/store.py",
+        "stores/peer/peer_store.py",
         "            if stop():\n                raise _Stopped",
         "            if stop():\n                pass",
         "A job that is late keeps its rows and its thread until the server answers.",
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "connections_that_have_ended_are_used_again",
-        "stores/peer/store.py",
+        "stores/peer/peer_store.py",
         "                if connection.ended():",
         "                if False:",
         "After a restart of the server, the first calls fail although it is back.",
@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "threads_of_a_server_load_into_the_same_memory",
-        "stores/peer/calls.py",
+        "stores/peer/served_calls.py",
         "        rows += thread * self.blocks_per_call\n        # The store gets a copy",
         "        # The store gets a copy",
         "Blocks of two workers that load at once are mixed, count as damaged, and are dropped.",
@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "threads_of_a_server_save_from_the_same_memory",
-        "stores/peer/calls.py",
+        "stores/peer/served_calls.py",
         "            rows += thread * self.blocks_per_call\n            self._memory",
         "            self._memory",
         "Of two workers that save at once, one has saved bytes of the other.",
@@ -66,7 +66,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saves_may_take_all_threads_of_a_server",
-        "stores/peer/server.py",
+        "stores/peer/store_server.py",
         "may_save = self._saves < max(1, self._store.threads - 1)",
         "may_save = True",
         "A disk that hangs in a save keeps every load of every worker waiting.",
@@ -74,7 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_server_reads_calls_without_bound",
-        "stores/peer/server.py",
+        "stores/peer/store_server.py",
         "zmq.POLLIN if self._under_way < self._calls_most else 0",
         "zmq.POLLIN",
         "A server with a slow store keeps all that its clients send in memory.",
@@ -82,7 +82,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_server_holds_many_answers_for_who_reads_nothing",
-        "stores/peer/server.py",
+        "stores/peer/store_server.py",
         "        socket.sndhwm, socket.rcvhwm = 1, 2",
         "        socket.sndhwm, socket.rcvhwm = 4, 4",
         "Clients that read nothing make a server use more memory than its documentation says.",

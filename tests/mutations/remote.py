@@ -10,7 +10,7 @@ STRANGERS = "tests/publish/test_publish_strangers.py"
 MUTATIONS = (
     Mutation(
         "a_server_unpins_what_it_has_not_sent_yet",
-        "remote/server.py",
+        "remote/block_server.py",
         "if copied or not self._cache.core.transfer.guards & guards.UNPIN_AFTER_RELEASE:",
         "if True:",
         "A slow client gets blocks that others have written into meanwhile.",
@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_revoked_lease_was_whole",
-        "remote/server.py",
+        "remote/block_server.py",
         "        except LeaseExpired:\n            whole = False\n",
         "        except LeaseExpired:\n            pass\n",
         "A client imports blocks that the server's owner has given to others while they were sent.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_keeps_what_it_has_not_asked_for",
-        "remote/client.py",
+        "remote/block_client.py",
         "        socket.rcvhwm = 2 * self._messages\n",
         "",
         "A server that sends on and on fills the memory of a worker that waits for nothing.",
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_of_another_layout_are_served",
-        "remote/server.py",
+        "remote/block_server.py",
         "if request.layout != self._layout:",
         "if False:",
         "A client imports blocks whose heads and layers lie elsewhere.",
@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pools_with_two_secrets_are_not_told",
-        "remote/server.py",
+        "remote/block_server.py",
         "if request.origin != self._origin:",
         "if False:",
         "With CURVE keys, workers whose secrets differ fetch nothing from each other for ever, and no error says why.",
@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_later_message_has_the_keys_of_the_first",
-        "remote/client.py",
+        "remote/block_client.py",
         "places[offset : offset + there]",
         "places[:there]",
         "Blocks are cached under the keys of others: a prompt gets another part of itself.",

@@ -11,7 +11,7 @@ MUTATIONS = (
     # -- admission ---------------------------------------------------------------------------------------
     Mutation(
         "a_prompt_longer_than_a_row_is_admitted",
-        "sequences/capacity.py",
+        "pool/capacity.py",
         "if columns > self._columns or encoder > self._columns:",
         "if False:",
         "Its block ids are written behind the end of its row of the table.",
@@ -103,7 +103,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_plan_keeps_what_it_claimed",
-        "state/plan.py",
+        "state/admission_plan.py",
         "    unclaim(heads, out, 0, n)\n",
         "",
         "Whoever asks costs the pool blocks for good.",
@@ -119,7 +119,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_prompt_waits_for_a_loader",
-        "state/plan.py",
+        "state/admission_plan.py",
         "if sequence.live != LIVE or sequence.failed or",
         "if not sequence.live or",
         "A scheduler waits for a sequence that is none, or that can only be released.",
@@ -127,7 +127,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_prompt_waits_for_states_that_are_not_kept",
-        "state/plan.py",
+        "state/admission_plan.py",
         " and keeps_state(h, found - 1, kept))",
         ")",
         "A scheduler waits for a state that is overwritten, and finds less than it was told.",

@@ -15,7 +15,7 @@ _WINDOW = "test_blocks_that_a_window_has_passed_are_holes_and_left_out_of_the_pa
 MUTATIONS = (
     Mutation(
         "a_step_may_name_tokens_that_are_not_there",
-        "tables/steps.py",
+        "tables/step_tables.py",
         " or count > length - begin:",
         ":",
         "A kernel writes K and V of a token into a block of another sequence, or outside of the pool.",
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_step_may_name_tokens_before_the_first",
-        "tables/steps.py",
+        "tables/step_tables.py",
         "if begin < 0 or begin > length",
         "if begin > length",
         "A kernel writes K and V into a block of another sequence.",
@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_step_may_name_tokens_that_a_window_has_passed",
-        "tables/steps.py",
+        "tables/step_tables.py",
         "if gone and begin < (h.sinks + gone) * h.width:",
         "if False:",
         "The slots of tokens whose block was given back are negative, and a kernel writes before the pool.",
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_array_that_is_too_small_for_a_step_is_written_all_the_same",
-        "tables/steps.py",
+        "tables/step_tables.py",
         "if needed > limits[limit]:",
         "if False:",
         "The call writes behind the end of the caller's array.",
@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_that_a_window_has_passed_are_staged_with_the_others",
-        "tables/steps.py",
+        "tables/step_tables.py",
         "        if gone:\n            memcpy(place, row, 4 * h.sinks)",
         "        if False:\n            memcpy(place, row, 4 * h.sinks)",
         "Attention with a window reads block -1, and not the last blocks.",
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_step_that_names_a_stream_is_not_ordered_on_it",
-        "tables/steps.py",
+        "tables/step_tables.py",
         "return int(use(heads, ids)) if follow else 0",
         "return 0",
         "Kernels on the stream that was named read what another stream has not written yet.",

@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_refused_list_is_enqueued",
-        "sequences/together.py",
+        "pool/together.py",
         "                    forget()\n",
         "                    pass\n",
         "Copies of a call that raised overwrite what is cached.",
@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leases_of_a_refused_list_stay_closed",
-        "sequences/together.py",
+        "pool/together.py",
         "                    self._leases.restore(leases)\n",
         "                    pass\n",
         "A reader's lease is gone, and its blocks are pinned for good.",
@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_list_is_taken_to_have_room",
-        "sequences/together.py",
+        "pool/together.py",
         "        return blocks <= int(free.min()) and rows <= int(",
         "        return rows <= int(",
         "A call that raised for want of blocks has changed the pool.",

@@ -88,7 +88,7 @@ MUTATIONS = (
     # -- leases ------------------------------------------------------------------------------------------
     Mutation(
         "a_lease_shows_what_it_unpins",
-        "holders/leases.py",
+        "pool/leases.py",
         "            blocks.copy(),\n            groups,\n",
         "            blocks,\n            groups,\n",
         "Whoever writes into what a lease shows unpins the blocks of others.",
@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lease_is_closed_twice",
-        "holders/leases.py",
+        "pool/leases.py",
         "            if not self.is_open(lease):\n                raise LeaseExpired",
         "            if False:\n                raise LeaseExpired",
         "The second close takes somebody else's pin.",
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_reader_is_not_told_of_a_revoke",
-        "holders/leases.py",
+        "pool/leases.py",
         "        if kind is None or not self.closed:\n",
         "        if not self.closed:\n",
         "A reader whose lease was revoked uses bytes of whoever has its blocks by then.",
@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_revoke_closes_the_leases_of_all",
-        "holders/leases.py",
+        "pool/leases.py",
         "held.lease.owner == owner and",
         "",
         "Readers lose their pins since another one was revoked.",
@@ -120,7 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lease_of_bytes_that_never_came",
-        "holders/leases.py",
+        "pool/leases.py",
         "if lost is not None:",
         "if False:",
         "A reader copies whatever stood in a block that a failed device did not fill.",
@@ -131,7 +131,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_closed_lease_says_nothing_of_its_stream",
-        "holders/leases.py",
+        "pool/leases.py",
         "        self._core.note(ACCESSED, stream, held.ids)\n",
         "",
         "A block is overwritten while a copy that its reader enqueued is still reading it.",

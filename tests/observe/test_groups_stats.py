@@ -17,7 +17,7 @@ from kvpool.copying.traffic import Moved
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.device.cpu import CpuDevice
 from kvpool.observe.metrics import DEFINITIONS, PoolMetrics
-from kvpool.observe.stats import Histogram, TierStats
+from kvpool.pool.stats import Histogram, TierStats
 from kvpool.state import debug
 from kvpool.state.arrays import GroupSizes, Settings, States
 from kvpool.state.records import OFFLOAD, ONBOARD, WITHIN

@@ -25,7 +25,7 @@ from engine import Engine, small_layout
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, STORE_DEFINITIONS, PoolMetrics, served
-from kvpool.observe.stats import GroupStats, Histogram, Stats, TierStats
+from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.replay import Replay
 
 Make = Callable[..., Engine]

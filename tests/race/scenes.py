@@ -20,8 +20,9 @@ from numba.core import config
 import kvpool
 from engine import Engine, Request, small_layout
 from kvpool import KVCacheManager
-from kvpool.holders.leases import Lease
-from kvpool.state import atomics, debug, guards
+from kvpool.jit import intrinsics as atomics
+from kvpool.pool.leases import Lease
+from kvpool.state import debug, guards
 from kvpool.state import records as fields
 from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 

@@ -16,19 +16,7 @@ from workers import HUGE, LARGE, Make, expected, stored, until, worker
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.endpoints import ServerPassword
-from kvpool.remote.messages import (
-    Blocks,
-    Failed,
-    Find,
-    Found,
-    Get,
-    Hello,
-    Message,
-    Released,
-    Welcome,
-    decode,
-    encode,
-)
+from kvpool.remote.frames import Blocks, Failed, Find, Found, Get, Hello, Message, Released, Welcome, decode, encode
 from kvpool.state.hashing import remote_password
 
 Script = Callable[[Any, list[bytes]], list[list[Any]]]

@@ -16,7 +16,7 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.commands import fetch as fetch_command
 from kvpool.commands.serve import SECRET
-from kvpool.manager import KVCacheManager
+from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer, nixl
 from kvpool.remote.throughput import Throughput, measure
 from kvpool.replay import synthetic

@@ -11,7 +11,7 @@ from workers import SECRET, Raw, until
 
 from group_engine import GroupsEngine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
-from kvpool.remote.messages import BLOCKS_MAX, Blocks, Failed, Found, Malformed, Welcome, decode
+from kvpool.remote.frames import BLOCKS_MAX, Blocks, Failed, Found, Malformed, Welcome, decode
 from kvpool.remote.nixl import NixlClient, NixlServer, available
 from kvpool.remote.transport import InlineClient, InlineServer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.remote.messages import (
+from kvpool.remote.frames import (
     HEADER_BYTES_MAX,
     Blocks,
     Failed,

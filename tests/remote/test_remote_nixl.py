@@ -13,7 +13,7 @@ import zmq
 from workers import LARGE, SECRET, SMALL, Make, Raw, expected, stored, until, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError
-from kvpool.remote.messages import Blocks, Failed, Released, Welcome, decode
+from kvpool.remote.frames import Blocks, Failed, Released, Welcome, decode
 from kvpool.remote.nixl import INSTALL, NixlClient, NixlServer, available, new_agent
 
 needs_nixl = pytest.mark.skipif(bool(available()), reason=available())

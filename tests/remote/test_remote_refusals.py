@@ -13,7 +13,7 @@ from relay import Relay
 from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
-from kvpool.remote.messages import Blocks, Failed, Message, Released, Welcome, decode
+from kvpool.remote.frames import Blocks, Failed, Message, Released, Welcome, decode
 from kvpool.remote.underway import Transfer, UnderWay, Waiting
 
 ANSWERS = (Welcome, Blocks, Released, Failed)

@@ -12,7 +12,7 @@ import zmq
 
 from engine import Engine
 from kvpool.remote.endpoints import ClientPassword
-from kvpool.remote.messages import Find, Get, Hello, Message, encode
+from kvpool.remote.frames import Find, Get, Hello, Message, encode
 from kvpool.remote.served import served
 from kvpool.state.hashing import remote_password
 

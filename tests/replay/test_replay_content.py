@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import get_device
 from kvpool.device.reference import block_view
+from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import KVBytes, token_states
 
 LAYOUTS = [

@@ -18,8 +18,8 @@ from kvpool.replay import engine as replay_engine
 from kvpool.replay.content import KVBytes, token_states
 from kvpool.replay.verifier import Verifier
 from kvpool.stores import MemoryStore
-from kvpool.stores.base import Store
-from kvpool.stores.peer.server import StoreServer
+from kvpool.stores.peer.store_server import StoreServer
+from kvpool.stores.store import Store
 from tests.stores.lab import Gate, Wrong
 
 LAYOUT = BlockLayout.of_block_bytes(4096, 16)

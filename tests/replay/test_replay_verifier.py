@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.memory import MemoryPools
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.errors import DeviceError
+from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import token_states
-from kvpool.replay.device import MeteredDevice, VerifyingDevice
 from kvpool.replay.verifier import VerificationError, Verifier, ranges
+from kvpool.replay.watched_devices import MeteredDevice, VerifyingDevice
 
 T, DEVICE, HOST = 4, 6, 5
 LAYOUT = BlockLayout(2, 2, 4, T)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvpool import DeviceError, SharedTier, attach
-from kvpool.arrays.attachments import SharedGroup, SharedPart
 from kvpool.device.cuda import open_gpu_memory, unusable
 from kvpool.device.shared import GpuMemory
+from kvpool.memory.attachments import SharedGroup, SharedPart
 from tests.share.pools import LAYOUT, open_pool
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.arrays.memory import BLOCKS_MAX
+from kvpool.memory.pools import BLOCKS_MAX
 from kvpool.state.arrays import buckets
 from kvpool.state.index import bucket
 

@@ -16,7 +16,7 @@ from kvpool import BlockKeys
 from kvpool.device.base import Device
 from kvpool.device.cpu import CpuDevice
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolClosed, UnknownSequence
-from kvpool.sequences.keys import Scope
+from kvpool.pool.keys import Scope
 from kvpool.state import debug, records
 
 Make = Callable[..., Engine]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED
-from kvpool.stores.base import TAG_BYTES, Store
 from kvpool.stores.seals import Secret
+from kvpool.stores.store import TAG_BYTES, Store
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fill, names, open_queue, saved
 
 Open = Callable[[int], Store]

@@ -11,7 +11,7 @@ import numpy as np
 from kvpool import BlockKeys, KVCacheManager, LayerGroup, ModelIdentity
 from kvpool.keepers.keeper import Keeper
 from kvpool.stores import MemoryStore
-from kvpool.stores.base import Store
+from kvpool.stores.store import Store
 from tests.engine import Engine, open_engine, small_layout
 
 IDENTITY = ModelIdentity("tiny", "rev 1", "uint16", "2 layers", "test 1")

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool import ModelIdentity
 from kvpool.stores import OK, StoreQueue
-from kvpool.stores.base import Bytes, Rows, Space, Stop, Store
+from kvpool.stores.store import Bytes, Rows, Space, Stop, Store
 
 BLOCK_BYTES = 4096
 SLOTS = 64

@@ -11,15 +11,15 @@ import pytest
 import zmq
 
 from kvpool.remote.endpoints import ClientPassword
-from kvpool.remote.messages import Message, encode
+from kvpool.remote.frames import Message, encode
 from kvpool.stores import MemoryStore
-from kvpool.stores.base import Space, Store
-from kvpool.stores.peer.server import StoreServer
-from kvpool.stores.peer.store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.peer.wire import (
     password,
 )
 from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.store import Space, Store
 from tests.stores.lab import BLOCK_BYTES, memory
 
 ROOT = Path(__file__).parents[2]

@@ -185,7 +185,7 @@ def test_what_a_database_has_too_much_costs_no_memory(folder: Path, command: str
 _LITTLE_MEMORY = """
 import resource, sys
 import numpy as np
-from kvpool.stores.base import Space
+from kvpool.stores.store import Space
 from kvpool.stores.disk import DiskStore
 
 store, memory = DiskStore(sys.argv[1], 1 << 20), np.zeros((4, int(sys.argv[2])), np.uint8)

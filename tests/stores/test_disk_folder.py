@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kvpool import ForkedProcess, PoolClosed
-from kvpool.stores.base import Space
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.system import System
+from kvpool.stores.store import Space
 from tests.stores.lab import BLOCK_BYTES, memory, names, open_queue, saved
 
 SPACE = Space(bytes(16), memory(4))
@@ -25,7 +25,7 @@ CAPACITY = 8 * BLOCK_BYTES
 
 HOLDER = """
 import os, sys, time
-from kvpool.stores.base import Space
+from kvpool.stores.store import Space
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.system import System
 import numpy as np

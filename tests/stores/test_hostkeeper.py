@@ -348,17 +348,15 @@ def test_a_find_leaves_time_for_the_stores_behind_it(
     assert ends == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("retry_seconds", [0.0, 1.0])
-def test_a_reader_that_looks_late_learns_that_a_key_is_absent(
-    make: Callable[..., Engine], retry_seconds: float
-) -> None:
+@pytest.mark.parametrize("retry", [0.0, 1.0])
+def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Callable[..., Engine], retry: float) -> None:
     """Steps of an engine may last for longer than an answer counts: it would ask for ever."""
-    engine = make(retry_seconds=retry_seconds)
+    engine = make(retry_seconds=retry)
     assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
     engine.until(lambda: not engine.keeper.stats().searching)
     engine.now += 3600.0
     assert engine.keeper.find(names(1)[0]) == ABSENT
-    engine.now += retry_seconds + 1.0
+    engine.now += retry + 1.0
     assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3, "the answer was read, and is old"
 
 

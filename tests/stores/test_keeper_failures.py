@@ -13,11 +13,11 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.keepers import Keeper, Prefetch
+from kvpool.keepers.block_saves import Staging
 from kvpool.keepers.ledger import Ledger
-from kvpool.keepers.saving import Staging
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
-from kvpool.stores.base import Bytes, Rows, Stop
 from kvpool.stores.seals import Secret
+from kvpool.stores.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, Clock, T, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
 from tests.stores.lab import Gate, Wrong

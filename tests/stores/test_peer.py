@@ -20,12 +20,11 @@ import zmq
 
 from kvpool import ForkedProcess
 from kvpool.remote.endpoints import ServerPassword
-from kvpool.remote.messages import Failed, Message, encode
+from kvpool.remote.frames import Failed, Message, encode
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.base import MODEL_BYTES
-from kvpool.stores.peer.calls import Request, StoreCalls
-from kvpool.stores.peer.server import StoreServer
-from kvpool.stores.peer.store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.served_calls import Request, StoreCalls
+from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.peer.wire import (
     StoreClear,
     StoreDone,
@@ -38,6 +37,7 @@ from kvpool.stores.peer.wire import (
     password,
 )
 from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.store import MODEL_BYTES
 from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
 from tests.stores.peering import KEY, ROOT, SEAL, SECRET, SPACE, TAG, Raw, Serve, client, until
@@ -215,7 +215,7 @@ def test_answers_that_a_client_does_not_read_are_dropped_and_counted(serve: Serv
 _OTHER_PROCESS = """
 import sys, time
 from kvpool.stores import MemoryStore
-from kvpool.stores.peer.server import StoreServer
+from kvpool.stores.peer.store_server import StoreServer
 
 class Slow(MemoryStore):
     def load(self, keys, rows, stop):

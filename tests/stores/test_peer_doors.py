@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from kvpool.remote import ClientKeys, ServerKeys
-from kvpool.remote.messages import encode
+from kvpool.remote.frames import encode
 from kvpool.stores import ABSENT, MemoryStore
-from kvpool.stores.peer.server import StoreServer
-from kvpool.stores.peer.store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.peer.wire import (
     StoreLoad,
     StoreSave,

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from kvpool.stores.base import MODEL_BYTES
 from kvpool.stores.seals import Secret
+from kvpool.stores.store import MODEL_BYTES
 from tests.stores.lab import IDENTITY, OTHER, memory, names
 
 SECRET = Secret(bytes(range(32)), IDENTITY)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.stores.mooncake.store import SECRET_FILE, MooncakeStore
+from kvpool.stores.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
 from kvpool.stores.secret_files import default_place, read_or_make_secret, read_secret
 
 GOOD = "0123456789abcdef" * 4
@@ -63,7 +63,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from kvpool.stores.mooncake import client as mooncake_client
+    from kvpool.stores.mooncake import guarded_client as mooncake_client
 
     monkeypatch.setattr(mooncake_client, "library", lambda: object)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -3,7 +3,7 @@ package."""
 
 from __future__ import annotations
 
-from kvpool.device.cuda.device import (
+from kvpool.device.cuda.cuda_device import (
     COPY_PATH,
     CudaDevice,
     describe_gpus,

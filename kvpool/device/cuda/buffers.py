@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.cuda.calls import Calls
-from kvpool.device.cuda.events import EventPool
+from kvpool.device.cuda.cuda_events import EventPool
+from kvpool.device.cuda.runtime import Calls
 from kvpool.device.retired import Retired
 
 DEPTH = 64

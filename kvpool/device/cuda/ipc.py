@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 from kvpool.arrays.strided import StridedArray
-from kvpool.device.cuda.arrays import gpu_array
-from kvpool.device.cuda.calls import Calls
+from kvpool.device.cuda.cuda_arrays import gpu_array
 from kvpool.device.cuda.driver import Driver
+from kvpool.device.cuda.runtime import Calls
 from kvpool.device.shared import GpuMemory
 
 _UUID_BYTES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool.device.base import NULL_STREAM, Stream, stream_argument
-from kvpool.device.cuda.calls import CAPTURING, INVALID_HANDLE, Calls, status_of
+from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, Calls, status_of
 
 _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 

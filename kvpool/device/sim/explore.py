@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.device.sim.choices import ListedChoices
-from kvpool.device.sim.device import SimDevice
+from kvpool.device.sim.sim_device import SimDevice
 from kvpool.errors import KVPoolError
 
 _WHOLE_MOVE = 2**62

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.regions import Regions
-from kvpool.device.sim.arrays import Arrays
 from kvpool.device.sim.mirror import Mirrors
 from kvpool.device.sim.order import HostAccess, Order, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
+from kvpool.device.sim.sim_arrays import Arrays
 
 POISON = 0xA5
 """The byte that fills freed memory."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from kvpool.interrupt import DeferSignals
+from kvpool.entry.interrupt import DeferSignals
 
 
 class EntryLock:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvpool.stores.base import Bytes
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.system import System
+from kvpool.stores.store import Bytes
 
 NAME = "slab"
 ALIGNMENT = 4096

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.stores.base import KEY_BYTES, SEAL_BYTES, TAG_BYTES
+from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, TAG_BYTES
 
 ENTRY = np.dtype(
     [

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.remote.messages import HEADER_BYTES_MAX, Malformed, Message
-from kvpool.stores.base import KEY_BYTES, OK, REFUSED, SEAL_BYTES, Bytes
+from kvpool.remote.frames import HEADER_BYTES_MAX, Malformed, Message
 from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.store import KEY_BYTES, OK, REFUSED, SEAL_BYTES, Bytes
 
 KEYS_MAX = 4_096
 """The most keys of one call."""

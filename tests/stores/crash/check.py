@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from kvpool.stores import ABSENT, DAMAGED, OK
-from kvpool.stores.base import Bytes
+from kvpool.stores.store import Bytes
 from tests.stores.crash.session import GROWN, ROWS, Session, disk_store
 
 FRESH = range(1_000_000, 1_000_003)

@@ -10,8 +10,8 @@ from types import TracebackType
 import numpy as np
 
 from kvpool.stores import OK, StoreQueue
-from kvpool.stores.base import Bytes, Store
 from kvpool.stores.jobs import Job
+from kvpool.stores.store import Bytes, Store
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, memory, names
 
 CAPACITY, GROWN = 60, 100

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.stores import StoreQueue
-from kvpool.stores.mooncake.store import MooncakeStore
+from kvpool.stores.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory
 from tests.stores.mooncake.cluster import Cluster, missing
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from kvpool.errors import StoreBusy
 from kvpool.stores import OK, Job, StoreQueue
-from kvpool.stores.base import CODES
-from kvpool.stores.mooncake.store import MooncakeStore
+from kvpool.stores.mooncake.mooncake_store import MooncakeStore
+from kvpool.stores.store import CODES
 from tests.stores.lab import IDENTITY, content, memory, names
 from tests.stores.mooncake.cluster import Cluster
 

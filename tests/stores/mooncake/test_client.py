@@ -17,9 +17,9 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
-from kvpool.stores.mooncake import client as mooncake_client
-from kvpool.stores.mooncake.client import Client
-from kvpool.stores.mooncake.store import MooncakeStore
+from kvpool.stores.mooncake import guarded_client as mooncake_client
+from kvpool.stores.mooncake.guarded_client import Client
+from kvpool.stores.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, memory, names
 from tests.stores.mooncake.cluster import object_prefix
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.stores.mooncake.store import MooncakeStore
+from kvpool.stores.mooncake.mooncake_store import MooncakeStore
 from kvpool.stores.urls import open_store
 from tests.stores.contract import LastingContract
 from tests.stores.mooncake.cluster import Cluster

@@ -229,7 +229,7 @@ def test_a_child_of_fork_harms_nobody(cluster: Cluster, open_at: OpenAt, secret:
     pid = os.fork()
     if not pid:
         from kvpool import ForkedProcess
-        from kvpool.stores.mooncake.store import MooncakeStore
+        from kvpool.stores.mooncake.mooncake_store import MooncakeStore
 
         status = 1
         try:
@@ -249,7 +249,7 @@ def test_a_process_that_ends_without_closing_ends_well(own_cluster: Start) -> No
     code = f"""
 import numpy as np
 from kvpool.stores import StoreQueue
-from kvpool.stores.mooncake.store import MooncakeStore
+from kvpool.stores.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory, saved
 queue = StoreQueue(MooncakeStore({cluster.address!r}, secret=bytes(32)), memory(), IDENTITY)
 saved(queue, 4)

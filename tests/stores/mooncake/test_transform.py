@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
-from kvpool.stores.mooncake.store import Transform
+from kvpool.stores.mooncake.mooncake_store import Transform
 from tests.stores.lab import BLOCK_BYTES, content, names, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 

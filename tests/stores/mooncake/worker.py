@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.stores import OK, StoreQueue
-from kvpool.stores.mooncake.store import MooncakeStore
+from kvpool.stores.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, content, fill, memory, names
 
 SLOTS = 64

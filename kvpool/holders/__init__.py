@@ -1,1 +1,0 @@
-"""What a pool lends and must get back: leases of readers, reservations of loaders, imports."""

@@ -1,0 +1,468 @@
+"""HostCache: an index from opaque keys to the host blocks that have their KV. It owns no memory, so any process can
+have it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress, groupby
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.device.ram import available_ram
+from kvpool.device.regions import BLOCKS_MAX
+from kvpool.entry.arguments import bool_argument, text_argument
+from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import ForkGuard
+from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
+from kvpool.hostcache.host_leases import HostLease, HostLeases, HostSlots
+from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.hostcache.opaque_keys import Packed, key_argument, packed, unpacked
+from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
+from kvpool.pool import events as kv_events
+from kvpool.pool.config import clock_argument, secret_argument
+from kvpool.pool.core import MAX_MS
+from kvpool.pool.retention import priority_argument, ttl_argument
+from kvpool.pool.stats import Histogram
+from kvpool.state import hostcache, records
+from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
+from kvpool.state.hashing import namespace_root
+from kvpool.state.ring import CLEARED, CREATED
+from kvpool.state.verify import verify_states
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Keys = Iterable[bytes]
+_NO_BLOCKS = np.empty(0, np.int64)
+
+
+class Reserved(NamedTuple):
+    """The result of ``HostCache.reserve``. Can be pickled."""
+
+    keys: tuple[bytes, ...]
+    """the reserved keys, in the order of the call"""
+    blocks: npt.NDArray[np.int64]
+    """the host block of each"""
+    evicted: list[bytes]
+    """keys that the call has evicted"""
+    fingerprint: str
+    """of the cache"""
+
+    @property
+    def slots(self) -> HostSlots:
+        """The blocks as a message to a copy engine."""
+        return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
+
+
+class HostEvent(NamedTuple):
+    """One change of the content of a host cache. ``kind`` is "created", "stored", "removed", "updated" or "cleared".
+
+    ``number`` counts keys. For a reader that has seen everything, it equals ``next`` of the event before.
+    """
+
+    kind: str
+    number: int
+    keys: tuple[bytes, ...] = ()
+    priority: int = 0
+
+    @property
+    def next(self) -> int:
+        return self.number + max(1, len(self.keys))
+
+
+@dataclass(frozen=True)
+class HostCacheStats:
+    """The figures of a host cache: blocks now, and totals since it was made. free + used = capacity."""
+
+    capacity: int
+    free: int
+    """nobody holds them: the next calls can take them"""
+    used: int
+    """pinned or pending"""
+    evictable: int
+    """free with content"""
+    empty: int
+    pinned: int
+    """held by leases"""
+    pending: int
+    """reserved, and neither published nor aborted yet"""
+    leases: int
+    oldest_lease_ms: int
+    reserved_blocks: int
+    published_blocks: int
+    aborted_blocks: int
+    reused_blocks: int
+    """blocks that were pinned for a reader"""
+    evicted_blocks: int
+    forgotten_blocks: int
+    """blocks that lost their content: evicted, forgotten or cleared"""
+    expired_blocks: int
+    events_dropped: int
+    lifetime_ms: Histogram = field(default_factory=Histogram)
+    """from publishing to eviction"""
+    idle_ms: Histogram = field(default_factory=Histogram)
+    """from the last use to eviction"""
+    reuse_gap_ms: Histogram = field(default_factory=Histogram)
+    """from the last use to the next"""
+
+
+class HostCache:
+    """A pool of host blocks under opaque keys, for engines that keep their own device blocks.
+
+    Parameters
+    ----------
+    host_blocks
+        Capacity.
+    block_bytes
+        Bytes of a block, of all workers together; or the layouts of what lies in it.
+    identity
+        Whose KV this is. It is hashed with every key, so that no other model's KV can be found.
+    secret
+        16 to 64 bytes that key the hash; random by default.
+    event_capacity
+        Keys whose events are kept until ``events`` is called. 0 (default) records none.
+    clock
+        () -> int, monotonic milliseconds from 0 to 2**42.
+
+    Notes
+    -----
+    A key is 1 to 64 bytes, such as an engine's digest and the number of a group. ``keys`` are several of them. A key is
+    absent, pending (somebody writes its block) or here.
+
+    The index copies nothing, and knows no memory and no device: whoever reserves has the blocks written, by anybody,
+    and says ``publish`` or ``abort``. Whoever reads pins first. A process that dies while it copies changes nothing
+    here: abort its keys and close its leases once it is gone.
+
+    Thread-safe. A call that raises has changed nothing, but that blocks whose time is over may have fallen to the
+    default priority. Verbs are one jitted call for all keys. Bad arguments raise TypeError or ValueError, and all
+    verbs raise PoolClosed.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> llama = kvpool.ModelIdentity("llama", "a1b2", "bfloat16", "32 layers, 8 heads of 128, 16 tokens", "my-engine 1")
+    >>> with kvpool.HostCache(2, 4096, identity=llama) as cache:
+    ...     first = cache.reserve([b"a", b"b"])  # copy KV into first.blocks, then:
+    ...     print(cache.publish(first.keys), cache.lookup([b"a", b"c"]).tolist())
+    ...     with cache.pin([b"b"]) as lease:  # copy KV out of lease.blocks
+    ...         print(cache.reserve([b"c"]).evicted)
+    ...     cache.abort([b"c"])
+    2 [1, 0]
+    [b'a']
+    1
+    """
+
+    ABSENT, HERE, PENDING = int(hostcache.ABSENT), int(hostcache.HERE), int(hostcache.WAITING)
+
+    def __init__(
+        self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
+        secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
+        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
+        self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
+        own, self._clock = secret_argument(secret), clock_argument(clock)
+        events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
+        self._states = _states(self.host_blocks, own, events)
+        self._heads = self._states.heads
+        # The root of all keys, like that of a namespace with the identity as its name.
+        self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
+        # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
+        self._lock: AbstractContextManager[Any] = threading.RLock()
+        self._forks = ForkGuard("HostCache")
+        self._forks.add(self, "_lock")
+        self._leases = HostLeases(self._states, self._lock, self._now)
+        self._forks.add(self._leases, "lock")
+        self._names = kv_events.Names(self._states)
+        kv_events.announce(self._states)
+        # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
+        # handler or a destructor, has its own.
+        self._spare: list[Packed] = []
+        self._closed = False
+
+    # -- keys that are looked for --------------------------------------------------------------------
+
+    def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
+        """ABSENT, HERE or PENDING for each key: uint8[n]. Does not change the cache."""
+        wanted = packed(keys)
+        answers = np.empty(len(wanted.keys), np.uint8)
+        with self._lock:
+            self._check_open()
+            hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
+        return answers
+
+    def find(self, key: bytes) -> int:
+        """ABSENT, HERE or PENDING for one key. Does not change the cache."""
+        if type(key) is not bytes or not 1 <= len(key) <= hostcache.KEY_BYTES:
+            key = key_argument("key", key)
+        size = len(key)
+        try:
+            one = self._spare.pop()
+        except IndexError:
+            data, sizes = np.zeros(hostcache.KEY_BYTES, np.uint8), np.zeros(1, np.int64)
+            one = packed([bytes(hostcache.KEY_BYTES)])._replace(data=data, sizes=sizes)
+        one.data.data[:size] = key
+        one.sizes[0] = size
+        with self._lock:
+            self._check_open()
+            found = int(hostcache.look(self._heads, self._root, *one[1:]))
+        self._spare.append(one)
+        return found
+
+    def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
+        """Hold the blocks of keys until the lease is closed, for a reader. All keys must be HERE.
+
+        Counts as a use. ``owner`` names the reader, for ``revoke`` and for people. Changes the cache. Raises
+        BlockNotFound, which names the first key that is not HERE; nothing is pinned then.
+        """
+        wanted, owner = packed(keys), text_argument("owner", owner)
+        now = self._now()
+        signals = DeferSignals()
+        try:
+            with signals, self._lock:
+                self._check_open()
+                place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
+                if place < 0:
+                    raise _missing(wanted, ~place, "here")
+                lease = self._leases.add(owner, now, wanted.keys, wanted.found[:, 2].copy(), self.fingerprint)
+                signals.undo = partial(self._leases.close_at, lease, now)
+                return lease
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def touch(self, keys: Keys) -> int:
+        """Note that the keys which are HERE are used now. Returns how many.
+
+        They are evicted after all that was used before. Of these keys, the last one is evicted first, since the end of
+        a prompt is worth less than its beginning. Changes the cache.
+        """
+        return self._run(hostcache.touch, packed(keys), self._now())
+
+    # -- keys to come ----------------------------------------------------------------------------------
+
+    def reserve(self, keys: Keys, *, priority: int = records.DEFAULT_PRIORITY, ttl_ms: int | None = None) -> Reserved:
+        """Take a block for each absent key. These keys are then PENDING. Evicts content if needed. Changes the cache.
+
+        Keys that are HERE count as used, and this call does not evict them. PENDING keys belong to another caller. Only
+        the caller may write the blocks, until it calls ``publish`` or ``abort``. Victims are empty blocks, then content
+        of the lowest priority, least recently used first, up to ``priority`` (0 to 100). After ``ttl_ms`` without a
+        use, the priority falls to the default.
+
+        All or nothing: raises OutOfBlocks if too few blocks are free. Pinned and pending blocks are not free.
+        """
+        wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
+        now = self._now()
+        signals = DeferSignals()
+        try:
+            with signals, self._lock:
+                self._check_open()
+                evicted = np.empty_like(wanted.words)
+                count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
+                if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
+                    wanted = packed(dict.fromkeys(wanted.keys))
+                    count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
+                if count < 0:
+                    raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
+                taken = int(wanted.found[0, 0]) if wanted.keys else 0
+                found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
+                signals.undo = partial(self._undo, found.keys, now)
+                return found
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def publish(self, keys: Keys) -> int:
+        """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
+
+        A key that ``forget`` or ``clear`` has named meanwhile is dropped instead. Raises BlockNotFound, which names the
+        first key that is not pending.
+        """
+        return self._run(hostcache.publish, packed(keys), self._now(), "pending")
+
+    def abort(self, keys: Keys) -> int:
+        """Give back the blocks of pending keys whose bytes will not come. Returns how many. Changes the cache.
+
+        Nobody may write the blocks any more. Raises BlockNotFound, which names the first key that is not pending.
+        """
+        return self._run(hostcache.abort, packed(keys), self._now(), "pending")
+
+    # -- keys that go ----------------------------------------------------------------------------------
+
+    def forget(self, keys: Keys) -> int:
+        """Drop keys that are HERE or PENDING. Returns how many. Changes the cache.
+
+        A pinned block keeps its bytes until it is unpinned. A pending key stays with its writer, and nobody finds it.
+        It is dropped when the writer publishes it.
+        """
+        return self._run(hostcache.forget_keys, packed(keys), self._now())
+
+    def clear(self, force: bool = False) -> None:
+        """Drop all keys. Raises PoolBusy while leases are open or keys are pending. With ``force``, these are treated
+        as ``forget`` does."""
+        force, now = bool_argument("force", force), self._now()
+        with DeferSignals(), self._lock:
+            self._check_open()
+            leases, pending = len(self._leases.all), len(self._pending())
+            if (leases or pending) and not force:
+                raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
+            hostcache.clear(self._heads, now)
+
+    def refresh(self) -> int:
+        """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""
+        now = self._now()
+        with DeferSignals(), self._lock:
+            self._check_open()
+            return int(hostcache.refresh(self._heads, now))
+
+    # -- the cache as a whole --------------------------------------------------------------------------
+
+    @property
+    def leases(self) -> list[HostLease]:
+        """Open leases, oldest first."""
+        return self._leases.all
+
+    def revoke(self, owner: str) -> int:
+        """Close all leases of an owner that is gone and reads no more. Returns how many. Changes the cache."""
+        owner, now = text_argument("owner", owner), self._now()
+        with DeferSignals(), self._lock:
+            self._check_open()
+            return self._leases.revoke(owner, now)
+
+    def events(self) -> list[HostEvent]:
+        """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
+        signals = DeferSignals()
+        try:
+            with signals:
+                with self._lock:
+                    self._check_open()
+                    taken = kv_events.take(self._states, self._names, False)
+                    signals.undo = partial(self._put_back, taken)
+                return _decoded(taken)
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def _put_back(self, taken: kv_events.Taken) -> None:
+        with self._lock:
+            kv_events.put_back(self._states, taken)
+
+    def stats(self) -> HostCacheStats:
+        """A snapshot; also of a closed cache. Changes nothing."""
+        now = self._now()
+        with self._lock:
+            state = self._states[0]
+            counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
+            histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
+            lengths = state.lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2]
+            free, empty, leases = int(lengths.sum()), int(lengths[records.EMPTY]), self._leases.all
+            pinned = np.unique(np.concatenate([_NO_BLOCKS, *self._leases.pinned()]))
+            pending = len(self._pending())
+        evicted = histograms[records.HOST_LIFETIME]
+        return HostCacheStats(
+            self.host_blocks, free, self.host_blocks - free, free - empty, empty, len(pinned), pending, len(leases),
+            max([0, *(now - lease.since for lease in leases)]), counters["missed_blocks"], counters["offloaded_blocks"],
+            counters["lost_blocks"], counters["reused_host_blocks"], evicted.count, counters["forgotten_host_blocks"],
+            counters["expired_blocks"], counters["events_dropped"], evicted, histograms[records.HOST_IDLE],
+            histograms[records.REUSE_GAP],
+        )  # fmt: skip
+
+    def verify(self) -> None:
+        """Check every invariant of the state. Raises IntegrityError, which names the one that does not hold. Slow."""
+        with self._lock:
+            self._check_open()
+            verify_states(self._states, np.concatenate([self._pending(), *self._leases.pinned()]))
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """End the cache. Later calls raise PoolClosed, except ``stats`` and ``close``."""
+        with self._lock:
+            self._closed = True
+            self._leases.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- what the verbs share --------------------------------------------------------------------------
+
+    def _run(self, verb: Callable[..., Any], wanted: Packed, now: int, needed: str = "") -> int:
+        """Run a jitted verb over packed keys. ``needed`` is the state that all keys must have, if the verb refuses
+        others."""
+        with self._lock:
+            self._check_open()
+            count = int(verb(self._heads, self._root, *wanted[1:], now))
+            if count < 0:
+                raise _missing(wanted, ~count, needed)
+        return count
+
+    def _undo(self, keys: tuple[bytes, ...], now: int) -> None:
+        """Whatever went wrong: nobody got what was reserved. A clock that fails meanwhile is not asked."""
+        with self._lock:
+            if keys and not self._closed:
+                self._run(hostcache.abort, packed(keys), now, "pending")
+
+    def _pending(self) -> npt.NDArray[np.int64]:
+        """Blocks that wait for their bytes. The caller holds the lock."""
+        return np.flatnonzero(self._states[0].blocks["flags"] & records.PENDING)
+
+    def _now(self) -> int:
+        return integer_argument("clock()", self._clock(), 0, MAX_MS)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed("the cache is closed")
+
+
+def _states(host_blocks: int, secret: bytes, event_capacity: int) -> States:
+    """The state of a pool that has host blocks only, and no sequences."""
+    groups = [GroupSizes(0, host_blocks)]
+    needed, available = state_bytes(groups, hostcache.KEY_WORDS, 0, 0, event_capacity), available_ram()
+    if available is not None and needed > available:
+        raise InsufficientMemory("state: the host", needed, available)
+    settings = Settings(hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity)
+    return States(groups, settings)
+
+
+def _missing(wanted: Packed, place: int, needed: str) -> BlockNotFound:
+    return BlockNotFound(f"key {wanted.keys[place].hex()} is not {needed}")
+
+
+def _reserved(wanted: Packed, count: int, evicted: list[bytes], fingerprint: str) -> Reserved:
+    """The ``count`` keys that were taken."""
+    blocks = wanted.found[:, 2]
+    if count == len(wanted.keys):
+        return Reserved(wanted.keys, blocks.copy(), evicted, fingerprint)
+    taken = blocks != records.NONE
+    return Reserved(tuple(compress(wanted.keys, taken.tolist())), blocks[taken], evicted, fingerprint)
+
+
+def _decoded(taken: kv_events.Taken) -> list[HostEvent]:
+    """The events of what was taken. Neighbours of one kind and priority are one event."""
+    told, words, _ = taken.ring
+    rows = zip(told["kind"].tolist(), told["priority"].tolist(), strict=True)
+    found, number = [], taken.number
+    for (kind, priority), same in groupby(enumerate(rows), lambda row: row[1]):
+        places = [place for place, _ in same]
+        name = kv_events.KINDS[kind]
+        if kind in (CREATED, CLEARED):
+            found += [HostEvent(name, number + i) for i in range(len(places))]
+        else:
+            found.append(HostEvent(name, number, tuple(unpacked(words[places])), priority))
+        number += len(places)
+    return found

@@ -1,0 +1,388 @@
+"""gather_kv and scatter_kv: copy tokens between a paged KV cache and contiguous staging, every layer and plane in one
+call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span_of
+from kvpool.arrays.strided import StridedArray, as_strided
+from kvpool.device.base import stream_argument
+from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, fence, stream_bytes
+from kvpool.device.kernels import copies
+from kvpool.device.kernels.copies import KvPlane, KvTokens
+from kvpool.device.kernels.launch import Launcher
+from kvpool.jit import jit
+from kvpool.jit.intrinsics import memcpy
+
+
+class Stagings(tuple[Any, ...]):
+    """Several buffers for one ``gather_kv`` or ``scatter_kv``, such as the chunks of a prompt: ``Stagings([a, b])``.
+
+    Each is what those calls take alone. All lie in one memory. The tokens of the second follow those of the first.
+    """
+
+    __slots__ = ()
+
+
+def gather_kv(
+    cache: PagedKV, slot_mapping: Any, out: Any, *, skip_prefix_n_tokens: int = 0, stream: Any = None,
+    thread_blocks: int | None = None, launcher: Launcher | None = None,
+) -> None:  # fmt: skip
+    """Copy tokens out of a paged cache into ``out``.
+
+    Parameters
+    ----------
+    cache
+        Where the paged memory is. Any engine's cache will do.
+    slot_mapping
+        int32 or int64 [at least n], contiguous. Token ``t`` is in slot ``slot_mapping[t]``; a negative slot leaves the
+        token out. On a GPU: device memory, or a NumPy array, which is copied.
+    out
+        [planes, layers, n, heads * head_dim] or [planes, layers, n, heads, head_dim], or a list with an array [layers,
+        n, ...] for each plane. n is the number of tokens. Heads are contiguous; other strides are free, so a transposed
+        view gives another order. Only the bytes of the last axes count, not their type. If the cache is in device
+        memory: device memory or pinned memory. Or ``Stagings`` of several, whose tokens follow each other; n is of all.
+    skip_prefix_n_tokens
+        Tokens before it are neither read nor written, nor are their slots looked at; 0 to n. With ``Stagings``, tokens
+        of all of them are counted.
+    stream
+        Where the copy is enqueued: anything that ``Device.as_stream`` takes. Both memories must be usable there, and
+        stay until it is done. Host memory is copied before the call returns.
+    thread_blocks
+        The most thread blocks that the kernel may use. Default: few where a bus is the limit, else all that fit.
+    launcher
+        What runs kernels. Default: the ``cuda`` device's, on the GPU that has the memory, whichever GPU is current.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before anything is copied: for an argument of the wrong type, shape, size or place, for planes of ``out`` that
+        share bytes, and for staging that shares bytes with the cache. A slot past the end of the cache is an error
+        where the host reads the slots. A GPU reads them later, and leaves such tokens out.
+    DeviceError
+        Where the device fails.
+
+    Notes
+    -----
+    Changes nothing but ``out``. Thread-safe as long as nobody writes what it reads. If several tokens have one slot in
+    ``scatter_kv``, the host keeps the last of them; a GPU keeps any, even parts of several.
+    """
+    _copy(cache, slot_mapping, "out", out, skip_prefix_n_tokens, stream, thread_blocks, launcher)
+
+
+def scatter_kv(
+    cache: PagedKV, slot_mapping: Any, source: Any, *, skip_prefix_n_tokens: int = 0, stream: Any = None,
+    thread_blocks: int | None = None, launcher: Launcher | None = None,
+) -> None:  # fmt: skip
+    """Copy tokens from ``source`` into a paged cache. Everything else is as in ``gather_kv``."""
+    _copy(cache, slot_mapping, "source", source, skip_prefix_n_tokens, stream, thread_blocks, launcher)
+
+
+class _Staging(NamedTuple):
+    """Checked staging. Each plane has a row: address, and the strides of layer, token and head."""
+
+    rows: list[tuple[int, int, int, int]]
+    tokens: int
+    memory: str
+
+    def planes(self, cache: PagedKV) -> list[Plane]:
+        """Its planes as those of paged memory: layers take the place of blocks."""
+        return [
+            Plane(layer, token, head, plane.heads, plane.run_bytes)
+            for (_, layer, token, head), plane in zip(self.rows, cache.planes, strict=True)
+        ]
+
+
+def _copy(
+    cache: Any,
+    slot_mapping: Any,
+    name: str,
+    staging: Any,
+    skip: Any,
+    stream: Any,
+    thread_blocks: Any,
+    launcher: Launcher | None,
+) -> None:
+    gather = name == "out"
+    if not isinstance(cache, PagedKV):
+        raise TypeError(f"cache: a PagedKV is needed, not {type(cache).__name__}")
+    found = _stagings_argument(name, staging, cache, gather)
+    total = sum(one.tokens for one in found)
+    slots = _slots_argument(slot_mapping, total)
+    skip = integer_argument("skip_prefix_n_tokens", skip, 0, total)
+    handle = stream_argument(stream).handle
+    if thread_blocks is not None:
+        thread_blocks = integer_argument("thread_blocks", thread_blocks, 1, 65535)
+    if not (gather or cache.writable):
+        raise ValueError("cache: it must not be written")
+    on_gpu = "device" in (cache.memory, found[0].memory)
+    if not on_gpu and slots.memory == "device":
+        raise ValueError("slot_mapping: memory of a GPU, while cache and staging are the host's")
+    if skip == total:
+        return
+    pieces = list(_pieces(cache, found, skip))
+    if on_gpu:
+        address = int(cache.bases[0, 0]) if cache.memory == "device" else found[0].rows[0][0]
+        to = launcher or _cuda_launcher(address)
+        _launch(cache, pieces, found[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
+        return
+    wanted = _private_slots(slots, skip, total, np.dtype(np.int64))
+    _check_slots(wanted, skip, cache.slots)
+    nbytes = cache.layers * len(wanted) * sum(plane.heads * plane.run_bytes for plane in cache.planes)
+    for planes, first, end in pieces:
+        table = np.array([plane.merged() for plane in planes], dtype=np.int64)
+        own = wanted[first - skip : end - skip]
+        _copy_tokens(cache.bases, table, own, cache.tokens_per_block, gather, nbytes > CACHED_BYTES_MAX)
+
+
+def _pieces(cache: PagedKV, stagings: list[_Staging], skip: int) -> Iterator[tuple[list[KvPlane], int, int]]:
+    """What is copied of each staging: its planes, from the first token to copy on, and which of all tokens those
+    are."""
+    begin = 0
+    for staging in stagings:
+        first, end = max(skip, begin), begin + staging.tokens
+        if first < end:
+            planes = [
+                KvPlane(*p[:3], base + (first - begin) * token, layer, token, head, p.heads, p.run_bytes)
+                for p, (base, layer, token, head) in zip(cache.planes, staging.rows, strict=True)
+            ]
+            yield planes, first, end
+        begin = end
+
+
+def _stagings_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> list[_Staging]:
+    """The staging, or each of ``Stagings``, checked by itself and against the others."""
+    several = isinstance(staging, Stagings)
+    names = [f"{name}[{i}]" for i in range(len(staging))] if several else [name]
+    if not names:
+        raise ValueError(f"{name}: no staging; accepted is one and more")
+    found = [
+        _staging_argument(own, one, cache, gather)
+        for own, one in zip(names, staging if several else [staging], strict=True)
+    ]
+    for own, one in zip(names, found, strict=True):
+        if one.tokens:
+            _check_apart(own, one, cache, gather)
+    if len({one.memory for one in found}) > 1:
+        raise ValueError(f"{name}: all stagings must be in one memory")
+    if gather and several:
+        _check_stagings_apart(name, found, cache)
+    return found
+
+
+def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> _Staging:
+    """Where each plane of the staging lies. Raises if its shape or strides do not fit the cache."""
+    if isinstance(staging, (list, tuple)):
+        arrays = [as_strided(f"{name}[{p}]", array) for p, array in enumerate(staging)]
+        whole = arrays
+    else:
+        array = as_strided(name, staging)
+        whole = [array]
+        arrays = [_index(array, p) for p in range(array.shape[0])] if len(array.shape) in (4, 5) else []
+    rows = []
+    for p, array in enumerate(arrays[: len(cache.planes)]):
+        plane, shape, steps = cache.planes[p], array.shape, array.steps
+        split = len(shape) == 4
+        inner = (plane.heads, plane.run_bytes) if split else (plane.heads * plane.run_bytes,)
+        if len(shape) not in (3, 4) or shape[0] != cache.layers or (*shape[2:-1], shape[-1] * array.itemsize) != inner:
+            break
+        if shape[-1] > 1 and steps[-1] != array.itemsize:
+            raise ValueError(f"{name}: the elements of a head must be contiguous, not {steps[-1]} bytes apart")
+        head_stride = steps[2] if split else plane.run_bytes
+        rows.append((array.address, steps[0], steps[1], head_stride if plane.heads > 1 else 0))
+    if len(rows) != len(cache.planes) or len(arrays) != len(rows) or len({array.shape[1] for array in arrays}) != 1:
+        needed = (
+            f"[{len(cache.planes)}, {cache.layers}, tokens, heads * head_dim] or [..., heads, head_dim] with rows of "
+            + ", ".join(f"{plane.heads} * {plane.run_bytes} bytes" for plane in cache.planes)
+        )
+        raise ValueError(f"{name}: {needed} is needed, not {[(array.shape, array.itemsize) for array in whole]}")
+    tokens = arrays[0].shape[1]
+    for array in whole if tokens else ():
+        check_strides(name, array)
+    if len({array.memory for array in arrays}) != 1:
+        raise ValueError(f"{name}: all planes must be in one memory")
+    if gather and not all(array.writable for array in arrays):
+        raise ValueError(f"{name}: it must not be written")
+    return _Staging(rows, tokens, arrays[0].memory)
+
+
+def _check_apart(name: str, staging: _Staging, cache: PagedKV, gather: bool) -> None:
+    """Raise ValueError if planes that are written share bytes, or if staging shares bytes with the cache."""
+    extents, (begin, end) = (cache.layers, staging.tokens), cache.extent
+    planes, bases = staging.planes(cache), [row[0] for row in staging.rows]
+    for p, q in combinations(range(len(planes)), 2) if gather else ():
+        if share_bytes(bases[p], planes[p], extents, bases[q], planes[q], extents):
+            raise ValueError(f"{name}: planes {p} and {q} share bytes")
+    for base, plane in zip(bases, planes, strict=True):
+        if base < end and begin < base + span_of(plane, *extents):
+            layers, inside = base + plane.block_stride * np.arange(cache.layers), (1, staging.tokens)
+            paged = cache.blocks, cache.tokens_per_block
+            if any(
+                share_bytes(layers, plane, inside, row, other, paged)
+                for row, other in zip(cache.bases, cache.planes, strict=True)
+            ):
+                raise ValueError(f"{name}: it shares bytes with the cache")
+
+
+def _check_stagings_apart(name: str, stagings: list[_Staging], cache: PagedKV) -> None:
+    """Raise ValueError where two stagings that are written share bytes."""
+    spans = []
+    for i, one in enumerate(stagings):
+        for row, plane in zip(one.rows, one.planes(cache) if one.tokens else (), strict=False):
+            extents = (cache.layers, one.tokens)
+            spans.append((row[0], row[0] + span_of(plane, *extents), i, plane, extents))
+    spans.sort(key=lambda span: span[0])
+    near: list[Any] = []
+    for span in spans:
+        near = [other for other in near if other[1] > span[0]]
+        for other in near:
+            if other[2] != span[2] and share_bytes(other[0], other[3], other[4], span[0], span[3], span[4]):
+                raise ValueError(f"{name}: stagings {min(other[2], span[2])} and {max(other[2], span[2])} share bytes")
+        near.append(span)
+
+
+def _index(array: StridedArray, index: int) -> StridedArray:
+    """One plane of an array."""
+    address = array.address + index * array.steps[0]
+    return StridedArray(
+        address, array.shape[1:], array.itemsize, array.steps[1:], array.memory, array.kind, array.writable, array.owner
+    )
+
+
+def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
+    slots = as_strided("slot_mapping", slot_mapping)
+    if slots.kind != "i" or slots.itemsize not in (4, 8):
+        raise TypeError(f"slot_mapping: int32 or int64 is needed, not {slots.kind}{8 * slots.itemsize}")
+    if len(slots.shape) != 1 or slots.shape[0] < tokens:
+        raise ValueError(f"slot_mapping: shape [n] with n at least {tokens} is needed, not {list(slots.shape)}")
+    if slots.shape[0] > 1 and slots.steps[0] != slots.itemsize:
+        raise ValueError(f"slot_mapping: it must be contiguous, not {slots.steps[0]} bytes from one slot to the next")
+    return slots
+
+
+def _private_slots(slots: StridedArray, first: int, end: int, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
+    """A copy of some slots, so that nobody can change them between their check and the copy of the KV."""
+    return np.array(slots.host_view()[first:end], dtype)
+
+
+def _check_slots(slots: npt.NDArray[np.int64], skip: int, end: int) -> None:
+    if slots.max() >= end:
+        bad = int(np.argmax(slots >= end))
+        raise ValueError(f"slot_mapping[{skip + bad}]={slots[bad]}: the cache has slots 0 to {end - 1}")
+
+
+def _cuda_launcher(address: int) -> Launcher:
+    """The launcher for the GPU whose memory is at an address. It comes from the only module that may import a driver
+    package, which is imported at the first launch."""
+    try:
+        module = importlib.import_module("kvpool.device.cuda")
+    except ImportError as error:
+        raise ImportError("memory of a GPU needs the extra 'cuda12' or 'cuda13' of kvpool") from error
+    found: Launcher = module.launcher(address)
+    return found
+
+
+def _launch(
+    cache: PagedKV,
+    pieces: list[tuple[list[KvPlane], int, int]],
+    staging_memory: str,
+    slots: StridedArray,
+    tokens: tuple[int, int],
+    gather: bool,
+    stream: int,
+    thread_blocks: int | None,
+    launcher: Launcher,
+) -> None:
+    """Enqueue the copies of the pieces, which are of the tokens [first, end)."""
+    first, end = tokens
+    bases = cache.bases
+    if cache.memory == "host":
+        bases = launcher.device_addresses(bases)
+    if staging_memory == "host":
+        pieces = [(_reached(launcher, planes), begin, stop) for planes, begin, stop in pieces]
+    address = slots.address + first * slots.itemsize
+    host = "host" in (cache.memory, staging_memory)
+    uploaded: AbstractContextManager[int] = nullcontext(address)
+    if slots.memory == "host":
+        wanted = _private_slots(slots, first, end, None)
+        _check_slots(wanted, first, cache.slots)
+        uploaded = launcher.uploaded(wanted, stream, host=host)
+    with uploaded as address:
+        for planes, begin, stop in pieces:
+            own = address + (begin - first) * slots.itemsize
+            which = KvTokens(own, slots.itemsize, cache.slots, stop - begin, cache.tokens_per_block)
+            launch = copies.kv_copy(
+                bases, planes, which, gather=gather, host=host, grid=launcher.grid, chosen=thread_blocks
+            )
+            launcher.launch(launch, stream)
+
+
+def _reached(launcher: Launcher, planes: list[KvPlane]) -> list[KvPlane]:
+    """The planes with the addresses at which kernels reach their staging."""
+    places = launcher.device_addresses(np.array([plane.staging for plane in planes], np.int64))
+    return [plane._replace(staging=int(place)) for plane, place in zip(planes, places, strict=True)]
+
+
+@jit
+def _copy_tokens(bases: Any, planes: Any, slots: Any, tokens_per_block: int, gather: bool, streaming: bool) -> None:
+    """The copy on the CPU. ``planes`` int64[planes, 9] has rows as in KvPlane. ``slots`` are checked."""
+    for p in range(bases.shape[0]):
+        token_stride, head_stride, heads, run = planes[p, 1], planes[p, 2], planes[p, 7], planes[p, 8]
+        staging_token, staging_head = planes[p, 5], planes[p, 6]
+        gap = planes[p, 0] - tokens_per_block * token_stride
+        joined = heads == 1 and token_stride == staging_token == run
+        # How many tokens ahead of the copy the source is fetched.
+        later = max(1, AHEAD // (heads * run))
+        for layer in range(bases.shape[1]):
+            base, t = bases[p, layer], 0
+            while t < slots.shape[0]:
+                if slots[t] < 0:
+                    t += 1
+                    continue
+                count = _joined_tokens(slots, t, tokens_per_block, gap == 0) if joined else 1
+                paged = base + slots[t] * token_stride + slots[t] // tokens_per_block * gap
+                staging = planes[p, 3] + layer * planes[p, 4] + t * staging_token
+                if gather:
+                    slot = max(slots[min(t + later, slots.shape[0] - 1)], 0)
+                    ahead = base + slot * token_stride + slot // tokens_per_block * gap
+                    _copy_heads(staging, staging_head, paged, head_stride, ahead, heads, count * run, streaming)
+                else:
+                    ahead = staging + later * staging_token
+                    _copy_heads(paged, head_stride, staging, staging_head, ahead, heads, count * run, streaming)
+                t += count
+    if streaming:
+        fence()
+
+
+@jit
+def _joined_tokens(slots: Any, first: int, tokens_per_block: int, blocks_joined: bool) -> int:
+    """How many tokens, from the first one on, have slots that follow each other without a gap. The first has a slot."""
+    count = 1
+    while first + count < slots.shape[0] and slots[first + count] == slots[first] + count:
+        if not blocks_joined and slots[first + count] % tokens_per_block == 0:
+            break
+        count += 1
+    return count
+
+
+@jit
+def _copy_heads(
+    target: int, target_stride: int, source: int, source_stride: int, ahead: int, heads: int, run: int, streaming: bool
+) -> None:
+    for _ in range(heads):
+        if streaming:
+            stream_bytes(target, source, ahead, run)
+        else:
+            memcpy(target, source, run)
+        target += target_stride
+        source += source_stride
+        ahead += source_stride

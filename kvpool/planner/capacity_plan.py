@@ -1,0 +1,212 @@
+"""The plan: a survey in bytes of a model and seconds of a machine, as a dictionary for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil, floor, isfinite, log2
+from typing import Any
+
+import numpy as np
+
+from kvpool.arrays.layout import BlockLayout
+from kvpool.planner.curve import Curve
+from kvpool.planner.store_tier import GIB, StorePlan, StoreTier
+from kvpool.planner.survey import Survey
+
+STEP_BYTES = 16 * GIB
+"""The marginal hit rate is that of this much more memory."""
+TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)
+LINK_BANDWIDTH = 50.0
+"""GB/s that a PCIe 5.0 link of 16 lanes gives."""
+LINK_LATENCY = 50.0
+"""Microseconds from the call of an onboard to its first byte: a launch and an event."""
+_POINTS = 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The model and the machine. Sizes are in blocks, times in seconds unless a field says otherwise.
+
+    Raises ValueError for an argument out of range.
+    """
+
+    layout: BlockLayout
+    prefill_tokens_per_second: float | None = None
+    """Prompt tokens that the engine computes in a second. None leaves out all times."""
+    link_bandwidth: float = LINK_BANDWIDTH
+    """GB/s from host to device."""
+    link_latency: float = LINK_LATENCY
+    """Microseconds."""
+    device_blocks: int | None = None
+    host_blocks: int = 0
+    store: StoreTier | None = None
+    """Behind the tiers, which must be given too."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("prefill_tokens_per_second", 0.0), ("link_bandwidth", 0.0)):
+            value = getattr(self, name)
+            if value is not None and not (isfinite(value) and value > lowest):
+                raise ValueError(f"{name}={value}: must be a number above 0")
+        if not (isfinite(self.link_latency) and self.link_latency >= 0):
+            raise ValueError(f"link_latency={self.link_latency}: must be a number of at least 0")
+        for name in ("device_blocks", "host_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value}: must be at least 0")
+        if self.store is not None and self.device_blocks is None:
+            raise ValueError("store: device_blocks must be given too")
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds for one token to cross the link."""
+        return self.layout.token_bytes / (self.link_bandwidth * 1e9)
+
+
+class Plan:
+    """A survey with a model and a machine. Every method is a pure function of the two."""
+
+    def __init__(self, survey: Survey, machine: Machine) -> None:
+        if survey.tokens_per_block != machine.layout.tokens_per_block:
+            raise ValueError(
+                f"layout of {machine.layout.tokens_per_block} tokens per block, survey of {survey.tokens_per_block}"
+            )
+        self.survey, self.machine = survey, machine
+
+    def gib(self, blocks: float) -> float:
+        """The memory of some blocks, GiB."""
+        return blocks * self.machine.layout.block_bytes / GIB
+
+    def blocks(self, nbytes: int) -> int:
+        """Whole blocks in some memory."""
+        return nbytes // self.machine.layout.block_bytes
+
+    def rate(self, capacity: int) -> float:
+        """Share of all prompt tokens that a cache of ``capacity`` blocks finds."""
+        return self.survey.hit_tokens(capacity) / max(self.survey.prompt_tokens, 1)
+
+    def saved_seconds(self, capacity: int, device_blocks: int) -> float | None:
+        """Mean time saved per request: the time to compute what is found, less the time for the part beyond the device
+        tier to cross the link."""
+        speed = self.machine.prefill_tokens_per_second
+        if speed is None:
+            return None
+        found = self.survey.hit_tokens(capacity)
+        crossing = found - self.survey.hit_tokens(min(device_blocks, capacity))
+        return (found / speed - crossing * self.machine.seconds_per_token) / max(self.survey.requests, 1)
+
+    def row(self, capacity: int) -> dict[str, Any]:
+        """The figures of one capacity, in blocks."""
+        survey, tokens = self.survey, self.survey.hit_tokens(capacity)
+        error = survey.curve.error(capacity) * survey.tokens_per_block / max(survey.prompt_tokens, 1)
+        return {
+            "blocks": capacity,
+            "gib": self.gib(capacity),
+            "hit_blocks": tokens // survey.tokens_per_block,
+            "hit_tokens": tokens,
+            "token_rate": self.rate(capacity),
+            "block_rate": tokens / survey.tokens_per_block / max(survey.prompt_blocks, 1),
+            "standard_error": error,
+            "of_ceiling": tokens / survey.ceiling_tokens if survey.ceiling_tokens else 0.0,
+            "next_16_gib": self.rate(capacity + self.blocks(STEP_BYTES)) - self.rate(capacity),
+            "saved_seconds_per_request": self.saved_seconds(capacity, self.machine.device_blocks or 0),
+        }
+
+    def table(self) -> list[int]:
+        """The capacities of the table, in blocks: powers of two in bytes, from the longest request up to everything
+        that is ever found."""
+        size = self.machine.layout.block_bytes
+        needed = self.survey.curve.capacity_for(self.survey.curve.ceiling)
+        lowest = ceil(log2(max(self.survey.longest_blocks, 1) * size))
+        highest = max(lowest, ceil(log2(max(needed, 1) * size)))
+        return [(1 << power) // size for power in range(lowest, highest + 1)]
+
+    def reach(self) -> list[dict[str, Any]]:
+        """The memory that reaches each share of the ceiling."""
+        rows = []
+        for share in TARGETS:
+            blocks = self.survey.curve.capacity_for(share * self.survey.curve.ceiling)
+            rows.append(
+                {"of_ceiling": share, "blocks": blocks, "gib": self.gib(blocks), "token_rate": self.rate(blocks)}
+            )
+        return rows
+
+    def break_even(self) -> dict[str, Any] | None:
+        """The hit length from which it is faster to onboard a prefix than to compute it again. None if no prefill speed
+        is given."""
+        machine = self.machine
+        if machine.prefill_tokens_per_second is None:
+            return None
+        gain = 1 / machine.prefill_tokens_per_second - machine.seconds_per_token
+        tokens = floor(machine.link_latency * 1e-6 / gain) + 1 if gain > 0 else None
+        return {
+            "tokens": tokens,
+            "worthwhile_above_gb_per_second": machine.layout.token_bytes * machine.prefill_tokens_per_second / 1e9,
+        }
+
+    def pool(self) -> dict[str, Any] | None:
+        """The figures of the given tiers. Both together hit like one cache of the summed size."""
+        machine = self.machine
+        if machine.device_blocks is None:
+            return None
+        device, both = self.row(machine.device_blocks), self.row(machine.device_blocks + machine.host_blocks)
+        return {
+            "device_blocks": machine.device_blocks,
+            "host_blocks": machine.host_blocks,
+            "device": device,
+            "both": both,
+            "host_hit_tokens": both["hit_tokens"] - device["hit_tokens"],
+        }
+
+    def store(self) -> StorePlan | None:
+        """The figures of a store behind the given tiers."""
+        machine = self.machine
+        if machine.store is None or machine.device_blocks is None:
+            return None
+        tiers = machine.device_blocks + machine.host_blocks
+        return StorePlan(self.survey, machine.layout, machine.store, tiers, machine.prefill_tokens_per_second)
+
+    def points(self, curve: Curve) -> list[tuple[int, int]]:
+        """Capacities in blocks, evenly spaced on a logarithmic scale, with the hit tokens of a curve."""
+        highest = max(self.table()[-1], 2)
+        capacities = np.unique(np.geomspace(1, highest, _POINTS).astype(np.int64)).tolist()
+        return [(capacity, round(curve.hits(capacity)) * self.survey.tokens_per_block) for capacity in capacities]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as nested dictionaries, lists, numbers, strings and None only."""
+        survey, machine, store = self.survey, self.machine, self.store()
+        return {
+            "requests": survey.requests,
+            "prompt_tokens": survey.prompt_tokens,
+            "output_tokens": survey.output_tokens,
+            "prompt_blocks": survey.prompt_blocks,
+            "tokens_per_block": survey.tokens_per_block,
+            "sample": survey.sample,
+            "longest_request_blocks": survey.longest_blocks,
+            "distinct_blocks": survey.distinct_blocks,
+            "machine": {
+                "block_bytes": machine.layout.block_bytes,
+                "token_bytes": machine.layout.token_bytes,
+                "prefill_tokens_per_second": machine.prefill_tokens_per_second,
+                "link_gb_per_second": machine.link_bandwidth,
+                "link_latency_us": machine.link_latency,
+            },
+            "ceiling": self.row(survey.curve.capacity_for(survey.curve.ceiling)),
+            "table": [self.row(capacity) for capacity in self.table()],
+            "reach": self.reach(),
+            "pool": self.pool(),
+            "store": None if store is None else store.as_dict(),
+            "break_even": self.break_even(),
+            "curve": [list(point) for point in self.points(survey.curve)],
+            "reuse_gaps": asdict(survey.gaps),
+            "prefixes": {**asdict(survey.prefixes), "top": [prefix._asdict() for prefix in survey.prefixes.top]},
+            "tenants": [
+                {
+                    "name": tenant.name,
+                    "requests": tenant.requests,
+                    "prompt_tokens": tenant.prompt_tokens,
+                    "ceiling_tokens": round(tenant.curve.ceiling) * survey.tokens_per_block,
+                    "curve": [list(point) for point in self.points(tenant.curve)],
+                }
+                for tenant in survey.tenants
+            ],
+        }

@@ -1,0 +1,440 @@
+"""The configuration of a pool: its groups of layers, the split of bytes between them, and the checked arguments."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.pool_ids import PoolIds
+from kvpool.entry.arguments import bool_argument, window_argument
+from kvpool.pool.retention import priority_argument
+from kvpool.state.arrays import GroupSizes, Settings
+
+KINDS = ("attention", "recurrent", "cross")
+MAX_TOKENS = 262_144
+"""The most tokens of a sequence where neither the caller nor the device limits them."""
+_BLOCKS_MAX = 2**31 - 1
+_TOKENS_MAX = 2**31 - 1
+_WIDTH_MAX = np.iinfo(np.int16).max
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of a model that keep and release their KV or state together. They have blocks of their own.
+
+    Parameters
+    ----------
+    layout
+        The layout of a block of these layers. If the layers differ in heads, pass a sequence of layouts. Each layout
+        has memory of its own (a "part"), and one block id means a block in every part.
+    window, sinks
+        A sliding window, as ``KVCacheManager`` describes it; None for full attention.
+    kind
+        ``"attention"``: a block holds the KV of ``tokens_per_block`` tokens.
+        ``"recurrent"``: a block holds one state of all these layers, the state after a prefix. The layouts have
+        ``tokens_per_block=1``.
+        ``"cross"``: cross attention. Its blocks are filled once, with the KV of the encoder's tokens.
+    snapshot_tokens
+        Only for a recurrent group. A state is kept after the last full block of a prompt that can be reused, and after
+        every ``snapshot_tokens`` tokens. The number is a multiple of the pool's ``tokens_per_block``. None: a state is
+        kept only after that block.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong type or value; the message names it.
+
+    Notes
+    -----
+    Immutable, hashable, and safe to share between threads.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> group = kvpool.LayerGroup(layout, window=128, sinks=4)
+    >>> group.layouts == (layout,), group.block_bytes
+    (True, 512)
+    """
+
+    layout: BlockLayout | Sequence[BlockLayout]
+    _: KW_ONLY
+    window: int | None = None
+    sinks: int = 0
+    kind: str = "attention"
+    snapshot_tokens: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("LayerGroup has no subclasses: one could answer with other layouts than were checked")
+
+    def __post_init__(self) -> None:
+        parts = tuple(self.layout) if isinstance(self.layout, (list, tuple)) else (self.layout,)
+        if not parts or not all(isinstance(part, BlockLayout) for part in parts):
+            raise TypeError(f"layout={self.layout!r:.80}: accepted is a BlockLayout, or a list of them")
+        object.__setattr__(self, "layout", parts[0] if len(parts) == 1 else parts)
+        widths = sorted({part.tokens_per_block for part in parts})
+        if len(widths) > 1:
+            raise ValueError(f"layout: tokens_per_block={widths}: accepted are parts with the same")
+        if not isinstance(self.kind, str):
+            raise TypeError(f"kind={self.kind!r:.80}: a string is needed, one of {', '.join(KINDS)}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r:.80}: must be one of {', '.join(KINDS)}")
+        window, sinks = window_argument(self.window, self.sinks)
+        object.__setattr__(self, "window", window or None)
+        object.__setattr__(self, "sinks", sinks)
+        if window and self.kind != "attention":
+            raise ValueError(f"window={window}: accepted is None in a {self.kind} group")
+        if self.snapshot_tokens is not None:
+            object.__setattr__(
+                self, "snapshot_tokens", integer_argument("snapshot_tokens", self.snapshot_tokens, 1, _TOKENS_MAX)
+            )
+            if self.kind != "recurrent":
+                raise ValueError(
+                    f"snapshot_tokens={self.snapshot_tokens}: accepted is None in a group of kind {self.kind}"
+                )
+        if self.kind == "recurrent" and widths != [1]:
+            raise ValueError(
+                f"layout: tokens_per_block={widths[0]}: accepted is 1 in a recurrent group, whose blocks hold one "
+                "state each"
+            )
+
+    @property
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        """The layouts, one for each part."""
+        return (self.layout,) if isinstance(self.layout, BlockLayout) else tuple(self.layout)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all parts."""
+        return sum(layout.block_bytes for layout in self.layouts)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of a pool, as ``KVCacheManager.groups`` lists them.
+
+    In block tables its blocks are [0, device_blocks) on the device and [device_blocks, device_blocks + host_blocks) on
+    the host. Leases use pool ids, which count the blocks of all groups. As pool ids, these two ranges begin at
+    ``first_device_block`` and ``first_host_block``.
+    """
+
+    index: int
+    layouts: tuple[BlockLayout, ...]
+    kind: str
+    window: int | None
+    sinks: int
+    snapshot_tokens: int | None
+    device_blocks: int
+    host_blocks: int
+    first_device_block: int
+    first_host_block: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all parts."""
+        return sum(layout.block_bytes for layout in self.layouts)
+
+
+def describe(
+    groups: Sequence[LayerGroup], device_blocks: Sequence[int], host_blocks: Sequence[int]
+) -> tuple[Group, ...]:
+    """The groups of a pool with these capacities, in blocks. The caller has checked the arguments."""
+    ids, found = PoolIds(device_blocks, host_blocks), list[Group]()
+    for index, (group, at_device, at_host) in enumerate(zip(groups, device_blocks, host_blocks, strict=True)):
+        rule = (group.kind, group.window, group.sinks, group.snapshot_tokens)
+        found.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
+    return tuple(found)
+
+
+def groups_argument(groups: Any, tokens_per_block: Any = None) -> tuple[tuple[LayerGroup, ...], int]:
+    """The groups of one pool, and the tokens of a block in all of them. Raises TypeError or ValueError.
+
+    ``tokens_per_block`` is the caller's argument. It must be None where a layout gives the number.
+    """
+    if not isinstance(groups, (list, tuple)):
+        raise TypeError(f"groups={groups!r:.80}: accepted is a list of LayerGroup")
+    groups = tuple(groups)
+    if not all(isinstance(group, LayerGroup) for group in groups):
+        raise TypeError(f"groups={groups!r:.80}: accepted is a list of LayerGroup")
+    if all(group.kind == "cross" for group in groups):
+        raise ValueError(
+            f"groups has {len(groups)} entries, none of them attention or recurrent: accepted is at least one such "
+            "group"
+        )
+    widths = {i: group.layouts[0].tokens_per_block for i, group in enumerate(groups) if group.kind != "recurrent"}
+    first = next(iter(widths), None)
+    if first is None:
+        if tokens_per_block is None:
+            raise ValueError("tokens_per_block=None: needed where all groups are recurrent, since no layout says it")
+        width = integer_argument("tokens_per_block", tokens_per_block, 1, _WIDTH_MAX)
+    else:
+        width = widths[first]
+        if tokens_per_block is not None:
+            raise ValueError(
+                f"tokens_per_block={tokens_per_block!r:.80}: accepted is None, since groups[{first}] says {width}"
+            )
+    for i, own in widths.items():
+        if own != width:
+            raise ValueError(f"groups[{i}]: tokens_per_block={own}: accepted is {width}, as in groups[{first}]")
+    for i, group in enumerate(groups):
+        if group.snapshot_tokens is not None and group.snapshot_tokens % width:
+            raise ValueError(
+                f"groups[{i}]: snapshot_tokens={group.snapshot_tokens}: accepted are multiples of "
+                f"tokens_per_block={width}"
+            )
+    return groups, width
+
+
+def capacities_argument(name: str, value: Any, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+    """``device_blocks`` (at least 1 each) or ``host_blocks`` of every group. Raises TypeError or ValueError.
+
+    A single number is accepted for a single group. A single 0 is accepted as ``host_blocks`` of any number of
+    groups.
+    """
+    least = 0 if name == "host_blocks" else 1
+    if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim):
+        number = integer_argument(name, value, least, _BLOCKS_MAX)
+        if number and len(groups) > 1:
+            raise ValueError(f"{name}={number}: accepted is a list of {len(groups)} numbers, one for each group")
+        return (number,) * len(groups)
+    each = list(value)
+    if len(each) != len(groups):
+        raise ValueError(f"{name} has {len(each)} entries: accepted is one for each of the {len(groups)} groups")
+    return tuple(integer_argument(f"{name}[{i}]", one, least, _BLOCKS_MAX) for i, one in enumerate(each))
+
+
+def group_argument(group: Any, count: int) -> int:
+    """The index of the group that an argument names, below ``count``. None names the only group. Raises TypeError or
+    ValueError."""
+    if group is None and count > 1:
+        raise ValueError(f"group=None: accepted are 0 to {count - 1} where there are several")
+    return 0 if group is None else integer_argument("group", group, 0, count - 1)
+
+
+def split_blocks(
+    groups: Sequence[LayerGroup], nbytes: int, *, max_sequence_tokens: int, tokens_per_block: int | None = None
+) -> list[int]:
+    """Split ``nbytes`` bytes of a tier into blocks for each group: a pool's ``device_blocks`` or ``host_blocks``.
+
+    Every group gets bytes in proportion to the whole blocks that one sequence of ``max_sequence_tokens`` tokens keeps
+    in it:
+
+    - attention: blocks for as many tokens, or for ``window + sinks`` tokens if these are fewer;
+    - recurrent: its states every ``snapshot_tokens``, the one after the prompt's last full block, and the running one;
+    - cross: blocks for ``max_sequence_tokens`` tokens of the encoder.
+
+    If the bytes that rounding leaves make whole blocks, the group with the largest share gets these. Pass
+    ``tokens_per_block`` only if all groups are recurrent, as in ``KVCacheManager``.
+
+    Reads no pool. Raises ValueError if a group would get no block (the message says how many bytes are needed), and
+    ValueError or TypeError for a wrong argument.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=8, kv_heads=8, head_dim=64, tokens_per_block=16)
+    >>> groups = [kvpool.LayerGroup(layout, window=window) for window in (1024, 4096, 8192)]
+    >>> kvpool.split_blocks(groups, 2**30, max_sequence_tokens=32768)
+    [315, 1260, 2521]
+    """
+    checked, width = groups_argument(groups, tokens_per_block)
+    nbytes = integer_argument("nbytes", nbytes, 1, 2**62)
+    tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, _TOKENS_MAX)
+    kept = list(_kept_blocks(checked, tokens, width))
+    sizes = [group.block_bytes for group in checked]
+    costs = [blocks * size for blocks, size in zip(kept, sizes, strict=True)]
+    total = sum(costs)
+    found = [nbytes * blocks // total for blocks in kept]
+    if not all(found):
+        least = min(range(len(kept)), key=kept.__getitem__)
+        raise ValueError(
+            f"nbytes={nbytes}: no block for groups[{least}]; needed are at least {-(-total // kept[least])}"
+        )
+    largest = max(range(len(costs)), key=costs.__getitem__)
+    found[largest] += (nbytes - sum(blocks * size for blocks, size in zip(found, sizes, strict=True))) // sizes[largest]
+    return found
+
+
+def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Iterator[int]:
+    """Blocks that a sequence of ``tokens`` tokens keeps in each group."""
+    for group in groups:
+        if group.kind == "recurrent":
+            yield 2 + (0 if group.snapshot_tokens is None else tokens // group.snapshot_tokens)
+        else:
+            seen = tokens if group.window is None else min(tokens, group.window + group.sinks)
+            yield -(-seen // width)
+
+
+# -- the pool -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """The checked arguments of one pool; ``KVCacheManager`` describes them. ``columns`` is the length of a row of the
+    block table."""
+
+    groups: tuple[Group, ...]
+    tokens_per_block: int
+    columns: int
+    max_sequences: int
+    partial_reuse: bool
+    offload_min_priority: int
+    offload_min_reuse: int
+    secret: bytes
+    event_capacity: int
+    staging_depth: int
+    clock: Callable[[], int]
+
+    @classmethod
+    def of(
+        cls,
+        layout: Any,
+        groups: Any,
+        tokens_per_block: Any,
+        window: Any,
+        sinks: Any,
+        device_blocks: Any,
+        host_blocks: Any,
+        *,
+        max_sequences: Any,
+        max_sequence_tokens: Any,
+        partial_reuse: Any,
+        offload_min_priority: Any,
+        offload_min_reuse: Any,
+        secret: Any,
+        event_capacity: Any,
+        staging_depth: Any,
+        clock: Any,
+    ) -> PoolConfig:
+        """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
+        names the argument."""
+        found, width = _pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
+        own, ticks = secret_argument(secret), clock_argument(clock)
+        tokens = (
+            None
+            if max_sequence_tokens is None
+            else integer_argument("max_sequence_tokens", max_sequence_tokens, 1, _TOKENS_MAX)
+        )
+        # A recurrent group keeps no state after a part of a block, so nothing can be reused in part.
+        recurrent = any(group.kind == "recurrent" for group in found)
+        return cls(
+            found, width, -(-(tokens or _longest(found, width)) // width),
+            integer_argument("max_sequences", max_sequences, 1, 1 << 24),
+            bool_argument("partial_reuse", partial_reuse) and not recurrent,
+            priority_argument("offload_min_priority", offload_min_priority),
+            integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
+            own,
+            integer_argument("event_capacity", event_capacity, 0, 1 << 31),
+            integer_argument("staging_depth", staging_depth, 1, 1 << 16),
+            ticks,
+        )  # fmt: skip
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether a group is for cross attention."""
+        return any(group.kind == "cross" for group in self.groups)
+
+    def group(self, group: Any) -> int:
+        """The index of the group that an argument names. Raises TypeError or ValueError."""
+        return group_argument(group, len(self.groups))
+
+    @property
+    def sizes(self) -> list[GroupSizes]:
+        """The sizes and rules of each group, as its state needs them."""
+        return [
+            GroupSizes(
+                group.device_blocks, group.host_blocks, group.window or 0, group.sinks, KINDS.index(group.kind),
+                (group.snapshot_tokens or 0) // self.tokens_per_block,
+            )
+            for group in self.groups
+        ]  # fmt: skip
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that the states of all groups share."""
+        return Settings(
+            self.tokens_per_block,
+            self.max_sequences,
+            self.columns,
+            self.secret,
+            self.partial_reuse,
+            self.offload_min_priority,
+            self.offload_min_reuse,
+            self.event_capacity,
+        )
+
+
+def _pool_groups(
+    layout: Any, groups: Any, tokens_per_block: Any, window: Any, sinks: Any, device_blocks: Any, host_blocks: Any
+) -> tuple[tuple[Group, ...], int]:
+    """The groups of a pool, and the tokens of a block, from either a layout or a list of groups. Raises TypeError or
+    ValueError."""
+    if (layout is None) == (groups is None):
+        raise TypeError(
+            f"layout={layout!r:.80}, groups={groups!r:.80}: accepted is either a BlockLayout or a list of LayerGroup"
+        )
+    if groups is None:
+        if not isinstance(layout, BlockLayout):
+            raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
+        if tokens_per_block is not None:
+            raise ValueError(f"tokens_per_block={tokens_per_block!r:.80}: accepted is None, since the layout says it")
+        checked: tuple[LayerGroup, ...] = (LayerGroup(layout, window=window, sinks=sinks),)
+        width = layout.tokens_per_block
+        for name, value, least in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
+            integer_argument(name, value, least, (1 << 31) - 1)
+    else:
+        if window is not None or sinks != 0:
+            raise ValueError(
+                f"window={window!r:.80}, sinks={sinks!r:.80}: accepted are those of each LayerGroup where there are "
+                "groups"
+            )
+        checked, width = groups_argument(groups, tokens_per_block)
+    if width > np.iinfo(np.int16).max:
+        raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
+    device = capacities_argument("device_blocks", device_blocks, checked)
+    host = capacities_argument("host_blocks", host_blocks, checked)
+    return describe(checked, device, host), width
+
+
+def _fewest_blocks(groups: Sequence[Group]) -> int:
+    return min(
+        (group.device_blocks for group in groups if group.kind == "attention" and group.window is None), default=1 << 31
+    )
+
+
+def _longest(groups: Sequence[Group], width: int) -> int:
+    """Tokens of the longest sequence that fits on the device. The tokens of an encoder use the same columns."""
+    fit = _fewest_blocks(groups)
+    rooms = [fit] if fit < 1 << 31 else [group.device_blocks for group in groups]
+    rooms += [group.device_blocks for group in groups if group.kind == "cross"]
+    return min(max(rooms) * width, MAX_TOKENS)
+
+
+def secret_argument(secret: Any) -> bytes:
+    """The secret of a pool, random by default.
+
+    The result is an exact ``bytes``: the length of a subclass could differ from that of its bytes.
+    """
+    own = bytes(memoryview(secret)) if isinstance(secret, bytes) else b""
+    if secret is not None and not 16 <= len(own) <= 64:
+        raise ValueError("secret: accepted are 16 to 64 bytes")
+    return own or os.urandom(32)
+
+
+def clock_argument(clock: Any) -> Callable[[], int]:
+    """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
+    if clock is not None and not callable(clock):
+        raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
+    found: Callable[[], int] = clock or _milliseconds
+    return found
+
+
+def _milliseconds() -> int:
+    return time.monotonic_ns() // 1_000_000

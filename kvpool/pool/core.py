@@ -1,0 +1,193 @@
+"""Core: what all parts of one pool share: its state, the state lock, ``decide``, and whether the pool is open.
+
+A decision is a verb that runs under the state lock. Its moves join the queue there. Then the queue goes to the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.strided import read_only
+from kvpool.copying.transfer import NO_IDS, Ids, Transfer
+from kvpool.device.base import Device, Event, Stream
+from kvpool.entry.interrupt import DeferSignals, deliver
+from kvpool.errors import DeviceError, InsufficientMemory, PoolClosed
+from kvpool.memory.pools import MemoryPools
+from kvpool.pool import events as kv_events
+from kvpool.pool.config import PoolConfig
+from kvpool.pool.refusals import refusal
+from kvpool.state import records
+from kvpool.state.arrays import States, state_bytes
+from kvpool.state.sequences import check_ids
+from kvpool.tables.block_table import own_table
+
+MAX_MS = 1 << 42
+
+
+class Core:
+    """The state of one pool, and the only way to change it. Thread-safe.
+
+    ``lock`` is the state lock. It guards ``states`` and ``names``, the namespaces that events name. ``tables`` are the
+    rows of each group, read-only. ``tokens`` is the state of a group that has the tokens of sequences.
+    """
+
+    def __init__(self, config: PoolConfig, device: Device, states: States) -> None:
+        self.config, self.device, self.states, self.clock = config, device, states, config.clock
+        # Reentrant: a destructor that closes a lease while its thread is inside the pool must not wait for itself.
+        self.lock: AbstractContextManager[Any]
+        self._hold_lock(threading.RLock())
+        token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in config.groups]
+        self.transfer = Transfer(states, self.lock, device, token_bytes)
+        self.transfer.forks.add(self, "lock")
+        # Every group has the tokens of sequences, except those for cross attention.
+        self.tokens = next(state for state in states if state.head.kind != records.CROSS)
+        self.tables = tuple(read_only(table) for table in states.table)
+        self.names = kv_events.Names(states)
+        self.closed = False
+        kv_events.announce(states)
+
+    def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Ids | None = NO_IDS) -> Any:
+        """Run a jitted verb under the state lock, queue its moves, and enqueue everything queued before it.
+
+        Decisions of other threads are enqueued too, since a block that this call returns may wait for them. ``ids`` are
+        the sequences whose streams the call concerns (None: all live ones). ``stream`` is the one that the caller
+        named. Raises what the verb refuses. A copy that the device refuses raises nothing here: see
+        ``copying.transfer``.
+        """
+        inside, heads, transfer = self._owned(), self.states.heads, self.transfer
+        asked = stream is None or (inside and transfer.is_together)
+        on = stream if asked else self.as_stream(stream)
+        with DeferSignals():
+            with self.lock:
+                if self.closed or transfer.broken is not None:
+                    self.check_open()
+                # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
+                # keeps them in order.
+                transfer.collect()
+                if transfer.order is None:
+                    result = verb(heads, *args)
+                else:
+                    result = transfer.decide(on, ids, verb, *args)
+                if result < 0:
+                    raise refusal(heads, result, args[0], self.tokens.sequences, verb)
+                mine = transfer.collect()
+            if (mine or transfer.waiting) and not inside:
+                transfer.drain()
+        return result
+
+    def as_stream(self, stream: Any) -> Stream:
+        """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
+        self.check_open()
+        return self.transfer.as_stream(stream)
+
+    def check_open(self) -> None:
+        """Raise PoolClosed if the pool was closed, or its device has failed for good."""
+        if self.closed:
+            raise PoolClosed("the pool is closed")
+        if self.transfer.broken is not None:
+            raise PoolClosed(f"the device has failed: {self.transfer.broken}") from self.transfer.broken
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise inside a decision or an enqueueing of this thread. The thread holds a lock, and others would wait for
+        what the call waits for."""
+        if self._owned() or self.transfer.enqueuing:
+            raise RuntimeError(
+                f"{call} inside another call of this pool: destructors and signal handlers may close leases and release"
+            )
+
+    def now(self) -> int:
+        """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
+        now = self.clock()
+        return now if type(now) is int and 0 <= now <= MAX_MS else integer_argument("clock()", now, 0, MAX_MS)
+
+    # -- what a part reads or says under the state lock ---------------------------------------------
+
+    def rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of live sequences. The caller holds the state lock. Raises UnknownSequence, DeviceError, ValueError,
+        PoolClosed."""
+        self.check_open()
+        error = check_ids(self.states.heads, which, True)
+        if error:
+            raise refusal(self.states.heads, error, which, self.tokens.sequences)
+        return which & 0xFFFFFFFF
+
+    def live(self, kind: int = records.LIVE) -> npt.NDArray[np.int64]:
+        """Ids of all rows of a kind, or of several (LIVE | SWAPPED). The caller holds the state lock."""
+        sequences = self.tokens.sequences
+        rows = np.flatnonzero(sequences["live"] & kind)
+        return (sequences["generation"][rows].astype(np.int64) << 32) | rows
+
+    def enable_extra(self) -> None:
+        """Have the state keep extra ids from now on."""
+        with DeferSignals(), self.lock:
+            self.states.enable_extra()
+
+    def note(self, kind: int, stream: Stream | None, ids: npt.NDArray[np.int64]) -> None:
+        """Have the next decision note what a stream does to blocks, if there is a stream. The caller holds the state
+        lock."""
+        if stream is not None and self.transfer.order is not None:
+            self.transfer.note(
+                np.stack([np.full(len(ids), kind), np.full(len(ids), self.transfer.slot(stream)), ids], axis=1)
+            )
+
+    # -- waiting ------------------------------------------------------------------------------------
+
+    def wait_for(self, events: Sequence[Event]) -> None:
+        """Have the host wait for events. The caller holds no lock. After a DeviceError the pool counts as broken."""
+        try:
+            for event in events:
+                deliver(self.device.synchronize, event)
+        except DeviceError as error:
+            self.transfer.broken = self.transfer.broken or error
+            raise
+
+    def follow(self, stream: Any) -> None:
+        """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. The caller
+        holds no lock."""
+        on = self.as_stream(stream)
+        self.refuse_inside("what waits for copies")
+        with DeferSignals():
+            self.transfer.drain()
+            self.transfer.follow(on)
+
+    def disable_guard(self, name: str) -> None:
+        """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
+        if name == "state_lock":
+            self.use_lock(nullcontext())
+        else:
+            self.states.disable_guard(name)
+
+    def use_lock(self, lock: AbstractContextManager[Any]) -> None:
+        """Use another state lock, for a tool that watches it. No call may be running."""
+        self._hold_lock(lock)
+        self.transfer.use_lock(lock)
+
+    def _hold_lock(self, lock: Any) -> None:
+        self.lock = lock
+        # Whether this thread is in a call already, and holds the lock. Then this is a destructor or a signal handler.
+        self._owned: Callable[[], bool] = getattr(lock, "_is_owned", lambda: False)
+
+
+def pool_memory(config: PoolConfig, device: Device, device_memory: Any, host_memory: Any, shared: bool) -> MemoryPools:
+    """The memory of both tiers. Raises InsufficientMemory, TypeError, ValueError."""
+    groups = ((group.layouts, group.device_blocks, group.host_blocks) for group in config.groups)
+    layouts, device_blocks, host_blocks = zip(*groups, strict=True)
+    return MemoryPools(device, layouts, device_blocks, host_blocks, device_memory, host_memory, shared)
+
+
+def pool_states(config: PoolConfig, device: Device, table: Any) -> States:
+    """The state of a pool. Raises InsufficientMemory. Raises TypeError and ValueError for a ``table`` that does not
+    fit."""
+    sequences, columns = config.max_sequences, config.columns
+    needed = state_bytes(config.sizes, config.tokens_per_block, sequences, columns, config.event_capacity)
+    available = device.available_bytes("host")
+    if available is not None and needed > available:
+        raise InsufficientMemory("state: the host", needed, available)
+    return States(config.sizes, config.settings, own_table(table, len(config.groups), sequences, columns))

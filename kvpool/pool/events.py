@@ -1,0 +1,368 @@
+"""KV events as callers see them: what was stored, removed, updated or cleared, in the order of the decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.state.arrays import State, States
+from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
+from kvpool.state.ring import CLEARED, CREATED, STORED
+
+if TYPE_CHECKING:
+    from kvpool.pool.keys import BlockKeys
+
+KINDS = ("created", "stored", "removed", "updated", "cleared")
+TIERS = ("device", "host")
+Rows = npt.NDArray[np.int64]
+Rows3 = tuple[npt.NDArray[np.void], npt.NDArray[np.int32], Rows | None]
+"""Records, tokens, and extra ids if some block has any."""
+Capacities = tuple[tuple[int, int], ...]
+"""(device blocks, host blocks) of each group of layers."""
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """One change of what is cached.
+
+    ``number`` counts blocks, not events. For a reader that has seen everything, it equals ``next`` of the event before.
+    A larger number is a gap; the difference is how many were lost.
+
+    ``keys`` uint64[n, 2]: of "stored", a chain of blocks. ``parent`` uint64[2]: the key before the first of them, None
+    if it begins a prompt. ``tokens`` int32[n, tokens_per_block]: for "stored" only. ``extra_ids``: int64 of the same
+    shape, if some token has one. ``namespace``, ``salt`` and ``adapter_id`` are as in BlockKeys. ``group``: the group
+    of layers of these blocks; 0 in a pool with one group. "created" has the capacities: ``blocks`` has (device, host)
+    of each group, the other fields their sums. "cleared" concerns all groups.
+    """
+
+    kind: str
+    number: int
+    tier: str | None = None
+    keys: npt.NDArray[np.uint64] | None = None
+    parent: npt.NDArray[np.uint64] | None = None
+    tokens: npt.NDArray[np.int32] | None = None
+    extra_ids: npt.NDArray[np.int64] | None = None
+    namespace: int = 0
+    salt: bytes | str | None = None
+    adapter_id: int | str | None = None
+    priority: int = 0
+    device_blocks: int = 0
+    host_blocks: int = 0
+    group: int = 0
+    blocks: Capacities = ()
+
+    @property
+    def next(self) -> int:
+        return self.number + (1 if self.keys is None else len(self.keys))
+
+
+class Name(NamedTuple):
+    """The salt and adapter of a namespace tag, and the key with which its prompts begin."""
+
+    salt: bytes | str | None
+    adapter_id: int | str | None
+    root: tuple[int, int]
+
+
+NAMELESS = Name(None, None, (0, 0))
+
+
+class Names:
+    """The namespaces of all live sequences and, in a pool with events, of all content. Others are forgotten now and
+    then. The state lock guards it."""
+
+    LEAST = 1024
+
+    def __init__(self, states: States) -> None:
+        self._states, self._limit = states, self.LEAST
+        self.known: dict[int, Name] = {}
+
+    def learn(self, prompts: Sequence[BlockKeys]) -> None:
+        """Note the namespaces of prompts whose content the present decision may store."""
+        if len(self.known) + len(prompts) > self._limit:
+            self._forget()
+        for prompt in prompts:
+            if prompt.namespace not in self.known:
+                self.known[prompt.namespace] = Name(prompt.salt, prompt.adapter_id, prompt.root)
+
+    def picture(self) -> tuple[dict[int, Name], int]:
+        """What is known, for who takes decisions back: names are only added to it, so that it need not be copied."""
+        return self.known, self._limit
+
+    def restore(self, picture: tuple[dict[int, Name], int]) -> None:
+        """What sequences and content of then name is known again."""
+        self.known, self._limit = picture
+
+    def _forget(self) -> None:
+        """Keep the namespaces that sequences name and, if there are events, those of blocks and events. A thread that
+        decodes events meanwhile keeps the old dictionary."""
+        parts = [state.sequences for state in self._states]
+        if self._states.heads[0, H.event_capacity]:
+            parts += [*(state.blocks for state in self._states), self._states.ring.events]
+        named = np.concatenate([part["namespace"] for part in parts])
+        kept = set(np.unique(named).tolist())
+        self.known = {tag: name for tag, name in self.known.items() if tag in kept}
+        self._limit = max(self.LEAST, 2 * len(self.known))
+
+
+class Events(Sequence[Event]):
+    """The events of one call, as a sequence. An ``Event`` is made when it is read.
+
+    To read many events fast, use the columns: ``records`` [n], one for each block; ``keys`` uint64[n, 2]; ``tokens``
+    int32[n, tokens_per_block]; ``extra`` int64 of the same shape, or None; ``bounds`` int64[m + 1]: event i is rows
+    ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event. ``tiers`` has the names of the tiers by the
+    number that records have, ``names`` the ``Name`` of each namespace. ``before_snapshot``: how many events come before
+    the "cleared" of a snapshot; without a snapshot, all.
+    """
+
+    def __init__(
+        self,
+        records: npt.NDArray[np.void],
+        tokens: npt.NDArray[np.int32],
+        extra: Rows | None,
+        number: int,
+        names: dict[int, Name],
+        capacities: Capacities,
+        snapshot_row: int | None = None,
+        tiers: tuple[str, ...] = TIERS,
+    ) -> None:
+        self.tiers, self.names = tiers, names
+        self.records, self.tokens, self.extra, self.number, self.capacities = records, tokens, extra, number, capacities
+        starts = records["joined"] == 0
+        if len(records):
+            starts[0] = True
+        self.bounds = np.append(np.flatnonzero(starts), len(records))
+        self.keys = np.stack([records["key0"], records["key1"]], axis=1).view(np.uint64)
+        self.before_snapshot = len(self) if snapshot_row is None else int(np.searchsorted(self.bounds, snapshot_row))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def next(self) -> int:
+        """The number that the next event will have if none is lost."""
+        return self.number + len(self.records)
+
+    def name(self, namespace: int) -> Name | None:
+        """The name of a record's namespace. None if no content with a key was ever stored in it."""
+        return self.names.get(namespace)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        if isinstance(index, slice):
+            return list(self._made(np.arange(len(self))[index]))
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"event {index} of {len(self)}")
+        return next(self._made(np.array([index % len(self)])))
+
+    def __iter__(self) -> Iterator[Event]:
+        return self._made(np.arange(len(self)))
+
+    def _made(self, which: Rows) -> Iterator[Event]:
+        starts = self.bounds[which]
+        heads = self.records[starts]
+        parents = np.stack([heads["parent0"], heads["parent1"]], axis=1).view(np.uint64)
+        extra = np.logical_or.reduceat(self.records["extra"], self.bounds[:-1])[which].tolist() if len(which) else []
+        ends = self.bounds[which + 1].tolist()
+        for head, start, end, parent, has_extra in zip(
+            heads.tolist(), starts.tolist(), ends, parents, extra, strict=True
+        ):
+            kind, tier, priority, _, group, _, _, _, parent0, parent1, namespace = head
+            number = self.number + start
+            if kind in (CREATED, CLEARED):
+                sizes = self.capacities if kind == CREATED else ()
+                device, host = (sum(of_group[tier] for of_group in sizes) for tier in (DEVICE, HOST))
+                yield Event(KINDS[kind], number, device_blocks=device, host_blocks=host, blocks=sizes)
+                continue
+            salt, adapter_id, root = self.names.get(namespace, NAMELESS)
+            yield Event(
+                KINDS[kind],
+                number,
+                self.tiers[tier],
+                self.keys[start:end],
+                None if root == (parent0, parent1) else parent,
+                self.tokens[start:end] if kind == STORED else None,
+                self.extra[start:end] if has_extra and self.extra is not None else None,
+                namespace,
+                salt,
+                adapter_id,
+                priority,
+                group=group,
+            )
+
+
+def announce(states: States) -> None:
+    """Write the first event of a pool into the ring."""
+    if states.heads[0, H.event_capacity]:
+        states.ring.events[0]["kind"] = CREATED
+        states.ring.numbers[N.next] = 1
+
+
+class Cached(NamedTuple):
+    """A copy of the cached blocks of one group, in the order of their ``ids``."""
+
+    blocks: npt.NDArray[np.void]
+    """rows of ``State.blocks``"""
+    tokens: npt.NDArray[np.int32]
+    extra: Rows | None
+    ids: Rows
+
+
+class Taken(NamedTuple):
+    """What was copied under the state lock: rows of the ring, the cached blocks of each group for a snapshot, and the
+    data to decode them."""
+
+    ring: Rows3
+    cached: list[Cached] | None
+    number: int
+    names: dict[int, Name]
+    capacities: Capacities
+
+
+def take(states: States, names: Names, snapshot: bool) -> Taken:
+    """Copy and empty the ring. With ``snapshot``, also copy what is cached. The caller holds the state lock."""
+    numbers, told = states.ring.numbers, states.ring
+    first, last = int(numbers[N.read]), int(numbers[N.next])
+    places = np.arange(first, last) % max(1, len(told.events))
+    records = _whole(told.events, places)
+    ring = records, told.tokens[places], _extra_rows(told.extra, places, records["extra"] != 0)
+    cached = [_cached(state) for state in states] if snapshot else None
+    if cached is not None:
+        # A snapshot is numbered like other events, so its reader continues without a gap.
+        numbers[N.next] += 1 + sum(len(of_group.ids) for of_group in cached)
+    numbers[N.read] = numbers[N.next]
+    device_blocks = [int(state.head.device_blocks) for state in states]
+    capacities = tuple(
+        (device, len(state.blocks) - device) for device, state in zip(device_blocks, states, strict=True)
+    )
+    return Taken(ring, cached, first, names.known, capacities)
+
+
+def put_back(states: States, taken: Taken) -> None:
+    """Have the next call return events that nobody got. If others have read or recorded too much meanwhile, some cannot
+    be kept, which is counted.
+
+    The caller holds the state lock.
+    """
+    numbers, lost = states.ring.numbers, len(taken.ring[0])
+    end = taken.number + lost
+    after = end + (0 if taken.cached is None else 1 + sum(len(of_group.ids) for of_group in taken.cached))
+    # The numbers of a snapshot have no place in the ring, so no event may have come after them.
+    if numbers[N.read] == after and (taken.cached is None or numbers[N.next] == after):
+        if taken.cached is not None:
+            numbers[N.next] = end
+        numbers[N.read] = max(taken.number, int(numbers[N.next]) - len(states.ring.events))
+        lost = int(numbers[N.read]) - taken.number
+    states[0].counters[COUNTERS.index("events_dropped")] += lost
+
+
+def _cached(state: State) -> Cached:
+    ids = np.flatnonzero(state.blocks["flags"] & PUBLISHED)
+    blocks = _whole(state.blocks, ids)
+    return Cached(
+        blocks, state.tokens.take(ids, axis=0), _extra_rows(state.extra, ids, blocks["flags"] & EXTRA != 0), ids
+    )
+
+
+def _whole(table: npt.NDArray[np.void], which: Rows) -> npt.NDArray[np.void]:
+    """Some rows of a table, as bytes. NumPy's own way copies them field by field, which takes five times as long."""
+    return table.view(f"V{table.dtype.itemsize}").take(which).view(table.dtype)
+
+
+def _extra_rows(extra: Rows, places: Rows, has: npt.NDArray[np.bool_]) -> Rows | None:
+    """Extra ids of the rows that have some, zeros elsewhere; None if none has."""
+    if not has.any():
+        return None
+    rows = np.zeros((len(places), extra.shape[1]), np.int64)
+    rows[has] = extra[places[has]]
+    return rows
+
+
+def decode(taken: Taken) -> Events:
+    """The events of a copy. Needs no lock."""
+    if taken.cached is None:
+        return Events(*taken.ring, taken.number, taken.names, taken.capacities)
+    row = len(taken.ring[0])
+    cleared = np.zeros(1, EVENT)
+    cleared["kind"] = CLEARED
+    nothing = np.zeros((1, taken.ring[1].shape[1]), np.int32)
+    told = [_stored(g, cached, taken.capacities[g][DEVICE]) for g, cached in enumerate(taken.cached)]
+    records, tokens, extra = zip(taken.ring, (cleared, nothing, None), *told, strict=True)
+    return Events(
+        np.concatenate(records),
+        np.concatenate(tokens),
+        _joined_extra(tokens, extra),
+        taken.number,
+        taken.names,
+        taken.capacities,
+        row,
+    )
+
+
+def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
+    """The events that describe what a group has cached."""
+    blocks = np.zeros(len(cached.ids), EVENT)
+    for field in ("key0", "key1", "parent0", "parent1", "namespace", "priority"):
+        blocks[field] = cached.blocks[field]
+    blocks["kind"], blocks["tier"], blocks["group"] = STORED, cached.ids >= device_blocks, group
+    blocks["extra"] = cached.blocks["flags"] & EXTRA != 0
+    order = _parents_first(blocks, cached.ids, cached.blocks["twin"])
+    blocks = _whole(blocks, order)
+    blocks["joined"][1:] = _continues(blocks[1:], blocks[:-1])
+    return blocks, cached.tokens.take(order, axis=0), None if cached.extra is None else cached.extra[order]
+
+
+def _joined_extra(tokens: Sequence[npt.NDArray[np.int32]], extra: Sequence[Rows | None]) -> Rows | None:
+    """Extra ids of consecutive parts, zeros for a part that has none. None if no part has any."""
+    if all(part is None for part in extra):
+        return None
+    return np.concatenate(
+        [np.zeros(own.shape, np.int64) if part is None else part for own, part in zip(tokens, extra, strict=True)]
+    )
+
+
+def _continues(after: npt.NDArray[np.void], before: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    same = (after["tier"] == before["tier"]) & (after["priority"] == before["priority"])
+    return same & (after["parent0"] == before["key0"]) & (after["parent1"] == before["key1"])
+
+
+def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: npt.NDArray[np.int32]) -> Rows:
+    """An order of cached blocks, within each tier. The children of a block come after it, its first child right after
+    it.
+
+    Each content joins the chain of its parent if it is the parent's first child. Else it begins a chain. Chains are
+    sorted by where they begin.
+    """
+    place = np.full(int(ids[-1]) + 1 if len(ids) else 0, NONE)
+    place[ids] = np.arange(len(ids))
+    content = np.where((twins == NONE) | (twins > ids), np.arange(len(ids)), place[np.where(twins > ids, ids, twins)])
+    own = np.unique(content)
+    by_key = own[np.argsort(blocks["key0"][own], kind="stable")]
+    keys = blocks["key0"][by_key]
+    found = by_key[np.minimum(np.searchsorted(keys, blocks["parent0"]), len(by_key) - 1)] if len(by_key) else own
+    known = (blocks["key0"][found] == blocks["parent0"]) & (blocks["key1"][found] == blocks["parent1"])
+    parent = np.where(known, found, np.arange(len(ids)))
+    depth = _steps_to_root(parent)[0][content]
+    first_child = np.full(len(ids), NONE)
+    mine = own[known[own]]
+    first_child[parent[mine][::-1]] = mine[::-1]
+    follows = np.zeros(len(ids), np.bool_)
+    follows[mine] = first_child[parent[mine]] == mine
+    head = _steps_to_root(np.where(follows, parent, np.arange(len(ids))))[1][content]
+    return np.lexsort((depth, blocks["tier"], head, depth[head]))
+
+
+def _steps_to_root(parent: Rows) -> tuple[Rows, Rows]:
+    """For each row, the steps to the row that is its own parent, and that row. It uses doubling, since chains are
+    long."""
+    root, steps = parent, (parent != np.arange(len(parent))).astype(np.int64)
+    while (root[root] != root).any():
+        steps, root = steps + steps[root], root[root]
+    return steps, root

@@ -1,0 +1,396 @@
+"""BlockKeys: a prompt with the keys of its full blocks; and what calls with prompts answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.strided import in_numpy, read_only
+from kvpool.entry.arguments import (
+    INT32_MAX,
+    adapter_argument,
+    bool_argument,
+    extra_array,
+    is_integer,
+    salt_argument,
+    token_array,
+)
+from kvpool.state import pins, records, requests
+
+NO_EXTRA = np.empty(0, np.int64)
+NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
+
+
+class Scope(NamedTuple):
+    """What a prompt has beside its tokens and their extra ids. ``root``: the digest of the namespace, and the key that
+    its chain begins with; ``origin``: the fingerprint of the secret, and ``tokens_per_block``."""
+
+    salt: bytes | str | None
+    adapter_id: int | str | None
+    root: tuple[int, int, int]
+    origin: tuple[str, int]
+    reuse: bool = True
+    publish: bool = True
+
+
+class BlockKeys:
+    """A prompt with the keys of its full blocks, ready for every call that takes a prompt. Made by
+    ``KVCacheManager.block_keys``.
+
+    ``tokens`` int32[n], ``keys`` uint64[n // tokens_per_block, 2], ``extra_ids`` int64[n] or None. ``namespace`` is the
+    digest of salt and adapter that blocks carry. ``origin`` is the fingerprint of the secret, and ``tokens_per_block``.
+    ``reuse`` and ``publish`` are as in ``block_keys``.
+
+    ``keys[:n]`` are those of the first n tokens, at any n; nothing is hashed, and nothing copied. ``extend`` gives
+    those of more tokens. Immutable: arrays are read-only views, and nobody can make them writable. Can be copied and
+    pickled, for pools with the same secret. A pool hashes a copy again when it sees it first, and refuses keys that are
+    not those of the tokens. ``KVCacheManager.block_keys`` takes a copy, for one that can be extended.
+    """
+
+    __slots__ = ("_extra_ids", "_heads", "_keys", "_proven", "_request", "_scope", "_tokens")
+    __iter__ = None
+
+    def __new__(
+        cls, tokens: Any, keys: Any, salt: bytes | str | None, adapter_id: int | str | None, extra_ids: Any,
+        root: tuple[int, int, int], origin: tuple[str, int], reuse: bool = True, publish: bool = True,
+    ) -> BlockKeys:  # fmt: skip
+        """Of what a copy or a pickle brings. Copies the arrays. Raises TypeError or ValueError for what no pool has
+        made."""
+        # An ``__init__`` could be called again, while jitted code reads the arrays that it replaces.
+        origin, root = _origin_argument(origin), _root_argument(root)
+        own = token_array("tokens", tokens)
+        rows = key_rows(keys).view(np.uint64)
+        if len(rows) != len(own) // origin[1]:
+            full = len(own) // origin[1]
+            raise ValueError(
+                f"keys has {len(rows)} rows: accepted is one for each of the {full} full blocks of {len(own)} tokens"
+            )
+        extra = extra_array(extra_ids, len(own))
+        switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
+        scope = Scope(salt_argument(salt), adapter_argument(adapter_id), root, origin, *switches)
+        self = object.__new__(cls)
+        self._fill(own, rows, extra, scope, None)
+        return self
+
+    @classmethod
+    def of_private(
+        cls,
+        tokens: npt.NDArray[np.int32],
+        known: npt.NDArray[np.uint64],
+        extra_ids: npt.NDArray[np.int64] | None,
+        scope: Scope,
+        heads: npt.NDArray[np.int64],
+    ) -> BlockKeys:
+        """Of arguments that have been checked, and of arrays that nobody else can write.
+
+        ``known`` are the keys of the first full blocks; those of the others are hashed, with the secret that ``heads``,
+        the headers of a pool's states, have.
+        """
+        self, full = object.__new__(cls), len(tokens) // scope.origin[1]
+        keys = known
+        if full > len(known):
+            keys = np.empty((full, 2), np.uint64)
+            keys[: len(known)] = known
+        self._fill(tokens, keys, extra_ids, scope, heads)
+        if full > len(known):
+            requests.hash_request(heads, self._request, len(known))
+        return self
+
+    def _fill(
+        self,
+        tokens: npt.NDArray[np.int32],
+        keys: npt.NDArray[np.uint64],
+        extra_ids: npt.NDArray[np.int64] | None,
+        scope: Scope,
+        heads: npt.NDArray[np.int64] | None,
+    ) -> None:
+        # What the request points to lives as long as this object, and nobody else can reach it to write to it.
+        self._tokens, self._keys, self._extra_ids, self._scope, self._heads = tokens, keys, extra_ids, scope, heads
+        self._proven = heads is not None
+        self._request = np.zeros((1, records.REQUEST_COLUMNS), np.int64)
+        extra = NO_EXTRA if extra_ids is None else extra_ids
+        requests.describe(self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("BlockKeys has no subclasses: one could answer with another length than its arrays have")
+
+    def extend(self, tokens: Any, *, extra_ids: Any = None) -> BlockKeys:
+        """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
+
+        ``tokens``: m token ids, may be none. ``extra_ids``: int64[m], those of the new tokens. Changes nothing. Raises
+        TypeError, and ValueError, also for a copy or a pickle, which knows no secret: give it to ``block_keys`` first.
+        Thread-safe.
+        """
+        if self._heads is None:
+            raise ValueError(
+                "this is a copy that no pool has made: accepted is what KVCacheManager.block_keys(copy) gives"
+            )
+        new = token_array("tokens", tokens, empty=True)
+        extra, own = extra_array(extra_ids, len(new)), self._extra_ids
+        if extra is not None or own is not None:
+            zeros = [np.zeros(len(part), np.int64) for part in (self._tokens, new)]
+            extra = np.concatenate((zeros[0] if own is None else own, zeros[1] if extra is None else extra))
+        both = np.concatenate((self._tokens, new))
+        return BlockKeys.of_private(both, self._keys, extra, self._scope, self._heads)
+
+    def __getitem__(self, which: slice) -> BlockKeys:
+        if not isinstance(which, slice):
+            raise TypeError(f"[{which!r:.80}]: accepted are slices [:n]")
+        start, stop, step = which.indices(len(self))
+        if start != 0 or step != 1 or stop <= 0:
+            raise ValueError(
+                f"[{which.start}:{which.stop}:{which.step}]: accepted are slices [:n] of one token and more"
+            )
+        extra = None if self._extra_ids is None else self._extra_ids[:stop]
+        part = object.__new__(BlockKeys)
+        keys = self._keys[: stop // self._scope.origin[1]]
+        part._fill(
+            self._tokens[:stop], keys, extra if extra is not None and extra.any() else None, self._scope, self._heads
+        )
+        return part
+
+    def bound(self, heads: npt.NDArray[np.int64]) -> BlockKeys:
+        """The same, which can be extended, for the pool with these headers; it shares the arrays."""
+        own = object.__new__(BlockKeys)
+        own._fill(self._tokens, self._keys, self._extra_ids, self._scope, heads)
+        return own
+
+    def prove(self, root: tuple[int, int, int], heads: npt.NDArray[np.int64]) -> None:
+        """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
+        same keys. Of what a copy or a pickle has brought, it hashes all, once."""
+        if not self._proven:
+            own = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, heads)
+            if root != self._scope.root or not np.array_equal(own._keys, self._keys):
+                raise ValueError("keys: they are not those of their tokens, extra_ids, salt and adapter_id")
+            self._proven = True
+
+    @property
+    def proven(self) -> bool:
+        """Whether a pool has hashed these keys, or compared them with its own."""
+        return self._proven
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        return read_only(self._tokens)
+
+    @property
+    def keys(self) -> npt.NDArray[np.uint64]:
+        return read_only(self._keys)
+
+    @property
+    def extra_ids(self) -> npt.NDArray[np.int64] | None:
+        return None if self._extra_ids is None else read_only(self._extra_ids)
+
+    @property
+    def salt(self) -> bytes | str | None:
+        return self._scope.salt
+
+    @property
+    def adapter_id(self) -> int | str | None:
+        return self._scope.adapter_id
+
+    @property
+    def namespace(self) -> int:
+        return self._scope.root[0]
+
+    @property
+    def root(self) -> tuple[int, int]:
+        """The key that the chain of blocks begins with, as two signed 64-bit integers."""
+        return self._scope.root[1:]
+
+    @property
+    def origin(self) -> tuple[str, int]:
+        return self._scope.origin
+
+    @property
+    def reuse(self) -> bool:
+        return self._scope.reuse
+
+    @property
+    def publish(self) -> bool:
+        return self._scope.publish
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        salt, adapter_id, root, origin, reuse, publish = self._scope
+        extra = None if self._extra_ids is None else self._extra_ids.copy()
+        args = (self._tokens.copy(), self._keys.copy(), salt, adapter_id, extra, root, origin, reuse, publish)
+        return BlockKeys, args
+
+
+def request_of(prompt: BlockKeys) -> npt.NDArray[np.int64]:
+    """A prompt as jitted code sees it: int64[1, REQUEST_COLUMNS], see ``state.records``.
+
+    It holds addresses of the prompt's own memory: for calls that keep the prompt, and do not write to it.
+    """
+    return prompt._request
+
+
+def requests_of(prompts: Sequence[BlockKeys]) -> npt.NDArray[np.int64]:
+    """The same of several prompts, private: int64[n, REQUEST], in which the call notes what it asks for."""
+    return np.concatenate([prompt._request for prompt in prompts] or [NO_REQUESTS])
+
+
+def check_origin(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> None:
+    """Raise ValueError unless a pool with this secret and block length has made all of these keys."""
+    for prompt in prompts:
+        if prompt.origin is not origin and prompt.origin != origin:
+            raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
+
+
+def _origin_argument(origin: Any) -> tuple[str, int]:
+    if not isinstance(origin, tuple) or len(origin) != 2 or not isinstance(origin[0], str):
+        raise TypeError(f"origin={origin!r:.80}: accepted is (fingerprint, tokens_per_block)")
+    return str.__str__(origin[0]), integer_argument("origin[1]", origin[1], 1, INT32_MAX)
+
+
+def _root_argument(root: Any) -> tuple[int, int, int]:
+    if not isinstance(root, tuple) or len(root) != 3:
+        raise TypeError(f"root={root!r:.80}: accepted are three integers")
+    namespace, root0, root1 = (
+        integer_argument(f"root[{i}]", one, -(1 << 63), (1 << 63) - 1) for i, one in enumerate(root)
+    )
+    return namespace, root0, root1
+
+
+class Match(NamedTuple):
+    """What a prompt would reuse now, in tokens: full blocks on the device, full blocks on the host, part of one more
+    block.
+
+    Tokens that a window has passed count as on the device: they need no block, and are not computed again. With several
+    groups of layers, all groups can reuse these tokens; ``host_tokens`` is of the group that has the most on the host.
+
+    ``store_tokens``: tokens after the full blocks that stores behind the host are known to have. A ``Keeper`` counts
+    them. They are no part of ``full_tokens`` and ``tokens``: an admission reuses only what has been brought to the
+    host.
+    """
+
+    device_tokens: int
+    host_tokens: int
+    partial_tokens: int
+    store_tokens: int = 0
+
+    @property
+    def full_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.full_tokens + self.partial_tokens
+
+
+class Admission(NamedTuple):
+    """What the head of a batch got, prompt by prompt: ids, reused tokens (total, device, host, partial) and blocks to
+    be computed.
+
+    ``ids`` int64[m], the others int32[m]. They are about the first m prompts of the batch, in its order; the prompts
+    behind them may fit later. ``refused`` says which prompts of the whole batch can never fit, and why: place in the
+    batch -> reason. A refused prompt among the first m has the id -1. Without ``allow_partial_batch``, m is the length
+    of the batch and nothing is refused.
+
+    Tokens that a window has passed count as on the device. With several groups of layers, tokens on the host are of the
+    group that has the most on the host; blocks to be computed are the same in all.
+    """
+
+    ids: npt.NDArray[np.int64]
+    cached_tokens: npt.NDArray[np.int32]
+    device_tokens: npt.NDArray[np.int32]
+    host_tokens: npt.NDArray[np.int32]
+    partial_tokens: npt.NDArray[np.int32]
+    missed_blocks: npt.NDArray[np.int32]
+    refused: dict[int, str]
+
+    @property
+    def admitted(self) -> int:
+        """How many requests were admitted: those of the first ``len(ids)`` that were not refused."""
+        return int(np.count_nonzero(self.ids >= 0))
+
+
+class Plan(NamedTuple):
+    """What ``add_sequence_batch`` would do now with the head of a batch that fits, prompt by prompt.
+
+    ``cached_tokens``, ``device_tokens``, ``host_tokens``, ``partial_tokens``, ``missed_blocks`` int32[m] and
+    ``refused`` are those of the ``Admission`` with ``allow_partial_batch``: m is the length of the batch where it fits
+    as a whole. ``blocks``: the free device blocks that these m prompts take together; an int, or int64[groups] where
+    there are several groups.
+
+    ``computing`` int64[m]: a live sequence that is computing more of the prompt's beginning than is cached, -1 if there
+    is none. ``computing_tokens`` int32[m]: once it has committed so many tokens, the prompt can reuse them, all in full
+    blocks; 0 if there is none.
+    """
+
+    cached_tokens: npt.NDArray[np.int32]
+    device_tokens: npt.NDArray[np.int32]
+    host_tokens: npt.NDArray[np.int32]
+    partial_tokens: npt.NDArray[np.int32]
+    missed_blocks: npt.NDArray[np.int32]
+    blocks: int | npt.NDArray[np.int64]
+    computing: npt.NDArray[np.int64]
+    computing_tokens: npt.NDArray[np.int32]
+    refused: dict[int, str]
+
+    @property
+    def full_tokens(self) -> npt.NDArray[np.int32]:
+        """Reused tokens in full blocks, int32[m]."""
+        return self.device_tokens + self.host_tokens
+
+    @property
+    def admitted(self) -> int:
+        """How many prompts would be admitted: those of the first m that were not refused."""
+        return len(self.cached_tokens) - sum(place < len(self.cached_tokens) for place in self.refused)
+
+
+def tier_number(tier: Any) -> int:
+    """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
+    numbers = {None: pins.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
+    if not (tier is None or isinstance(tier, str)) or tier not in numbers:
+        raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
+    return numbers[tier]
+
+
+def key_rows(keys: Any) -> npt.NDArray[np.int64]:
+    """Keys as private int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
+    if isinstance(keys, BlockKeys):
+        return keys._keys.view(np.int64)
+    keys = in_numpy("keys", np.asarray(keys) if isinstance(keys, memoryview) else keys)
+    if isinstance(keys, np.ndarray):
+        found = np.asarray(keys)[...]
+        if found.dtype != np.uint64 or found.ndim != 2 or found.shape[1] != 2:
+            raise ValueError(f"keys has shape {found.shape} and dtype {found.dtype}: accepted is uint64[n, 2]")
+        return found.copy().view(np.int64)
+    if not isinstance(keys, Sequence) or isinstance(keys, (str, bytes)):
+        raise TypeError(f"keys={keys!r:.80}: accepted are BlockKeys, uint64[n, 2] and sequences of single keys")
+    rows = [key_row(key) for key in tuple(keys)]
+    return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)
+
+
+def key_row(key: Any) -> npt.NDArray[np.int64]:
+    """One key as private int64[1, 2]: 16 bytes or uint64[2]."""
+    if isinstance(key, (bytes, bytearray, memoryview)):
+        data = bytes(key)
+        if len(data) != 16:
+            raise ValueError(f"key has {len(data)} bytes: accepted are 16")
+        return np.frombuffer(data, np.int64).copy().reshape(1, 2)
+    try:
+        found = np.asarray(in_numpy("key", key))[...]
+    except (TypeError, ValueError):
+        raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]") from None
+    if found.dtype != np.uint64 or found.shape != (2,):
+        raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]")
+    return found.copy().view(np.int64).reshape(1, 2)
+
+
+def is_keys(value: Any) -> bool:
+    """Whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 2
+    return isinstance(value, (list, tuple)) and len(value) > 0 and not is_integer(value[0])

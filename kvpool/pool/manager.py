@@ -1,0 +1,1012 @@
+"""KVCacheManager: the public calls of a pool. Each checks its arguments and leaves the work to one part of the pool."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.device import get_device
+from kvpool.device.base import Device, tier_argument
+from kvpool.entry.arguments import (
+    bool_argument,
+    count_array,
+    id_array,
+    is_integer,
+    list_argument,
+    text_argument,
+    token_array,
+)
+from kvpool.entry.interrupt import DeferSignals
+from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy
+from kvpool.memory.attachments import SharedTier, Sharing
+from kvpool.memory.export import Export, Lending, Loan, Place
+from kvpool.operations import Operation
+from kvpool.pool import events as kv_events
+from kvpool.pool import stats as statistics
+from kvpool.pool.admissions import Admissions, as_admission, only_id
+from kvpool.pool.block_imports import Imports, block_buffer
+from kvpool.pool.branches import Branches
+from kvpool.pool.capacity import Capacity
+from kvpool.pool.config import Group, PoolConfig
+from kvpool.pool.contents import Contents, Lacking
+from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.host_tables import HostTables
+from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, request_of
+from kvpool.pool.leases import Lease, Leases
+from kvpool.pool.progress import Progress, RequestStats
+from kvpool.pool.prompts import Prompts
+from kvpool.pool.reservations import Loadable, Reservation, Reservations
+from kvpool.pool.retention import RetentionRange, priority_argument, retention_rows
+from kvpool.pool.table_uploads import Tables
+from kvpool.pool.together import Together
+from kvpool.state import records, swaps, verbs
+from kvpool.state.verify import verify_states
+from kvpool.tables.block_table import BlockTable
+from kvpool.tables.step_tables import StepTables
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
+NO_COUNTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+Ids = Any
+Prompt = Any
+Retention = Sequence[RetentionRange | tuple[int | None, ...]]
+
+
+class CloseReport(NamedTuple):
+    """What was still held when a pool was closed: sequence ids, and (owner, age in ms) of open leases and
+    reservations."""
+
+    sequences: list[int]
+    leases: list[tuple[str, int]]
+    reservations: list[tuple[str, int]]
+
+
+class KVCacheManager:
+    """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
+
+    Parameters
+    ----------
+    layout : shape and bytes of a block, for a model whose layers all keep the same.
+    groups : a list of ``LayerGroup`` in place of a layout, for a model whose layers keep different blocks. Each call
+        acts on all groups or on none. A prefix is reused as far as every group can. Calls about the blocks of one group
+        take ``group=``, the index of that group; with several groups it must be given.
+    device_blocks, host_blocks : capacities; with groups, a list with one for each (see ``split_blocks``). Ids [0,
+        device_blocks) are device blocks, the rest host blocks.
+    tokens_per_block : only for a pool whose groups are all recurrent. Other pools have it in their layouts.
+    device : "auto" (a GPU where there is one), "cpu", "cuda", "sim", or a ``kvpool.device.base.Device`` that serves no
+        other pool.
+    max_sequences, max_sequence_tokens : bounds of what lives at once. They size the block table. Default: 256 sequences
+        of as many tokens as fit on the device, at most 262,144. ``max_sequence_tokens`` also bounds the tokens of an
+        encoder.
+    partial_reuse : also reuse the first tokens of a block that matches in part, by copying them.
+    offload_min_priority, offload_min_reuse : evicted content with a lower priority, or with fewer uses, is forgotten
+        instead of offloaded.
+    secret : 16 to 64 bytes that key the hash of content; random by default. Pools with the same secret have the same
+        keys.
+    event_capacity : blocks whose events are kept until ``events`` is called. 0 (default) records none.
+    window, sinks : sliding-window attention in all layers. A token sees the last ``window`` tokens, itself included,
+        and the first ``sinks`` tokens of the sequence. ``commit`` gives back blocks that no later token sees, and
+        leaves -1 in the block table. A prefix is reused if what the next token sees of it is cached. A sequence may
+        then be longer than the device has room for, up to ``max_sequence_tokens``. None: a token sees all tokens before
+        it.
+    clock : () -> int, monotonic milliseconds from 0 to 2**42.
+    staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
+        that stream.
+    device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
+        exactly the tier's bytes, at a multiple of 64; or a function (nbytes, alignment) that returns one. The pool
+        keeps it until it is closed, and nobody else writes it until then. Its content at the start does not matter.
+        With several groups or layouts: a list with one for each layout, group after group; a function is called for
+        each.
+    shared : put tiers in main memory where other processes can attach them, see ``share``. In a forked child, calls of
+        such a pool raise ForkedProcess, and touching its memory ends the child.
+    table : memory of the caller's for the persistent block table: C-contiguous NumPy int32[max_sequences, columns],
+        with several groups int32[groups, max_sequences, columns]; ``columns`` is ``max_sequence_tokens`` in blocks. It
+        may be some rows of a larger array whose other rows are another model's. The pool fills it with -1, writes it
+        while it lives, and keeps it alive. Nobody else writes these rows.
+
+    All methods are thread-safe. A call that raises has changed nothing.
+
+    Name the engine's ``stream`` in calls that take one. Work that you enqueue on it after the call may use what the
+    call hands out. What the call commits or gives back is what you enqueued on it before. The pool's copies and other
+    streams wait accordingly. The default is the stream that a sequence used last; for a new sequence, the device's null
+    stream.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     first = cache.add_sequence([1, 2, 3, 4, 5, 6])
+    ...     cache.commit(first)  # the engine has written the KV of all six
+    ...     second = cache.add_sequence([1, 2, 3, 4, 5, 7, 8])
+    ...     print(cache.cached_tokens([first, second]), cache.blocks_needed([1, 2, 3, 4, 5, 6, 9]))
+    ...     cache.release([first, second])
+    ...     print(cache.match_prefix([1, 2, 3, 4, 5, 6, 9]))
+    [0 4] 1
+    Match(device_tokens=4, host_tokens=0, partial_tokens=2, store_tokens=0)
+    """
+
+    def __init__(
+        self, layout: BlockLayout | None = None, *, device_blocks: Any, host_blocks: Any = 0, groups: Any = None,
+        tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
+        max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30,
+        offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0,
+        clock: Callable[[], int] | None = None, staging_depth: int = 8, device_memory: Any = None,
+        host_memory: Any = None, table: Any = None, window: int | None = None, sinks: int = 0, shared: bool = False,
+    ) -> None:  # fmt: skip
+        config = PoolConfig.of(
+            layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
+            max_sequence_tokens=max_sequence_tokens, partial_reuse=partial_reuse,
+            offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, secret=secret,
+            event_capacity=event_capacity, staging_depth=staging_depth, clock=clock,
+        )  # fmt: skip
+        used, owned = get_device(device), not isinstance(device, Device)
+        try:
+            self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
+            try:
+                self.core = Core(config, used, pool_states(config, used, table))
+            except BaseException:
+                self._pools.close()
+                raise
+        except BaseException:
+            if owned:
+                used.close()
+            raise
+        self._owns_device = owned
+        if self._pools.shared:
+            self.core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
+        self._leases, self._imports = Leases(self.core, self._pools), Imports(self.core, self._pools)
+        capacity = Capacity(self.core)
+        self._reservations = Reservations(self.core, self._pools, capacity)
+        self._tables, self._host_tables = Tables(self.core, config.staging_depth), HostTables(self.core)
+        self._prompts, self._admissions = Prompts(self.core), Admissions(self.core, capacity)
+        self._branches, self._progress = Branches(self.core), Progress(self.core)
+        self._contents = Contents(self.core, self._prompts)
+        self._together = Together(self.core, self._prompts, self._admissions, self._leases, as_admission)
+        self._loans: WeakSet[Loan] = WeakSet()
+        self._sharing = Sharing(used, self._pools)
+        self._report: CloseReport | None = None
+        self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.partial_reuse
+        self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def block_keys(
+        self, tokens: Any, *, salt: bytes | str | None = None, adapter_id: int | str | None = None,
+        extra_ids: Any = None,
+        reuse: bool = True, publish: bool = True,
+    ) -> BlockKeys:  # fmt: skip
+        """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
+
+        ``tokens``: n token ids in any integer buffer or list; or BlockKeys alone, which were copied or unpickled: the
+        result can be extended. ``salt`` and ``adapter_id`` name the namespace: equal tokens in different namespaces
+        never match. ``extra_ids`` int64[n] tell tokens apart whose ids are equal, such as image placeholders.
+
+        ``reuse=False``: a request with this prompt computes all of its tokens, as one that asks for the logprobs of its
+        prompt must. Nothing is looked up: ``match_prefix`` and admission find nothing, and ``prefetch`` brings nothing.
+        What it computes is cached for others, as with vLLM's ``skip_reading_prefix_cache``. It counts as
+        ``bypassed_tokens``, and in no other figure of prompts. ``publish=False``: nothing that a request with this
+        prompt computes is ever found by others; it reuses what is cached. Both together leave no trace in the cache.
+
+        Raises TypeError or ValueError. Reads no state; thread-safe.
+        """
+        return self._prompts.hash(tokens, salt, adapter_id, extra_ids, reuse, publish)
+
+    def keys_of(self, ids: Ids) -> Any:
+        """The prompts that live sequences are now: BlockKeys for one id, a list of them for several.
+
+        They have all tokens, decoded ones too, the namespace, and the keys that the pool has computed already. So the
+        next turn of a conversation, ``keys_of(id).extend(text)``, hashes only new blocks, as does a request that is
+        released and added again. Of a sequence that publishes nothing they have ``publish=False``.
+
+        Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError, ValueError. ValueError is also for
+        a sequence without tokens, and where no group of layers has all of them any more: then extend the BlockKeys that
+        it was added with.
+        """
+        return self._prompts.of_sequences(ids)
+
+    def match_prefix(self, prompt: Prompt) -> Match:
+        """What the prompt would reuse if it were added now; its last token is never reused.
+
+        It gets the full blocks in any batch, and the partial tokens unless blocks are short: ``plan_batch`` says what a
+        batch gets. Does not change the pool.
+        """
+        found = self._admissions.match(self._prompts.of(prompt))
+        full, host, partial = found[-1, :3].tolist()
+        return Match(full - host, host, partial)
+
+    def blocks_needed(
+        self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0, group: int | None = None,
+        encoder_tokens: int | None = None,
+    ) -> int:  # fmt: skip
+        """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by
+        ``new_tokens``.
+
+        A reusable block reduces the number only if somebody holds it: a cached block that nobody holds counts as free.
+        ``group``: the index of a group of layers, required where there are several. ``encoder_tokens``: given with a
+        prompt exactly where that group is for cross attention. Does not change the pool.
+        """
+        if (prompt is None) == (sequences is None):
+            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
+        if sequences is None:
+            return self._admissions.needed(self._prompts.of(prompt), new_tokens, group, encoder_tokens)
+        if encoder_tokens is not None:
+            raise ValueError(
+                f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's "
+                "blocks"
+            )
+        return self._admissions.growth(sequences, new_tokens, group)
+
+    def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Any = None) -> Plan:
+        """What ``add_sequence_batch`` would do with these prompts now: how many fit, what each would reuse, and the
+        blocks that all take together. Also which live sequence is computing what a prompt lacks.
+
+        The plan is exact until the pool changes. If it has all prompts and refuses none, the batch is admitted whole;
+        else its head is, with ``allow_partial_batch``. A scheduler may hold a prompt back until the sequence of
+        ``Plan.computing`` has committed ``Plan.computing_tokens``, so that these are computed once. ``encoder_tokens``
+        is as in ``add_sequence_batch``.
+
+        Does not change the pool; thread-safe. Raises ValueError and TypeError for a wrong argument, PoolClosed.
+        """
+        return self._admissions.plan(self._prompts.all_of(list_argument("prompts", prompts)), encoder_tokens)
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    def add_sequence(
+        self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = records.DEFAULT_PRIORITY,
+        decode_ttl_ms: int | None = None, stream: Any = None, encoder_tokens: int | None = None,
+    ) -> int:  # fmt: skip
+        """``add_sequence_batch`` for one prompt; returns the sequence id."""
+        own = None if retention is None else retention_rows(retention)
+        keys = [self._prompts.of(prompt)]
+        return self._admissions.admit(
+            keys, [own], decode_priority, decode_ttl_ms, stream, False, encoder_tokens, only_id
+        )
+
+    def add_sequence_batch(
+        self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
+        decode_priority: int = records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: Any = None,
+        allow_partial_batch: bool = False, encoder_tokens: Any = None,
+    ) -> Admission:  # fmt: skip
+        """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
+
+        All prompts are matched before anything is taken. So each gets the full blocks that ``match_prefix`` promised
+        right before. The batch is admitted whole or not at all. With ``allow_partial_batch``, the first prompts that
+        fit are admitted. A prompt that can never fit does not end them: ``Admission.refused`` names it.
+
+        ``retention`` has one list of ranges, or None, per prompt. ``stream``: the engine's, which will use the blocks.
+        ``encoder_tokens``: int64[n], the encoder's tokens of each prompt, given exactly where there is a group for
+        cross attention.
+
+        Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
+        can never fit, and ValueError or TypeError for a wrong argument.
+        """
+        partial = bool_argument("allow_partial_batch", allow_partial_batch)
+        keys = self._prompts.all_of(list_argument("prompts", prompts))
+        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
+        ranges = [None if one is None else retention_rows(one) for one in given]
+        if len(ranges) != len(keys):
+            raise ValueError(
+                f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
+            )
+        return self._admissions.admit(
+            keys, ranges, decode_priority, decode_ttl_ms, stream, partial, encoder_tokens, as_admission
+        )
+
+    def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
+        """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
+
+        ``counts`` is required with several ids, also if each gets one token. With one id, the default is all of
+        ``tokens``. Takes blocks as needed, for all sequences or for none. A last block that forks share is copied
+        before it is written; its last holder needs no copy. Raises OutOfBlocks, UnknownSequence, DeviceError,
+        ValueError.
+        """
+        which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
+        if counts is None and len(which) != 1:
+            raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
+        each = np.array([len(new)]) if counts is None else count_array("counts", counts, which)
+        self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
+
+    def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
+        """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish
+        full blocks.
+
+        ``counts`` never fall: use ``rewind`` to drop tokens. With a window, the call gives back blocks that no later
+        token sees. In a recurrent group it gives back states that the committed tokens have passed. These blocks are
+        written again only after the work that is enqueued on the stream, so enqueue the kernels that read them before
+        this call. Changes the pool.
+
+        Raises UnknownSequence, DeviceError, ValueError.
+        """
+        which = id_array("ids", ids)
+        each = NO_COUNTS if counts is None else count_array("counts", counts, which)
+        self.core.decide(stream, verbs.commit, which, each, self.core.now(), ids=which)
+
+    def rewind(self, ids: Ids, counts: Any, *, stream: Any = None) -> None:
+        """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written.
+        Changes the pool.
+
+        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError. It is also a ValueError if the
+        shorter sequence would need blocks of a window, or a recurrent state, that were given back; tokens that were not
+        committed can always be dropped.
+        """
+        which = id_array("ids", ids)
+        each = count_array("counts", counts, which)
+        self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
+
+    def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
+        """End sequences, and give their blocks back, the last block first.
+
+        What was committed stays reusable until it is evicted. With ``store=False``, what these sequences computed is
+        forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
+        ValueError.
+        """
+        which = id_array("ids", ids)
+        self.core.decide(stream, verbs.release, which, bool_argument("store", store), self.core.now(), ids=which)
+
+    def swap_out(self, ids: Ids, *, stream: Any = None) -> int:
+        """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
+        copied.
+
+        Content that is not committed moves too: unfull blocks, drafts, running states, the encoder's tokens. Content
+        that the host has already is not copied. A block that others use stays on the device for them; the other device
+        blocks are free afterwards. The host blocks are held until ``resume`` or ``release``. Until then, these two are
+        the only calls that accept the sequences. Each keeps its id, and takes one of ``max_sequences``. Changes the
+        pool.
+
+        ``stream``: the copies read what was enqueued on it before (default: the stream that a sequence used last).
+        Thread-safe. Raises OutOfBlocks with ``tier`` "host" if the host has no room: nothing has changed then, and the
+        sequences can be released instead. Raises UnknownSequence, DeviceError, ValueError.
+        """
+        which = id_array("ids", ids)
+        return int(self.core.decide(stream, swaps.swap_out, which, self.core.now(), ids=which))
+
+    def resume(self, ids: Ids, *, stream: Any = None) -> int:
+        """Have sequences that were swapped out run again, with all that they had. Returns how many blocks were copied.
+
+        Content that is still on the device, or is there again, is not copied. The block table has other ids than
+        before. Forks that are resumed in one call share what they shared. A fork that is resumed alone has blocks of
+        its own. Changes the pool.
+
+        ``stream``: where the engine continues with the sequences (default: the stream that each used last).
+        Thread-safe. Raises OutOfBlocks with nothing changed, UnknownSequence, DeviceError (also if the device refused a
+        copy to the host: release the sequence), ValueError.
+        """
+        which = id_array("ids", ids)
+        return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
+
+    def apply(self, operations: Sequence[Operation], *, stream: Any = None) -> list[Any]:
+        """Do several operations in this order. No other call comes between them. All of them happen, or none.
+
+        ``operations``: a list of operations of ``kvpool.operations`` (match, pin, unpin, add, append, commit, release).
+        Each does what the call of that name does, and sees the effects of those before it. If one is refused, this call
+        raises that operation's error, and nothing has changed. ``stream`` is used for all of them. A pin needs it,
+        since a call that waits is not accepted. Returns a list of what each call returns. Changes the pool.
+
+        The copies of all operations are enqueued together at the end. If an operation may be refused after an earlier
+        one has changed the pool, as when blocks are scarce, the call first copies the state of the pool, about 150
+        bytes a block. Thread-safe. Raises OutOfBlocks, OutOfSequences, UnknownSequence, BlockNotFound, LeaseExpired,
+        DeviceError, ValueError, TypeError, and RuntimeError inside another call of this pool.
+        """
+        return self._together.apply(operations, stream)
+
+    def evictable_if_released(self, ids: Ids, group: int | None = None) -> int:
+        """Device blocks that would become free if these sequences were released together.
+
+        ``group``: the index of a group of layers, required where there are several. Does not change the pool.
+        """
+        return self._admissions.evictable(ids, group)
+
+    def fork(self, ids: Any, n: int = 1, *, stream: Any = None) -> npt.NDArray[np.int64]:
+        """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
+
+        Changes the pool. Takes no blocks: all are shared, also a last block that is not full. A sequence that appends
+        to that block, or rewinds into it, gets a copy, which ``append_tokens`` and ``blocks_needed`` count. The last
+        holder writes in place. Each fork takes one of ``max_sequences``, and is committed, grown and released like any
+        sequence. Write the KV of shared tokens that are not committed yet once, for all that share them, and before one
+        of them appends.
+
+        ``stream``: where the forks will be used (default: the parent's). It waits for what the parent was used for so
+        far.
+        Thread-safe. Raises OutOfSequences, UnknownSequence (also for reservations, which cannot be forked),
+        DeviceError, ValueError, TypeError.
+        """
+        return self._branches.fork(ids, n, stream)
+
+    def reorder(self, ids: Any, parents: Any, *, store: bool = False, stream: Any = None) -> None:
+        """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
+
+        Changes the pool. ``parents``: int64[n], places in ``ids``. A parent that several name is shared by them, as
+        ``fork`` shares. What no sequence names is given back as by ``release(store=store)``. Ids and their rows in
+        block tables stay. Lengths, committed and cached tokens become the parent's; so does the stream, unless
+        ``stream`` names another. Takes no blocks. One call takes several groups of beams.
+
+        Thread-safe. Raises UnknownSequence, DeviceError, ValueError, TypeError.
+        """
+        self._branches.reorder(ids, parents, store, stream)
+
+    def keep(self, ids: Any, drafts: Any, accepted: Any, counts: Any = None, *, stream: Any = None) -> None:
+        """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
+
+        Changes the pool. ``accepted``: int[sum of counts]. For one sequence after the other, it has ``counts[i]``
+        indices among the drafts (0 is the first), in rising order. With one id, all indices are for that sequence. A
+        path through a tree of drafts is in rising order if parents were appended before their children. The accepted
+        tokens then follow the text directly: their ids and their KV are moved, across blocks, in all layers and planes.
+        Drafts are tokens that are not committed.
+
+        The move is enqueued on the engine's stream that has written the drafts. It is one launch for each stream of the
+        call, or several on a GPU if very many tokens move. If the accepted drafts are the first ones, nothing moves, as
+        in ``rewind``. A block that others hold is copied, never written. States of recurrent groups are not moved: see
+        ``state_blocks``.
+
+        Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError, TypeError. Thread-safe.
+        """
+        self._branches.keep(ids, drafts, accepted, counts, stream)
+
+    def cached_tokens(self, ids: Ids) -> Any:
+        """Tokens that each sequence reused when it was added: int for one id, int32[n] for several."""
+        return self._field("cached", ids)
+
+    def sequence_length(self, ids: Ids) -> Any:
+        """Tokens of each sequence."""
+        return self._field("length", ids)
+
+    def committed_tokens(self, ids: Ids) -> Any:
+        """Leading tokens of each sequence whose KV is written."""
+        return self._field("committed", ids)
+
+    def request_stats(self, ids: Ids) -> RequestStats:
+        """What live sequences have reused, computed, decoded, dropped and computed in vain: see ``RequestStats``.
+
+        Call it before ``release``. Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError,
+        ValueError.
+        """
+        return self._progress.of(ids)
+
+    def _field(self, name: str, ids: Ids) -> Any:
+        which = id_array("ids", ids)
+        with self.core.lock:
+            found = self.core.tokens.sequences[name][self.core.rows(which)]
+        return int(found[0]) if is_integer(ids) else found
+
+    # -- where blocks are ------------------------------------------------------------------------
+
+    def block_table(self, ids: Ids, stream: Any = None, group: int | None = None) -> BlockTable:
+        """The block ids of these sequences, in the persistent host table.
+
+        ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
+        index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
+        """
+        return self._host_tables.block_table(ids, stream, group)
+
+    def state_blocks(self, ids: Any, stream: Any = None, group: int | None = None) -> npt.NDArray[np.int32]:
+        """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
+        where it writes.
+
+        The first has the state after the committed tokens; it is -1 where none is committed. The second takes the state
+        after all tokens. Both are the same where the running state is overwritten in place. Snapshots between them are
+        in the block table: the entry of column i, if it is not -1, takes the state after ``(i + 1) * tokens_per_block``
+        tokens.
+
+        The committed state is there until a step overwrites it. So an engine that verifies drafts keeps the states
+        between. After a ``rewind`` the engine writes the running state again, unless the sequence now ends with a
+        column that had the same block before: that block has its state, and others may read it. After a ``keep`` of
+        drafts that are not the first ones, the engine writes the states of all columns from the first dropped draft on.
+
+        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
+        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
+        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for a group that is not recurrent).
+        """
+        return self._host_tables.state_blocks(ids, stream, group)
+
+    def copy_batch_block_offsets(
+        self, target: Any, ids: Any, *, rows: Any = None, max_blocks: int | None = None, scale: Any = 1,
+        v_offset: Any = None, stream: Any = None, group: int | None = None,
+    ) -> None:  # fmt: skip
+        """Write the block tables of sequences, as they are now, into ``target`` on ``stream``.
+
+        ``target``: int32[rows, columns] that the device can write; each row is without gaps, of any length. If
+        ``scale`` is a list, the target has one more dimension in front, [pools]. If ``v_offset`` (one, or one per pool)
+        is given, it has [2] after that, for K and V. Block id b becomes ``b * scale``, for V ``b * scale + v_offset``.
+        An entry without a block becomes -1. ``rows``: the row of the target for each sequence, all different (default:
+        0, 1, ...).
+
+        Rows are written whole, and a sequence that does not fit is an error. With ``max_blocks`` only that many columns
+        are written; the other blocks of the sequence are left out, and the other columns of the target stay as they
+        are. The call takes a private copy of the table: you may change or release the sequences as soon as it returns.
+
+        ``group``: the index of a group of layers, required where there are several. ``stream`` (default: the one that
+        all these sequences used last) waits for the streams that used them before. If ``staging_depth`` hand-overs to
+        that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
+        sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
+        """
+        self._tables.copy_offsets(target, ids, rows, max_blocks, scale, v_offset, stream, group)
+
+    def copy_batch_block_csr(
+        self, indptr: Any, indices: Any, last_page_len: Any, ids: Any, *, stream: Any = None, group: int | None = None
+    ) -> None:
+        """Write the block tables of n sequences on ``stream`` in the form of ``BlockTable.csr``, with no padding.
+
+        ``indptr`` int32[n + 1 or more], ``indices`` int32[all their blocks, or more] and ``last_page_len`` int32[n or
+        more] are vectors without gaps that the device can write and that do not overlap. Entries after those in use are
+        left as they are. A vector that is too small is a ValueError that says how many entries are needed. A recurrent
+        group is a ValueError too, since its rows are mostly holes. After a DeviceError, some of the three may have been
+        written.
+
+        Everything else is as in ``copy_batch_block_offsets``.
+        """
+        self._tables.copy_csr(indptr, indices, last_page_len, ids, stream, group)
+
+    def step_tables(
+        self, ids: Any, first: Any = None, counts: Any = None, *, out: StepTables | None = None, stream: Any = None,
+        group: int | None = None,
+    ) -> StepTables:  # fmt: skip
+        """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
+        ``counts[i]`` tokens from ``first[i]`` on.
+
+        ``first``, ``counts``: int64[n]; by default from the committed tokens on, and to the end. Sequence i is as long
+        as its last token of the step. ``out``: a ``StepTables`` with NumPy arrays to write, for arrays that are used
+        again, or if only some are wanted. It is returned. Without it, all arrays are new.
+
+        In a group with a window, tokens before ``first`` may have been given back, but not those from there on. In a
+        group for cross attention the tokens are the encoder's.
+
+        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
+        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
+        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for recurrent groups, and for
+        arrays that are too small, with nothing written).
+        """
+        return self._host_tables.step(ids, first, counts, out, stream, group)
+
+    def copy_step_tables(
+        self,
+        target: StepTables,
+        ids: Any,
+        first: Any = None,
+        counts: Any = None,
+        *,
+        stream: Any = None,
+        group: int | None = None,
+    ) -> None:
+        """Write the tables of a step on ``stream``, into arrays that the device can write.
+
+        The tables are those of ``step_tables``. Everything else is as in ``copy_batch_block_offsets``: the call takes a
+        private copy, so you may change or release the sequences as soon as it returns. On a GPU, one Numba kernel
+        writes all the arrays; it needs the extra ``cuda12`` or ``cuda13``. After a DeviceError, some of the arrays may
+        have been written.
+        """
+        self._tables.copy_step(target, ids, first, counts, stream, group)
+
+    # -- holds on blocks -------------------------------------------------------------------------
+
+    def pin(
+        self, keys: Any, *, owner: str = "", tier: str | None = None, stream: Any = None, group: int | None = None
+    ) -> Lease:
+        """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
+
+        With several groups of layers, it pins the blocks of all groups that have the key. At least one must have it,
+        and every group with attention to all tokens must. With ``group``, it pins those of that group alone, which must
+        have all keys. Without a ``stream``, the call waits, without a lock, until
+        the host can read the bytes. With a ``stream`` it returns at once, and work that is enqueued there later waits.
+        Raises BlockNotFound, naming the first key that is missing, with nothing pinned; DeviceError.
+        """
+        return self._leases.pin(keys, owner, tier, stream, group)
+
+    def find_and_pin_host(
+        self, key: Any, *, owner: str = "", stream: Any = None, group: int | None = None
+    ) -> Lease | None:
+        """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one
+        step.
+
+        Readiness and ``group`` are as for ``pin``.
+        """
+        return self._leases.find_and_pin_host(key, owner, stream, group)
+
+    def pin_blocks(self, ids: Any, *, owner: str = "", stream: Any = None) -> Lease:
+        """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
+
+        Ids are pool ids: ``groups[g].first_device_block`` + the id in a table of group g. The call waits as ``pin``
+        does. Of a block that a sequence is still filling, only the committed tokens can be read; the engine goes on
+        writing after them. Of a running state, which the next token overwrites, the lease keeps the block, and the
+        sequence continues in a copy.
+        """
+        return self._leases.pin_blocks(ids, owner, stream)
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Open leases, oldest first."""
+        with self.core.lock:
+            return self._leases.all
+
+    def reserve(
+        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None,
+        encoder_tokens: int | None = None,
+    ) -> Reservation:  # fmt: skip
+        """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
+        Changes the pool.
+
+        What the pool already has of the prompt is held (and onboarded), as for a sequence. The loader must not write
+        it. Nobody finds the rest before ``Reservation.commit``. ``stream``: the loader's. Without one, the call waits,
+        without a lock, until nothing that is enqueued touches the blocks. Then anybody may write to them, from any
+        process and stream.
+
+        ``owner`` names the loader, for ``revoke`` and for people. ``retention`` and ``encoder_tokens`` are as in
+        ``add_sequence``; ``encoder_tokens=0`` takes no blocks for cross attention, which a commit never publishes. A
+        reservation takes one of
+        ``max_sequences``, and counts as no reuse in the statistics. Thread-safe. Raises OutOfBlocks, OutOfSequences,
+        DeviceError, ValueError, TypeError.
+        """
+        own = None if retention is None else retention_rows(retention)
+        return self._reservations.take(self._prompts.of(prompt), own, owner, stream, encoder_tokens)
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """Open reservations, oldest first."""
+        return self._reservations.all
+
+    def loadable(self, ids: Any, *, stream: Any = None) -> list[Loadable]:
+        """Where a store may write for live sequences, in place of the engine: all tokens after the committed ones.
+
+        ``stream``: the loader's, on which these sequences are used from now on. Without one, the call waits as
+        ``reserve`` does. Then call ``commit`` for the tokens that came: with the loader's stream, or when the bytes are
+        there. The engine continues with ``block_table(ids, stream)``, or any other call that names its own stream.
+        Changes nothing else. Thread-safe as long as nobody else changes these sequences. Raises UnknownSequence,
+        DeviceError, ValueError, TypeError.
+        """
+        return self._reservations.loadable(id_array("ids", ids), stream)
+
+    def import_blocks(
+        self, prompt: BlockKeys, data: Any, *, first: int = 0, priority: int = records.DEFAULT_PRIORITY,
+        group: int | None = None,
+    ) -> int:  # fmt: skip
+        """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
+        with it hits.
+
+        ``data``: for each block a buffer or array of ``layout.block_bytes``, laid out as a block of ``host_pool``. The
+        keys are the prompt's, which this pool computed. Blocks that are cached already are skipped. The call stops
+        where the host has no room, and returns how many blocks were stored. Nobody finds a block while it is being
+        written. If the pool is reset meanwhile, nothing is stored. The call waits, without a state or transfer lock,
+        for copies out of the memory that it takes, and for other imports.
+
+        ``group``: the index of a group of layers, required where there are several. A request hits once all groups have
+        what they need of a prefix. A buffer has ``groups[group].block_bytes``: the block in ``host_pools[group][0]``,
+        then the block in the next part. In a recurrent group, block i is the state after the i-th full block. Groups
+        for cross attention are refused. Thread-safe; changes the pool. Raises TypeError, ValueError, PoolClosed,
+        DeviceError.
+        """
+        if not isinstance(prompt, BlockKeys):
+            raise TypeError(f"prompt={prompt!r:.80}: accepted are the BlockKeys of this pool")
+        keys, into = self._prompts.own(prompt), self.core.config.groups[self.core.config.group(group)]
+        if into.kind == "cross":
+            raise ValueError(
+                f"group={into.index}: what a group for cross attention holds is found by nobody; accepted are others"
+            )
+        first = integer_argument("first", first, 0, (1 << 31) - 1)
+        priority = priority_argument("priority", priority)
+        buffers = [block_buffer(i, buffer, into.block_bytes) for i, buffer in enumerate(list_argument("data", data))]
+        full = len(keys) // self.tokens_per_block
+        if first + len(buffers) > full:
+            raise ValueError(
+                f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {full}"
+            )
+        return self._imports.store(into, keys, first, priority, buffers)
+
+    def revoke(self, owner: str) -> int:
+        """Close all leases and abort all reservations of an owner that is gone; returns how many.
+
+        The memory may be reused at once. So its readers must not read and its loaders must not write any more, except
+        for what they have enqueued on the streams that they named. Changes the pool. Thread-safe.
+        """
+        owner = text_argument("owner", owner)
+        with DeferSignals():
+            return self._leases.revoke(owner) + self._reservations.revoke(owner)
+
+    # -- moving content between the tiers --------------------------------------------------------
+
+    def prefetch(self, prompt: Prompt) -> int:
+        """Onboard the prompt's cached full blocks that are only on the host, without holding them. Returns how many.
+
+        With a window, it onboards those that adding the prompt would reuse. It stops when no device block is free.
+        Changes the pool.
+        """
+        keys = self._prompts.of(prompt)
+        full = len(keys) // self.tokens_per_block
+        ids = np.empty((len(self.core.states), full), np.int32)
+        return int(self.core.decide(None, verbs.prefetch, request_of(keys), ids, self.core.now()))
+
+    def offload(self, prompt: Any) -> int:
+        """Copy cached device blocks to the host and keep both copies. Returns how many were copied.
+
+        A later eviction from the device then costs no copy. Takes a prompt, or keys. Stops when the host has no room.
+        Changes the pool.
+        """
+        return self._contents.offload(prompt)
+
+    # -- cached content by name ------------------------------------------------------------------
+
+    def cached_blocks(self, prompt: Any, *, tier: str | None = None) -> npt.NDArray[np.bool_]:
+        """Which blocks of a prompt, or of keys, are cached: bool[groups, n], for each group of layers and each key.
+
+        ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
+        changes nothing. Raises TypeError, ValueError, PoolClosed.
+        """
+        return self._contents.cached(prompt, tier)
+
+    def lacking(self, prompt: Prompt, there: Any) -> Lacking:
+        """Which blocks a loader should load for a prompt, so that more of it can be reused.
+
+        ``there``: bool[groups, full blocks of the prompt], the blocks that it can load. The answer has the number of
+        tokens that could then be reused. For each group of layers, it has the blocks that are lacking for that: in a
+        group with attention to all tokens all of them, in a group with a window those that the next token sees, in a
+        recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
+        TypeError, ValueError, PoolClosed.
+        """
+        return self._contents.lacking(prompt, there)
+
+    def forget(self, prompt: Any = None, *, namespace: Any = None) -> int:
+        """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
+
+        ``prompt``: a prompt. This forgets its full blocks, and a stored tail with which the rest of it begins. Content
+        that was computed after them stays, but nobody finds it without these blocks. Or keys. ``namespace``: a pair
+        (salt, adapter_id), whose whole content is forgotten, as when a tenant leaves. That looks at every block of the
+        pool, under the lock.
+
+        Blocks that nobody holds are then empty, and are taken first. Blocks of sequences, reservations and leases keep
+        their bytes until nobody holds them. A sequence or a reservation of the namespace, or with a block of the prompt
+        or of the keys, publishes nothing from now on. Otherwise what it commits later would bring the content back. An
+        ``import_blocks`` that is running is not stopped.
+
+        Counted as ``forgotten_by_call_blocks``, with "removed" events. Changes the pool; thread-safe. Raises TypeError,
+        ValueError, PoolClosed.
+        """
+        return self._contents.forget(prompt, namespace)
+
+    def set_priority(self, prompt: Any, priority: int, *, ttl_ms: int | None = None) -> int:
+        """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
+
+        ``priority``: 0 (evicted first) to 100 (stays longest). ``ttl_ms``: after so long the priority falls to the
+        default. The time begins now, or at the release of a block that somebody holds. A block whose priority changes
+        is the last victim of its new one; others keep their place. A later request that hits the block can change it
+        again by a retention range. Emits "updated" events. Changes the pool; thread-safe. Raises TypeError, ValueError,
+        PoolClosed.
+        """
+        return self._contents.set_priority(prompt, priority, ttl_ms)
+
+    # -- the memory of the pool ------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of layers in the order of the argument. A pool made of a layout has one group."""
+        return self.core.config.groups
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The layout of a pool with one group of one layout. ValueError for other pools, which have ``groups``."""
+        return self._pools.layout
+
+    @property
+    def device_pools(self) -> tuple[tuple[Any, ...], ...]:
+        """The device tier of each group, and of each of its layouts: see ``device_pool``."""
+        return self._pools.device_pools
+
+    @property
+    def host_pools(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
+        """The host tier of each group, and of each of its layouts: see ``host_pool``."""
+        return self._pools.host_pools
+
+    @property
+    def device_pool(self) -> Any:
+        """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype: a NumPy array in main
+        memory, else an array of the device's own kind, with DLPack and ``__cuda_array_interface__``."""
+        return self._pools.device_pool
+
+    @property
+    def host_pool(self) -> npt.NDArray[Any]:
+        """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
+        return self._pools.host_pool
+
+    def export(
+        self, tier: str = "device", *, writable: bool = True, raw: bool = False, group: int | None = None, part: int = 0
+    ) -> Export:
+        """A tier ("device" or "host") for arrays of other packages, in place: see ``Export``. Shaped like
+        ``device_pool`` or ``host_pool``.
+
+        ``writable=False`` marks it as read-only. ``raw=True`` exports types that NumPy has no name for (bfloat16,
+        float8) as unsigned integers, for packages that have no name for them either. ``group`` is the index of a group
+        of layers, required where there are several; ``part`` is the index of one of its layouts. The export is then of
+        ``device_pools[group][part]`` or ``host_pools[group][part]``. Thread-safe; does not change the pool. Raises
+        TypeError, ValueError, PoolClosed.
+        """
+        tier_argument(tier)
+        g = self.core.config.group(group)
+        place = Place(tier, g, integer_argument("part", part, 0, len(self.core.config.groups[g].layouts) - 1))
+        self.core.check_open()
+        # Made here, since the pool may not refer to anything that refers to it: its memory is freed with the last
+        # reference to it.
+        core = self.core
+        lending = Lending(core.device, self._pools, self._loans, lambda: core.lock, core.check_open, core.follow)
+        return Export.of_place(lending, place, bool_argument("writable", writable), bool_argument("raw", raw))
+
+    def share(self, tier: str = "device") -> SharedTier:
+        """A description by which another process on this machine can attach a tier ("device" or "host"): see
+        ``kvpool.attach``.
+
+        Both tiers of a pool with ``shared=True`` can be shared, and on a GPU the device tier of any pool. Memory of the
+        caller cannot. The description can be pickled. It lets processes of the same user read and write all KV of the
+        tier, and cannot be taken back: give it only to processes that you trust. A loader in the other process fills
+        the blocks of a ``reserve`` without a stream. A reader there reads the blocks of a ``pin`` without a stream.
+
+        Close a pool on a GPU after its attachments; elsewhere the order does not matter. Thread-safe; does not change
+        the pool. Raises ValueError for memory that cannot be shared, TypeError, DeviceError, MemoryError, PoolClosed.
+        """
+        tier_argument(tier)
+        self.core.check_open()
+        return self._sharing.describe(tier)
+
+    # -- the pool as a whole ---------------------------------------------------------------------
+
+    @property
+    def free_blocks(self) -> Any:
+        """Device blocks that can be taken now, with those that are cached: int, or int64[groups] if there are several
+        groups of layers.
+
+        Cheap enough for every step. Thread-safe; changes nothing. Raises PoolClosed.
+        """
+        return self._admissions.free_blocks()
+
+    @property
+    def closed(self) -> bool:
+        return self._report is not None
+
+    def now(self) -> int:
+        """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
+        return self.core.now()
+
+    def refresh(self, now_ms: int | None = None) -> int:
+        """Give blocks whose time to live is over the default priority. Returns how many. Changes the pool."""
+        now = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
+        return int(self.core.decide(None, verbs.refresh, now))
+
+    def events(self, *, snapshot: bool = False) -> kv_events.Events:
+        """What has changed in the cache since the last call. Each event is returned once.
+
+        ``snapshot=True`` adds one "cleared" event and then "stored" events for all that is cached now, parents before
+        their children. A reader that starts late, or that has lost events, needs this. Thread-safe; the cache stays as
+        it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, TypeError, PoolClosed.
+        """
+        if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
+            raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
+        signals = DeferSignals()
+        try:
+            with signals:
+                with self.core.lock:
+                    self.core.check_open()
+                    taken = kv_events.take(self.core.states, self.core.names, snapshot)
+                    signals.undo = partial(self._put_back, taken)
+                return kv_events.decode(taken)
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def _put_back(self, taken: kv_events.Taken) -> None:
+        with self.core.lock:
+            kv_events.put_back(self.core.states, taken)
+
+    def stats(self) -> statistics.Stats:
+        """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
+        now, hand_overs = self.core.now() if self._leases.all else 0, self._tables.staging.under_way()
+        with self.core.lock:
+            ages, core = [now - lease.since for lease in self._leases.all], self.core
+            return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs)
+
+    def verify(self) -> None:
+        """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
+        with self.core.lock:
+            self.core.check_open()
+            verify_states(self.core.states, self._pinned())
+            for check, detail in self._tables.staging.findings():
+                raise IntegrityError(check, detail)
+            if set(self.core.live(records.RESERVED).tolist()) != self._reservations.ids():
+                wrong = "the rows that are reserved are not those of the open reservations"
+                raise IntegrityError("reservations", wrong)
+
+    def _pinned(self) -> npt.NDArray[np.int64]:
+        """The blocks that leases and imports hold, once for each pin. The caller holds the state lock."""
+        return np.concatenate([self._imports.pinned(), *self._leases.pinned()])
+
+    def reset(self, force: bool = False) -> None:
+        """Forget all content. Pinned blocks stay readable.
+
+        Raises PoolBusy while sequences live or reservations are open. ``force=True`` releases and aborts them; their
+        loaders must not write any more.
+        """
+        self.core.decide(None, self._reset, bool_argument("force", force), self.core.now(), ids=None)
+
+    def _reset(self, heads: npt.NDArray[np.int64], force: bool, now: int) -> int:
+        ids, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
+        if len(reserved) and not force:
+            raise PoolBusy(
+                f"{len(ids)} sequences are live and {len(reserved)} reservations open: end them, or reset(force=True)"
+            )
+        if len(ids) and not force:
+            raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
+        verbs.reset(heads, np.concatenate([ids, reserved]), now)
+        self._reservations.clear()
+        return 0
+
+    def calibrate(self) -> Any:
+        """Measure which way of copying is the fastest on this device, and use it from now on.
+
+        The result is kept on disk for other processes. Returns what was measured, or None for devices that have
+        nothing to choose. Takes seconds. The pool's blocks are not touched, and other calls can run meanwhile. Raises
+        DeviceError, MemoryError, PoolClosed.
+        """
+        self.core.check_open()
+        return self.core.device.calibrate()
+
+    def close(self, force: bool = False) -> CloseReport:
+        """Free all memory; returns what was still held. Later calls raise PoolClosed, except ``stats`` and ``close``.
+
+        Raises PoolBusy, with nothing changed, while arrays that were made of exports live. With ``force=True`` it
+        closes, and their memory stays until they are gone, but the pool no longer orders accesses to it.
+        """
+        force = bool_argument("force", force)
+        self.core.refuse_inside("close")
+        if self._loans:
+            gc.collect()  # A view that nobody can reach does not count.
+        now = self.core.now() if self._leases.all or self._reservations.ids() else 0
+        with DeferSignals():
+            with self.core.lock:
+                if self._report is not None:
+                    return self._report
+                views = len(self._loans)
+                if views and not force:
+                    raise PoolBusy(
+                        f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)"
+                    )
+                held = (
+                    [(one.owner, max(0, now - one.since)) for one in holders]
+                    for holders in (self._leases.all, self._reservations.all)
+                )
+                self._report = CloseReport(self.core.live(records.LIVE | records.SWAPPED).tolist(), *held)
+                self.core.closed = True
+                self._leases.clear()
+                self._reservations.clear()
+            try:
+                # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
+                self.core.transfer.drain()
+                self.core.device.synchronize()
+            except DeviceError as error:
+                if not error.sticky and self.core.transfer.broken is None:
+                    raise
+            finally:
+                self._sharing.close()
+                self._tables.staging.close()
+                self._imports.close()
+                if self._owns_device:
+                    self.core.device.close()
+        return self._report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        report = self.close(force=True)
+        views = len(self._loans)
+        if kind is None and (any(report) or views):
+            held = [f"{len(found)} {name}" for name, found in report._asdict().items()]
+            raise KVPoolError(
+                f"the pool was closed while {', '.join(held)} and {views} views of exported memory were held: {report}"
+            )

@@ -1,0 +1,394 @@
+"""Reservations: device blocks that a loader fills from elsewhere. They are published together or given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.strided import read_only
+from kvpool.device.base import Stream
+from kvpool.entry.arguments import address, encoder_argument, text_argument
+from kvpool.entry.interrupt import DeferSignals
+from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
+from kvpool.memory.pools import MemoryPools
+from kvpool.pool.capacity import Capacity
+from kvpool.pool.config import group_argument
+from kvpool.pool.core import Core
+from kvpool.pool.keys import BlockKeys, requests_of
+from kvpool.state import admit, codes, records, verbs
+from kvpool.state.sequences import use
+
+Ids = npt.NDArray[np.int64]
+
+
+class Share(NamedTuple):
+    """The part of a prompt in one group of layers: the blocks of its row, -1 if there is none, and how its tokens lie
+    in them."""
+
+    blocks: npt.NDArray[np.int32]
+    kind: str
+    width: int
+    tokens: int
+    skip: int
+
+    def writes(self, first_block: int) -> Ids:
+        """Rows (block, first token, end of tokens) that a loader writes. The group's blocks begin at
+        ``first_block``."""
+        begins = np.arange(len(self.blocks)) * self.width
+        first, end = np.maximum(self.skip - begins, 0), np.minimum(self.tokens - begins, self.width)
+        kept = (self.blocks >= 0) & (first < end)
+        if self.kind == "recurrent":  # a block is one state
+            first, end = np.zeros_like(first), np.ones_like(end)
+        return np.stack([self.blocks + first_block, first, end], axis=1)[kept].astype(np.int64)
+
+    def slots(self) -> Ids:
+        """See ``Loadable.slot_mapping_of``."""
+        if self.kind == "recurrent":
+            places = np.flatnonzero(self.blocks >= 0)
+            slots = np.full(self.tokens, -1, np.int64)
+            slots[np.minimum((places + 1) * self.width, self.tokens) - 1] = self.blocks[places]
+        else:
+            slots = (self.blocks.astype(np.int64)[:, None] * self.width + np.arange(self.width)).reshape(-1)[
+                : self.tokens
+            ]
+        slots[: self.skip] = -1  # a window passes no other blocks
+        return slots
+
+    def to_fill(self) -> npt.NDArray[np.int32]:
+        """The blocks that a loader writes to."""
+        behind = self.blocks[self.skip // self.width :]
+        return behind[behind >= 0]
+
+
+class Loadable:
+    """Where a store may write a prompt's KV: of a live sequence (``KVCacheManager.loadable``), or of a ``Reservation``.
+
+    ``tokens``: how many tokens the prompt has. ``skip_prefix_n_tokens``: how many of them the pool has already. Do not
+    write those, since others may be reading them. Both are the same in all groups of layers. ``blocks`` int32[n] and
+    ``slot_mapping`` int64[tokens] are those of the only group; a ValueError where there are several. Immutable,
+    thread-safe.
+    """
+
+    __slots__ = ("_shares", "skip_prefix_n_tokens", "tokens")
+
+    def __init__(self, shares: Sequence[Share], tokens: int, skip: int) -> None:
+        self._shares, self.tokens, self.skip_prefix_n_tokens = tuple(shares), tokens, skip
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What the prompt has in each group of layers."""
+        return self._shares
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]:
+        return self.blocks_of()
+
+    @property
+    def slot_mapping(self) -> Ids:
+        return self.slot_mapping_of()
+
+    def blocks_of(self, group: int | None = None) -> npt.NDArray[np.int32]:
+        """The blocks of the whole prompt in its order, int32[n]: device block ids of a group, -1 where there is none.
+
+        In a group for cross attention they are those of the encoder's tokens. ``group`` is required where there are
+        several. Raises TypeError, ValueError.
+        """
+        return self._shares[group_argument(group, len(self._shares))].blocks
+
+    def slot_mapping_of(self, group: int | None = None) -> Ids:
+        """Where each token is to be written in a group of layers: int64[tokens], a new array each time.
+
+        A slot is block * tokens_per_block + place in the block, or -1 where nothing is to be written. ``scatter_kv``
+        takes the slots, with ``PagedKV.of_pool(layout, cache.device_pools[group][part])``. For cross attention it is
+        int64[encoder_tokens], none left out. In a recurrent group the slot of a token is the block of the state after
+        it, and -1 where no state is kept.
+
+        With a sliding window, all tokens that the pool lacks have a slot, since what is committed is published. The
+        commit then gives back blocks that no later token sees. ``group`` is required where there are several. Raises
+        TypeError, ValueError.
+        """
+        return self._shares[group_argument(group, len(self._shares))].slots()
+
+    def __repr__(self) -> str:
+        return (
+            f"Loadable(tokens={self.tokens}, skip_prefix_n_tokens={self.skip_prefix_n_tokens}, "
+            f"groups={len(self._shares)})"
+        )
+
+
+class Reservation(Loadable):
+    """Device blocks for a prompt, which a loader fills and then commits or aborts. A context manager that aborts what
+    was not committed.
+
+    It is a ``Loadable``: ``slot_mapping`` says where each token is to be written. ``prompt`` has the tokens and keys.
+    ``owner`` names the loader, ``since`` is in ms on the pool's clock, ``stream`` is the loader's or None. Thread-safe.
+    """
+
+    __slots__ = ("_reservations", "id", "owner", "prompt", "since", "stream", "writing")
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        number: int,
+        owner: str,
+        since: int,
+        prompt: BlockKeys,
+        shares: Sequence[Share],
+        skip: int,
+        stream: Stream | None,
+    ) -> None:
+        super().__init__(shares, len(prompt), skip)
+        self._reservations, self.id, self.owner, self.since = reservations, number, owner, since
+        self.prompt, self.stream = prompt, stream
+        self.writing: AbstractContextManager[Any] = nullcontext()
+
+    @property
+    def age_ms(self) -> int:
+        return self._reservations.now() - self.since
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed, aborted or revoked, or given back by a reset."""
+        return not self._reservations.is_open(self)
+
+    def commit(self, tokens: int | None = None, stream: Any = None) -> None:
+        """Publish the first ``tokens`` tokens (default: all), which the loader has written, and end the reservation.
+
+        From now on prompts find the full blocks under their keys, and an unfull last block only as a partial match.
+        Blocks after it are given back empty. Content that was cached meanwhile is not cached twice. Changes the pool.
+
+        ``stream``: where the loader has enqueued its writes (default: the reservation's). Whoever uses the blocks waits
+        for it. Without a stream, the bytes must be there: the loader has waited for its own writes, and this process's
+        device can see them.
+
+        Raises ReservationExpired; ValueError and TypeError for tokens below ``skip_prefix_n_tokens`` or above the
+        prompt's; DeviceError if a copy of the cached prefix failed: then the reservation can only be aborted.
+        """
+        self._reservations.commit(self, tokens, stream)
+
+    def abort(self, stream: Any = None) -> None:
+        """Give the blocks back.
+
+        Those that were to be filled are empty again, and are taken next. The cached prefix stays cached.
+
+        ``stream``: where the loader has enqueued writes (default: the reservation's). The next writer of the blocks
+        waits for it. Without a stream, the loader must have stopped writing. Changes the pool. Raises
+        ReservationExpired.
+        """
+        self._reservations.abort(self, stream)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.closed:
+            try:
+                # Somebody may revoke it meanwhile.
+                with suppress(ReservationExpired):
+                    self.abort()
+            except PoolClosed:
+                if kind is None:
+                    raise
+
+    def __repr__(self) -> str:
+        return (
+            f"Reservation(owner={self.owner!r}, blocks={sum(len(share.blocks) for share in self._shares)}, "
+            f"tokens={self.tokens}, "
+            f"skip_prefix_n_tokens={self.skip_prefix_n_tokens}, age_ms={self.age_ms}, closed={self.closed})"
+        )
+
+
+class Reservations:
+    """The open reservations of one pool, and the places of live sequences that a loader may fill. Thread-safe."""
+
+    def __init__(self, core: Core, pools: MemoryPools, capacity: Capacity) -> None:
+        self._core, self._pools, self._capacity = core, pools, capacity
+        self._open: dict[int, Reservation] = {}
+
+    def take(self, prompt: BlockKeys, ranges: Ids | None, owner: str, stream: Any, encoder_tokens: Any) -> Reservation:
+        """What ``KVCacheManager.reserve`` does; ``ranges`` are rows of retention."""
+        owner = text_argument("owner", owner)
+        core, config = self._core, self._core.config
+        now, on = core.now(), None if stream is None else core.as_stream(stream)
+        row = requests_of([prompt])
+        row[0, records.R.reserves], row[0, records.R.priority], row[0, records.R.ttl] = (
+            1,
+            records.DEFAULT_PRIORITY,
+            records.NONE,
+        )
+        if config.crosses or encoder_tokens is not None:
+            row[:, records.R.encoder] = encoder_argument("encoder_tokens", encoder_tokens, 1, config.crosses)
+        if ranges is not None:
+            row[0, records.R.ranges_at], row[0, records.R.range_count] = address(ranges), len(ranges)
+        for why in self._capacity.refused([len(prompt)], row).values():
+            raise ValueError(f"prompt: {why}")
+        core.refuse_inside("reserve")
+        if prompt.extra_ids is not None:
+            core.enable_extra()
+        new: list[Reservation] = []
+
+        def take(heads: Ids, rows: Ids) -> int:
+            out = np.zeros((len(heads), 1, records.OUTCOME_COLUMNS), np.int64)
+            core.names.learn([prompt])
+            result = int(admit.admit(heads, rows, out, now, False))
+            if result == 1:
+                number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
+                new.append(
+                    Reservation(self, number, owner, now, prompt, self._shares(number & 0xFFFFFFFF, skip), skip, on)
+                )
+                self._open[number] = new[0]
+            return result
+
+        def abort() -> None:
+            # Nobody gets the reservation. The error may have broken the device, too.
+            if new and self.is_open(new[0]):
+                with suppress(KVPoolError):
+                    self.abort(new[0])
+
+        signals = DeferSignals()
+        try:
+            with signals:
+                signals.undo = abort
+                core.decide(on, take, row)
+                if on is None and core.transfer.order is not None:
+                    self._wait_until_free(new)
+                    self._expect_writes(new[0])
+                return new[0]
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def loadable(self, which: Ids, stream: Any) -> list[Loadable]:
+        """What ``KVCacheManager.loadable`` does."""
+        core = self._core
+        core.refuse_inside("loadable")
+        core.decide(stream, use, which, ids=which)
+        with core.lock:
+            found = []
+            for row in core.rows(which).tolist():
+                sequence = core.tokens.sequences[row]
+                skip = int(sequence["committed"])
+                found.append(Loadable(self._shares(row, skip), int(sequence["length"]), skip))
+        if stream is None and core.transfer.order is not None:
+            self._wait_until_free(found)
+        return found
+
+    def _shares(self, row: int, skip: int) -> list[Share]:
+        """The parts of a sequence in each group. The KV of its first ``skip`` tokens is there. The caller holds the
+        state lock."""
+        core, found = self._core, []
+        for group, state, table in zip(core.config.groups, core.states, core.tables, strict=True):
+            own, length = table[row, : state.sequences["blocks"][row]].copy(), int(state.sequences["length"][row])
+            found.append(
+                Share(
+                    read_only(own),
+                    group.kind,
+                    core.config.tokens_per_block,
+                    length,
+                    0 if group.kind == "cross" else skip,
+                )
+            )
+        return found
+
+    def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
+        """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
+        free = [np.empty(0, np.int64)]
+        for one in loadable:
+            for group, share in zip(self._core.config.groups, one.shares, strict=True):
+                free.append(group.first_device_block + share.to_fill().astype(np.int64))
+        self._core.wait_for(self._core.transfer.pending(np.concatenate(free), writes=True))
+        self._core.check_open()
+
+    def _expect_writes(self, reservation: Reservation) -> None:
+        """If the loader is in another process, tell a device that looks for races what it writes until the reservation
+        ends.
+
+        Raises ReservationExpired if it was revoked meanwhile.
+        """
+        access: AbstractContextManager[Any] = nullcontext()
+        if self._pools.shared:
+            each = zip(self._core.config.groups, reservation.shares, strict=True)
+            rows = [share.writes(group.first_device_block) for group, share in each]
+            access = self._core.device.host_access(writes=np.concatenate(rows), outside=True)
+        with self._core.lock:
+            self._check_open(reservation)
+            access.__enter__()
+            reservation.writing = access
+
+    # -- open reservations --------------------------------------------------------------------------
+
+    @property
+    def all(self) -> list[Reservation]:
+        """Oldest first."""
+        with self._core.lock:
+            return list(self._open.values())
+
+    def is_open(self, reservation: Reservation) -> bool:
+        return self._open.get(reservation.id) is reservation
+
+    def ids(self) -> set[int]:
+        """The reserved rows, as sequence ids. The caller holds the state lock."""
+        return set(self._open)
+
+    def now(self) -> int:
+        return self._core.now()
+
+    # -- ending -------------------------------------------------------------------------------------
+
+    def commit(self, reservation: Reservation, tokens: int | None = None, stream: Any = None) -> None:
+        """What ``Reservation.commit`` does."""
+        count = reservation.tokens
+        if tokens is not None:
+            count = integer_argument("tokens", tokens, reservation.skip_prefix_n_tokens, reservation.tokens)
+        self._end(reservation, verbs.publish_reserved, count, stream)
+
+    def abort(self, reservation: Reservation, stream: Any = None) -> None:
+        """What ``Reservation.abort`` does."""
+        self._end(reservation, verbs.abort_reserved, 0, stream)
+
+    def revoke(self, owner: str) -> int:
+        """Abort all reservations of an owner; returns how many."""
+        count = 0
+        for reservation in self.all:
+            # Its loader may end one meanwhile.
+            with suppress(ReservationExpired):
+                if reservation.owner == owner:
+                    self.abort(reservation)
+                    count += 1
+        return count
+
+    def clear(self) -> None:
+        """Forget all reservations: their rows are given back, or the pool is closed. The caller holds the state
+        lock."""
+        while self._open:
+            self._open.popitem()[1].writing.__exit__(None, None, None)
+
+    def _check_open(self, reservation: Reservation) -> None:
+        if not self.is_open(reservation):
+            raise ReservationExpired(
+                f"reservation {reservation.id} of {reservation.owner!r} was committed, aborted or revoked"
+            )
+
+    def _end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
+        def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
+            self._check_open(reservation)
+            result = int(verb(heads, ids, counts, now))
+            if result == codes.FAILED:
+                raise DeviceError(
+                    f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
+                )
+            if result == 0:
+                reservation.writing.__exit__(None, None, None)
+                del self._open[reservation.id]
+            return result
+
+        which = np.array([reservation.id], np.int64)
+        self._core.decide(stream, end, which, np.array([count], np.int64), self.now(), ids=which)

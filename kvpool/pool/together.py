@@ -1,0 +1,313 @@
+"""Together: several operations under one hold of the state lock, enqueued together. All of them happen, or none."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.device.base import Stream
+from kvpool.entry.arguments import (
+    bool_argument,
+    count_array,
+    encoder_argument,
+    id_array,
+    is_integer,
+    list_argument,
+    token_array,
+)
+from kvpool.entry.interrupt import DeferSignals
+from kvpool.errors import KVPoolError
+from kvpool.operations import Operation
+from kvpool.pool.admissions import Admissions
+from kvpool.pool.core import Core
+from kvpool.pool.keys import Admission, Match
+from kvpool.pool.leases import Lease, Leases
+from kvpool.pool.prompts import Prompts
+from kvpool.pool.retention import MAX_TTL, priority_argument, retention_rows
+from kvpool.state import records, verbs
+from kvpool.state.records import LIVE, SWAPPED
+from kvpool.state.sequences import check_kinds
+from kvpool.state.undo import Undo
+
+Ids = npt.NDArray[np.int64]
+NO_IDS: Ids = np.empty(0, np.int64)
+
+
+class Step(NamedTuple):
+    """An operation whose arguments were checked. ``run(now)`` does it. The other fields say what it may touch and
+    need."""
+
+    verb: str
+    run: Callable[[int], Any]
+    ids: Ids = NO_IDS
+    """The sequences that it names."""
+    kinds: int = int(LIVE)
+    """The kinds that these sequences may have."""
+    counts: Ids = NO_IDS
+    """How many tokens of each it commits or appends, if it does."""
+    prompts: Ids = np.zeros((0, 2), np.int64)
+    """The tokens of each prompt that it adds, and of the prompt's encoder."""
+    keys: int = 0
+    """The blocks that it pins in each group."""
+    lease: Lease | None = None
+    """The lease that it closes."""
+    partial: bool = False
+    """It accepts a part of what it asks for, and is never refused."""
+
+
+class Together:
+    """The operations of one pool that are done together. Thread-safe."""
+
+    def __init__(self, core: Core, prompts: Prompts, admissions: Admissions, leases: Leases, answer: Any) -> None:
+        self._core, self._prompts, self._admissions, self._leases = core, prompts, admissions, leases
+        self._admission = answer
+        self._undo = Undo(core.states)
+
+    def apply(self, operations: Any, stream: Any) -> list[Any]:
+        """What ``KVCacheManager.apply`` does."""
+        core = self._core
+        on = None if stream is None else core.as_stream(stream)
+        steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
+        now, results = core.now(), list[Any]()
+        core.refuse_inside("apply")
+        signals = DeferSignals()
+        try:
+            with signals:
+                signals.undo = partial(self._give_back, results)
+                with core.lock, _collector.off():
+                    core.check_open()
+                    if on is None:
+                        core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
+                    accesses = self._decide(steps, results, now)
+                core.transfer.drain()
+                for access in accesses:
+                    access.__exit__(None, None, None)
+                for i, found in enumerate(results):
+                    if isinstance(found, Lease) and not self._leases.settle(found, now):
+                        results[i] = None
+                return results
+        except BaseException:
+            signals.take_back()
+            raise
+
+    def _decide(self, steps: list[Step], results: list[Any], now: int) -> list[Any]:
+        """Do all steps, or none. Returns the host accesses of the leases that were closed. The state lock is held."""
+        core, leases, names = self._core, self._leases.picture(), self._core.names.picture()
+        may_fail = self._may_fail_late(steps)
+        with core.transfer.together() as forget:
+            if may_fail:
+                self._undo.take(*self._touched(steps))
+            try:
+                found = [step.run(now) for step in steps]
+            except BaseException:
+                if may_fail:
+                    self._undo.restore()
+                    self._leases.restore(leases)
+                    core.names.restore(names)
+                    forget()
+                raise
+        results += [None if step.verb == "unpin" else one for step, one in zip(steps, found, strict=True)]
+        return [one for step, one in zip(steps, found, strict=True) if step.verb == "unpin"]
+
+    def _give_back(self, results: list[Any]) -> None:
+        """Undo results, since nobody gets them."""
+        for found in results:
+            with suppress(KVPoolError):
+                if isinstance(found, Lease):
+                    found.close()
+                elif isinstance(found, Admission):
+                    ids = found.ids[found.ids >= 0]
+                    self._core.decide(None, verbs.release, ids, True, self._core.now(), ids=ids)
+
+    # -- arguments: nothing of the caller's is asked for under the lock -----------------------------------------
+
+    def _checked(self, i: int, one: Any, on: Stream | None) -> Step:
+        make = getattr(self, f"_{one.verb}_step", None) if type(one) is Operation else None
+        if make is None or type(one.arguments) is not tuple or len(one.arguments) != make.__code__.co_argcount - 2:
+            raise TypeError(f"operations[{i}]={one!r:.80}: accepted are those of kvpool.operations")
+        step: Step = make(on, *one.arguments)
+        return step
+
+    def _match_step(self, on: Stream | None, prompt: Any) -> Step:
+        keys = self._prompts.of(prompt)
+
+        def run(now: int) -> Match:
+            full, host, partial_tokens = self._admissions.match(keys)[-1, :3].tolist()
+            return Match(full - host, host, partial_tokens)
+
+        return Step("match", run)
+
+    def _pin_step(self, on: Stream | None, keys: Any, owner: Any, tier: Any) -> Step:
+        if on is None:
+            raise ValueError("stream=None: a pin would wait for the host; accepted is the stream that reads it")
+        rows, owner, which = self._leases.prepare(keys, owner, tier)
+        return Step("pin", lambda now: self._leases.take(rows, owner, which, now, on), keys=len(rows))
+
+    def _unpin_step(self, on: Stream | None, lease: Any) -> Step:
+        if not isinstance(lease, Lease):
+            raise TypeError(f"lease={lease!r:.80}: accepted is a lease")
+        return Step("unpin", lambda now: self._leases.give_back(lease, now, on), lease=lease)
+
+    def _add_step(
+        self, on: Stream | None, prompts: Any, retention: Any, priority: Any, ttl: Any, partial: Any, encoder: Any
+    ) -> Step:
+        core, keys = self._core, self._prompts.all_of(list_argument("prompts", prompts))
+        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
+        ranges = [None if own is None else retention_rows(own) for own in given]
+        if len(ranges) != len(keys):
+            raise ValueError(
+                f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
+            )
+        priority = priority_argument("decode_priority", priority)
+        ttl = None if ttl is None else integer_argument("decode_ttl_ms", ttl, 1, MAX_TTL)
+        some, tokens = bool_argument("allow_partial_batch", partial), np.zeros((len(keys), 2), np.int64)
+        tokens[:, 0] = [len(one) for one in keys]
+        if core.config.crosses or encoder is not None:
+            tokens[:, 1] = encoder = encoder_argument("encoder_tokens", encoder, len(keys), core.config.crosses)
+        if any(one.extra_ids is not None for one in keys):
+            core.enable_extra()
+
+        def run(now: int) -> Any:
+            return self._admissions.admit(keys, ranges, priority, ttl, on, some, encoder, self._admission, now)
+
+        return Step("add", run, prompts=tokens, partial=some)
+
+    def _append_step(self, on: Stream | None, ids: Any, tokens: Any, counts: Any) -> Step:
+        which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
+        if counts is None and not is_integer(ids) and len(which) != 1:
+            raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
+        each = count_array("counts", len(new) if counts is None else counts, which)
+        if int(each.sum()) != len(new):
+            raise ValueError(f"counts add up to {int(each.sum())}, tokens has {len(new)} entries")
+        return Step("append", self._verb(on, verbs.append, which, each, new), which, counts=each)
+
+    def _commit_step(self, on: Stream | None, ids: Any, counts: Any) -> Step:
+        which = id_array("ids", ids)
+        each = NO_IDS if counts is None else count_array("counts", counts, which)
+        return Step("commit", self._verb(on, verbs.commit, which, each), which, counts=each)
+
+    def _release_step(self, on: Stream | None, ids: Any, store: Any) -> Step:
+        which, keep = id_array("ids", ids), bool_argument("store", store)
+        return Step("release", self._verb(on, verbs.release, which, keep), which, int(LIVE | SWAPPED))
+
+    def _verb(self, on: Stream | None, verb: Any, which: Ids, *args: Any) -> Callable[[int], None]:
+        def run(now: int) -> None:
+            self._core.decide(on, verb, which, *args, now, ids=which)
+
+        return run
+
+    # -- what may be refused, and what it may have touched by then ----------------------------------------------
+
+    def _may_fail_late(self, steps: list[Step]) -> bool:
+        """Whether a step may be refused after another has changed the pool. False is certain.
+
+        A step is refused for what it names, or because blocks are short. What it names is checked now. For blocks,
+        there is a bound of what all steps may take. If so many are free now, no step can be short, since the others
+        only give back.
+        """
+        takes, rows, gone, grown, changed = 0, 0, set[Any](), 0, False
+        for step in steps:
+            if changed and not self._is_right(step, gone, grown):
+                return True
+            takes, rows, grown = takes + step.keys, rows + len(step.prompts), grown + (step.verb == "commit")
+            if step.verb == "append":
+                # Each takes a copy of its last block, or a state, besides the columns that it opens.
+                takes += int(self._columns(step.counts).sum()) + 2 * len(step.counts)
+                grown += int(step.counts.sum())
+            elif step.verb == "add":
+                takes += int(self._columns(step.prompts).sum())
+            if changed and step.verb in ("append", "add") and not step.partial and not self._has_room(takes, rows):
+                return True
+            if step.verb in ("release", "unpin"):
+                gone |= {step.lease, *step.ids.tolist()}
+            changed |= step.verb != "match"
+        return False
+
+    def _is_right(self, step: Step, gone: set[Any], grown: int) -> bool:
+        """Whether a step names what exists, whatever the steps before it do. They have released or closed ``gone``;
+        ``grown`` is not zero if they grew or committed sequences."""
+        heads, sequences = self._core.states.heads, self._core.tokens.sequences
+        if step.verb == "pin":
+            return False
+        if step.lease is not None:
+            return self._leases.is_open(step.lease) and step.lease not in gone
+        if len(step.prompts) and int(self._columns(step.prompts).max()) > self._core.config.columns:
+            return False
+        if check_kinds(heads, step.ids, step.verb != "release", step.kinds):
+            return False
+        if gone and not gone.isdisjoint(step.ids.tolist()):
+            return False
+        if step.verb == "append":
+            most = self._core.config.columns * self._core.config.tokens_per_block
+            length = sequences["length"][step.ids & 0xFFFFFFFF]
+            return bool((length + step.counts + grown <= most).all())
+        if step.verb == "commit" and len(step.counts):
+            # The committed tokens and all tokens bound it. Both are equal in all groups.
+            one = sequences[step.ids & 0xFFFFFFFF]
+            return not grown and bool(((one["committed"] <= step.counts) & (step.counts <= one["length"])).all())
+        return True
+
+    def _columns(self, tokens: Any) -> Any:
+        return -(-tokens // self._core.config.tokens_per_block)
+
+    def _has_room(self, blocks: int, rows: int) -> bool:
+        free = np.empty(len(self._core.states), np.int64)
+        verbs.free_in_groups(self._core.states.heads, free)
+        return blocks <= int(free.min()) and rows <= int(self._core.states.heads[0, records.H.free_rows])
+
+    def _touched(self, steps: list[Step]) -> tuple[Ids, int]:
+        """Rows of the table that these steps may change, and columns."""
+        state, adds = self._core.tokens, sum(len(step.prompts) for step in steps)
+        free = int(state.head.free_rows)
+        named = [step.ids & 0xFFFFFFFF for step in steps]
+        rows = np.unique(np.concatenate([NO_IDS, *named, state.rows[max(0, free - adds) : free]]))
+        rows = rows[rows < len(state.sequences)]
+        columns = [int(one.sequences["blocks"][rows].max(initial=0)) for one in self._core.states]
+        grown = sum(int(self._columns(step.counts).sum()) + 1 for step in steps if step.verb == "append")
+        added = max((int(self._columns(step.prompts).max(initial=0)) for step in steps), default=0)
+        return rows, min(self._core.config.columns, max(max(columns) + grown, added + grown) + 1)
+
+
+class _Collector:
+    """Switches the garbage collector off while any pool of this process is inside. It could close a lease, which would
+    be undone with the rest."""
+
+    def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _begin(self) -> None:
+        self._lock, self._inside, self._enabled = threading.RLock(), 0, False
+
+    def _after_fork(self) -> None:
+        """In a child: threads that were inside are not there any more."""
+        if self._inside and self._enabled:
+            gc.enable()
+        self._begin()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self._enabled = gc.isenabled()
+            gc.disable()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside and self._enabled:
+                    gc.enable()
+
+
+_collector = _Collector()

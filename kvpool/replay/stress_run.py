@@ -1,0 +1,392 @@
+"""Two threads on one pool: a replay that evicts host blocks all the time, and a reader that pins them and compares
+their bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.errors import BlockNotFound, KVPoolError
+from kvpool.pool.leases import Lease
+from kvpool.replay.content import KVBytes, token_states
+from kvpool.replay.engine import Replay, ReplayConfig
+from kvpool.replay.schedule import worst_blocks
+from kvpool.replay.tokens import Request
+from kvpool.replay.traces import Trace
+from kvpool.replay.victims import VictimWatch
+from kvpool.state import debug
+
+EVENTS = 1 << 16
+"""The number of events that the pool keeps. One request of a long trace causes fewer."""
+_PRUNE_EVERY, _VERIFY_EVERY, _STALL_AFTER = 64, 50, 1_000
+"""The number of requests between two calls of ``prune``, between two calls of ``verify``, and between two checks that
+the run still makes progress."""
+_BURST, _LONG, _LONG_TURNS = 32, 0.03, 20
+"""The number of pins that one turn of the reader opens, the share of long ones, and the turns that a long one lasts."""
+_SWITCH_SECONDS = 1e-4
+
+
+@dataclass(frozen=True)
+class StressConfig:
+    """The replay, and the numbers of pinned reads and host evictions that the run must reach. ``replay`` needs
+    ``events`` and ``verify``."""
+
+    replay: ReplayConfig
+    reads: int
+    evictions: int
+    shielded: int
+    """The number of host evictions whose victim would have been a pinned block."""
+    seed: int = 0
+    hold: bool = True
+    """If False, each lease is closed before its second check, so the run must find wrong bytes."""
+
+
+class Figure(NamedTuple):
+    """One figure of the run, its condition in words ("" for none), and whether it meets the condition."""
+
+    name: str
+    value: int
+    bound: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class StressReport:
+    """The figures of a run. ``failure`` is the error that ended a thread, or None."""
+
+    figures: list[Figure]
+    failure: str | None
+    interrupted: bool
+    seconds: float
+    config: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and not self.interrupted and all(figure.ok for figure in self.figures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
+        return {"passed": self.passed, **asdict(self), "figures": [figure._asdict() for figure in self.figures]}
+
+    def text(self) -> str:
+        """The report as text, one line for each figure."""
+        lines = [f"stress  {self.config['trace']}"]
+        for name, value, bound, ok in self.figures:
+            state = ("ok" if ok else "FAILED") if bound else ""
+            lines.append(f"{state:<7} {name:<52} {value:>12,}  {bound}".rstrip())
+        if self.interrupted:
+            lines.append("        interrupted: the figures so far")
+        if self.failure is not None:
+            lines.append(f"FAILED  {self.failure}")
+        settings = ", ".join(f"{name} {value}" for name, value in self.config.items() if name != "trace")
+        return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"])
+
+
+class Contents:
+    """The content of the pool according to its events, and the bytes of each key, computed from tokens alone.
+
+    One thread writes (``learn``, ``follow``); other threads may use ``bytes_of`` and ``host_keys``. ``host_keys`` is
+    replaced, never changed. ``stored`` and ``removed`` count events of host blocks, ``gaps`` counts missed events.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self._cache, config = replay.cache, replay.config
+        self._layout, self._width = config.layout, config.layout.tokens_per_block
+        page = np.zeros(self._layout.host_shape(config.device_blocks), self._layout.storage_dtype)
+        self._page = page.reshape(config.device_blocks, -1).view(np.uint8)
+        self._writer = KVBytes(
+            self._layout, page, self._layout.host_strides(config.device_blocks), config.device_blocks
+        )
+        self._bytes: dict[bytes, bytes] = {}
+        self._recent: deque[list[bytes]] = deque(maxlen=config.active + 1)
+        self.cached: dict[str, set[bytes]] = {"device": set(), "host": set()}
+        self.host_keys: list[bytes] = []
+        self.stored = self.removed = self.gaps = self._next = 0
+
+    def bytes_of(self, key: bytes) -> bytes | None:
+        """The bytes of the block with this key, or None if no learned request has the key."""
+        return self._bytes.get(key)
+
+    def learn(self, request: Request) -> None:
+        """Note the bytes of every full block of a request and its answer."""
+        tokens = np.concatenate([request.prompt(), request.output()])
+        names = split(self._cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id).keys)
+        states = token_states(tokens, self._width, salt=request.salt, adapter_id=request.adapter_id)
+        grid = states[: len(names) * self._width].reshape(len(names), self._width)
+        self._writer.write_blocks(np.arange(len(names)), grid)
+        for place, name in enumerate(names):
+            if name not in self._bytes:
+                self._bytes[name] = self._page[place].tobytes()
+        self._recent.append(names)
+
+    def follow(self) -> None:
+        """Apply the events since the last call."""
+        for event in self._cache.events():
+            self.gaps += event.number != self._next
+            self._next = event.next
+            if event.keys is None or event.tier is None:
+                continue
+            names, there = split(event.keys), self.cached[event.tier]
+            if event.kind == "stored":
+                there.update(names)
+                self.stored += len(names) if event.tier == "host" else 0
+            elif event.kind == "removed":
+                there.difference_update(names)
+                self.removed += len(names) if event.tier == "host" else 0
+        self.host_keys = list(self.cached["host"])
+
+    def prune(self) -> None:
+        """Drop bytes of content that is not cached, and belongs to no request that may be running. Such content can be
+        stored again only after its request has been learned again."""
+        wanted = self.cached["device"].union(self.cached["host"], *self._recent)
+        self._bytes = {name: data for name, data in self._bytes.items() if name in wanted}
+
+
+class _Open(NamedTuple):
+    """A lease whose bytes were right, its expected bytes, and the turn in which it is checked again and closed."""
+
+    lease: Lease
+    expected: list[bytes | None]
+    until: int
+
+
+class Reader:
+    """Pins host blocks of a pool in many overlapping leases, and compares each block when its lease begins and before
+    it ends.
+
+    Its thread runs ``work``, until ``enough`` returns True or ``stop`` is set. A *read* is one lease. It reads memory
+    at the addresses of leases, as a reader from another process would.
+    """
+
+    def __init__(self, replay: Replay, contents: Contents, config: StressConfig) -> None:
+        self._cache, self._contents = replay.cache, contents
+        self._random, self._hold = Random(config.seed), config.hold
+        self._state, self._block_bytes = replay.cache.core.tokens, config.replay.layout.block_bytes
+        self._most = max(1, config.replay.host_blocks // 3)
+        self._open: list[_Open] = []
+        self._known: deque[int] = deque([config.replay.device_blocks], maxlen=256)
+        self._turn = self._pinned = 0
+        self.reads = self.opened = self.missed = self.blocks = self.checks = self.wrong = self.unknown = (
+            self.last_lease
+        ) = 0
+        self.first_wrong = ""
+        self.error: BaseException | None = None
+
+    def work(self, enough: Callable[[], bool], stop: threading.Event) -> None:
+        """Read until ``enough`` returns True, then close all leases and set ``stop``. Keeps errors in ``error``."""
+        try:
+            while not (stop.is_set() or enough()):
+                self._take_turn()
+            for entry in self._open:
+                self._end(entry)
+        except BaseException as error:
+            self.error = error
+        finally:
+            stop.set()
+
+    def _take_turn(self) -> None:
+        self._turn += 1
+        keys = self._contents.host_keys
+        for _ in range(_BURST):
+            if keys and self._pinned < self._most:
+                self._begin(keys)
+        # The scheduler's thread can run here. Every lease is open during at least one such pause.
+        time.sleep(0)
+        due = [entry for entry in self._open if entry.until <= self._turn]
+        self._open = [entry for entry in self._open if entry.until > self._turn]
+        for entry in due:
+            self._end(entry)
+
+    def _begin(self, keys: list[bytes]) -> None:
+        """Pin one block by its key, several by their keys, or one by its id, and check the bytes."""
+        draw = self._random.random()
+        lease: Lease | None = None
+        try:
+            if draw < 0.8:
+                wanted = [keys[int(self._random.random() * len(keys))]]
+                lease = self._cache.find_and_pin_host(wanted[0], owner="reader")
+            elif draw < 0.9:
+                wanted = self._random.sample(keys, min(len(keys), self._random.randint(2, 4)))
+                lease = self._cache.pin(wanted, owner="reader", tier="host")
+            else:
+                lease = self._cache.pin_blocks(self._random.choice(self._known), owner="reader")
+                wanted = self._keys_of(lease)
+        except BlockNotFound:
+            pass
+        if lease is None:
+            self.missed += 1
+            return
+        self.opened, self.last_lease = self.opened + 1, lease.id
+        expected = [self._contents.bytes_of(key) for key in wanted]
+        self.unknown += expected.count(None)
+        self.blocks += len(expected)
+        self._pinned += len(expected)
+        self._known.extend(lease.blocks.tolist())
+        self._check(lease, expected)
+        if not self._hold:
+            lease.close()
+        turns = _LONG_TURNS if self._random.random() < _LONG else 0
+        self._open.append(_Open(lease, expected, self._turn + turns))
+
+    def _keys_of(self, lease: Lease) -> list[bytes]:
+        """The keys of pinned blocks, which cannot change."""
+        fields = self._state.blocks[lease.blocks]
+        return split(np.stack([fields["key0"], fields["key1"]], axis=1).view(np.uint64))
+
+    def _check(self, lease: Lease, expected: list[bytes | None]) -> None:
+        for block, place, wanted in zip(lease.blocks.tolist(), lease.addresses.tolist(), expected, strict=True):
+            self.checks += 1
+            if wanted is not None and ctypes.string_at(place, self._block_bytes) != wanted:
+                self.wrong += 1
+                self.first_wrong = self.first_wrong or f"host block {block}, lease {lease.id}, turn {self._turn}"
+
+    def _end(self, entry: _Open) -> None:
+        self._check(entry.lease, entry.expected)
+        if self._hold:
+            entry.lease.close()
+        self._pinned -= len(entry.expected)
+        self.reads += 1
+
+
+class Stress:
+    """One run. A context manager: leaving it closes the pool. ``run`` does the work once and returns the report."""
+
+    def __init__(self, trace: Trace, config: StressConfig, *, progress: Callable[[int], Any] | None = None) -> None:
+        self._config, self._requests, self._name = config, trace.requests, trace.name
+        # The list grows by another round of the trace while more reads are needed. When there are enough, it is cut
+        # where the replay is.
+        self._live = list(trace.requests)
+        self.replay = Replay(Trace(trace.name, trace.format, self._live), config.replay, progress=self._admitted)
+        self.cache = self.replay.cache
+        self.watch = VictimWatch(self.cache)
+        self.contents = Contents(self.replay)
+        self.reader = Reader(self.replay, self.contents, config)
+        self._progress = progress or (lambda count: None)
+        self._stop = threading.Event()
+        self._done = self._shown = self._verified = self._evictions_then = self._reads_then = 0
+
+    def __enter__(self) -> Stress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.replay.close()
+
+    def run(self) -> StressReport:
+        """Replay until the reader has enough, then check all counts. Errors of the threads are not raised: they are in
+        the report."""
+        begin, failure, interrupted = time.perf_counter(), None, False
+        thread = threading.Thread(target=self.reader.work, args=(self._enough, self._stop), name="kvpool stress reader")
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        thread.start()
+        try:
+            self.replay.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        except Exception as error:
+            failure = f"scheduler: {type(error).__name__}: {error}"
+        finally:
+            self._stop.set()
+            thread.join()
+            sys.setswitchinterval(before)
+        if self.reader.error is not None:
+            failure = f"reader: {type(self.reader.error).__name__}: {self.reader.error}"
+        elif self.reader.first_wrong:
+            failure = f"wrong bytes, first in {self.reader.first_wrong}"
+        figures, broken = self._figures()
+        config = {"trace": self._name, **self.replay.summary().config, "seed": self._config.seed}
+        return StressReport(figures, failure or broken, interrupted, time.perf_counter() - begin, config)
+
+    def _enough(self) -> bool:
+        return self.reader.reads >= self._config.reads and self.watch.evictions >= self._config.evictions
+
+    def _admitted(self, count: int) -> None:
+        """Called after every request, on the scheduler's thread."""
+        request = self._live[self._done]
+        self._done += count
+        if worst_blocks(request, self.cache.tokens_per_block) <= self.cache.device_blocks:
+            self.contents.learn(request)
+        self.contents.follow()
+        if self._done % _PRUNE_EVERY == 0:
+            self.contents.prune()
+        if self._done % _VERIFY_EVERY == 0:
+            self.cache.verify()
+            self._verified += 1
+        reads = min(self.reader.reads, self._config.reads)
+        self._progress(reads - self._shown)
+        self._shown = reads
+        if self._stop.is_set() or self._stalled():
+            del self._live[self._done :]
+        elif self._done == len(self._live):
+            self._live += [replace(request, index=self._done + place) for place, request in enumerate(self._requests)]
+
+    def _stalled(self) -> bool:
+        """Whether a whole round made no progress towards the missing counts, so that another would make none either."""
+        if self._done % max(_STALL_AFTER, len(self._requests)):
+            return False
+        reads, evictions = self.reader.reads, self.watch.evictions
+        stalled = reads < self._config.reads and reads == self._reads_then
+        stalled |= evictions < self._config.evictions and evictions == self._evictions_then
+        self._reads_then, self._evictions_then = reads, evictions
+        return stalled
+
+    def _figures(self) -> tuple[list[Figure], str | None]:
+        """All figures after both threads have ended, and the error of a last ``verify``, or None."""
+        config, reader, watch, contents = self._config, self.reader, self.watch, self.contents
+        failure = None
+        try:
+            self.cache.verify()
+            self._verified += 1
+            contents.follow()
+        except KVPoolError as error:
+            failure = f"after the run: {type(error).__name__}: {error}"
+        stats, kept = self.cache.stats(), debug.cached(self.cache.core.tokens)
+        differ = sum(len(contents.cached[tier] ^ kept[tier].keys()) for tier in kept)
+        figures: list[Figure] = []
+
+        def at_least(name: str, value: int, bound: int) -> None:
+            figures.append(Figure(name, value, f">= {bound:,}", value >= bound))
+
+        def equal(name: str, value: int, other: int, words: str = "") -> None:
+            figures.append(Figure(name, value, f"= {other:,} {words}".rstrip(), value == other))
+
+        at_least("pinned reads", reader.reads, config.reads)
+        equal("leases that the pool gave", reader.last_lease, reader.opened, "that the reader got")
+        equal("leases closed", reader.reads, reader.opened, "opened")
+        equal("leases open at the end", stats.leases, 0)
+        equal("blocks pinned at the end", stats.device.pinned + stats.host.pinned, 0)
+        figures.append(Figure("blocks read", reader.blocks, "", True))
+        figures.append(Figure("pins refused: the content had gone", reader.missed, "", True))
+        equal("comparisons of a block's bytes", reader.checks, 2 * reader.blocks, "two for each block read")
+        equal("blocks with wrong bytes", reader.wrong, 0)
+        equal("blocks with content that no request has", reader.unknown, 0)
+        at_least("host evictions", watch.evictions, config.evictions)
+        at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded)
+        equal(
+            "host blocks forgotten or dropped",
+            stats.forgotten_host_blocks + stats.redundant_dropped,
+            watch.evictions,
+            "evictions",
+        )
+        equal("host blocks in removed events", contents.removed, watch.evictions, "evictions")
+        equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded")
+        equal("events dropped or missing", stats.events_dropped + contents.gaps, 0)
+        equal("keys in which events and pool differ", differ, 0)
+        equal("blocks lost", stats.lost_blocks, 0)
+        at_least("verify() clean, times", self._verified, 1)
+        return figures, failure
+
+
+def split(keys: np.ndarray[Any, np.dtype[np.uint64]]) -> list[bytes]:
+    """Keys uint64[n, 2] as 16 bytes each."""
+    raw = keys.tobytes()
+    return [raw[at : at + 16] for at in range(0, len(raw), 16)]

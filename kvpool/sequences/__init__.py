@@ -1,1 +1,0 @@
-"""Prompts and sequences: hashing, admission, forks and drafts."""

@@ -1,0 +1,352 @@
+"""DiskStore: keeps blocks in a folder, so that they outlive the process."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.entry.process import Process
+from kvpool.errors import PoolClosed
+from kvpool.stores.disk import slot_index
+from kvpool.stores.disk.commits import GroupCommit
+from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, Header
+from kvpool.stores.disk.folder import Folder
+from kvpool.stores.disk.slab import Slab, stride_of
+from kvpool.stores.disk.slot_index import Index
+from kvpool.stores.disk.system import System
+from kvpool.stores.disk.table import PER_PAGE, Table
+from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
+
+DEFAULT_CAPACITY = 64 << 30
+_FORGOTTEN_AT_ONCE = 4096
+
+
+class DiskStore:
+    """A ``Store`` in a folder of a local file system.
+
+    Parameters
+    ----------
+    path
+        The folder. It is made if it is not there; its parent must be there. It gets the mode 0700, its files 0600.
+    capacity
+        Bytes of blocks. The file for them is allocated when the store is opened. None: what the folder has already,
+        and for a new one half of what is free in the file system, up to 64 GiB.
+    threads
+        How many calls run at a time.
+    system
+        The calls of the operating system, for tests.
+
+    A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
+    fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
+    being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
+    its seal finds that. So after a crash the first save of a block that was there at the opening reads it, and writes
+    it again if it has other bytes.
+
+    Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
+    PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
+    other OSErrors. A damaged file is replaced and counted. All calls raise ForkedProcess in a child of ``os.fork()``,
+    and PoolClosed after ``close``.
+    """
+
+    name = "disk"
+    clears = TAG_BYTES
+
+    def __init__(
+        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,
+        system: System | None = None,
+    ) -> None:  # fmt: skip
+        self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if not isinstance(self._path, str) or not self._path:
+            raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
+        self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, BYTES_MAX)
+        self.threads = integer_argument("threads", threads, 1, 256)
+        if system is not None and not isinstance(system, System):
+            raise TypeError(f"system={system!r:.80}: accepted is a System")
+        self._system, self._process = system or System(), Process()
+        # Taken by itself: ``stats`` is for any thread, see ``kvpool.entry.interrupt.Bell``.
+        self._lock, self._opened = threading.Lock(), False
+        self._changed = threading.Condition(self._lock)
+        self._counts = dict.fromkeys(
+            ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "damaged_files", "commits"), 0
+        )
+        self._slots = self._failed_syncs = 0
+
+    def __repr__(self) -> str:
+        return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
+
+    # -- begin -----------------------------------------------------------------------------------------
+
+    def open(self, space: Space) -> bytes:
+        self._process.check(self)
+        if self._opened:
+            raise BlockingIOError(errno.EAGAIN, "this store is open already", self._path)
+        undo: list[Callable[[], None]] = []
+        try:
+            folder = _named(self._path, lambda: Folder(self._path))
+            undo.append(folder.close)
+            secret = folder.secret()
+            database = Database(folder, self._system)
+            undo.append(database.close)
+            self._counts["damaged_files"] += database.damaged
+            self._slots = self._size(folder, database.header, space.block_bytes)
+            slab = Slab(folder, self._slots, space.memory, self._system)
+            undo.append(slab.close)
+            check = hashlib.blake2b(b"kvpool disk store", key=secret, digest_size=16).digest()
+            # Bytes without rows are lost: nobody knows whose they are.
+            self._counts["damaged_files"] += database.header is None and not database.damaged and slab.had > 0
+            header = Header(VERSION, space.block_bytes, self._slots, check, closed=0)
+            self._read(database, header, slab.had, space.fingerprint)
+            folder.sync()
+        except BaseException:
+            for close in reversed(undo):
+                close()
+            raise
+        self._folder, self._database, self._slab = folder, database, slab
+        self._commits, self._opened = GroupCommit(self._commit), True
+        return secret
+
+    def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
+        """How many slots there are. Raises ValueError."""
+        if header is not None and header.version != VERSION:
+            raise ValueError(f"{self._path} has a store of version {header.version}: accepted is {VERSION}")
+        if header is not None and header.block_bytes != block_bytes:
+            sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
+            raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
+        stride = stride_of(block_bytes)
+        if self._capacity is None and header is not None:
+            return header.slots
+        free = self._system.statvfs(folder.path)
+        wanted = self._capacity or min(DEFAULT_CAPACITY, free.f_bavail * free.f_frsize // 2)
+        if wanted < stride:
+            raise ValueError(f"capacity={wanted}: accepted is at least one block, which takes {stride} bytes here")
+        return wanted // stride
+
+    def _read(self, database: Database, header: Header, had: int, model: bytes) -> None:
+        """Read what the database has. What cannot be there is dropped and counted."""
+        same_secret = database.header is not None and database.header.secret == header.secret
+        count = -(-self._slots // PER_PAGE) if same_secret else 0
+        pages, others = database.pages(count)
+        table, dropped = Table(self._slots), PER_PAGE * others
+        table.fill(pages)
+        dropped += table.check(min(had, self._slots))
+        in_doubt = database.header is not None and not database.header.closed
+        database.begin(header, count)
+        self._table, self._index = table, Index(table, model, in_doubt)
+        self._counts["dropped_rows"] += dropped + self._index.duplicates
+        self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def find(self, keys: Bytes) -> Bytes:
+        self._check()
+        with self._lock:
+            return np.array([OK if self._index.has(key.tobytes()) else ABSENT for key in keys], np.uint8)
+
+    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
+        self._check()
+        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        with self._lock:
+            slots = self._index.pin([key.tobytes() for key in keys])
+            places = [place for place, slot in enumerate(slots) if slot >= 0]
+            seals[places] = self._table.entries["seal"][[slots[place] for place in places]]
+        try:
+            codes[[place for place, slot in enumerate(slots) if slot < 0]] = ABSENT
+            self._transfer(self._slab.read, places, [slots[place] for place in places], rows, codes, stop)
+        finally:
+            with self._lock:
+                self._index.unpin(slots)
+        return codes, seals
+
+    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+        self._check()
+        codes = np.full(len(keys), CANCELLED, np.uint8)
+        names = [key.tobytes() for key in keys]
+        left = list(range(len(keys)))
+        self._compare(names, rows, stop)
+        while left and not stop():
+            left = self._save(left, names, rows, seals, tag, limit, stop, codes)
+        return codes
+
+    def _compare(self, names: list[bytes], rows: Rows, stop: Stop) -> None:
+        """Drop the blocks that a crash may have left without their bytes, unless they have those of the rows."""
+        with self._lock:
+            slots = self._index.doubtful(names)
+        compared: dict[int, bool] = {}
+        try:
+            for slot, row in zip(slots, rows.tolist(), strict=True):
+                if slot >= 0 and not stop():
+                    compared[slot] = self._holds(slot, row)
+        finally:
+            with self._lock:
+                self._index.settle(names, slots, compared)
+
+    def _holds(self, slot: int, row: int) -> bool:
+        """Whether a slot has the bytes of a row, as far as it can be read."""
+        try:
+            return self._slab.holds(slot, row)
+        except OSError:
+            self._count_error()
+            return False
+
+    def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
+              stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
+        """Save what no other call is writing. Wait for what another writes, and return its places."""
+        with self._lock:
+            answers, failed_syncs = (
+                self._index.reserve([names[place] for place in places], tag, limit),
+                self._failed_syncs,
+            )
+        own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
+        for place, answer in zip(places, answers, strict=True):
+            codes[place] = {slot_index.HERE: OK, slot_index.REFUSED: REFUSED}.get(answer, CANCELLED)
+        try:
+            self._transfer(self._slab.write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
+            self._finish(own, names, seals, codes, failed_syncs)
+        except BaseException:
+            with self._lock:
+                self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
+                self._changed.notify_all()
+            raise
+        pending = [place for place, answer in zip(places, answers, strict=True) if answer == slot_index.PENDING]
+        with self._lock:
+            self._changed.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
+        return pending
+
+    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
+                failed_syncs: int) -> None:  # fmt: skip
+        """Make durable what was written, and give up what was not. The keys are still pending."""
+        written = [place for place, _ in own if codes[place] == OK]
+        with self._lock:
+            self._index.abort([names[place] for place, _ in own if codes[place] != OK])
+            own[:] = [(place, slot) for place, slot in own if codes[place] == OK]  # another may have the rest now
+            self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
+            self._changed.notify_all()
+        if not written:
+            return
+        self._commits.wait()
+        with self._lock:
+            # A sync that fails is not made up for by the next one: what was written before it may be lost for good.
+            if self._failed_syncs != failed_syncs:
+                raise OSError(errno.EIO, "a sync has failed since the blocks were written", self._path)
+            self._index.complete([names[place] for place in written])
+            self._changed.notify_all()
+
+    def forget(self, keys: Bytes) -> int:
+        self._check()
+        return self._forget([key.tobytes() for key in keys])
+
+    def clear(self, tag: bytes) -> int:
+        self._check()
+        with self._lock:
+            names = self._index.tagged(tag)
+        return self._forget(names)
+
+    def _forget(self, names: list[bytes]) -> int:
+        """Drop keys durably, a part at a time, so that others need not wait long for the lock."""
+        count = 0
+        for start in range(0, len(names), _FORGOTTEN_AT_ONCE):
+            with self._lock:
+                count += self._index.forget(names[start : start + _FORGOTTEN_AT_ONCE])
+        # Also if none was there: the row of one that was evicted, or not saved, may not be cleared durably yet.
+        self._commits.wait()
+        return count
+
+    def stats(self) -> dict[str, int]:
+        self._process.check(self)
+        with self._lock:
+            found = self._index if self._opened else ()
+            evicted = self._index.evicted if self._opened else 0
+            return {"capacity": self._slots, "blocks": len(found), "evicted": evicted, **self._counts}
+
+    def close(self) -> None:
+        """End. The order of last use is written too, if that is possible. Closing twice is fine."""
+        self._process.check(self)
+        with self._lock:
+            opened, self._opened = self._opened, False
+        if not opened:
+            return
+        for end in (self._write_all, self._database.close):
+            try:
+                end()
+            except OSError:  # What was promised is durable already.
+                self._count_error()
+        self._slab.close()
+        self._folder.close()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self._process.check(self)
+        if not self._opened:
+            raise PoolClosed("the store is closed")
+
+    def _transfer(self, call: Callable[[list[int], list[int]], None], places: list[int], slots: list[int], rows: Rows,
+                  codes: Bytes, stop: Stop) -> None:  # fmt: skip
+        """Read or write slots, and set the codes of their places. Raises the last error if there was nothing else."""
+        failed: OSError | None = None
+        for run in self._slab.runs(slots):
+            if stop():
+                break
+            where = places[run]
+            try:
+                call(slots[run], rows[where].tolist())
+                codes[where] = OK
+            except OSError as error:
+                failed = error
+                codes[where] = FAILED
+                self._count_error()
+        if failed is not None and not (codes[places] == OK).any():
+            raise failed
+
+    def _commit(self) -> None:
+        try:
+            self._write()
+        except OSError:
+            self._count_error()
+            raise
+
+    def _write(self, everything: bool = False) -> None:
+        """Make all content durable, and then the entries. One thread at a time."""
+        with self._lock:
+            pages = self._table.take(everything)
+        if not pages:
+            return
+        synced = False
+        try:
+            self._slab.sync()
+            synced = True
+            self._database.write(pages)
+        except BaseException:
+            with self._lock:
+                self._failed_syncs += not synced
+                self._table.give_back(pages)
+            raise
+        self._counts["commits"] += 1
+
+    def _write_all(self) -> None:
+        """Write what is not durable yet, and say that all rows name the bytes that are there, if that is known."""
+        self._write(everything=True)
+        header = self._database.header
+        if header is not None and not self._index.in_doubt:
+            self._database.begin(header._replace(closed=1))
+
+    def _count_error(self) -> None:
+        with self._lock:
+            self._counts["io_errors"] += 1
+
+
+def _named(path: str, call: Callable[[], Any]) -> Any:
+    """Say what a read-only file system means here."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        raise OSError(errno.EROFS, "a DiskStore needs a file system that it can write to", path) from None
