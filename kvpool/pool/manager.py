@@ -886,17 +886,12 @@ class KVCacheManager:
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
-        signals = DeferSignals()
-        try:
-            with signals:
-                with self.core.lock:
-                    self.core.check_open()
-                    taken = kv_events.take(self.core.states, self.core.names, snapshot)
-                    signals.undo = partial(self._put_back, taken)
-                return kv_events.decode(taken)
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            with self.core.lock:
+                self.core.check_open()
+                taken = kv_events.take(self.core.states, self.core.names, snapshot)
+                signals.undo = partial(self._put_back, taken)
+            return kv_events.decode(taken)
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self.core.lock:
