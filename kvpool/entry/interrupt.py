@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 Handler = Callable[[int, FrameType | None], object]
 Answer = TypeVar("Answer")
@@ -145,7 +145,10 @@ class _Outermost:
             _leave(undo)
 
 
-def DeferSignals() -> _Outermost | _Inner:
+Door: TypeAlias = _Outermost | _Inner
+
+
+def DeferSignals() -> Door:
     """A context manager: a signal that arrives inside, and has a handler in Python, is delivered at the end.
 
     Each public call that changes something has one around the change, and returns its answer from inside::
@@ -171,8 +174,8 @@ def DeferSignals() -> _Outermost | _Inner:
 
 
 def _deliver() -> BaseException | None:
-    """Have the interpreter run the handlers of the deferred signals, as if these arrived now. Returns the last exception
-    that they raised."""
+    """Have the interpreter run the handlers of the deferred signals, as if these arrived now. Returns the last
+    exception that they raised."""
     raised: BaseException | None = None
     while _noted:
         try:

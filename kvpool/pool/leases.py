@@ -121,7 +121,6 @@ class Leases:
     # -- opening ------------------------------------------------------------------------------------
 
     def pin(self, keys: Any, owner: Any, tier: Any, stream: Any, group: Any = None) -> Lease:
-        """What ``KVCacheManager.pin`` does."""
         wanted, rows = tier_number(tier), key_rows(keys)
 
         def missing(place: int) -> Lease:
@@ -130,11 +129,9 @@ class Leases:
         return self._pin(owner, rows, None, wanted, stream, missing, group)
 
     def find_and_pin_host(self, key: Any, owner: Any, stream: Any, group: Any = None) -> Lease | None:
-        """What ``KVCacheManager.find_and_pin_host`` does."""
         return self._pin(owner, key_row(key), None, records.HOST, stream, lambda place: None, group)
 
     def pin_blocks(self, ids: Any, owner: Any, stream: Any) -> Lease:
-        """What ``KVCacheManager.pin_blocks`` does."""
         which = id_array("ids", ids)
 
         def missing(place: int) -> Lease:
@@ -305,7 +302,6 @@ class Leases:
         return self._core.now()
 
     def addresses(self, ids: Ids, part: Any) -> Ids:
-        """What ``Lease.addresses_of`` gives."""
         most = max(len(group.layouts) for group in self._core.config.groups)
         return self._pools.addresses(ids, integer_argument("part", part, 0, most - 1))
 
