@@ -103,7 +103,9 @@ def test_a_mutation_follows_its_code_to_another_function_and_one_without_code_is
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "old.py").write_text("def first(a):\n    return 1\n\n\ndef take(a):\n    return a\n")
-    (tmp_path / "new.py").write_text("class Lists:\n    def take(self, a):\n        if (a > 1\n            ): return 2\n")
+    (tmp_path / "new.py").write_text(
+        "class Lists:\n    def take(self, a):\n        if (a > 1\n            ): return 2\n"
+    )
     moved = Mutation("moved", "lists.drop", "a > 1", "False", "None.", ())
     gone = moved._replace(name="gone", before="a > 2")
     fits = moved._replace(name="fits", function="old.take", before="return a")

@@ -83,12 +83,8 @@ MUTATIONS = (
     Mutation(
         "extra_ids_are_not_in_the_key",
         "block_key",
-        "if some:\n"
-        "    for i in range(extra.shape[0]):\n"
-        "        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
-        "if False:\n"
-        "    for i in range(extra.shape[0]):\n"
-        "        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
+        "if some:\n    for i in range(extra.shape[0]):\n        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
+        "if False:\n    for i in range(extra.shape[0]):\n        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))",
         "Of two images behind the same tokens only one is ever cached.",
         ("tests/state/test_scenarios_reuse.py::test_extra_ids_are_part_of_the_key",),
     ),
@@ -144,8 +140,7 @@ MUTATIONS = (
     Mutation(
         "a_content_is_published_twice",
         "_publish",
-        "if device_copy(h, found) != NONE:\n"
-        "    return False",
+        "if device_copy(h, found) != NONE:\n    return False",
         "",
         "Two device blocks claim to be the same content, and twins no longer pair up.",
         ("tests/sequences/test_forks.py::test_equal_ends_of_forks_are_published_once",),
@@ -155,16 +150,14 @@ MUTATIONS = (
         "_publish",
         "if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):\n"
         "    return False  # other content has this key",
-        "if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):\n"
-        "    pass",
+        "if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):\n    pass",
         "Of two contents under one key, one is taken for the host copy of the other.",
         ("tests/state/test_safety.py::test_content_whose_key_collides_is_not_published",),
     ),
     Mutation(
         "a_host_copy_of_what_is_computed_again_stays_a_victim_like_others",
         "_publish",
-        "emit(h, STORED, b)\n"
-        "reshelve(h, found)",
+        "emit(h, STORED, b)\nreshelve(h, found)",
         "emit(h, STORED, b)",
         "The host evicts what is nowhere else, and keeps what the device has as well.",
         ("tests/state/test_scenarios_tiers.py::test_content_that_is_computed_again_makes_its_host_copy_redundant",),
@@ -196,8 +189,7 @@ MUTATIONS = (
     Mutation(
         "a_tail_is_stored_twice",
         "_store_tail",
-        "enter(h, b, TAIL)\n"
-        "supersede(h, b)",
+        "enter(h, b, TAIL)\nsupersede(h, b)",
         "enter(h, b, TAIL)",
         "Every turn of a chat leaves its unfull end behind, until lookups no longer see the right one.",
         ("tests/state/test_scenarios_reuse.py::test_a_longer_tail_replaces_the_one_that_it_starts_with",),
@@ -259,8 +251,7 @@ MUTATIONS = (
     Mutation(
         "a_rewound_block_stays_findable",
         "_shorten",
-        "if blocks[b].flags & PUBLISHED:\n"
-        "    forget(h, b, NONE)",
+        "if blocks[b].flags & PUBLISHED:\n    forget(h, b, NONE)",
         "",
         "A block is written anew while others find it under its old key.",
         ("tests/state/test_scenarios_reuse.py::test_a_writer_gives_up_the_key_of_a_rewound_block",),

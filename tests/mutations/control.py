@@ -78,8 +78,7 @@ MUTATIONS = (
     Mutation(
         "a_priority_that_is_given_later_never_ends",
         "_revalue",
-        "if listed:\n"
-        "    start_clock(h, b, NONE)",
+        "if listed:\n    start_clock(h, b, NONE)",
         "",
         "Content that was to be kept for a minute is kept for ever, and the expiries are wrong.",
         (f"{_CONTROL}test_the_time_of_a_priority_begins_now_or_at_release",),

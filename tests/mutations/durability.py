@@ -19,8 +19,7 @@ MUTATIONS = (
     Mutation(
         "a_forget_that_is_not_durable",
         "DiskStore._forget",
-        "self._commits.wait()\n"
-        "return count",
+        "self._commits.wait()\nreturn count",
         "return count",
         "Power fails, and what was forgotten is back.",
         _STATES,

@@ -194,8 +194,7 @@ MUTATIONS = (
     Mutation(
         "the_source_of_an_onboard_is_never_let_go",
         "_onboard_for_all",
-        "table_of(h)[slot_for(h, r), i] = b\n"
-        "let_go(h, host)",
+        "table_of(h)[slot_for(h, r), i] = b\nlet_go(h, host)",
         "table_of(h)[slot_for(h, r), i] = b",
         "Every hit on the host costs a host block for good.",
         ("tests/state/test_scenarios_tiers.py::test_a_host_hit_comes_back_with_its_bytes",),

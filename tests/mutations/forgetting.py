@@ -19,8 +19,7 @@ MUTATIONS = (
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
         "StoreQueue._begin",
-        "for other in self._alive():\n"
-        "    self._screen(other)",
+        "for other in self._alive():\n    self._screen(other)",
         "",
         "KV of weights that were replaced is loaded after a clear.",
         (f"{_DROPS}test_what_a_store_answers_after_a_drop_counts_no_more[clear-load]",),
@@ -36,10 +35,7 @@ MUTATIONS = (
     Mutation(
         "a_drop_that_fails_is_confirmed",
         "StoreQueue._dropped",
-        "if error:\n"
-        "    self._drops.failed(job, self._clock())\n"
-        "else:\n"
-        "    self._settle(job, OK)",
+        "if error:\n    self._drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
         "self._settle(job, OK)",
         "An operator is told that content is gone, and it is not.",
         (
@@ -74,11 +70,8 @@ MUTATIONS = (
     Mutation(
         "a_forget_of_nothing_waits_for_no_commit",
         "DiskStore._forget",
-        "self._commits.wait()\n"
-        "return count",
-        "if count:\n"
-        "    self._commits.wait()\n"
-        "return count",
+        "self._commits.wait()\nreturn count",
+        "if count:\n    self._commits.wait()\nreturn count",
         "A block that was evicted a moment before is back after a crash, although it was forgotten.",
         (f"{_FAILURES}test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_after_a_crash",),
     ),

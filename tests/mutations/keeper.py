@@ -96,10 +96,8 @@ MUTATIONS = (
     Mutation(
         "a_suspended_store_is_asked",
         "StoreHealth.usable",
-        "if any(now < kind.probe_at for kind in down):\n"
-        "    return False",
-        "if any(now < kind.probe_at for kind in down):\n"
-        "    return True",
+        "if any(now < kind.probe_at for kind in down):\n    return False",
+        "if any(now < kind.probe_at for kind in down):\n    return True",
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",

@@ -27,10 +27,8 @@ MUTATIONS = (
     Mutation(
         "a_client_waits_although_nobody_waits_for_it",
         "Connection._wait",
-        "if stop():\n"
-        "    raise _Stopped",
-        "if stop():\n"
-        "    pass",
+        "if stop():\n    raise _Stopped",
+        "if stop():\n    pass",
         "A job that is late keeps its rows and its thread until the server answers.",
         (f"{PEER}::test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_row",),
     ),
@@ -53,8 +51,7 @@ MUTATIONS = (
     Mutation(
         "threads_of_a_server_load_into_the_same_memory",
         "StoreCalls.answer",
-        "rows += thread * self.blocks_per_call\n"
-        "answer, seals = self._store.load(request.keys, rows.copy(), stop)",
+        "rows += thread * self.blocks_per_call\nanswer, seals = self._store.load(request.keys, rows.copy(), stop)",
         "answer, seals = self._store.load(request.keys, rows.copy(), stop)",
         "Blocks of two workers that load at once are mixed, count as damaged, and are dropped.",
         (f"{PEER}::test_no_two_threads_of_a_server_use_the_same_memory[load]",),
@@ -62,8 +59,7 @@ MUTATIONS = (
     Mutation(
         "threads_of_a_server_save_from_the_same_memory",
         "StoreCalls.answer",
-        "rows += thread * self.blocks_per_call\n"
-        "self._memory[rows] = request.blocks",
+        "rows += thread * self.blocks_per_call\nself._memory[rows] = request.blocks",
         "self._memory[rows] = request.blocks",
         "Of two workers that save at once, one has saved bytes of the other.",
         (f"{PEER}::test_no_two_threads_of_a_server_use_the_same_memory[save]",),

@@ -46,8 +46,7 @@ MUTATIONS = (
     Mutation(
         "a_row_keeps_what_was_claimed_for_it",
         "_unhold_matches",
-        "unhold(h, np.int64(row[i]))\n"
-        "row[i] = NONE",
+        "unhold(h, np.int64(row[i]))\nrow[i] = NONE",
         "unhold(h, np.int64(row[i]))",
         "The row of a call that raised names blocks that it does not hold.",
         (_LATE,),
@@ -89,8 +88,7 @@ MUTATIONS = (
     Mutation(
         "onboards_need_no_block",
         "_needed",
-        "fresh_blocks(h, request, outcome_at(out, r).matched, columns_for(h, request)) + outcome_at(out, "
-        "r).onboards",
+        "fresh_blocks(h, request, outcome_at(out, r).matched, columns_for(h, request)) + outcome_at(out, r).onboards",
         "fresh_blocks(h, request, outcome_at(out, r).matched, columns_for(h, request))",
         "A batch that does not fit is admitted, and ends half-way.",
         ("tests/state/test_scenarios_tiers.py::test_a_batch_that_has_no_room_for_its_onboards_is_refused",),
@@ -138,8 +136,7 @@ MUTATIONS = (
     Mutation(
         "a_source_that_is_taken_stays_findable",
         "_fill_new",
-        "b = out.source\n"
-        "forget(h, b, NONE)",
+        "b = out.source\nforget(h, b, NONE)",
         "b = out.source",
         "A block is written anew while others find it under its old key.",
         ("tests/state/test_scenarios_reuse.py::test_short_of_blocks_a_request_takes_the_source_itself",),
@@ -306,8 +303,7 @@ MUTATIONS = (
     Mutation(
         "what_is_cached_behind_a_gap_stays_in_the_row",
         "longest",
-        "for i in range(end, limit):\n"
-        "    ids[i] = NONE",
+        "for i in range(end, limit):\n    ids[i] = NONE",
         "",
         "After a plan, or a batch that had no room, a free row names blocks of others.",
         ("tests/sequences/test_windows.py::test_what_is_cached_behind_a_gap_is_not_claimed",),

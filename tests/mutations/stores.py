@@ -130,8 +130,7 @@ MUTATIONS = (
     Mutation(
         "clear_lets_saves_go_on",
         "HostSaves.cancel",
-        "for job in self._jobs:\n"
-        "    job.cancel()",
+        "for job in self._jobs:\n    job.cancel()",
         "",
         "The KV of new weights is found by an engine that has the old ones.",
         (_HASHED,),

@@ -65,8 +65,7 @@ MUTATIONS = (
     Mutation(
         "what_waits_on_the_host_is_not_forgotten",
         "_give_up",
-        "if not store and i >= sequence.reused and word & REFS == 0:\n"
-        "    forget_everywhere(h, b)",
+        "if not store and i >= sequence.reused and word & REFS == 0:\n    forget_everywhere(h, b)",
         "",
         "What a tenant asked to be forgotten is reused.",
         ("tests/sequences/test_swaps.py::test_a_swapped_sequence_is_released_beside_others[False]",),
