@@ -15,8 +15,8 @@ class Mutation(NamedTuple):
 
     ``function`` is the end of a dotted name in the package, as long as it must be to mean one place: a
     function, ``Class.method``, a class, or a constant, with modules before it if need be. ``before`` and ``after`` are
-    statements, or both are an expression; an empty ``after`` takes statements out. Comments, line breaks and needless parentheses
-    do not matter.
+    statements, or both are an expression; an empty ``after`` takes statements out. Comments, line breaks and
+    needless parentheses do not matter.
 
     Every one of ``tests``, node ids of pytest, must then fail. They run in the interpreter (NUMBA_DISABLE_JIT), where a
     changed module costs nothing, unless the mutation is ``compiled``: what only machine code shows.
