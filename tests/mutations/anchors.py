@@ -34,17 +34,17 @@ class Owner(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A field of a node of the tree; of a list, the nodes from ``index`` on."""
+    """A field of a node of the tree; of a list, the nodes from ``start`` on."""
 
     owner: Owner
     parent: ast.AST
     field: str
-    index: int
+    start: int
 
     def nodes(self) -> list[ast.AST]:
         """What stands there, to the end of the list."""
         value = getattr(self.parent, self.field)
-        return value[self.index :] if isinstance(value, list) else [value]
+        return value[self.start :] if isinstance(value, list) else [value]
 
 
 class Package:
@@ -68,11 +68,11 @@ class Package:
 
     def applied(self, mutation: Mutation) -> tuple[Path, str]:
         """A file, and its text with the mutation made. Raises ValueError like ``place``."""
-        owner, parent, field, index = self.place(mutation)
+        owner, parent, field, start = self.place(mutation)
         before, after = mutation.code()
         old = getattr(parent, field)
         if isinstance(old, list):
-            setattr(parent, field, [*old[:index], *after, *old[index + len(before) :]] or [ast.Pass()])
+            setattr(parent, field, [*old[:start], *after, *old[start + len(before) :]] or [ast.Pass()])
         else:
             setattr(parent, field, after[0])
         try:
@@ -95,10 +95,10 @@ class Package:
 
     def _gather(self, node: ast.AST, owner: Owner) -> None:
         for field, value in ast.iter_fields(node):
-            for index, child in enumerate(value if isinstance(value, list) else [value]):
+            for start, child in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(child, ast.AST):
                     inner = owner.of(child)
-                    self._places[type(child)].append(Place(inner, node, field, index))
+                    self._places[type(child)].append(Place(inner, node, field, start))
                     self._gather(child, inner)
 
     def _found(self, mutation: Mutation, ending: Sequence[str]) -> list[Place]:
