@@ -15,18 +15,18 @@ class Operation(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def match(prompt: Any) -> Operation:
+def match(prompt: object) -> Operation:
     """As ``match_prefix``; the result is a ``Match``."""
     return Operation("match", (prompt,))
 
 
-def pin(keys: Any, *, owner: str = "", tier: str | None = None) -> Operation:
+def pin(keys: object, *, owner: str = "", tier: str | None = None) -> Operation:
     """As ``pin``, for the stream of ``apply``, which must name one: the call would have to wait else. The result is a
     ``Lease``, or None if the device has refused a copy that it waits for."""
     return Operation("pin", (keys, owner, tier))
 
 
-def unpin(lease: Any) -> Operation:
+def unpin(lease: object) -> Operation:
     """As ``Lease.close``, for the stream of ``apply`` or the lease's own."""
     return Operation("unpin", (lease,))
 
@@ -38,23 +38,23 @@ def add(
     decode_priority: int = DEFAULT_PRIORITY,
     decode_ttl_ms: int | None = None,
     allow_partial_batch: bool = False,
-    encoder_tokens: Any = None,
+    encoder_tokens: object = None,
 ) -> Operation:
     """As ``add_sequence_batch``; the result is an ``Admission``."""
     given = (prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
     return Operation("add", given)
 
 
-def append(ids: Any, tokens: Any, counts: Any = None) -> Operation:
+def append(ids: object, tokens: object, counts: object = None) -> Operation:
     """As ``append_tokens``; the result is None."""
     return Operation("append", (ids, tokens, counts))
 
 
-def commit(ids: Any, counts: Any = None) -> Operation:
+def commit(ids: object, counts: object = None) -> Operation:
     """As ``commit``; the result is None."""
     return Operation("commit", (ids, counts))
 
 
-def release(ids: Any, *, store: bool = True) -> Operation:
+def release(ids: object, *, store: bool = True) -> Operation:
     """As ``release``; the result is None."""
     return Operation("release", (ids, store))

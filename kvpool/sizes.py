@@ -16,7 +16,7 @@ _SIZE = r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-z]*)"
 _LIMIT = 1 << 63
 
 
-def parse_size(given: Any) -> int | None:
+def parse_size(given: object) -> int | None:
     """A number of bytes, of an integer or a text. None for anything else."""
     if isinstance(given, int) and not isinstance(given, bool):
         return int(given) if 0 <= given < _LIMIT else None

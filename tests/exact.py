@@ -46,13 +46,13 @@ class At:
     again: At | None = None
 
     def __init__(self, k: int, second: int = 0) -> None:
-        self._left, self._second, self.where, self.ended, self.answer = k, second, "", False, None
+        self.left, self._second, self.where, self.ended, self.answer = k, second, "", False, None
         # ``-trip`` calls a C function, and no instruction of this tracer looks for signals behind it.
         self._trip = type("Trip", (), {"__neg__": functools.partial(interrupt_main, signal.SIGALRM)})()
 
     @property
     def reached(self) -> bool:
-        return self._left <= 0
+        return self.left <= 0
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> At | None:
         if event == "call":
@@ -61,10 +61,10 @@ class At:
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode" and frame.f_lasti in _points(frame.f_code):
-            self._left -= 1
-            if self._left in (0, -self._second if self._second else 0):
+            self.left -= 1
+            if self.left in (0, -self._second if self._second else 0):
                 sys.settrace(None)
-                At.again = self if self._second and not self._left else None
+                At.again = self if self._second and not self.left else None
                 place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 self.where += f"at {place}, before {dis.opname[frame.f_code.co_code[frame.f_lasti]]} "
                 -self._trip  # type: ignore[operator]  # noqa: B018

@@ -29,7 +29,7 @@ def address(values: npt.NDArray[Any]) -> int:
     return int(values.__array_interface__["data"][0])
 
 
-def _integers(name: str, values: Any) -> npt.NDArray[Any]:
+def _integers(name: str, values: object) -> npt.NDArray[Any]:
     """A private copy of any one-dimensional integer buffer or sequence, contiguous, aligned and writable."""
     values = in_numpy(name, values)
     if isinstance(values, (list, tuple)):
@@ -60,7 +60,7 @@ def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.i
         raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
 
 
-def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[np.int32]:
+def token_array(name: str, tokens: object, *, empty: bool = False) -> npt.NDArray[np.int32]:
     """Token ids as private int32[n].
 
     Raises TypeError for items that are not integers. Raises ValueError for other shapes, for ids outside int32 and,
@@ -86,7 +86,7 @@ def token_array(name: str, tokens: Any, *, empty: bool = False) -> npt.NDArray[n
     return found.astype(np.int32, copy=False)
 
 
-def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
+def int64_array(name: str, values: object) -> npt.NDArray[np.int64]:
     """Integers as private int64[n]. Raises TypeError for items that are not integers. Raises ValueError for other
     shapes and for numbers outside int64."""
     if type(values) is np.ndarray and values.dtype is INTEGERS:
@@ -103,78 +103,79 @@ def int64_array(name: str, values: Any) -> npt.NDArray[np.int64]:
     return found.astype(np.int64, copy=False)
 
 
-def window_argument(window: Any, sinks: Any) -> tuple[int, int]:
-    """Tokens of a sliding window, 0 for none, and of its sinks. Raises TypeError or ValueError."""
-    seen, first = (
-        0 if window is None else integer_argument("window", window, 1, INT32_MAX),
-        integer_argument("sinks", sinks, 0, INT32_MAX),
-    )
-    if first and not seen:
-        raise ValueError(f"sinks={first}: accepted is 0 without a window")
-    return seen, first
+def each_argument(
+    name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX
+) -> npt.NDArray[np.int64]:
+    """One number for each of ``count`` things, from 0 to ``highest`` (None: any), as private int64[count]. A single
+    number is that of a single thing. Raises TypeError, ValueError."""
+    found = id_array(name, values)
+    if len(found) != count:
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} {of}")
+    wrong = -1 if highest is None else first_outside(found, highest)
+    if wrong >= 0:
+        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {highest}")
+    return found
 
 
-def encoder_argument(name: str, tokens: Any, count: int, needed: bool) -> npt.NDArray[np.int64]:
+def count_array(name: str, counts: object, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """One count for each id, as private int64[n]. No count is negative."""
+    return each_argument(name, counts, len(ids))
+
+
+def split_argument(
+    counts: object, ids: npt.NDArray[np.int64], name: str, values: npt.NDArray[Any]
+) -> npt.NDArray[np.int64]:
+    """How many of ``values`` are for each id, int64[n]; all of them by default, if there is one id. Raises TypeError,
+    ValueError."""
+    if counts is None and len(ids) != 1:
+        raise ValueError(f"counts: accepted is one for each id, {len(ids)} numbers here, not None")
+    each = each_argument("counts", len(values) if counts is None else counts, len(ids))
+    if int(each.sum()) != len(values):
+        raise ValueError(f"counts add up to {int(each.sum())}, {name} has {len(values)} entries")
+    return each
+
+
+def encoder_argument(name: str, tokens: object, count: int, needed: bool) -> npt.NDArray[np.int64]:
     """Lengths of the encoder's inputs as private int64[count], one for each prompt. They are needed only where a group
-    is for cross attention (``needed``), and are zeros elsewhere.
-
-    Raises TypeError or ValueError.
-    """
+    is for cross attention (``needed``), and are zeros elsewhere. Raises TypeError, ValueError."""
     if (tokens is not None) != needed:
         raise ValueError(
             f"{name}={tokens!r:.80}: accepted is {'a number' if needed else 'None without a group'} for cross attention"
         )
-    found = np.zeros(count, np.int64) if tokens is None else id_array(name, tokens)
-    if len(found) != count:
-        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} prompts")
-    wrong = first_outside(found, INT32_MAX)
-    if wrong >= 0:
-        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32_MAX}")
-    return found
+    return np.zeros(count, np.int64) if tokens is None else each_argument(name, tokens, count, "prompts")
 
 
-def bool_argument(name: str, value: Any) -> bool:
+def bool_argument(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={value!r:.80}: accepted are True and False")
     return bool(value)
 
 
-def list_argument(name: str, value: Any) -> list[Any]:
+def list_argument(name: str, value: object) -> list[Any]:
     """The items of a list or tuple, in a new list. Raises TypeError for anything else."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r:.80}: accepted is a list")
     return list(value)
 
 
-def text_argument(name: str, value: Any) -> str:
+def text_argument(name: str, value: object) -> str:
     """The text as an exact ``str``: a subclass could compare as another value. Raises TypeError for anything else."""
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r:.80}: accepted is a string")
     return str.__str__(value)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def id_array(name: str, ids: Any) -> npt.NDArray[np.int64]:
+def id_array(name: str, ids: object) -> npt.NDArray[np.int64]:
     """One id or several ids as private int64[n]."""
     if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
         return np.array([ids], np.int64)
     if type(ids) is not np.ndarray and is_integer(ids):
         return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
     return int64_array(name, ids)
-
-
-def count_array(name: str, counts: Any, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """One count for each id as private int64[n]. No count is negative. A single number is the count of a single id."""
-    found = id_array(name, counts)
-    if len(found) != len(ids):
-        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(ids)} ids")
-    wrong = first_outside(found, INT32_MAX)
-    if wrong >= 0:
-        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {INT32_MAX}")
-    return found
 
 
 @jit
@@ -186,29 +187,21 @@ def first_outside(values: npt.NDArray[np.int64], highest: int) -> int:
     return -1
 
 
-def salt_argument(salt: Any) -> bytes | str | None:
-    """The salt as an exact builtin: a subclass could compare or print as another value."""
-    if salt is None:
-        return None
-    if isinstance(salt, bytes):
-        return bytes(memoryview(salt))
-    if isinstance(salt, str):
-        return str.__str__(salt)
+def salt_argument(salt: object) -> bytes | str | None:
+    if salt is None or isinstance(salt, (bytes, str)):
+        return bytes(salt) if isinstance(salt, bytes) else text_argument("salt", salt) if salt is not None else None
     raise TypeError(f"salt={salt!r:.80}: accepted are None, bytes and str")
 
 
 def adapter_argument(adapter_id: Any) -> int | str | None:
-    """The adapter id as an exact builtin, for the reason given in ``salt_argument``."""
-    if adapter_id is None:
-        return None
-    if isinstance(adapter_id, str):
-        return str.__str__(adapter_id)
+    if adapter_id is None or isinstance(adapter_id, str):
+        return None if adapter_id is None else text_argument("adapter_id", adapter_id)
     if is_integer(adapter_id):
-        return int.__index__(int(adapter_id) if isinstance(adapter_id, np.integer) else adapter_id)
+        return operator.index(adapter_id)
     raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
 
 
-def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
+def extra_array(extra_ids: object, count: int) -> npt.NDArray[np.int64] | None:
     """Extra ids as a private int64[count], or None if there are none or all are zero."""
     if extra_ids is None:
         return None
@@ -256,14 +249,8 @@ def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) ->
         end = OPEN_END if one.end is None else integer_argument(f"{name}.end", one.end, 0, OPEN_END)
         if end <= start:
             raise ValueError(f"{name}={given!r}: end must be above start")
-        rows.append(
-            (
-                start,
-                end,
-                priority_argument(f"{name}.priority", one.priority),
-                ttl_argument(f"{name}.ttl_ms", one.ttl_ms),
-            )
-        )
+        priority = priority_argument(f"{name}.priority", one.priority)
+        rows.append((start, end, priority, ttl_argument(f"{name}.ttl_ms", one.ttl_ms)))
     rows.sort()
     for before, after in zip(rows, rows[1:], strict=False):
         if after[0] < before[1]:

@@ -25,8 +25,7 @@ from kvpool.entry.arguments import (
 from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
-from kvpool.pool.keys import Admission, BlockKeys, Plan, request_of, requests_of
-from kvpool.pool.prompts import Prompts
+from kvpool.pool.keys import Admission, BlockKeys, Plan, Prompts, request_of, requests_of
 from kvpool.state import admission_plan, admit, kinds, lookup, records, verbs
 
 Rows = npt.NDArray[np.int64]
@@ -71,7 +70,7 @@ class Admissions:
             lookup.match(heads, request, ids, out)
         return out, ids
 
-    def needed(self, prompt: Any, new_tokens: Any, group: Any, encoder_tokens: Any) -> int:
+    def needed(self, prompt: object, new_tokens: object, group: object, encoder_tokens: object) -> int:
         """The free device blocks of a group that a prompt and ``new_tokens`` more tokens take."""
         keys, config, which = self._prompts.of(prompt), self._core.config, self._core.config.group(group)
         more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
@@ -84,7 +83,7 @@ class Admissions:
             columns = found[3] + kinds.fresh_of(self._core.states.heads, which, request_of(keys), found[3], columns)
         return int(columns - found[4])
 
-    def growth(self, sequences: Any, new_tokens: Any, group: Any) -> int:
+    def growth(self, sequences: object, new_tokens: object, group: object) -> int:
         """The free device blocks of a group that live sequences take to grow by ``new_tokens``."""
         core, which, ids = self._core, self._core.config.group(group), id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
@@ -100,8 +99,8 @@ class Admissions:
     # -- admission ----------------------------------------------------------------------------------
 
     def arrivals(
-        self, prompts: Any, retention: Any, decode_priority: Any, decode_ttl_ms: Any, allow_partial: Any,
-        encoder_tokens: Any,
+        self, prompts: object, retention: object, decode_priority: object, decode_ttl_ms: object, allow_partial: object,
+        encoder_tokens: object,
     ) -> Arrivals:  # fmt: skip
         """The arguments of ``add_sequence_batch``, checked. Raises TypeError, ValueError."""
         some = bool_argument("allow_partial_batch", allow_partial)
@@ -146,7 +145,7 @@ class Admissions:
         found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
 
-    def plan(self, prompts: Any, encoder_tokens: Any) -> Plan:
+    def plan(self, prompts: object, encoder_tokens: object) -> Plan:
         """What ``admit`` would do now."""
         core, keys = self._core, self._prompts.all_of(list_argument("prompts", prompts))
         rows = self._rows(keys, encoder_tokens)
@@ -167,7 +166,7 @@ class Admissions:
         tokens = ahead[:, 1].astype(np.int32)
         return Plan(cached, device, host, part, missed, taken, ahead[:, 0].copy(), tokens, refused)
 
-    def _rows(self, keys: list[BlockKeys], encoder_tokens: Any) -> Rows:
+    def _rows(self, keys: list[BlockKeys], encoder_tokens: object) -> Rows:
         """The prompts of a batch as jitted code sees them. Raises TypeError, ValueError."""
         rows, crosses = requests_of(keys), self._core.config.crosses
         if crosses or encoder_tokens is not None:

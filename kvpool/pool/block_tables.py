@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.copying.transfer import NO_IDS
 from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.entry.arguments import id_array
+from kvpool.entry.arguments import each_argument, id_array
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
@@ -34,7 +34,7 @@ class BlockTables:
     def __init__(self, core: Core, depth: int) -> None:
         self._core, self.staging = core, Staging(core.device, core.transfer, depth)
 
-    def block_table(self, ids: Any, stream: Any, group: int | None) -> BlockTable:
+    def block_table(self, ids: object, stream: object, group: int | None) -> BlockTable:
         core, which, g = self._core, id_array("ids", ids), self._core.config.group(group)
         if stream is not None:
             core.decide(stream, use, which, ids=which)
@@ -43,7 +43,7 @@ class BlockTables:
             lengths = core.states[g].sequences["length"][rows].astype(np.int64)
             return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
 
-    def state_blocks(self, ids: Any, stream: Any, group: int | None) -> npt.NDArray[np.int32]:
+    def state_blocks(self, ids: object, stream: object, group: int | None) -> npt.NDArray[np.int32]:
         core, which, g = self._core, id_array("ids", ids), self._core.config.group(group)
         kind = core.config.groups[g].kind
         if kind != "recurrent":
@@ -55,7 +55,9 @@ class BlockTables:
             recurrent.state_blocks(core.states.heads, g, core.rows(which), out)
         return out
 
-    def step(self, ids: Any, first: Any, counts: Any, out: Any, stream: Any, group: int | None) -> StepTables:
+    def step(
+        self, ids: object, first: object, counts: object, out: object, stream: object, group: int | None
+    ) -> StepTables:
         core, (which, begins, each, g) = self._core, step_arguments(self._core, ids, first, counts, group)
         step = HostStep(None if out is None else step_argument("out", out), begins, each)
         if stream is not None:
@@ -70,13 +72,13 @@ class BlockTables:
 
     def copy_offsets(
         self,
-        target: Any,
-        ids: Any,
-        rows: Any,
+        target: object,
+        ids: object,
+        rows: object,
         max_blocks: int | None,
-        scale: Any,
-        v_offset: Any,
-        stream: Any,
+        scale: object,
+        v_offset: object,
+        stream: object,
         group: int | None,
     ) -> None:
         which, table = id_array("ids", ids), self._core.device.as_table(target)
@@ -94,7 +96,9 @@ class BlockTables:
             with self._core.lock:
                 self._core.check_open()
 
-    def copy_csr(self, indptr: Any, indices: Any, last_page_len: Any, ids: Any, stream: Any, group: int | None) -> None:
+    def copy_csr(
+        self, indptr: object, indices: object, last_page_len: object, ids: object, stream: object, group: int | None
+    ) -> None:
         which, g = id_array("ids", ids), self._core.config.group(group)
         if self._core.config.groups[g].kind == "recurrent":
             raise ValueError(
@@ -106,7 +110,9 @@ class BlockTables:
         on = None if stream is None else self._core.as_stream(stream)
         self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on, g)
 
-    def copy_step(self, target: Any, ids: Any, first: Any, counts: Any, stream: Any, group: int | None) -> None:
+    def copy_step(
+        self, target: object, ids: object, first: object, counts: object, stream: object, group: int | None
+    ) -> None:
         which, begins, each, g = step_arguments(self._core, ids, first, counts, group)
         targets = self._core.device.as_step(step_argument("target", target))
         targets.check_rows(len(which))
@@ -173,19 +179,15 @@ class BlockTables:
         return 1
 
 
-def step_arguments(core: Core, ids: Any, first: Any, counts: Any, group: int | None) -> tuple[Ids, Ids, Ids, int]:
+def step_arguments(
+    core: Core, ids: object, first: object, counts: object, group: int | None
+) -> tuple[Ids, Ids, Ids, int]:
     """Sequences, first tokens and counts of a step, each as private int64[n], and the group. None becomes int64[0]."""
     which, g = id_array("ids", ids), core.config.group(group)
     if core.config.groups[g].kind == "recurrent":
         raise ValueError(f"group={g}: accepted are groups for attention; states are where state_blocks says")
-    return which, _each("first", first, which), _each("counts", counts, which), g
-
-
-def _each(name: str, numbers: Any, which: Ids) -> Ids:
-    """One number for each sequence, or none. The state checks their values."""
-    if numbers is None:
-        return NO_IDS
-    found = id_array(name, numbers)
-    if len(found) != len(which):
-        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(which)} ids")
-    return found
+    begins, each = (
+        NO_IDS if given is None else each_argument(name, given, len(which), highest=None)  # the state checks the values
+        for name, given in (("first", first), ("counts", counts))
+    )
+    return which, begins, each, g

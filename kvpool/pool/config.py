@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.entry.arguments import bool_argument, priority_argument, window_argument
+from kvpool.entry.arguments import bool_argument, priority_argument
 from kvpool.state.arrays import GroupSizes, Settings
 
 KINDS = ("attention", "recurrent", "cross")
@@ -70,9 +70,6 @@ class LayerGroup:
     kind: str = "attention"
     snapshot_tokens: int | None = None
 
-    def __init_subclass__(cls) -> None:
-        raise TypeError("LayerGroup has no subclasses: one could answer with other layouts than were checked")
-
     def __post_init__(self) -> None:
         parts = tuple(self.layout) if isinstance(self.layout, (list, tuple)) else (self.layout,)
         if not parts or not all(isinstance(part, BlockLayout) for part in parts):
@@ -85,19 +82,19 @@ class LayerGroup:
             raise TypeError(f"kind={self.kind!r:.80}: a string is needed, one of {', '.join(KINDS)}")
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r:.80}: must be one of {', '.join(KINDS)}")
-        window, sinks = window_argument(self.window, self.sinks)
-        object.__setattr__(self, "window", window or None)
+        window = None if self.window is None else integer_argument("window", self.window, 1, _TOKENS_MAX)
+        sinks = integer_argument("sinks", self.sinks, 0, _TOKENS_MAX)
+        if sinks and not window:
+            raise ValueError(f"sinks={sinks}: accepted is 0 without a window")
+        object.__setattr__(self, "window", window)
         object.__setattr__(self, "sinks", sinks)
         if window and self.kind != "attention":
             raise ValueError(f"window={window}: accepted is None in a {self.kind} group")
         if self.snapshot_tokens is not None:
-            object.__setattr__(
-                self, "snapshot_tokens", integer_argument("snapshot_tokens", self.snapshot_tokens, 1, _TOKENS_MAX)
-            )
+            tokens = integer_argument("snapshot_tokens", self.snapshot_tokens, 1, _TOKENS_MAX)
+            object.__setattr__(self, "snapshot_tokens", tokens)
             if self.kind != "recurrent":
-                raise ValueError(
-                    f"snapshot_tokens={self.snapshot_tokens}: accepted is None in a group of kind {self.kind}"
-                )
+                raise ValueError(f"snapshot_tokens={tokens}: accepted is None in a group of kind {self.kind}")
         if self.kind == "recurrent" and widths != [1]:
             raise ValueError(
                 f"layout: tokens_per_block={widths[0]}: accepted is 1 in a recurrent group, whose blocks hold one "
@@ -152,7 +149,7 @@ def describe(
     return tuple(found)
 
 
-def groups_argument(groups: Any, tokens_per_block: Any = None) -> tuple[tuple[LayerGroup, ...], int]:
+def groups_argument(groups: object, tokens_per_block: object = None) -> tuple[tuple[LayerGroup, ...], int]:
     """The groups of one pool, and the tokens of a block in all of them. Raises TypeError or ValueError.
 
     ``tokens_per_block`` is the caller's argument. It must be None where a layout gives the number.
@@ -191,7 +188,7 @@ def groups_argument(groups: Any, tokens_per_block: Any = None) -> tuple[tuple[La
     return groups, width
 
 
-def capacities_argument(name: str, value: Any, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+def capacities_argument(name: str, value: object, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
     """``device_blocks`` (at least 1 each) or ``host_blocks`` of every group. Raises TypeError or ValueError.
 
     A single number is accepted for a single group. A single 0 is accepted as ``host_blocks`` of any number of
@@ -209,7 +206,7 @@ def capacities_argument(name: str, value: Any, groups: Sequence[LayerGroup]) -> 
     return tuple(integer_argument(f"{name}[{i}]", one, least, _BLOCKS_MAX) for i, one in enumerate(each))
 
 
-def group_argument(group: Any, count: int) -> int:
+def group_argument(group: object, count: int) -> int:
     """The index of the group that an argument names, below ``count``. None names the only group. Raises TypeError or
     ValueError."""
     if group is None and count > 1:
@@ -276,71 +273,56 @@ def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Ite
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """The checked arguments of one pool; ``KVCacheManager`` describes them. ``columns`` is the length of a row of the
-    block table."""
+    """The checked arguments of one pool; ``KVCacheManager`` describes them. ``settings`` are those that the states of
+    all groups share."""
 
     groups: tuple[Group, ...]
-    tokens_per_block: int
-    columns: int
-    max_sequences: int
-    partial_reuse: bool
-    offload_min_priority: int
-    offload_min_reuse: int
-    secret: bytes
-    event_capacity: int
+    settings: Settings
     staging_depth: int
     clock: Callable[[], int]
 
     @classmethod
     def of(
-        cls,
-        layout: Any,
-        groups: Any,
-        tokens_per_block: Any,
-        window: Any,
-        sinks: Any,
-        device_blocks: Any,
-        host_blocks: Any,
-        *,
-        max_sequences: Any,
-        max_sequence_tokens: Any,
-        partial_reuse: Any,
-        offload_min_priority: Any,
-        offload_min_reuse: Any,
-        secret: Any,
-        event_capacity: Any,
-        staging_depth: Any,
-        clock: Any,
-    ) -> PoolConfig:
+        cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks: object,
+        host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
+        offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, staging_depth: object,
+        clock: object,
+    ) -> PoolConfig:  # fmt: skip
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
         found, width = _pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
-        own, ticks = secret_argument(secret), clock_argument(clock)
-        tokens = (
-            None
-            if max_sequence_tokens is None
-            else integer_argument("max_sequence_tokens", max_sequence_tokens, 1, _TOKENS_MAX)
-        )
+        if max_sequence_tokens is not None:
+            max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, _TOKENS_MAX)
         # A recurrent group keeps no state after a part of a block, so nothing can be reused in part.
         recurrent = any(group.kind == "recurrent" for group in found)
-        return cls(
-            found, width, -(-(tokens or _longest(found, width)) // width),
+        settings = Settings(
+            width,
             integer_argument("max_sequences", max_sequences, 1, 1 << 24),
+            -(-(max_sequence_tokens or _longest(found, width)) // width),
+            secret_argument(secret),
             bool_argument("partial_reuse", partial_reuse) and not recurrent,
             priority_argument("offload_min_priority", offload_min_priority),
             integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
-            own,
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
-            integer_argument("staging_depth", staging_depth, 1, 1 << 16),
-            ticks,
-        )  # fmt: skip
+        )
+        depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
+        return cls(found, settings, depth, clock_argument(clock))
+
+    @cached_property
+    def tokens_per_block(self) -> int:
+        return self.settings.width
+
+    @cached_property
+    def columns(self) -> int:
+        """The length of a row of the block table."""
+        return self.settings.columns
 
     @cached_property
     def crosses(self) -> bool:
         """Whether a group is for cross attention."""
         return any(group.kind == "cross" for group in self.groups)
 
-    def group(self, group: Any) -> int:
+    def group(self, group: object) -> int:
         """The index of the group that an argument names. Raises TypeError or ValueError."""
         return group_argument(group, len(self.groups))
 
@@ -354,20 +336,6 @@ class PoolConfig:
             )
             for group in self.groups
         ]  # fmt: skip
-
-    @property
-    def settings(self) -> Settings:
-        """The settings that the states of all groups share."""
-        return Settings(
-            self.tokens_per_block,
-            self.max_sequences,
-            self.columns,
-            self.secret,
-            self.partial_reuse,
-            self.offload_min_priority,
-            self.offload_min_reuse,
-            self.event_capacity,
-        )
 
 
 def _pool_groups(
@@ -402,32 +370,23 @@ def _pool_groups(
     return describe(checked, device, host), width
 
 
-def _fewest_blocks(groups: Sequence[Group]) -> int:
-    return min(
-        (group.device_blocks for group in groups if group.kind == "attention" and group.window is None), default=1 << 31
-    )
-
-
 def _longest(groups: Sequence[Group], width: int) -> int:
     """Tokens of the longest sequence that fits on the device. The tokens of an encoder use the same columns."""
-    fit = _fewest_blocks(groups)
-    rooms = [fit] if fit < 1 << 31 else [group.device_blocks for group in groups]
+    whole = [group.device_blocks for group in groups if group.kind == "attention" and group.window is None]
+    rooms = [min(whole)] if whole else [group.device_blocks for group in groups]
     rooms += [group.device_blocks for group in groups if group.kind == "cross"]
     return min(max(rooms) * width, MAX_TOKENS)
 
 
-def secret_argument(secret: Any) -> bytes:
-    """The secret of a pool, random by default.
-
-    The result is an exact ``bytes``: the length of a subclass could differ from that of its bytes.
-    """
-    own = bytes(memoryview(secret)) if isinstance(secret, bytes) else b""
+def secret_argument(secret: object) -> bytes:
+    """The secret of a pool, random by default."""
+    own = bytes(secret) if isinstance(secret, bytes) else b""
     if secret is not None and not 16 <= len(own) <= 64:
         raise ValueError("secret: accepted are 16 to 64 bytes")
     return own or os.urandom(32)
 
 
-def clock_argument(clock: Any) -> Callable[[], int]:
+def clock_argument(clock: object) -> Callable[[], int]:
     """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
     if clock is not None and not callable(clock):
         raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")

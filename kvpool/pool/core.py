@@ -97,7 +97,7 @@ class Core:
             with suppress(KVPoolError):
                 self.decide(None, verbs.release, made, True, self.now(), ids=made)
 
-    def as_stream(self, stream: Any) -> Stream:
+    def as_stream(self, stream: object) -> Stream:
         """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
         self.check_open()
         return self.transfer.as_stream(stream)
@@ -163,7 +163,7 @@ class Core:
             self.transfer.broken = self.transfer.broken or error
             raise
 
-    def follow(self, stream: Any) -> None:
+    def follow(self, stream: object) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. The caller
         holds no lock."""
         on = self.as_stream(stream)
@@ -190,26 +190,33 @@ class Core:
         self._owned: Callable[[], bool] = getattr(lock, "_is_owned", lambda: False)
 
 
-def pool_memory(config: PoolConfig, device: Device, device_memory: Any, host_memory: Any, shared: bool) -> MemoryPools:
+def pool_memory(
+    config: PoolConfig, device: Device, device_memory: object, host_memory: object, shared: bool
+) -> MemoryPools:
     """The memory of both tiers. Raises InsufficientMemory, TypeError, ValueError."""
     groups = ((group.layouts, group.device_blocks, group.host_blocks) for group in config.groups)
     layouts, device_blocks, host_blocks = zip(*groups, strict=True)
     return MemoryPools(device, layouts, device_blocks, host_blocks, device_memory, host_memory, shared)
 
 
-def pool_states(config: PoolConfig, device: Device, table: Any) -> States:
+def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     """The state of a pool. Raises InsufficientMemory. Raises TypeError and ValueError for a ``table`` that does not
     fit."""
-    sequences, columns = config.max_sequences, config.columns
-    needed = state_bytes(config.sizes, config.tokens_per_block, sequences, columns, config.event_capacity)
+    settings, sizes = config.settings, config.sizes
+    sequences, columns = settings.sequences, settings.columns
+    needed = state_bytes(sizes, settings.width, sequences, columns, settings.event_capacity)
     available = device.available_bytes("host")
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
-    return States(config.sizes, config.settings, own_table(table, len(config.groups), sequences, columns))
+    return States(sizes, settings, own_table(table, len(sizes), sequences, columns))
 
 
 def refusal(
-    heads: npt.NDArray[np.int64], code: int, ids: npt.NDArray[np.int64], sequences: npt.NDArray[Any], verb: Any = None
+    heads: npt.NDArray[np.int64],
+    code: int,
+    ids: npt.NDArray[np.int64],
+    sequences: npt.NDArray[Any],
+    verb: object = None,
 ) -> Exception:
     """What to raise for the result below zero of a ``verb``. ``ids`` are the sequences that the call named,
     ``sequences`` their rows.

@@ -1,4 +1,5 @@
-"""BlockKeys: a prompt with the keys of its full blocks; and what calls with prompts answer."""
+"""BlockKeys: a prompt with the keys of its full blocks, hashed once and outside every lock; and what calls with prompts
+answer."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from kvpool.entry.arguments import (
     adapter_argument,
     bool_argument,
     extra_array,
+    id_array,
     is_integer,
     salt_argument,
     token_array,
 )
-from kvpool.state import pins, records, requests
+from kvpool.pool.core import Core
+from kvpool.state import hashing, kinds, pins, records, requests, row_keys
+from kvpool.state.arrays import State
 
 NO_EXTRA = np.empty(0, np.int64)
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
@@ -55,7 +59,7 @@ class BlockKeys:
     __iter__ = None
 
     def __new__(
-        cls, tokens: Any, keys: Any, salt: bytes | str | None, adapter_id: int | str | None, extra_ids: Any,
+        cls, tokens: object, keys: object, salt: bytes | str | None, adapter_id: int | str | None, extra_ids: object,
         root: tuple[int, int, int], origin: tuple[str, int], reuse: bool = True, publish: bool = True,
     ) -> BlockKeys:  # fmt: skip
         """Of what a copy or a pickle brings. Copies the arrays. Raises TypeError or ValueError for what no pool has
@@ -115,7 +119,7 @@ class BlockKeys:
         extra = NO_EXTRA if extra_ids is None else extra_ids
         requests.describe(self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
 
-    def extend(self, tokens: Any, *, extra_ids: Any = None) -> BlockKeys:
+    def extend(self, tokens: object, *, extra_ids: object = None) -> BlockKeys:
         """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
 
         ``tokens``: m token ids, may be none. ``extra_ids``: int64[m], those of the new tokens. Changes nothing. Raises
@@ -219,7 +223,7 @@ class BlockKeys:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -249,13 +253,13 @@ def check_origin(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> None:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
 
 
-def _origin_argument(origin: Any) -> tuple[str, int]:
+def _origin_argument(origin: object) -> tuple[str, int]:
     if not isinstance(origin, tuple) or len(origin) != 2 or not isinstance(origin[0], str):
         raise TypeError(f"origin={origin!r:.80}: accepted is (fingerprint, tokens_per_block)")
     return str.__str__(origin[0]), integer_argument("origin[1]", origin[1], 1, INT32_MAX)
 
 
-def _root_argument(root: Any) -> tuple[int, int, int]:
+def _root_argument(root: object) -> tuple[int, int, int]:
     if not isinstance(root, tuple) or len(root) != 3:
         raise TypeError(f"root={root!r:.80}: accepted are three integers")
     namespace, root0, root1 = (
@@ -359,7 +363,7 @@ class Lacking(NamedTuple):
     blocks: tuple[npt.NDArray[np.int64], ...]
 
 
-def tier_number(tier: Any) -> int:
+def tier_number(tier: object) -> int:
     """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
     numbers = {None: pins.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
@@ -367,7 +371,7 @@ def tier_number(tier: Any) -> int:
     return numbers[tier]
 
 
-def key_rows(keys: Any) -> npt.NDArray[np.int64]:
+def key_rows(keys: object) -> npt.NDArray[np.int64]:
     """Keys as private int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
         return keys._keys.view(np.int64)
@@ -383,7 +387,7 @@ def key_rows(keys: Any) -> npt.NDArray[np.int64]:
     return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)
 
 
-def key_row(key: Any) -> npt.NDArray[np.int64]:
+def key_row(key: object) -> npt.NDArray[np.int64]:
     """One key as private int64[1, 2]: 16 bytes or uint64[2]."""
     if isinstance(key, (bytes, bytearray, memoryview)):
         data = bytes(key)
@@ -399,8 +403,109 @@ def key_row(key: Any) -> npt.NDArray[np.int64]:
     return found.copy().view(np.int64).reshape(1, 2)
 
 
-def is_keys(value: Any) -> bool:
+def is_keys(value: object) -> bool:
     """Whether an argument is keys rather than tokens: two dimensions, or single keys in a sequence."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2
     return isinstance(value, (list, tuple)) and len(value) > 0 and not is_integer(value[0])
+
+
+NO_KEYS: npt.NDArray[np.uint64] = np.empty((0, 2), np.uint64)
+
+
+class Prompts:
+    """The hashing of one pool's prompts. Thread-safe."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._origin = (core.states.fingerprint, core.config.tokens_per_block)
+
+    def hash(
+        self,
+        tokens: object,
+        salt: object,
+        adapter_id: object,
+        extra_ids: object,
+        reuse: object = True,
+        publish: object = True,
+    ) -> BlockKeys:
+        self._core.check_open()
+        switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
+        if isinstance(tokens, BlockKeys):
+            if any(one is not None for one in (salt, adapter_id, extra_ids)) or not all(switches):
+                raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
+            return self.own(tokens).bound(self._core.states.heads)
+        scope = self._scope(salt_argument(salt), adapter_argument(adapter_id), *switches)
+        return self._hash(token_array("tokens", tokens), extra_ids, scope)
+
+    def of(self, prompt: object) -> BlockKeys:
+        """The keys of a prompt. Raises TypeError, ValueError."""
+        if isinstance(prompt, BlockKeys):
+            return self.own(prompt)
+        return self._hash(token_array("prompt", prompt), None, self._scope(None, None))
+
+    def all_of(self, prompts: list[Any]) -> list[BlockKeys]:
+        """The keys of each prompt of a batch. Raises TypeError, ValueError."""
+        found = [prompt if type(prompt) is BlockKeys else self.of(prompt) for prompt in prompts]
+        return self._own(found)
+
+    def own(self, keys: BlockKeys) -> BlockKeys:
+        """The same keys, which a pool with this secret and block length has made; else ValueError."""
+        return self._own([keys])[0]
+
+    def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
+        check_origin(prompts, self._origin)
+        for keys in prompts:
+            if not keys.proven:
+                keys.prove(self.root(keys.salt, keys.adapter_id), self._core.states.heads)
+        return prompts
+
+    def of_sequences(self, ids: object) -> Any:
+        which, state = id_array("ids", ids), self._whole()
+        with self._core.lock:
+            rows = [self._read(state, row) for row in self._core.rows(which).tolist()]
+        found = [BlockKeys.of_private(*row, self._core.states.heads) for row in rows]
+        return found[0] if is_integer(ids) else found
+
+    def _whole(self) -> State:
+        """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
+        whole = [state for state in self._core.states if kinds.has_all(state.heads, state.group)]
+        windowed = [state for state in self._core.states if kinds.has_windows(state.heads, state.group)]
+        if not whole and not windowed:
+            raise ValueError(
+                "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
+            )
+        return (whole or windowed)[0]
+
+    def _read(
+        self, state: State, row: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], npt.NDArray[np.int64] | None, Scope]:
+        """What is known of a live row. The state lock is held by the caller."""
+        own, width = state.sequences[row], self._core.config.tokens_per_block
+        length = int(own["length"])
+        if length == 0:
+            raise ValueError(f"ids: sequence {int(own['generation']) << 32 | row} has no tokens, and so no keys")
+        tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
+        extra = np.zeros(length if state.head.has_extra else 0, np.int64)
+        known = row_keys.read_row(state.heads, state.group, row, tokens, extra, keys)
+        if known < 0:
+            raise ValueError(
+                "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"
+            )
+        tag, root = int(own["namespace"]), (int(own["root0"]), int(own["root1"]))
+        name = self._core.names.known[tag]
+        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not own["private"])
+        return tokens, keys[:known], extra if extra.any() else None, scope
+
+    def root(self, salt: bytes | str | None, adapter_id: int | str | None) -> tuple[int, int, int]:
+        """The digest of a namespace that was checked, and the key that its chains begin with."""
+        states = self._core.states
+        return hashing.namespace_root(states.secret, salt, adapter_id, states.namespace_in_key)
+
+    def _scope(self, salt: bytes | str | None, adapter_id: int | str | None, *switches: bool) -> Scope:
+        return Scope(salt, adapter_id, self.root(salt, adapter_id), self._origin, *switches)
+
+    def _hash(self, found: npt.NDArray[np.int32], extra_ids: object, scope: Scope) -> BlockKeys:
+        """The keys of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's
+        buffer."""
+        return BlockKeys.of_private(found, NO_KEYS, extra_array(extra_ids, len(found)), scope, self._core.states.heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ Ids = npt.NDArray[np.int64]
 Answer = TypeVar("Answer")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Lease:
     """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
 
@@ -41,28 +43,16 @@ class Lease:
     Thread-safe.
     """
 
-    __slots__ = ("_leases", "addresses", "blocks", "generation", "groups", "id", "keys", "owner", "since", "stream")
-
-    def __init__(
-        self,
-        leases: Leases,
-        number: int,
-        owner: str,
-        generation: int,
-        since: int,
-        blocks: npt.NDArray[np.int64],
-        groups: npt.NDArray[np.int64],
-        keys: npt.NDArray[np.int64] | None,
-        addresses: npt.NDArray[np.int64],
-        stream: Stream | None = None,
-    ) -> None:
-        self._leases, self.since, self.stream = leases, since, stream
-        self.id, self.owner, self.generation, self.addresses = number, owner, generation, addresses
-        self.blocks, self.groups, self.keys = (
-            blocks.copy(),
-            groups,
-            None if keys is None else keys.view(np.uint64).copy(),
-        )
+    _leases: Leases
+    id: int
+    owner: str
+    generation: int
+    since: int
+    blocks: Ids
+    groups: Ids
+    keys: npt.NDArray[np.uint64] | None
+    addresses: Ids
+    stream: Stream | None
 
     def addresses_of(self, part: int) -> npt.NDArray[np.int64]:
         """``addresses`` in another part of each block's group, 0 where there is none. Raises PoolClosed, TypeError,
@@ -78,7 +68,7 @@ class Lease:
         """Whether it was closed or revoked."""
         return not self._leases.is_open(self)
 
-    def close(self, stream: Any = None) -> None:
+    def close(self, stream: object = None) -> None:
         """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before.
 
         ``stream``: where the reader has enqueued copies out of the blocks (default: the lease's own). Nobody overwrites
@@ -145,9 +135,9 @@ class Leases:
         keys: Ids | None,
         ids: Ids | None,
         tier: int,
-        stream: Any,
+        stream: object,
         missing: Callable[[int], Answer],
-        group: Any = None,
+        group: object = None,
     ) -> Lease | Answer:
         """A lease of the blocks of keys, or of blocks by id. If one cannot be pinned, raises what ``missing`` returns
         for its place."""
@@ -200,7 +190,8 @@ class Leases:
             if groups is None:
                 groups, _ = self._core.states.pool_ids.place(ids)
             generation, at = int(heads[0, records.H.generation]), self._pools.addresses(ids)
-            lease = Lease(self, self._count + 1, owner, generation, now, ids, groups, keys, at, stream)
+            named = None if keys is None else keys.view(np.uint64)
+            lease = Lease(self, self._count + 1, owner, generation, now, ids.copy(), groups, named, at, stream)
             self._open[lease.id] = _Held(lease, ids, nullcontext())
         except BaseException:
             pins.unpin(heads, ids, now)
@@ -244,7 +235,7 @@ class Leases:
 
     # -- leases that other operations come with -----------------------------------------------------
 
-    def prepare(self, keys: Any, owner: Any, tier: Any) -> tuple[Ids, str, int]:
+    def prepare(self, keys: object, owner: object, tier: object) -> tuple[Ids, str, int]:
         """The arguments of ``take``, checked. Raises TypeError, ValueError."""
         return key_rows(keys), text_argument("owner", owner), tier_number(tier)
 
@@ -301,13 +292,13 @@ class Leases:
     def now(self) -> int:
         return self._core.now()
 
-    def addresses(self, ids: Ids, part: Any) -> Ids:
+    def addresses(self, ids: Ids, part: object) -> Ids:
         most = max(len(group.layouts) for group in self._core.config.groups)
         return self._pools.addresses(ids, integer_argument("part", part, 0, most - 1))
 
     # -- closing ------------------------------------------------------------------------------------
 
-    def close(self, lease: Lease, stream: Any = None) -> None:
+    def close(self, lease: Lease, stream: object = None) -> None:
         """What ``Lease.close`` does. It enqueues nothing and waits for nothing, so a destructor may call it
         anywhere."""
         now, on = self.now(), lease.stream if stream is None else self._core.device.as_stream(stream)

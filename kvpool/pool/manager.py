@@ -22,13 +22,14 @@ from kvpool.entry.arguments import (
     address,
     bool_argument,
     count_array,
-    first_outside,
+    each_argument,
     id_array,
     int64_array,
     is_integer,
     list_argument,
     priority_argument,
     salt_argument,
+    split_argument,
     text_argument,
     token_array,
     ttl_argument,
@@ -51,13 +52,13 @@ from kvpool.pool.keys import (
     Lacking,
     Match,
     Plan,
+    Prompts,
     is_keys,
     key_rows,
     request_of,
     tier_number,
 )  # fmt: skip
 from kvpool.pool.leases import Lease, Leases
-from kvpool.pool.prompts import Prompts
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
 from kvpool.pool.together import Together
 from kvpool.state import control, lookup, pins, records, swaps, verbs
@@ -150,12 +151,12 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, layout: BlockLayout | None = None, *, device_blocks: Any, host_blocks: Any = 0, groups: Any = None,
+        self, layout: BlockLayout | None = None, *, device_blocks: object, host_blocks: object = 0, groups: object = None,
         tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30,
         offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0,
-        clock: Callable[[], int] | None = None, staging_depth: int = 8, device_memory: Any = None,
-        host_memory: Any = None, table: Any = None, window: int | None = None, sinks: int = 0, shared: bool = False,
+        clock: Callable[[], int] | None = None, staging_depth: int = 8, device_memory: object = None,
+        host_memory: object = None, table: object = None, window: int | None = None, sinks: int = 0, shared: bool = False,
     ) -> None:  # fmt: skip
         config = PoolConfig.of(
             layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
@@ -187,14 +188,14 @@ class KVCacheManager:
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)
         self._report: CloseReport | None = None
-        self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.partial_reuse
+        self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
 
     # -- prompts ---------------------------------------------------------------------------------
 
     def block_keys(
-        self, tokens: Any, *, salt: bytes | str | None = None, adapter_id: int | str | None = None,
-        extra_ids: Any = None,
+        self, tokens: object, *, salt: bytes | str | None = None, adapter_id: int | str | None = None,
+        extra_ids: object = None,
         reuse: bool = True, publish: bool = True,
     ) -> BlockKeys:  # fmt: skip
         """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
@@ -237,7 +238,7 @@ class KVCacheManager:
         return Match(full - host, host, partial)
 
     def blocks_needed(
-        self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: Any = 0, group: int | None = None,
+        self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: object = 0, group: int | None = None,
         encoder_tokens: int | None = None,
     ) -> int:  # fmt: skip
         """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by
@@ -258,7 +259,7 @@ class KVCacheManager:
             )
         return self._admissions.growth(sequences, new_tokens, group)
 
-    def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Any = None) -> Plan:
+    def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: object = None) -> Plan:
         """What ``add_sequence_batch`` would do with these prompts now: how many fit, what each would reuse, and the
         blocks that all take together. Also which live sequence is computing what a prompt lacks.
 
@@ -275,7 +276,7 @@ class KVCacheManager:
 
     def add_sequence(
         self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = records.DEFAULT_PRIORITY,
-        decode_ttl_ms: int | None = None, stream: Any = None, encoder_tokens: int | None = None,
+        decode_ttl_ms: int | None = None, stream: object = None, encoder_tokens: int | None = None,
     ) -> int:  # fmt: skip
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
         ranges = None if retention is None else [retention]
@@ -285,8 +286,8 @@ class KVCacheManager:
 
     def add_sequence_batch(
         self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
-        decode_priority: int = records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: Any = None,
-        allow_partial_batch: bool = False, encoder_tokens: Any = None,
+        decode_priority: int = records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: object = None,
+        allow_partial_batch: bool = False, encoder_tokens: object = None,
     ) -> Admission:  # fmt: skip
         """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
 
@@ -307,7 +308,7 @@ class KVCacheManager:
         with DeferSignals() as door:
             return as_admission(*self._admissions.admit(door, own, stream))
 
-    def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
+    def append_tokens(self, ids: Ids, tokens: object, counts: object = None, *, stream: object = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
 
         ``counts`` is required with several ids, also if each gets one token. With one id, the default is all of
@@ -321,7 +322,7 @@ class KVCacheManager:
         each = np.array([len(new)]) if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
 
-    def commit(self, ids: Ids, counts: Any = None, *, stream: Any = None) -> None:
+    def commit(self, ids: Ids, counts: object = None, *, stream: object = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish
         full blocks.
 
@@ -336,7 +337,7 @@ class KVCacheManager:
         each = NO_COUNTS if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.commit, which, each, self.core.now(), ids=which)
 
-    def rewind(self, ids: Ids, counts: Any, *, stream: Any = None) -> None:
+    def rewind(self, ids: Ids, counts: object, *, stream: object = None) -> None:
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written.
         Changes the pool.
 
@@ -348,7 +349,7 @@ class KVCacheManager:
         each = count_array("counts", counts, which)
         self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
 
-    def release(self, ids: Ids, *, store: bool = True, stream: Any = None) -> None:
+    def release(self, ids: Ids, *, store: bool = True, stream: object = None) -> None:
         """End sequences, and give their blocks back, the last block first.
 
         What was committed stays reusable until it is evicted. With ``store=False``, what these sequences computed is
@@ -358,7 +359,7 @@ class KVCacheManager:
         which = id_array("ids", ids)
         self.core.decide(stream, verbs.release, which, bool_argument("store", store), self.core.now(), ids=which)
 
-    def swap_out(self, ids: Ids, *, stream: Any = None) -> int:
+    def swap_out(self, ids: Ids, *, stream: object = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
         copied.
 
@@ -375,7 +376,7 @@ class KVCacheManager:
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.swap_out, which, self.core.now(), ids=which))
 
-    def resume(self, ids: Ids, *, stream: Any = None) -> int:
+    def resume(self, ids: Ids, *, stream: object = None) -> int:
         """Have sequences that were swapped out run again, with all that they had. Returns how many blocks were copied.
 
         Content that is still on the device, or is there again, is not copied. The block table has other ids than
@@ -389,7 +390,7 @@ class KVCacheManager:
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
 
-    def apply(self, operations: Sequence[Operation], *, stream: Any = None) -> list[Any]:
+    def apply(self, operations: Sequence[Operation], *, stream: object = None) -> list[Any]:
         """Do several operations in this order. No other call comes between them. All of them happen, or none.
 
         ``operations``: a list of operations of ``kvpool.operations`` (match, pin, unpin, add, append, commit, release).
@@ -415,7 +416,7 @@ class KVCacheManager:
             found, times = np.unique(named[named != records.NONE], return_counts=True)
             return int(np.count_nonzero(self.core.states[g].blocks["word"][found] == times))
 
-    def fork(self, ids: Any, n: int = 1, *, stream: Any = None) -> npt.NDArray[np.int64]:
+    def fork(self, ids: object, n: int = 1, *, stream: object = None) -> npt.NDArray[np.int64]:
         """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
 
         Changes the pool. Takes no blocks: all are shared, also a last block that is not full. A sequence that appends
@@ -439,7 +440,7 @@ class KVCacheManager:
             self.core.decide(stream, verbs.fork, which, out, ids=which)
             return out[0] if is_integer(ids) else out
 
-    def reorder(self, ids: Any, parents: Any, *, store: bool = False, stream: Any = None) -> None:
+    def reorder(self, ids: object, parents: object, *, store: bool = False, stream: object = None) -> None:
         """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
 
         Changes the pool. ``parents``: int64[n], places in ``ids``. A parent that several name is shared by them, as
@@ -449,20 +450,16 @@ class KVCacheManager:
 
         Thread-safe. Raises UnknownSequence, DeviceError, ValueError, TypeError.
         """
-        which, places = id_array("ids", ids), id_array("parents", parents)
-        if len(places) != len(which):
-            raise ValueError(f"parents has {len(places)} entries: accepted is one for each of the {len(which)} ids")
-        outside = first_outside(places, len(which) - 1)
-        if outside >= 0:
-            raise ValueError(
-                f"parents: {int(places[outside])} is out of range: accepted are places in ids, 0 to {len(which) - 1}"
-            )
+        which = id_array("ids", ids)
+        places = each_argument("parents", parents, len(which), highest=len(which) - 1)
         before = np.empty((len(which), records.SEQUENCE.itemsize), np.uint8)
         scratch, kept = np.zeros((3, len(which)), np.int64), bool_argument("store", store)
         now = self.core.now()
         self.core.decide(stream, verbs.reorder, which, places, kept, now, address(before), scratch, ids=which)
 
-    def keep(self, ids: Any, drafts: Any, accepted: Any, counts: Any = None, *, stream: Any = None) -> None:
+    def keep(
+        self, ids: object, drafts: object, accepted: object, counts: object = None, *, stream: object = None
+    ) -> None:
         """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
 
         Changes the pool. ``accepted``: int[sum of counts]. For one sequence after the other, it has ``counts[i]``
@@ -480,11 +477,7 @@ class KVCacheManager:
         """
         which = id_array("ids", ids)
         tails, path = count_array("drafts", drafts, which), int64_array("accepted", accepted)
-        if counts is None and len(which) != 1:
-            raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
-        each = count_array("counts", len(path) if counts is None else counts, which)
-        if int(each.sum()) != len(path):
-            raise ValueError(f"counts add up to {int(each.sum())}, accepted has {len(path)} entries")
+        each = split_argument(counts, which, "accepted", path)
         self.core.decide(stream, verbs.keep, which, tails, path, each, tails - each, self.core.now(), ids=which)
 
     def cached_tokens(self, ids: Ids) -> Any:
@@ -518,7 +511,7 @@ class KVCacheManager:
 
     # -- where blocks are ------------------------------------------------------------------------
 
-    def block_table(self, ids: Ids, stream: Any = None, group: int | None = None) -> BlockTable:
+    def block_table(self, ids: Ids, stream: object = None, group: int | None = None) -> BlockTable:
         """The block ids of these sequences, in the persistent host table.
 
         ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
@@ -526,7 +519,7 @@ class KVCacheManager:
         """
         return self._tables.block_table(ids, stream, group)
 
-    def state_blocks(self, ids: Any, stream: Any = None, group: int | None = None) -> npt.NDArray[np.int32]:
+    def state_blocks(self, ids: object, stream: object = None, group: int | None = None) -> npt.NDArray[np.int32]:
         """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
         where it writes.
 
@@ -547,8 +540,8 @@ class KVCacheManager:
         return self._tables.state_blocks(ids, stream, group)
 
     def copy_batch_block_offsets(
-        self, target: Any, ids: Any, *, rows: Any = None, max_blocks: int | None = None, scale: Any = 1,
-        v_offset: Any = None, stream: Any = None, group: int | None = None,
+        self, target: object, ids: object, *, rows: object = None, max_blocks: int | None = None, scale: object = 1,
+        v_offset: object = None, stream: object = None, group: int | None = None,
     ) -> None:  # fmt: skip
         """Write the block tables of sequences, as they are now, into ``target`` on ``stream``.
 
@@ -570,7 +563,14 @@ class KVCacheManager:
         self._tables.copy_offsets(target, ids, rows, max_blocks, scale, v_offset, stream, group)
 
     def copy_batch_block_csr(
-        self, indptr: Any, indices: Any, last_page_len: Any, ids: Any, *, stream: Any = None, group: int | None = None
+        self,
+        indptr: object,
+        indices: object,
+        last_page_len: object,
+        ids: object,
+        *,
+        stream: object = None,
+        group: int | None = None,
     ) -> None:
         """Write the block tables of n sequences on ``stream`` in the form of ``BlockTable.csr``, with no padding.
 
@@ -585,7 +585,7 @@ class KVCacheManager:
         self._tables.copy_csr(indptr, indices, last_page_len, ids, stream, group)
 
     def step_tables(
-        self, ids: Any, first: Any = None, counts: Any = None, *, out: StepTables | None = None, stream: Any = None,
+        self, ids: object, first: object = None, counts: object = None, *, out: StepTables | None = None, stream: object = None,
         group: int | None = None,
     ) -> StepTables:  # fmt: skip
         """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
@@ -608,11 +608,11 @@ class KVCacheManager:
     def copy_step_tables(
         self,
         target: StepTables,
-        ids: Any,
-        first: Any = None,
-        counts: Any = None,
+        ids: object,
+        first: object = None,
+        counts: object = None,
         *,
-        stream: Any = None,
+        stream: object = None,
         group: int | None = None,
     ) -> None:
         """Write the tables of a step on ``stream``, into arrays that the device can write.
@@ -627,7 +627,7 @@ class KVCacheManager:
     # -- holds on blocks -------------------------------------------------------------------------
 
     def pin(
-        self, keys: Any, *, owner: str = "", tier: str | None = None, stream: Any = None, group: int | None = None
+        self, keys: object, *, owner: str = "", tier: str | None = None, stream: object = None, group: int | None = None
     ) -> Lease:
         """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
 
@@ -640,7 +640,7 @@ class KVCacheManager:
         return self._leases.pin(keys, owner, tier, stream, group)
 
     def find_and_pin_host(
-        self, key: Any, *, owner: str = "", stream: Any = None, group: int | None = None
+        self, key: object, *, owner: str = "", stream: object = None, group: int | None = None
     ) -> Lease | None:
         """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one
         step.
@@ -649,7 +649,7 @@ class KVCacheManager:
         """
         return self._leases.find_and_pin_host(key, owner, stream, group)
 
-    def pin_blocks(self, ids: Any, *, owner: str = "", stream: Any = None) -> Lease:
+    def pin_blocks(self, ids: object, *, owner: str = "", stream: object = None) -> Lease:
         """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
 
         Ids are pool ids: ``groups[g].first_device_block`` + the id in a table of group g. The call waits as ``pin``
@@ -666,7 +666,7 @@ class KVCacheManager:
             return self._leases.all
 
     def reserve(
-        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: Any = None,
+        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: object = None,
         encoder_tokens: int | None = None,
     ) -> Reservation:  # fmt: skip
         """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
@@ -692,7 +692,7 @@ class KVCacheManager:
         """Open reservations, oldest first."""
         return self._reservations.all
 
-    def loadable(self, ids: Any, *, stream: Any = None) -> list[Loadable]:
+    def loadable(self, ids: object, *, stream: object = None) -> list[Loadable]:
         """Where a store may write for live sequences, in place of the engine: all tokens after the committed ones.
 
         ``stream``: the loader's, on which these sequences are used from now on. Without one, the call waits as
@@ -704,7 +704,7 @@ class KVCacheManager:
         return self._reservations.loadable(id_array("ids", ids), stream)
 
     def import_blocks(
-        self, prompt: BlockKeys, data: Any, *, first: int = 0, priority: int = records.DEFAULT_PRIORITY,
+        self, prompt: BlockKeys, data: object, *, first: int = 0, priority: int = records.DEFAULT_PRIORITY,
         group: int | None = None,
     ) -> int:  # fmt: skip
         """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
@@ -762,7 +762,7 @@ class KVCacheManager:
         ids = np.empty((len(self.core.states), full), np.int32)
         return int(self.core.decide(None, verbs.prefetch, request_of(keys), ids, self.core.now()))
 
-    def offload(self, prompt: Any) -> int:
+    def offload(self, prompt: object) -> int:
         """Copy cached device blocks to the host and keep both copies. Returns how many were copied.
 
         A later eviction from the device then costs no copy. Takes a prompt, or keys. Stops when the host has no room.
@@ -772,7 +772,7 @@ class KVCacheManager:
 
     # -- cached content by name ------------------------------------------------------------------
 
-    def cached_blocks(self, prompt: Any, *, tier: str | None = None) -> npt.NDArray[np.bool_]:
+    def cached_blocks(self, prompt: object, *, tier: str | None = None) -> npt.NDArray[np.bool_]:
         """Which blocks of a prompt, or of keys, are cached: bool[groups, n], for each group of layers and each key.
 
         ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
@@ -785,7 +785,7 @@ class KVCacheManager:
             pins.cached(self.core.states.heads, rows, which, out)
         return out
 
-    def lacking(self, prompt: Prompt, there: Any) -> Lacking:
+    def lacking(self, prompt: Prompt, there: object) -> Lacking:
         """Which blocks a loader should load for a prompt, so that more of it can be reused.
 
         ``there``: bool[groups, full blocks of the prompt], the blocks that it can load. The answer has the number of
@@ -805,7 +805,7 @@ class KVCacheManager:
             most = int(lookup.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
 
-    def forget(self, prompt: Any = None, *, namespace: Any = None) -> int:
+    def forget(self, prompt: object = None, *, namespace: object = None) -> int:
         """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
 
         ``prompt``: a prompt. This forgets its full blocks, and a stored tail with which the rest of it begins. Content
@@ -832,7 +832,7 @@ class KVCacheManager:
             return int(self.core.decide(None, control.forget_keys, rows, ordered, now))
         return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now))
 
-    def set_priority(self, prompt: Any, priority: int, *, ttl_ms: int | None = None) -> int:
+    def set_priority(self, prompt: object, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
 
         ``priority``: 0 (evicted first) to 100 (stays longest). ``ttl_ms``: after so long the priority falls to the
@@ -844,7 +844,7 @@ class KVCacheManager:
         value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
 
-    def _named(self, prompt: Any) -> tuple[BlockKeys | None, npt.NDArray[np.int64]]:
+    def _named(self, prompt: object) -> tuple[BlockKeys | None, npt.NDArray[np.int64]]:
         """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""
         prompt = in_numpy("prompt", prompt)
         if not isinstance(prompt, BlockKeys) and is_keys(prompt):
@@ -1092,21 +1092,21 @@ def _refuse_forks(heads: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], want
     raise OutOfSequences(wanted, int(heads[0, records.H.free_rows]))
 
 
-def _namespace_argument(namespace: Any) -> tuple[bytes | str | None, int | str | None]:
+def _namespace_argument(namespace: object) -> tuple[bytes | str | None, int | str | None]:
     if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
         raise TypeError(f"namespace={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
     salt, adapter_id = tuple(namespace)
     return salt_argument(salt), adapter_argument(adapter_id)
 
 
-def _flags(there: Any, shape: tuple[int, int]) -> npt.NDArray[np.bool_]:
+def _flags(there: object, shape: tuple[int, int]) -> npt.NDArray[np.bool_]:
     """Private bool[groups, full blocks]."""
     given = in_numpy("there", there)
     if isinstance(given, (list, tuple)):
         given = np.array(given)
     if not isinstance(given, np.ndarray):
         raise TypeError(f"there={there!r:.80}: accepted is bool{list(shape)}")
-    found = np.asarray(given)
+    found = np.asarray(given)[...]
     if found.dtype != np.bool_ or found.shape != shape:
         raise ValueError(f"there has shape {found.shape} and dtype {found.dtype}: accepted is bool{list(shape)}")
     return found.copy()

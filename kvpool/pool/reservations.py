@@ -156,7 +156,7 @@ class Reservation(Loadable):
         """Whether it was committed, aborted or revoked, or given back by a reset."""
         return not self._reservations.is_open(self)
 
-    def commit(self, tokens: int | None = None, stream: Any = None) -> None:
+    def commit(self, tokens: int | None = None, stream: object = None) -> None:
         """Publish the first ``tokens`` tokens (default: all), which the loader has written, and end the reservation.
 
         From now on prompts find the full blocks under their keys, and an unfull last block only as a partial match.
@@ -171,7 +171,7 @@ class Reservation(Loadable):
         """
         self._reservations.commit(self, tokens, stream)
 
-    def abort(self, stream: Any = None) -> None:
+    def abort(self, stream: object = None) -> None:
         """Give the blocks back.
 
         Those that were to be filled are empty again, and are taken next. The cached prefix stays cached.
@@ -212,7 +212,7 @@ class Reservations:
         self._core, self._pools, self._admissions = core, pools, admissions
         self._open: dict[int, Reservation] = {}
 
-    def take(self, arrivals: Arrivals, owner: str, stream: Any) -> Reservation:
+    def take(self, arrivals: Arrivals, owner: str, stream: object) -> Reservation:
         """Reserve the blocks of one prompt."""
         core, (prompt,), row = self._core, arrivals.keys, arrivals.rows
         now, on = core.now(), None if stream is None else core.as_stream(stream)
@@ -248,7 +248,7 @@ class Reservations:
                 self._expect_writes(new[0])
             return new[0]
 
-    def loadable(self, which: Ids, stream: Any) -> list[Loadable]:
+    def loadable(self, which: Ids, stream: object) -> list[Loadable]:
         core = self._core
         core.refuse_inside("loadable")
         core.decide(stream, use, which, ids=which)
@@ -324,13 +324,13 @@ class Reservations:
 
     # -- ending -------------------------------------------------------------------------------------
 
-    def commit(self, reservation: Reservation, tokens: int | None = None, stream: Any = None) -> None:
+    def commit(self, reservation: Reservation, tokens: int | None = None, stream: object = None) -> None:
         count = reservation.tokens
         if tokens is not None:
             count = integer_argument("tokens", tokens, reservation.skip_prefix_n_tokens, reservation.tokens)
         self._end(reservation, verbs.publish_reserved, count, stream)
 
-    def abort(self, reservation: Reservation, stream: Any = None) -> None:
+    def abort(self, reservation: Reservation, stream: object = None) -> None:
         self._end(reservation, verbs.abort_reserved, 0, stream)
 
     def revoke(self, owner: str) -> int:

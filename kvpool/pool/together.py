@@ -14,22 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import Stream
-from kvpool.entry.arguments import (
-    bool_argument,
-    count_array,
-    id_array,
-    is_integer,
-    list_argument,
-    token_array,
-)
+from kvpool.entry.arguments import bool_argument, count_array, id_array, list_argument, split_argument, token_array
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import KVPoolError
 from kvpool.operations import Operation
 from kvpool.pool.admissions import Admissions, as_admission
 from kvpool.pool.core import Core
-from kvpool.pool.keys import Admission, Match
+from kvpool.pool.keys import Admission, Match, Prompts
 from kvpool.pool.leases import Lease, Leases
-from kvpool.pool.prompts import Prompts
 from kvpool.state import records, verbs
 from kvpool.state.records import LIVE, SWAPPED
 from kvpool.state.sequences import check_kinds
@@ -68,7 +60,7 @@ class Together:
         self._core, self._prompts, self._admissions, self._leases = core, prompts, admissions, leases
         self._undo = Undo(core.states)
 
-    def apply(self, operations: Any, stream: Any) -> list[Any]:
+    def apply(self, operations: object, stream: object) -> list[Any]:
         core = self._core
         on = None if stream is None else core.as_stream(stream)
         steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
@@ -127,7 +119,7 @@ class Together:
         step: Step = make(on, *one.arguments)
         return step
 
-    def _match_step(self, on: Stream | None, prompt: Any) -> Step:
+    def _match_step(self, on: Stream | None, prompt: object) -> Step:
         keys = self._prompts.of(prompt)
 
         def run(now: int) -> Match:
@@ -136,19 +128,26 @@ class Together:
 
         return Step("match", run)
 
-    def _pin_step(self, on: Stream | None, keys: Any, owner: Any, tier: Any) -> Step:
+    def _pin_step(self, on: Stream | None, keys: object, owner: object, tier: object) -> Step:
         if on is None:
             raise ValueError("stream=None: a pin would wait for the host; accepted is the stream that reads it")
         rows, owner, which = self._leases.prepare(keys, owner, tier)
         return Step("pin", lambda now: self._leases.take(rows, owner, which, now, on), keys=len(rows))
 
-    def _unpin_step(self, on: Stream | None, lease: Any) -> Step:
+    def _unpin_step(self, on: Stream | None, lease: object) -> Step:
         if not isinstance(lease, Lease):
             raise TypeError(f"lease={lease!r:.80}: accepted is a lease")
         return Step("unpin", lambda now: self._leases.give_back(lease, now, on), lease=lease)
 
     def _add_step(
-        self, on: Stream | None, prompts: Any, retention: Any, priority: Any, ttl: Any, partial: Any, encoder: Any
+        self,
+        on: Stream | None,
+        prompts: object,
+        retention: object,
+        priority: object,
+        ttl: object,
+        partial: object,
+        encoder: object,
     ) -> Step:
         own = self._admissions.arrivals(prompts, retention, priority, ttl, partial, encoder)
         tokens = own.rows[:, [records.R.length, records.R.encoder]]
@@ -159,21 +158,17 @@ class Together:
 
         return Step("add", run, prompts=tokens, partial=own.some)
 
-    def _append_step(self, on: Stream | None, ids: Any, tokens: Any, counts: Any) -> Step:
+    def _append_step(self, on: Stream | None, ids: object, tokens: object, counts: object) -> Step:
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
-        if counts is None and not is_integer(ids) and len(which) != 1:
-            raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
-        each = count_array("counts", len(new) if counts is None else counts, which)
-        if int(each.sum()) != len(new):
-            raise ValueError(f"counts add up to {int(each.sum())}, tokens has {len(new)} entries")
+        each = split_argument(counts, which, "tokens", new)
         return Step("append", self._verb(on, verbs.append, which, each, new), which, counts=each)
 
-    def _commit_step(self, on: Stream | None, ids: Any, counts: Any) -> Step:
+    def _commit_step(self, on: Stream | None, ids: object, counts: object) -> Step:
         which = id_array("ids", ids)
         each = NO_IDS if counts is None else count_array("counts", counts, which)
         return Step("commit", self._verb(on, verbs.commit, which, each), which, counts=each)
 
-    def _release_step(self, on: Stream | None, ids: Any, store: Any) -> Step:
+    def _release_step(self, on: Stream | None, ids: object, store: object) -> Step:
         which, keep = id_array("ids", ids), bool_argument("store", store)
         return Step("release", self._verb(on, verbs.release, which, keep), which, int(LIVE | SWAPPED))
 

@@ -59,7 +59,7 @@ class BlockTable(NamedTuple):
     tokens_per_block: int
 
     def __dlpack__(
-        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+        self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: bool | None = None
     ) -> Any:
         """``table`` for other packages, in place. It is read-only, so the other package must know DLPack 1, or ask for
         ``copy=True``.
@@ -105,7 +105,7 @@ class BlockTable(NamedTuple):
         return Csr(indptr.astype(np.int32), indices, last.astype(np.int32))
 
 
-def planes_argument(table: Table, scale: Any, v_offset: Any, ids: int) -> npt.NDArray[np.int64]:
+def planes_argument(table: Table, scale: object, v_offset: object, ids: int) -> npt.NDArray[np.int64]:
     """For each plane of a target its first byte, scale and offset, int64[planes, 3], if the target has the right shape.
 
     The shape is [rows, columns]. If ``v_offset`` is given, [2] for K and V comes before it. If ``scale`` is a list,
@@ -151,7 +151,7 @@ def _planes(
     return np.array([(start, *plane) for start, plane in zip(starts, planes, strict=True)], np.int64)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
@@ -180,7 +180,7 @@ def _first_bad(rows: npt.NDArray[np.int64], available: int, seen: npt.NDArray[np
     return -1
 
 
-def own_table(table: Any, groups: int, sequences: int, columns: int) -> npt.NDArray[np.int32] | None:
+def own_table(table: object, groups: int, sequences: int, columns: int) -> npt.NDArray[np.int32] | None:
     """The caller's memory for a persistent table, or None without one. Raises TypeError or ValueError."""
     if table is None:
         return None

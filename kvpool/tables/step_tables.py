@@ -103,7 +103,7 @@ def _step_tables(*arrays: Any) -> StepTables:
     return StepTables(**dict(zip((one.name for one in fields(StepTables) if one.init), arrays, strict=True)))
 
 
-def step_argument(name: str, given: Any) -> StepTables:
+def step_argument(name: str, given: object) -> StepTables:
     """``given`` itself. Raises TypeError for anything else."""
     if type(given) is not StepTables:
         raise TypeError(f"{name}={given!r:.80}: accepted are StepTables")

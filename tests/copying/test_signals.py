@@ -1,22 +1,17 @@
-"""Handlers of signals that raise, wherever the interpreter may run them: a call has changed nothing, or is whole, and
-nothing is lost."""
+"""Handlers of signals that raise: how they are deferred, and what a timer that raises all the time leaves behind."""
 
 from __future__ import annotations
 
-import dis
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvpool
 from engine import Clock, small_layout
 from kvpool import KVCacheManager, PagedKV, gather_kv
 from kvpool.device.base import Device
@@ -25,7 +20,6 @@ from kvpool.entry.interrupt import LOOK_AT_ALL, DeferSignals, deliver
 from steps import arrays
 
 T, P, S = 4, 16, 12
-PACKAGE = str(Path(kvpool.__file__).parent)
 Counts = tuple[Any, ...]
 Act = Callable[[], object]
 
@@ -46,70 +40,6 @@ def handled(number: int = signal.SIGALRM, handler: Any = alarm) -> Iterator[None
         assert signal.getsignal(number) is handler, "the handler was not given back"
     finally:
         signal.signal(number, before)
-
-
-# The instructions behind which the interpreter runs handlers. (Behind the call of a function in Python it does not:
-# that begins with one.)
-CHECKING = (
-    "RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE",
-    "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE",
-)  # fmt: skip
-_known: dict[CodeType, tuple[list[str], list[int]]] = {}
-
-
-def instructions(code: CodeType) -> tuple[list[str], list[int]]:
-    """By offset: the name of the instruction, and where an exception there goes."""
-    if code not in _known:
-        raw, goes = code.co_code, [-1] * len(code.co_code)
-        for entry in sorted(dis.Bytecode(code).exception_entries, key=lambda entry: entry.start - entry.end):
-            goes[entry.start : entry.end] = [entry.target] * (entry.end - entry.start)
-        _known[code] = [dis.opname[op] for op in raw], goes
-    return _known[code]
-
-
-class At:
-    """Raises a signal at the k-th place in the package where the interpreter looks for one; ``reached`` says whether
-    there are as many."""
-
-    def __init__(self, k: int, number: int = signal.SIGALRM) -> None:
-        self.left, self.number, self.where = k, number, ""
-        self._last: dict[FrameType, int] = {}
-
-    @property
-    def reached(self) -> bool:
-        return self.left <= 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> At | None:
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "call":
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            if frame.f_back in self._last:
-                self._last[frame.f_back] = -1
-            self._last[frame] = -1
-        elif event == "opcode":
-            last, self._last[frame] = self._last[frame], frame.f_lasti
-            names, goes = instructions(code)
-            # What is raised here comes from the next instruction: where that is in another block, it is no stand-in.
-            if last >= 0 and names[last] in CHECKING and goes[last] == goes[frame.f_lasti]:
-                self.left -= 1
-                if self.left == 0:
-                    self.where = f"{code.co_filename}:{frame.f_lineno}, behind {names[last]}"
-                    signal.raise_signal(self.number)
-        return self
-
-    def run(self, act: Act) -> BaseException | None:
-        """What the call raised."""
-        sys.settrace(self)
-        try:
-            act()
-        except Alarm as error:
-            return error
-        finally:
-            sys.settrace(None)
-            self._last.clear()
-        return None
 
 
 class Desk:
@@ -379,55 +309,6 @@ VERBS = [
     copy_step_tables, block_table, reading, refresh, export, gather,
 ]  # fmt: skip
 DEVICES: dict[str, Callable[[], Any]] = {"cpu": lambda: "cpu", "sim": lambda: SimDevice(5, progress=0.3)}
-
-
-SAMPLE = 12
-
-
-def places(desk: Desk, verb: Callable[[Desk], Act], device: str) -> list[int]:
-    """Where to raise: everywhere, or on ``sim``, which compares all memory after each step, somewhere; and once behind
-    the end."""
-    desk.ready()
-    at = At(1 << 40)
-    at.run(verb(desk))
-    desk.clear("")
-    count = (1 << 40) - at.left
-    assert count > 10
-    if device == "cpu":
-        return [*range(1, count + 20)]
-    return [*np.random.default_rng(count).integers(1, count, SAMPLE).tolist(), 2 * count]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals elsewhere")
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_handler_that_raises_anywhere_finds_the_call_undone_or_whole(
-    device: str, verb: Callable[[Desk], Act]
-) -> None:
-    desk = Desk(DEVICES[device]())
-    desk.ready()
-    act = verb(desk)
-    before = desk.counts()
-    act()
-    after = desk.counts()
-    desk.clear("")
-    for k in places(desk, verb, device):
-        desk.ready()
-        act, at = verb(desk), At(k)
-        with handled():
-            raised = at.run(act)
-        where = f"at place {k}, {at.where}"
-        assert (raised is not None) == at.reached, f"the signal was not delivered {where}"
-        found = desk.counts()
-        if raised is None:
-            assert found == after, where
-        elif verb in GIVING:
-            assert found == before, where
-        elif "context" not in verb.__name__:
-            assert found in (before, after), where
-        desk.check(where)
-        desk.bytes_are_right(where)
-        desk.clear(where)
 
 
 # -- the deferral itself -------------------------------------------------------------------------------

@@ -9,17 +9,17 @@ _EXACT, _CHILDREN = "tests/copying/test_signals_exact.py::", "tests/copying/test
 MUTATIONS = (
     Mutation(
         "two_signals_at_once_end_the_deferral",
-        "DeferSignals.__enter__",
+        "_Outermost.__enter__",
         "_current = None",
         "",
         "After Ctrl-C and a timeout at once, no later call of the process is protected.",
         (f"{_EXACT}test_deferring_goes_on_after_two_signals_at_once",),
     ),
     Mutation(
-        "a_signal_behind_the_end_undoes_nothing",
-        "DeferSignals.take_back",
-        "self._outermost and self.undo is not None",
-        "False",
+        "a_signal_at_the_end_undoes_nothing",
+        "interrupt._leave",
+        "_owed.append(undo)",
+        "pass",
         "A timeout leaves a sequence that nobody has, whose blocks are held for ever.",
         (f"{_EXACT}test_a_signal_before_any_instruction_finds_the_call_undone_or_whole[pin]",),
     ),
