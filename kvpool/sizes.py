@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power

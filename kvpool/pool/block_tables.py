@@ -4,7 +4,6 @@ Each hand-over is staged into a buffer of its own, under the state lock."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt

@@ -283,10 +283,10 @@ class PoolConfig:
 
     @classmethod
     def of(
-        cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks: object,
-        host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
-        offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, staging_depth: object,
-        clock: object,
+        cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks:
+        object, host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
+        offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, staging_depth:
+        object, clock: object,
     ) -> PoolConfig:  # fmt: skip
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""

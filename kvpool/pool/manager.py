@@ -151,12 +151,12 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, layout: BlockLayout | None = None, *, device_blocks: object, host_blocks: object = 0, groups: object = None,
-        tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
+        self, layout: BlockLayout | None = None, *, device_blocks: object, host_blocks: object = 0, groups: object =
+        None, tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30,
-        offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0,
-        clock: Callable[[], int] | None = None, staging_depth: int = 8, device_memory: object = None,
-        host_memory: object = None, table: object = None, window: int | None = None, sinks: int = 0, shared: bool = False,
+        offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] |
+        None = None, staging_depth: int = 8, device_memory: object = None, host_memory: object = None, table: object =
+        None, window: int | None = None, sinks: int = 0, shared: bool = False,
     ) -> None:  # fmt: skip
         config = PoolConfig.of(
             layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
@@ -194,9 +194,8 @@ class KVCacheManager:
     # -- prompts ---------------------------------------------------------------------------------
 
     def block_keys(
-        self, tokens: object, *, salt: bytes | str | None = None, adapter_id: int | str | None = None,
-        extra_ids: object = None,
-        reuse: bool = True, publish: bool = True,
+        self, tokens: object, *, salt: bytes | str | None = None, adapter_id: int | str | None = None, extra_ids: object
+        = None, reuse: bool = True, publish: bool = True,
     ) -> BlockKeys:  # fmt: skip
         """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
 
@@ -285,9 +284,9 @@ class KVCacheManager:
             return int(self._admissions.admit(door, own, stream)[0][0, records.OUT.id])
 
     def add_sequence_batch(
-        self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
-        decode_priority: int = records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: object = None,
-        allow_partial_batch: bool = False, encoder_tokens: object = None,
+        self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None, decode_priority: int =
+        records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: object = None, allow_partial_batch: bool =
+        False, encoder_tokens: object = None,
     ) -> Admission:  # fmt: skip
         """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
 
@@ -585,8 +584,8 @@ class KVCacheManager:
         self._tables.copy_csr(indptr, indices, last_page_len, ids, stream, group)
 
     def step_tables(
-        self, ids: object, first: object = None, counts: object = None, *, out: StepTables | None = None, stream: object = None,
-        group: int | None = None,
+        self, ids: object, first: object = None, counts: object = None, *, out: StepTables | None = None, stream: object
+        = None, group: int | None = None,
     ) -> StepTables:  # fmt: skip
         """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
         ``counts[i]`` tokens from ``first[i]`` on.
@@ -704,8 +703,8 @@ class KVCacheManager:
         return self._reservations.loadable(id_array("ids", ids), stream)
 
     def import_blocks(
-        self, prompt: BlockKeys, data: object, *, first: int = 0, priority: int = records.DEFAULT_PRIORITY,
-        group: int | None = None,
+        self, prompt: BlockKeys, data: object, *, first: int = 0, priority: int = records.DEFAULT_PRIORITY, group: int |
+        None = None,
     ) -> int:  # fmt: skip
         """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
         with it hits.

@@ -82,9 +82,9 @@ MUTATIONS = (
     Mutation(
         "keys_have_a_state_that_can_be_set",
         "BlockKeys.__setstate__",
-        "def __setstate__(self, state: Any) -> None:\n"
+        "def __setstate__(self, state: object) -> None:\n"
         '    raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")',
-        "def _setstate(self, state: Any) -> None:\n"
+        "def _setstate(self, state: object) -> None:\n"
         '    raise TypeError("BlockKeys have no state to set: a pickle brings what they are made of")',
         "A pickle has keys believed that no pool has hashed.",
         (f"{_LYING}::test_keys_are_made_once",),

@@ -88,9 +88,9 @@ MUTATIONS = (
     # -- leases ------------------------------------------------------------------------------------------
     Mutation(
         "a_lease_shows_what_it_unpins",
-        "Lease.__init__",
-        "blocks.copy()",
-        "blocks",
+        "Leases._take_lease",
+        "ids.copy()",
+        "ids",
         "Whoever writes into what a lease shows unpins the blocks of others.",
         ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
     ),
