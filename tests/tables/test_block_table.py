@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
-from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
+from kvpool import DeviceError, KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.tables import StagedRows, Table
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
+from tests.tables.hand_overs import picture
 
 Make = Callable[..., Engine]
 GARBAGE = 1234567
@@ -33,12 +33,6 @@ def whole(engine: Engine, ids: list[int], columns: int) -> np.ndarray:
             for i in ids
         ]
     )
-
-
-def picture(engine: Engine) -> tuple[bytes, int, int]:
-    """All that a refused call may not change."""
-    cache = engine.cache
-    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._tables.staging._retained)
 
 
 # -- on the host ---------------------------------------------------------------------------------------
@@ -270,43 +264,10 @@ def test_bad_arguments_are_named_and_change_nothing(
     np.testing.assert_array_equal(out, written)
 
 
-def test_wrong_sequences_are_named_and_change_nothing(make: Make) -> None:
-    engine, stranger = make(T=2, P=16), open_engine(2, 4, 0)
-    live, gone, foreign = engine.add([1]).id, engine.add(range(5)), stranger.add([1]).id
-    engine.release(gone)
-    out = target(3, 4)
-    for ids, error in (
-        ([live, live], ValueError),
-        ([live, gone.id], UnknownSequence),
-        (foreign, UnknownSequence),
-        (-1, UnknownSequence),
-        ([live, 2**63 - 1], UnknownSequence),
-        ([1.5], TypeError),
-        (None, TypeError),
-        ([[1]], (TypeError, ValueError)),
-    ):
-        before = picture(engine)
-        with pytest.raises(error):  # type: ignore[call-overload]
-            engine.cache.copy_batch_block_offsets(out, ids)
-        assert picture(engine) == before and (out == GARBAGE).all()
-    stranger.cache.close()
-
-
 @pytest.mark.parametrize("depth", [0, -1, 2**16 + 1, 1.5, True, None])
 def test_a_bad_staging_depth_is_refused(depth: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="staging_depth="):
         open_engine(2, 4, 0, staging_depth=depth)
-
-
-def test_a_closed_pool_hands_nothing_over(make: Make) -> None:
-    engine = make(T=2, P=16)
-    sequence, out = engine.add([1]), target(2, 4)
-    engine.cache.copy_batch_block_offsets(out, sequence.id)
-    engine.cache.close()
-    for ids in (sequence.id, []):
-        with pytest.raises(PoolClosed):
-            engine.cache.copy_batch_block_offsets(out, ids)
-    assert not engine.cache._tables.staging._buffers
 
 
 # -- devices that fail, and sequences that grow meanwhile ------------------------------------------------------
@@ -381,26 +342,6 @@ def test_a_device_that_is_lost_while_staging_closes_the_pool() -> None:
         engine.cache.copy_batch_block_offsets(out, sequence.id)
     engine.cache.stats()
     engine.cache.close()
-
-
-def test_a_sequence_that_outgrows_its_buffer_before_the_snapshot_is_staged_whole(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(T=1, P=1100)
-    sequence, out = engine.add([1]), target(1, 1100)
-    take, grown = engine.cache._tables.staging.take, []
-
-    def meanwhile(nbytes: int, stream: Stream) -> Any:
-        buffer = take(nbytes, stream)
-        if not grown:
-            grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
-        return buffer
-
-    monkeypatch.setattr(engine.cache._tables.staging, "take", meanwhile)
-    engine.cache.copy_batch_block_offsets(out, sequence.id)
-    np.testing.assert_array_equal(out, whole(engine, [sequence.id], 1100))
-    assert (out >= 0).sum() == 1051
-    engine.cache.rewind(sequence.id, 1050)
 
 
 def test_buffers_are_taken_again_and_never_more_than_may_be_under_way(make: Make) -> None:

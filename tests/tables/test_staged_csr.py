@@ -10,25 +10,11 @@ import numpy as np
 import pytest
 
 from engine import Engine, small_layout
-from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
-from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Event, Stream
-from kvpool.device.tables import StagedVectors
-from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
+from kvpool import KVCacheManager
+from tests.tables.hand_overs import Late, picture, vectors
 
 Make = Callable[..., Engine]
 GARBAGE = 1234567
-
-
-def vectors(*sizes: int) -> list[np.ndarray]:
-    return [np.full(size, GARBAGE, np.int32) for size in sizes]
-
-
-def picture(engine: Engine) -> tuple[bytes, int, int]:
-    """All that a refused call may not change."""
-    cache = engine.cache
-    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._tables.staging._retained)
 
 
 def test_what_arrives_is_the_csr_form_and_the_rest_is_left_alone(make: Make) -> None:
@@ -107,70 +93,7 @@ def test_vectors_that_share_memory_are_refused(make: Make) -> None:
         assert picture(engine) == before and (buffer == GARBAGE).all() and (other == GARBAGE).all()
 
 
-def test_wrong_sequences_are_refused_and_nothing_is_changed(make: Make) -> None:
-    engine = make(T=2, P=16)
-    live, gone, given = engine.add([1]).id, engine.add([2]), vectors(4, 8, 4)
-    engine.release(gone)
-    for ids, error in (
-        ([live, live], ValueError),
-        ([live, gone.id], UnknownSequence),
-        (None, TypeError),
-        ([1.5], TypeError),
-    ):
-        before = picture(engine)
-        with pytest.raises(error):  # type: ignore[call-overload]
-            engine.cache.copy_batch_block_csr(*given, ids)
-        assert picture(engine) == before and all((one == GARBAGE).all() for one in given)
-    engine.cache.close()
-    for ids in ([], [live]):
-        with pytest.raises(PoolClosed):
-            engine.cache.copy_batch_block_csr(*given, ids)
-
-
-def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whole(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(T=1, P=1100)
-    sequence, given = engine.add([1]), vectors(2, 1100, 1)
-    take, grown = engine.cache._tables.staging.take, []
-
-    def meanwhile(nbytes: int, stream: Stream) -> Any:
-        buffer = take(nbytes, stream)
-        if not grown:
-            grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
-        return buffer
-
-    monkeypatch.setattr(engine.cache._tables.staging, "take", meanwhile)
-    engine.cache.copy_batch_block_csr(*given, sequence.id)
-    assert given[0].tolist() == [0, 1051] and (given[1] != GARBAGE).sum() == 1051
-    engine.cache.rewind(sequence.id, 1050)
-
-
 # -- devices that run behind, or fail ------------------------------------------------------------------------
-
-
-class Late(WrappedDevice):
-    """Stages at once; events are complete when a test says so. ``refusals`` hand-overs are refused, half done."""
-
-    def __init__(self) -> None:
-        super().__init__(CpuDevice())
-        self.synchronous, self.done, self.refusals = False, set[Event](), 0
-
-    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
-        self.refusals -= 1
-        if self.refusals >= 0:
-            super().stage_vectors(staged._replace(pieces=staged.pieces[:1]), stream)
-            raise DeviceError("staging refused")
-        super().stage_vectors(staged, stream)
-
-    def record(self, stream: Stream) -> Event:
-        return Event()
-
-    def query(self, event: Event) -> bool:
-        return event in self.done
-
-    def synchronize(self, event: Event | None = None) -> None:
-        pass
 
 
 def late(**options: Any) -> tuple[KVCacheManager, Late, int]:
@@ -207,20 +130,3 @@ def test_a_device_that_does_everything_at_once_has_nothing_under_way(make: Make)
     engine.cache.copy_batch_block_csr(*vectors(2, 3, 1), engine.add(range(5)).id)
     stats = engine.cache.stats()
     assert (stats.hand_overs, stats.most_hand_overs) == (0, 0)
-
-
-def test_a_buffer_that_a_failed_hand_over_may_still_read_waits_for_its_event() -> None:
-    cache, device, sequence = late()
-    device.refusals = 1
-    given = vectors(2, 3, 1)
-    with pytest.raises(DeviceError, match="staging refused"):
-        cache.copy_batch_block_csr(*given, sequence)
-    assert cache.stats().hand_overs == 1 and not cache._tables.staging._free
-    cache.verify()
-    cache.copy_batch_block_csr(*given, sequence)
-    assert (
-        given[1].tolist() == cache.block_table(sequence).dense()[0].tolist()
-        and len(cache._tables.staging._buffers) == 2
-    )
-    cache.release(sequence)
-    cache.close()

@@ -1,0 +1,100 @@
+"""The three forms in which block tables are handed over, and a device that hands over late, or refuses to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine import Engine
+from kvpool import DeviceError, KVCacheManager
+from kvpool.device import CpuDevice
+from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.wrapper import WrappedDevice
+from kvpool.state import debug
+from steps import GARBAGE, arrays, check, expected
+
+
+class Form(NamedTuple):
+    """``targets`` makes arrays for so many sequences and blocks (of one token each, at most), ``call`` hands over to
+    them, ``check`` compares them with the host's tables of the same sequences."""
+
+    targets: Callable[[int, int], Any]
+    call: Callable[[KVCacheManager, Any, Any], None]
+    check: Callable[[KVCacheManager, Any, list[int]], None]
+
+
+def vectors(*sizes: int) -> list[np.ndarray]:
+    return [np.full(size, GARBAGE, np.int32) for size in sizes]
+
+
+def _dense(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
+    np.testing.assert_array_equal(out[: len(ids)], cache.block_table(ids).dense(out.shape[1]))
+
+
+def _csr(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
+    for found, part in zip(out, cache.block_table(ids).csr(), strict=True):
+        np.testing.assert_array_equal(found[: len(part)], part)
+        assert (found[len(part) :] == GARBAGE).all()
+
+
+def _step(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
+    check(out, expected(cache, ids, [0] * len(ids), cache.sequence_length(ids).tolist()))
+
+
+FORMS = {
+    "dense": Form(
+        lambda n, blocks: np.full((n, blocks), GARBAGE, np.int32),
+        lambda cache, out, ids: cache.copy_batch_block_offsets(out, ids), _dense,
+    ),
+    "csr": Form(
+        lambda n, blocks: vectors(n + 1, n * blocks, n),
+        lambda cache, out, ids: cache.copy_batch_block_csr(*out, ids), _csr,
+    ),
+    "step": Form(
+        lambda n, blocks: arrays(n, 4 * n * blocks, blocks, n * blocks),
+        lambda cache, out, ids: cache.copy_step_tables(out, ids), _step,
+    ),
+}  # fmt: skip
+
+
+def picture(engine: Engine) -> tuple[bytes, int, int]:
+    """All that a refused call may not change."""
+    cache = engine.cache
+    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._tables.staging._retained)
+
+
+class Late(WrappedDevice):
+    """Stages at once; events are complete when a test says so. ``refusals`` hand-overs are refused, those of vectors
+    half done."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.synchronous, self.done, self.refusals = False, set[Event](), 0
+
+    def stage_rows(self, *given: Any) -> None:
+        self._stage(super().stage_rows, *given)
+
+    def stage_step(self, *given: Any) -> None:
+        self._stage(super().stage_step, *given)
+
+    def stage_vectors(self, staged: Any, stream: Stream = NULL_STREAM) -> None:
+        if self.refusals > 0:
+            super().stage_vectors(staged._replace(pieces=staged.pieces[:1]), stream)
+        self._stage(super().stage_vectors, staged, stream)
+
+    def _stage(self, stage: Callable[..., None], *given: Any) -> None:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise DeviceError("staging refused")
+        stage(*given)
+
+    def record(self, stream: Stream) -> Event:
+        return Event()
+
+    def query(self, event: Event) -> bool:
+        return event in self.done
+
+    def synchronize(self, event: Event | None = None) -> None:
+        pass
