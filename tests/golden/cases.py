@@ -8,11 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from kvpool import BlockLayout, KVCacheManager
-from tests.golden import pools
+from tests.golden import pools, stores
 from tests.golden.recorder import Recorder
 
 FILE = Path(__file__).with_name("digests.json")
-SEEDS = range(10)
+SEEDS, STORE_SEEDS = range(10), range(3)
+DRIVES: dict[str, Callable[[int], Recorder]] = {
+    "host cache": stores.drive_host_cache,
+    "store queue": stores.drive_queue,
+    **{f"keeper, save on {save}": partial(stores.drive_keeper, save) for save in ("commit", "evict", "reuse")},
+    **{f"host keeper, save on {save}": partial(stores.drive_host_keeper, save) for save in ("publish", "reuse")},
+}
+"""Cases beside those of pools, by name without seed."""
 
 
 def block_keys() -> Recorder:
@@ -35,7 +42,7 @@ CASES: dict[str, Callable[[], Recorder]] = {"keys": block_keys} | {
     for kind in pools.KINDS
     for device in pools.DEVICES
     for seed in SEEDS
-}
+} | {f"{name}, seed {seed}": partial(drive, seed) for name, drive in DRIVES.items() for seed in STORE_SEEDS}
 
 
 def read() -> dict[str, str]:

@@ -25,7 +25,7 @@ KINDS = {
 DEVICES = ("cpu", "sim")
 SECRET = bytes(range(32))
 STEPS, STRIDE, LONGEST = 140, 16, 96
-"""Calls of a case; every how many tokens of the workload one is taken, which keeps shared prefixes; the most of them."""
+"""Calls of a case; every how many tokens of the workload one is taken, which keeps shared prefixes; their most."""
 STEP_MS = 1 << 24
 VERBS = {
     "add": 9, "append": 10, "commit": 8, "rewind": 2, "fork": 2, "reorder": 2, "keep": 3, "release": 6, "swap_out": 2,
@@ -103,7 +103,8 @@ class Driver:
         tokens, answer, names = self.requests.pop(0) if self.requests else ([1, 2, 3, 4, 5], [6], {})
         draw = self.random.random()
         if draw < 0.15:
-            names |= [{"reuse": False}, {"publish": False}, {"extra_ids": [7] + [0] * (len(tokens) - 1)}][int(draw * 20)]
+            extra = [7] + [0] * (len(tokens) - 1)
+            names |= [{"reuse": False}, {"publish": False}, {"extra_ids": extra}][int(draw * 20)]
         self.prompts = [*self.prompts[-7:], self.cache.block_keys(tokens, **names)]
         return self.prompts[-1], answer
 
@@ -242,7 +243,7 @@ class Driver:
 
     def offload(self) -> None:
         prompt = self.known()
-        self.call("offload", lambda: self.cache.offload(prompt))
+        self.call("offload prompt", lambda: self.cache.offload(prompt))
 
     def pin(self) -> None:
         prompt, tier = self.known(), self.random.choice((None, "device", "host"))
