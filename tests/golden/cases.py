@@ -37,12 +37,16 @@ def pool_case(kind: str, device: str, seed: int) -> str:
     return f"{kind} on {device}, seed {seed}"
 
 
-CASES: dict[str, Callable[[], Recorder]] = {"keys": block_keys} | {
-    pool_case(kind, device, seed): partial(pools.drive, kind, device, seed)
-    for kind in pools.KINDS
-    for device in pools.DEVICES
-    for seed in SEEDS
-} | {f"{name}, seed {seed}": partial(drive, seed) for name, drive in DRIVES.items() for seed in STORE_SEEDS}
+CASES: dict[str, Callable[[], Recorder]] = (
+    {"keys": block_keys}
+    | {
+        pool_case(kind, device, seed): partial(pools.drive, kind, device, seed)
+        for kind in pools.KINDS
+        for device in pools.DEVICES
+        for seed in SEEDS
+    }
+    | {f"{name}, seed {seed}": partial(drive, seed) for name, drive in DRIVES.items() for seed in STORE_SEEDS}
+)
 
 
 def read() -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool import HostCache
 from kvpool.stores import MemoryStore
-from kvpool.stores.base import CODES, Bytes, Rows, Space, Stop
+from kvpool.stores.store import CODES, Bytes, Rows, Space, Stop
 from tests.golden.recorder import Recorder
 from tests.stores.hostkeeping import Engine as HostEngine
 from tests.stores.keeping import Clock, engine, keeper, room
