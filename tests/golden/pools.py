@@ -183,8 +183,9 @@ class Driver:
         for one in self.some(1):
             drafts = self.random.randint(1, 2 * T)
             accepted = sorted(self.random.sample(range(drafts), self.random.randint(0, drafts)))
-            self.call("append", lambda one=one: self.cache.append_tokens(one, [5] * drafts))
-            self.call("keep", lambda one=one: self.cache.keep(one, drafts, accepted))
+            self.call("append", lambda one=one, drafts=drafts: self.cache.append_tokens(one, [5] * drafts))
+            kept = one, drafts, accepted
+            self.call("keep", lambda kept=kept: self.cache.keep(*kept))
 
     def release(self) -> None:
         ids = self.some() + [one for one in self.away if self.random.random() < 0.1]
