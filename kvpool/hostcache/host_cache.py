@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.device.ram import available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.arguments import bool_argument, text_argument
+from kvpool.entry.arguments import bool_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
@@ -29,7 +29,6 @@ from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import clock_argument, secret_argument
 from kvpool.pool.core import MAX_MS
-from kvpool.pool.retention import priority_argument, ttl_argument
 from kvpool.pool.stats import Histogram
 from kvpool.state import hostcache, records
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes

@@ -13,8 +13,7 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.entry.arguments import bool_argument, window_argument
-from kvpool.pool.retention import priority_argument
+from kvpool.entry.arguments import bool_argument, priority_argument, window_argument
 from kvpool.state.arrays import GroupSizes, Settings
 
 KINDS = ("attention", "recurrent", "cross")
