@@ -118,6 +118,10 @@ class Secret:
         hashed.update(before + content)
         return hashed.digest()
 
+    def keys(self, blocks: Bytes | BlockNames) -> Bytes:
+        """Makes keys of names, and leaves keys as they are: uint8[n, KEY_BYTES]."""
+        return self.opaque(blocks) if isinstance(blocks, BlockNames) else blocks
+
     def seal(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
         """Seals of rows of memory under these keys, in these contexts: uint8[n, SEAL_BYTES]. The lock of the
         interpreter is not held while a row is hashed."""
