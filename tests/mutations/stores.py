@@ -68,7 +68,7 @@ MUTATIONS = (
         "seen.st_uid not in (os.geteuid(), 0)",
         "False",
         "Who puts a file in the place of the secret can forge blocks and their seals.",
-        ("tests/stores/test_secret_files.py::test_a_file_of_another_user_is_refused",),
+        ("tests/stores/test_secrets.py::test_a_file_of_another_user_is_refused",),
     ),
     Mutation(
         "what_is_finished_is_told_again_and_again",

@@ -20,10 +20,6 @@ _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",
     "CREATE TABLE store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB, closed INTEGER)",
 )
-_HEADER = "SELECT version, block_bytes, slots, secret, closed FROM store WHERE " + " AND ".join(
-    [*(f"typeof({name}) = 'integer'" for name in ("version", "block_bytes", "slots", "closed"))]
-    + ["typeof(secret) = 'blob'", "length(secret) <= 64"]
-)
 _FITS = "number BETWEEN 0 AND ? AND typeof(content) = 'blob' AND length(content) = ?"
 """of a page. SQLite reads no content to find its length."""
 _NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "locked", "out of memory")
@@ -38,6 +34,10 @@ class Header(NamedTuple):
     slots: int
     secret: bytes
     closed: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.slots
 
 
 class Database:
@@ -86,13 +86,13 @@ class Database:
 
     def _header(self) -> Header | None:
         """Raises DatabaseError for a header that nobody can have written."""
-        count = self._connection.execute("SELECT count(*) FROM (SELECT 1 FROM store LIMIT 2)").fetchone()[0]
-        if not count and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
+        rows = self._connection.execute("SELECT * FROM store LIMIT 2").fetchall()
+        if not rows and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
             return None
-        rows = self._connection.execute(_HEADER).fetchmany(2)
-        if count != 1 or len(rows) != 1 or min(rows[0][:3]) < 1 or rows[0][1] * rows[0][2] > BYTES_MAX:
+        found = Header(*rows[0]) if len(rows) == 1 else Header(0, 0, 0, b"", 0)
+        if [*map(type, found)] != [int, int, int, bytes, int] or min(found[:3]) < 1 or found.nbytes > BYTES_MAX:
             raise sqlite3.DatabaseError("the header is damaged")
-        return Header(*rows[0])
+        return found
 
     def _put_aside(self) -> None:
         """Begin anew. The damaged file stays under another name."""
@@ -109,7 +109,9 @@ class Database:
         """The pages with the numbers [0, ``count``), in any order, and how many others there are. Their content is of
         the right length, and can be anything. Raises OSError."""
         try:
-            fitting = self._connection.execute(f"SELECT number, content FROM pages WHERE {_FITS}", _fits(count))
+            fitting = self._connection.execute(
+                f"SELECT number, content FROM pages WHERE {_FITS}", (count - 1, PAGE_BYTES)
+            )
             found = fitting.fetchall()
             return found, self._connection.execute("SELECT count(*) FROM pages").fetchone()[0] - len(found)
         except sqlite3.Error as error:
@@ -120,7 +122,7 @@ class Database:
         commands: list[tuple[str, Any]] = [("DELETE FROM store", [()])]
         commands.append(("INSERT INTO store VALUES (?, ?, ?, ?, ?)", [tuple(header)]))
         if count is not None:
-            commands.append((f"DELETE FROM pages WHERE NOT ({_FITS})", [_fits(count)]))
+            commands.append((f"DELETE FROM pages WHERE NOT ({_FITS})", [(count - 1, PAGE_BYTES)]))
         self._transaction(commands)
         self.header = header
 
@@ -155,11 +157,6 @@ class Database:
     def _error(self, error: sqlite3.Error) -> OSError:
         number = errno.ENOSPC if "disk is full" in str(error) else errno.EIO
         return OSError(number, f"SQLite: {error}", self._path)
-
-
-def _fits(count: int) -> tuple[int, int]:
-    """The parameters of ``_FITS``, for so many pages."""
-    return count - 1, PAGE_BYTES
 
 
 def _is_no_damage(error: sqlite3.Error) -> bool:

@@ -46,8 +46,7 @@ class DiskStore:
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that. So after a crash the first save of a block that was there at the opening reads it, and writes
-    it again if it has other bytes.
+    its seal finds that. So after a crash the first save of a block that was there at the opening writes it again.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
@@ -197,40 +196,16 @@ class DiskStore:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         names = [key.tobytes() for key in keys]
         left = list(range(len(keys)))
-        self._compare(names, rows, stop)
         while left and not stop():
             left = self._save(left, names, rows, seals, tag, limit, stop, codes)
         return codes
-
-    def _compare(self, names: list[bytes], rows: Rows, stop: Stop) -> None:
-        """Drop the blocks that a crash may have left without their bytes, unless they have those of the rows."""
-        with self._lock:
-            slots = self._index.doubtful(names)
-        compared: dict[int, bool] = {}
-        try:
-            for slot, row in zip(slots, rows.tolist(), strict=True):
-                if slot >= 0 and not stop():
-                    compared[slot] = self._holds(slot, row)
-        finally:
-            with self._lock:
-                self._index.settle(names, slots, compared)
-
-    def _holds(self, slot: int, row: int) -> bool:
-        """Whether a slot has the bytes of a row, as far as it can be read."""
-        try:
-            return self._slab.holds(slot, row)
-        except OSError:
-            self._count_error()
-            return False
 
     def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
               stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
         """Save what no other call is writing. Wait for what another writes, and return its places."""
         with self._lock:
-            answers, failed_syncs = (
-                self._index.reserve([names[place] for place in places], tag, limit),
-                self._failed_syncs,
-            )
+            answers = self._index.reserve([names[place] for place in places], tag, limit)
+            failed_syncs = self._failed_syncs
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
         for place, answer in zip(places, answers, strict=True):
             codes[place] = {slot_index.HERE: OK, slot_index.REFUSED: REFUSED}.get(answer, CANCELLED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -17,15 +17,18 @@ _VICTIMS_MIN = 1024
 
 
 class _Pending(NamedTuple):
+    """``again``: its entry is doubtful, and stays as it is until the bytes are written."""
+
     slot: int
     tag: bytes
+    again: bool = False
 
 
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
     After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
-    right before. A save of it is not acknowledged until its bytes were compared.
+    right before. So the first save of its key writes the slot again, and is not acknowledged before.
 
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
@@ -93,42 +96,23 @@ class Index:
         self._watch(tag, limit)
         for key in keys:
             if key in self._here:
-                answers.append(HERE)
+                answers.append(self._again(key, tag) if self._doubtful[self._here[key]] else HERE)
             elif key in self._pending:
                 answers.append(PENDING)
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
 
-    def doubtful(self, keys: list[bytes]) -> list[int]:
-        """The slots of those keys that are doubtful, -1 for others. They stay as they are until ``settle``."""
-        if not self._doubtful.any():
-            return [-1] * len(keys)
-        found = (self._here.get(key, -1) for key in keys)
-        slots = [slot if slot >= 0 and self._doubtful[slot] else -1 for slot in found]
-        self._pins.update(slot for slot in slots if slot >= 0)
-        return slots
-
-    def settle(self, keys: list[bytes], slots: list[int], compared: Mapping[int, bool]) -> None:
-        """End what ``doubtful`` began. ``compared`` says of slots whether they are right. Entries of those that are not
-        are dropped. What was not compared stays doubtful."""
-        for key, slot in zip(keys, slots, strict=True):
-            if compared.get(slot, False):
-                self._doubtful[slot] = False
-            elif slot in compared and self._here.get(key) == slot:
-                self._drop(self._here, key)
-        self.unpin(slots)
-
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
         for key, seal in zip(reversed(keys), reversed(seals), strict=True):
-            slot, tag = self._pending[key]
+            slot, tag, _ = self._pending[key]
             self._table.set(slot, key, seal, tag, self._model)
 
     def complete(self, keys: list[bytes]) -> None:
         """The table has become durable: from now on these keys are found."""
         for key in reversed(keys):
-            slot, tag = self._pending.pop(key)
+            slot, tag, _ = self._pending.pop(key)
             self._here[key] = slot
             members = self._tags.get(tag)
             if members is not None:
@@ -137,7 +121,10 @@ class Index:
     def abort(self, keys: list[bytes]) -> None:
         """The bytes of these keys will not come, and nobody writes to their slots."""
         for key in keys:
-            slot, tag = self._pending.pop(key)
+            slot, tag, again = self._pending.pop(key)
+            if again and self._table.used[slot]:
+                self._here[key], self._doubtful[slot] = slot, True
+                continue
             self._table.clear(slot)
             self._free.append(slot)
             self._leaves(tag, key)
@@ -188,6 +175,15 @@ class Index:
             members = self._tags.get(self._tag(slot)) if self._tags else None
             if members is not None:
                 members.move_to_end(key)
+
+    def _again(self, key: bytes, tag: bytes) -> int:
+        """The slot of a doubtful entry, or REFUSED while it is read."""
+        slot = self._here[key]
+        if slot in self._pins:
+            return REFUSED
+        del self._here[key]
+        self._doubtful[slot], self._pending[key] = False, _Pending(slot, tag, again=True)
+        return slot
 
     def _take(self, key: bytes, tag: bytes, limit: int, keep: Collection[bytes]) -> int:
         """A slot for a key, or REFUSED."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -23,8 +22,6 @@ PER_PAGE = 46
 """A page of entries and what SQLite adds to it fit into one of SQLite's own pages, of 4,096 bytes."""
 PAGE_BYTES = PER_PAGE * ENTRY.itemsize
 USED_MAX = 1 << 62
-_TOUCHED_AT_ONCE = 8
-
 
 Page = tuple[int, bytes]
 """The number of a page, and its content."""
@@ -34,7 +31,7 @@ class Table:
     """The entries of all slots. Nothing here is durable. The caller holds a lock.
 
     A page is *changed* when the database must get it with the next commit. It is *touched* when only the times of last
-    use differ: some touched pages go with each commit, and all when the store is closed.
+    use differ: such a page goes when the store is closed, or with a change.
     """
 
     def __init__(self, slots: int) -> None:
@@ -43,7 +40,7 @@ class Table:
         self.entries = self._all[:slots]
         self.used: npt.NDArray[np.int64] = self.entries["used"]
         self._changed: set[int] = set()
-        self._touched: dict[int, None] = {}
+        self._touched: set[int] = set()
         self._now = 0
 
     def fill(self, pages: list[Page]) -> None:
@@ -84,18 +81,16 @@ class Table:
     def touch(self, slot: int) -> None:
         """Note that a slot is used now."""
         self.used[slot] = self.now()
-        self._touched[slot // PER_PAGE] = None
+        self._touched.add(slot // PER_PAGE)
 
     def take(self, everything: bool = False) -> list[Page]:
         """Copies of the pages that the database gets now. They count as unchanged from now on."""
         numbers, self._changed = self._changed, set()
-        more = len(self._touched) if everything else min(len(self._touched), _TOUCHED_AT_ONCE)
-        if numbers or everything:
-            numbers.update(itertools.islice(self._touched, more))
-        for number in numbers:
-            self._touched.pop(number, None)
-        size = PER_PAGE
-        return [(n, self._all[n * size : n * size + size].tobytes()) for n in sorted(numbers)]
+        if everything:
+            numbers |= self._touched
+        self._touched -= numbers
+        pages = self._all.reshape(-1, PER_PAGE)
+        return [(number, pages[number].tobytes()) for number in sorted(numbers)]
 
     def give_back(self, pages: Iterable[Page]) -> None:
         """The database has not got these pages."""
