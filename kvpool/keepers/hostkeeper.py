@@ -21,11 +21,10 @@ from kvpool.hostcache.host_leases import HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
+from kvpool.keepers.clients import PATIENCE_SECONDS, Client
 from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.hostloads import HostLoads
 from kvpool.keepers.hostsaves import HostSaves
-from kvpool.keepers.lanes import PATIENCE_SECONDS
-from kvpool.keepers.lines import Line
 from kvpool.stores.queue import StoreQueue, StoreStats
 from kvpool.stores.store import Store
 
@@ -313,15 +312,15 @@ class HostKeeper:
 
 def _open(
     stores: Sequence[Store], tier: HostTier, identity: ModelIdentity, patience: float, clock: Callable[[], float]
-) -> list[Line]:
+) -> list[Client]:
     """Open the stores: all, or none."""
     if not stores:
         raise ValueError("stores=[]: accepted are one or more")
-    lines: list[Line] = []
+    lines: list[Client] = []
     try:
         for store in stores:
             queue = StoreQueue(store, tier.blocks, identity, clock=clock)
-            lines.append(Line(queue, StoreHealth(clock=clock), patience))
+            lines.append(Client(queue, StoreHealth(clock=clock), patience))
     except BaseException:
         for line in lines:
             line.queue.close()

@@ -10,7 +10,7 @@ from itertools import compress
 
 from kvpool.errors import OutOfBlocks, StoreBusy
 from kvpool.hostcache.host_cache import HostCache, Reserved
-from kvpool.keepers.lines import Line
+from kvpool.keepers.clients import Client
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import CODES, OK
@@ -50,7 +50,7 @@ class HostLoads:
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[Line], generation: Callable[[], bytes], room: int, seconds: float,
+        self, cache: HostCache, lines: Sequence[Client], generation: Callable[[], bytes], room: int, seconds: float,
         retry_seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._cache, self._lines, self._generation, self._clock = cache, lines, generation, clock
@@ -191,7 +191,7 @@ class HostLoads:
 
     # -- blocks that come ----------------------------------------------------------------------------
 
-    def _load(self, keys: list[bytes], line: Line) -> None:
+    def _load(self, keys: list[bytes], line: Client) -> None:
         """Reserve blocks for keys that a store has, and load them. What has no room is missed."""
         taken = self._reserve(keys)
         own = taken.keys if taken is not None else ()

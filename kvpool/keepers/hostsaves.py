@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.errors import BlockNotFound, KVPoolError, StoreBusy
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_leases import HostLease
-from kvpool.keepers.lines import Line
+from kvpool.keepers.clients import Client
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import Rows
@@ -30,7 +30,7 @@ class HostSaves:
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[Line], generation: Callable[[], bytes], room: int, seconds: float,
+        self, cache: HostCache, lines: Sequence[Client], generation: Callable[[], bytes], room: int, seconds: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._cache, self._lines, self._generation = cache, lines, generation

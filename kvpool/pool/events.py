@@ -374,6 +374,12 @@ def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: npt.NDArray[n
     return np.lexsort((depth, blocks["tier"], head, depth[head]))
 
 
+def parents_first(blocks: npt.NDArray[np.void]) -> Rows:
+    """An order of the rows of one tier: the children of a block come after it."""
+    ids = np.arange(len(blocks))
+    return _parents_first(blocks, ids, np.full(len(blocks), NONE, np.int32))
+
+
 def _steps_to_root(parent: Rows) -> tuple[Rows, Rows]:
     """For each row, the steps to the row that is its own parent, and that row. It uses doubling, since chains are
     long."""

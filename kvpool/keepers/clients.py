@@ -1,36 +1,38 @@
-"""Line: a store behind a host cache, what is known of it, and its jobs under way."""
+"""Client: a store, what is known of its health, and who is told of its jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvpool.keepers.health import StoreHealth
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue
 
+PATIENCE_SECONDS = 0.1
 Call = Callable[[Job], None]
 
 
-class _Followed(NamedTuple):
-    """Who is told of a job."""
+@dataclass
+class _Pending:
+    """A job, and who is told when it is done, and when no call of the store uses its rows any more."""
 
+    job: Job
     hurried: bool
     done: Call
     returned: Call | None
+    is_done: bool = False
 
 
-class Line:
+class Client:
     """A queue, the health of its store, and who is told of its jobs. Not thread-safe.
 
     ``patience``: in seconds. A job that had less time than this and is late says nothing about its store.
     """
 
-    def __init__(self, queue: StoreQueue, health: StoreHealth, patience: float) -> None:
+    def __init__(self, queue: StoreQueue, health: StoreHealth, patience: float = PATIENCE_SECONDS) -> None:
         self.queue, self.health, self._patience = queue, health, patience
-        self._jobs: dict[Job, _Followed] = {}
-        # Jobs that are done, and whose call hangs.
-        self._done: set[Job] = set()
+        self._jobs: dict[Job, _Pending] = {}
 
     @property
     def busy(self) -> bool:
@@ -44,23 +46,22 @@ class Line:
 
     def follow(self, job: Job, done: Call, returned: Call | None = None) -> None:
         """Call ``done`` when the job is done, and ``returned`` when no call of the store uses its rows any more."""
-        hurried = job.deadline - self.queue.now() < self._patience
-        self._jobs[job] = _Followed(hurried, done, returned)
+        self._jobs[job] = _Pending(job, job.deadline - self.queue.now() < self._patience, done, returned)
 
-    def settle(self) -> None:
-        """Tell of the jobs that were done or returned since the last call."""
-        for job in self.queue.finished():
-            followed = self._jobs.get(job)
-            if followed is None:
+    def settle(self) -> bool:
+        """Tell of the jobs that were done or returned since the last call. Returns whether there were any."""
+        finished = self.queue.finished()
+        for job in finished:
+            pending = self._jobs.get(job)
+            if pending is None:
                 continue
-            if job not in self._done:
-                if not (followed.hurried and "late" in job.counts):
+            if not pending.is_done:
+                pending.is_done = True
+                if not (pending.hurried and "late" in job.counts):
                     self.health.note(job)
-                followed.done(job)
-            if followed.returned is None or job.returned:
+                pending.done(job)
+            if pending.returned is None or job.returned:
                 del self._jobs[job]
-                self._done.discard(job)
-                if followed.returned is not None:
-                    followed.returned(job)
-            else:
-                self._done.add(job)
+                if pending.returned is not None:
+                    pending.returned(job)
+        return bool(finished)
