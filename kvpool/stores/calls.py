@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvpool.stores.store import ABSENT, CODES, DAMAGED, FAILED, OK, SEAL_BYTES, 
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
+Contexts = Sequence[bytes] | None
 
 
 class Calls:
@@ -31,6 +32,7 @@ class Calls:
     def do(self, job: Job, places: Rows) -> tuple[Bytes, str]:
         """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
         own, rows, store = job.keys[places], job.rows[places] if len(job.rows) else NO_ROWS, self._store
+        contexts = _contexts(own)
         try:
             # The store gets copies, which it may write to.
             keys = self.hashed(own)
@@ -43,8 +45,10 @@ class Calls:
                 job.dropped += int(store.clear(job.tag))
                 return NO_CODES, ""
             if job.kind == jobs.SAVE:
-                return self._sealed(job, keys, rows) if job.lend is None else self._lent(job, job.lend, own, keys), ""
-            return self._checked(job, keys, rows), ""
+                if job.lend is not None:
+                    return self._lent(job, job.lend, own, keys), ""
+                return self._sealed(job, keys, rows, contexts), ""
+            return self._checked(job, keys, rows, contexts), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(own), FAILED, np.uint8), _text_of(error)
 
@@ -52,9 +56,9 @@ class Calls:
         """Makes keys of names, and leaves keys as they are."""
         return self._secret.opaque(keys) if isinstance(keys, BlockNames) else keys
 
-    def _sealed(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
+    def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Seal rows and save them."""
-        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory)
+        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
         return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
 
     def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
@@ -69,7 +73,7 @@ class Calls:
                 # What was lent after a job was given up may be something else under the same name.
                 if len(there) and not job.done:
                     own = rows_argument(found[there], len(there), len(self._memory), False)
-                    codes[there] = self._sealed(job, keys[there], own)
+                    codes[there] = self._sealed(job, keys[there], own, _contexts(names[there]))
         except BlockNotFound:
             # The rows may have got other bytes before the store had read them, and their seals would be right.
             codes[:] = ABSENT
@@ -77,13 +81,14 @@ class Calls:
                 self._forget(names)
         return codes
 
-    def _checked(self, job: Job, keys: Bytes, rows: Rows) -> Bytes:
+    def _checked(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
         answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
         codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
         there = np.flatnonzero(codes == OK)
         if len(there) and not job.done:
-            own = self._secret.seal(keys[there], rows[there], self._memory)
+            known = contexts and [contexts[place] for place in there.tolist()]
+            own = self._secret.seal(keys[there], rows[there], self._memory, known)
             wrong = there[(seals[there] != own).any(axis=1)]
             if len(wrong):
                 codes[wrong] = DAMAGED
@@ -97,6 +102,10 @@ class Calls:
             return {str(name): operator.index(value) for name, value in dict(self._store.stats()).items()}
         except Exception:
             return {}
+
+
+def _contexts(keys: Keys) -> Contexts:
+    return keys.contexts if isinstance(keys, BlockNames) else None
 
 
 def _codes(answer: Any, count: int) -> Bytes:

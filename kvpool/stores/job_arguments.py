@@ -26,7 +26,7 @@ def memory_argument(memory: Any) -> Bytes:
 
 def keys_argument(keys: Any) -> Keys:
     if isinstance(keys, BlockNames):
-        return BlockNames(keys.names, keys.generation)
+        return BlockNames(keys.names, keys.generation, keys.contexts)
     # A subclass may answer with another shape than its memory has.
     own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
     if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:

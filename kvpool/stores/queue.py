@@ -140,6 +140,8 @@ class StoreQueue:
         # Asked once: a store may say something else later.
         self._name, self._threads = name_argument(store.name), integer_argument("store.threads", store.threads, 1, 256)
         self._clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
+        self.lasting = bool_argument("store.lasting", getattr(store, "lasting", True))
+        """Whether what the store keeps can outlive the process."""
         self._store, self._clock, self._process = store, clock, Process()
         own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
         try:

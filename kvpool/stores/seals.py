@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,31 +13,38 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores.store import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
 
 SECRET_BYTES = 32
-_NAME = b"kvpool store 2 "
+_NAME = b"kvpool store 3 "
+"""The format of keys and seals. Stores that outlive a process drop what was saved in another."""
 
 
 class BlockNames:
     """Blocks as an engine names them, in place of their keys. A ``StoreQueue`` hashes them on its own threads.
 
     ``names``: bytes for each block. ``generation``: bytes that are hashed before each name. Nothing is found that was
-    saved in another generation. Immutable. A part of it, by a slice or by places
-    int64[n], has the same generation. Raises TypeError.
+    saved in another generation. ``contexts``: for each block what its content depends on, besides its name, such as
+    ``block_context`` gives it; None where names say all. It is not part of the key, and of the seal: a block that was
+    saved in another context is DAMAGED. Immutable. A part of it, by a slice or by places int64[n], has the same
+    generation. Raises TypeError and ValueError.
     """
 
-    __slots__ = ("generation", "names")
+    __slots__ = ("contexts", "generation", "names")
 
-    def __init__(self, names: Iterable[bytes], generation: bytes = b"") -> None:
-        own = tuple(names)
-        if [*map(type, own)].count(bytes) < len(own):
-            own = tuple(_exact(name) for name in own)
-        self.names, self.generation = own, _exact(generation)
+    def __init__(
+        self, names: Iterable[bytes], generation: bytes = b"", contexts: Iterable[bytes] | None = None
+    ) -> None:
+        self.names, self.generation = _exact_all(names), _exact(generation)
+        self.contexts = None if contexts is None else _exact_all(contexts)
+        if self.contexts is not None and len(self.contexts) != len(self.names):
+            raise ValueError(f"contexts has {len(self.contexts)} elements: accepted is one for each of the "
+                             f"{len(self.names)} names")  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, which: slice | Rows) -> BlockNames:
-        chosen = self.names[which] if isinstance(which, slice) else [self.names[place] for place in which.tolist()]
-        return BlockNames(chosen, self.generation)
+        places = range(len(self.names))[which] if isinstance(which, slice) else which.tolist()
+        contexts = None if self.contexts is None else [self.contexts[place] for place in places]
+        return BlockNames([self.names[place] for place in places], self.generation, contexts)
 
 
 class Secret:
@@ -111,18 +118,34 @@ class Secret:
         hashed.update(before + content)
         return hashed.digest()
 
-    def seal(self, keys: Bytes, rows: Rows, memory: Bytes) -> Bytes:
-        """Seals of rows of memory under these keys: uint8[n, SEAL_BYTES]. The lock of the interpreter is not held while
-        a row is hashed."""
+    def seal(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
+        """Seals of rows of memory under these keys, in these contexts: uint8[n, SEAL_BYTES]. The lock of the
+        interpreter is not held while a row is hashed."""
         from blake3 import blake3
 
         length = int(memory.shape[1]).to_bytes(8, "little")
         out = np.empty((len(keys), SEAL_BYTES), np.uint8)
         for place, (key, row) in enumerate(zip(keys, rows.tolist(), strict=True)):
-            hashed = blake3(key.tobytes() + length + self._identity, key=self._seals)
+            context = contexts[place] if contexts else b""
+            fixed = key.tobytes() + length + self._identity + len(context).to_bytes(8, "little")
+            hashed = blake3(fixed + context, key=self._seals)
             hashed.update(memory[row])
             out[place] = np.frombuffer(hashed.digest(SEAL_BYTES), np.uint8)
         return out
+
+
+def block_context(
+    parent: bytes, tokens: npt.NDArray[np.int32], extra: npt.NDArray[np.int64] | None, namespace: bytes, group: int
+) -> bytes:
+    """What a block of a prompt depends on, for ``BlockNames``: no two blocks have the same bytes.
+
+    ``parent``: the pool's key of the block before it, or b"". ``tokens`` int32[n] and ``extra`` int64[n]: its tokens
+    and their extra ids. ``namespace``: bytes that tell it from all others. ``group``: the index of its group of layers.
+    """
+    ids = tokens.astype("<i4").tobytes()
+    more = b"" if extra is None or not extra.any() else extra.astype("<i8").tobytes()
+    sizes = np.array([len(parent), len(namespace), len(ids), group], "<i8").tobytes()
+    return sizes + parent + namespace + ids + more
 
 
 def block_content(tokens: npt.NDArray[np.int32], extra: npt.NDArray[np.int64] | None) -> bytes:
@@ -137,6 +160,11 @@ def check_library() -> None:
         import blake3  # noqa: F401
     except ImportError as error:
         raise ImportError("stores need blake3: pip install 'kvpool[stores]'") from error
+
+
+def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:
+    own = tuple(names)
+    return own if [*map(type, own)].count(bytes) == len(own) else tuple(map(_exact, own))
 
 
 def _exact(name: Any) -> bytes:

@@ -13,7 +13,8 @@ from kvpool.stores.disk.system import System
 from kvpool.stores.disk.table import PAGE_BYTES, Page
 
 NAME = "rows.sqlite"
-VERSION, BYTES_MAX = 1, 1 << 50
+VERSION, BYTES_MAX = 2, 1 << 50
+"""Version 1 has keys and seals of another format."""
 _LOGS = (f"{NAME}-wal", f"{NAME}-shm", f"{NAME}-journal")
 _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",

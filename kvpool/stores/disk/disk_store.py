@@ -57,6 +57,7 @@ class DiskStore:
 
     name = "disk"
     clears = TAG_BYTES
+    lasting = True
 
     def __init__(
         self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,
@@ -74,7 +75,8 @@ class DiskStore:
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(
-            ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "damaged_files", "commits"), 0
+            ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "old_format", "damaged_files", "commits"),
+            0,
         )
         self._slots = self._failed_syncs = 0
 
@@ -82,6 +84,20 @@ class DiskStore:
         return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
 
     # -- begin -----------------------------------------------------------------------------------------
+
+    @property
+    def secret(self) -> bytes:
+        """The secret of the folder, 32 bytes. Makes it, and the folder, if they are not there. Raises what ``open``
+        raises for a folder that cannot be used."""
+        self._process.check(self)
+        if self._opened:
+            return self._folder.secret()
+        folder = _named(self._path, lambda: Folder(self._path))
+        try:
+            own: bytes = folder.secret()
+            return own
+        finally:
+            folder.close()
 
     def open(self, space: Space) -> bytes:
         self._process.check(self)
@@ -114,8 +130,8 @@ class DiskStore:
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
         """How many slots there are. Raises ValueError."""
-        if header is not None and header.version != VERSION:
-            raise ValueError(f"{self._path} has a store of version {header.version}: accepted is {VERSION}")
+        if header is not None and header.version > VERSION:
+            raise ValueError(f"{self._path} has a store of version {header.version}: accepted are up to {VERSION}")
         if header is not None and header.block_bytes != block_bytes:
             sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
             raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
@@ -136,6 +152,10 @@ class DiskStore:
         table, dropped = Table(self._slots), PER_PAGE * others
         table.fill(pages)
         dropped += table.check(min(had, self._slots))
+        if database.header is not None and database.header.version < VERSION:
+            # Nobody asks for the keys of an older format, and no seal of it is right.
+            self._counts["old_format"], count = int(np.count_nonzero(table.used)), 0
+            table = Table(self._slots)
         in_doubt = database.header is not None and not database.header.closed
         database.begin(header, count)
         self._table, self._index = table, Index(table, model, in_doubt)

@@ -119,6 +119,7 @@ class MooncakeStore:
 
     name = "mooncake"
     clears = MODEL_BYTES
+    lasting = True
 
     def __init__(
         self, master: str = "127.0.0.1:50051", *, segment: int = 0, hostname: str = "", metadata: str = "P2PHANDSHAKE",
@@ -136,6 +137,11 @@ class MooncakeStore:
         self._lock, self._counts = threading.Lock(), Counter[str]()
         self._limits = TagLimits()
 
+    @property
+    def secret(self) -> bytes:
+        """The secret that all workers share, 32 bytes."""
+        return self._secret
+
     def __repr__(self) -> str:
         return f"MooncakeStore({self._master!r}, segment={self._segment})"
 
@@ -148,7 +154,7 @@ class MooncakeStore:
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
         model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
-        kind = "kvpool2-" if self._transform is None else "kvpool2t-"
+        kind = "kvpool3-" if self._transform is None else "kvpool3t-"
         self._prefix = f"{kind}{model.hexdigest()}-"
         held = SEAL_BYTES if self._transform is None else space.block_bytes + self._extra + SEAL_BYTES
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
@@ -160,6 +166,8 @@ class MooncakeStore:
             if self._transform is None:
                 made.register(space.memory)
             made.register(own)
+            old = made.remove_matching(f"^kvpool2t?-{model.hexdigest()}-")
+            self._count("old_format" if old >= 0 else client.reason(old), max(old, int(old < 0)))
         except BaseException:
             made.close()
             raise
@@ -219,9 +227,10 @@ class MooncakeStore:
     def stats(self) -> dict[str, int]:
         """``segment``: bytes lent to the cluster. ``calls``: under way. Then blocks, by what became of them: one for
         each of the library's errors; ``not_stored`` (it said that it stored them, and they are not there);
-        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit."""
+        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit;
+        ``old_format``, dropped when it was opened."""
         made = self._client
-        names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped")
+        names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped", "old_format")
         with self._lock:
             return {
                 "segment": self._segment,
