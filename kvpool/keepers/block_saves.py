@@ -8,8 +8,6 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
-import numpy as np
-
 from kvpool.errors import StoreBusy
 from kvpool.keepers.bridge_events import BridgeEvents
 from kvpool.keepers.known_content import ON_HOST, Content, KnownContent, Namespace

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool.keepers.health import StoreHealth
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue
+from kvpool.stores.store_health import StoreHealth
 
 PATIENCE_SECONDS = 0.1
 Call = Callable[[Job], None]

@@ -22,11 +22,11 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.clients import PATIENCE_SECONDS, Client
-from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.hostloads import HostLoads
 from kvpool.keepers.hostsaves import HostSaves
 from kvpool.stores.queue import StoreQueue, StoreStats
 from kvpool.stores.store import Store
+from kvpool.stores.store_health import StoreHealth, seconds_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
@@ -29,7 +26,6 @@ from kvpool.keepers.block_saves import OnCommit, OnEviction, OnReuse, Rule, Save
 from kvpool.keepers.bridge_events import BridgeEvents
 from kvpool.keepers.choice import LoadOrCompute
 from kvpool.keepers.forgetting import Forgetter, Forgotten
-from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
 from kvpool.keepers.known_content import Content, KnownContent, Namespace
 from kvpool.keepers.loading import Loader, Prefetch
 from kvpool.keepers.staged_store import StagedStore
@@ -39,6 +35,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import Store
+from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -465,8 +462,8 @@ class _Unread:
         self._first, self._last = int(events.bounds[events.before_snapshot]) if self._whole else 0, len(events.records)
 
     def next(self, rows: int) -> tuple[Events, int, int, bool] | None:
-        """Events, the first and the last of their rows that are new, and whether these are a snapshot. None if there are
-        none. Raises PoolClosed."""
+        """Events, the first and the last of their rows that are new, and whether these are a snapshot. None if nothing
+        is new. Raises PoolClosed."""
         if self._first == self._last:
             cursor, self._whole = self._events.cursor, False
             self._events = self._pool.events(since=cursor)
@@ -530,8 +527,8 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
     lasting = [store.name for store in stores if getattr(store, "lasting", True)]
     if lasting and not pool.core.config.lasting_secret:
         raise ValueError(
-            f"pool: its secret is random, so nothing that the store {lasting[0]!r} keeps would be found after a restart: "
-            "accepted is KVCacheManager(..., secret=store.secret)"
+            f"pool: its secret is random, so nothing that the store {lasting[0]!r} keeps would be found after a "
+            "restart: accepted is KVCacheManager(..., secret=store.secret)"
         )
 
 

@@ -25,8 +25,8 @@ class Content:
 
     ``key``, ``parent``: the pool's keys of it and of the block before, 16 bytes each. ``tokens``: as bytes, with the
     ``extra`` ids, if there are any. ``on``: the tiers of the pool that have it, as bits. ``saved``: the stores that are
-    known to have it, as bits; ``saving``: those that are asked to save it, or wait to be. Equal ones have one key in one
-    group.
+    known to have it, as bits; ``saving``: those that are asked to save it, or wait to be. Equal ones have one key
+    in one group.
     """
 
     __slots__ = ("extra", "group", "key", "name", "namespace", "on", "parent", "priority", "saved", "saving", "tokens")

@@ -137,7 +137,8 @@ class _Chunk:
 @dataclass(eq=False)
 class _Race:
     """What one prefetch loads from one store against the engine, which may compute it sooner. ``items``: blocks to load
-    in all groups of layers, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job did."""
+    in all groups of layers, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job
+    did."""
 
     choice: LoadOrCompute
     load: Load

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.keepers.clients import Client
-from kvpool.keepers.health import StoreHealth
 from kvpool.keepers.known_content import Content, Namespace, namespace_bytes
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
@@ -20,6 +19,7 @@ from kvpool.state import saving
 from kvpool.state.records import EXTRA
 from kvpool.stores.queue import StoreQueue
 from kvpool.stores.store import Bytes, Rows, Store
+from kvpool.stores.store_health import StoreHealth
 
 PAGE_BYTES = 4096
 OWNER = "kvpool keeper"

@@ -238,8 +238,8 @@ class Taken(NamedTuple):
 
 
 def take(states: States, names: Names, snapshot: bool, since: int | None = None) -> Taken:
-    """Copy the ring: what was not read, and it counts as read then; or what came ``since``. With ``snapshot``, also copy
-    what is cached. The caller holds the state lock. Raises ValueError for a place that was not reached."""
+    """Copy the ring: what was not read, and it counts as read then; or what came ``since``. With ``snapshot``, also
+    copy what is cached. The caller holds the state lock. Raises ValueError for a place that was not reached."""
     numbers, kept = states.ring.numbers, states.ring
     first, last = int(numbers[N.read]), int(numbers[N.next])
     if since is not None:
