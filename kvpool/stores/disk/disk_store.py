@@ -75,7 +75,15 @@ class DiskStore:
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(
-            ("io_errors", "opened_blocks", "other_model_blocks", "dropped_rows", "old_format", "damaged_files", "commits"),
+            (
+                "io_errors",
+                "opened_blocks",
+                "other_model_blocks",
+                "dropped_rows",
+                "old_format",
+                "damaged_files",
+                "commits",
+            ),
             0,
         )
         self._slots = self._failed_syncs = 0
