@@ -8,13 +8,15 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
+import numpy as np
+
 from kvpool.errors import StoreBusy
 from kvpool.keepers.bridge_events import BridgeEvents
 from kvpool.keepers.known_content import ON_HOST, Content, KnownContent, Namespace
 from kvpool.keepers.staged_store import PoolCopies, StagedStore, uses
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.ring import STORED
-from kvpool.stores.jobs import Job
+from kvpool.stores.jobs import SAVE, Job
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import CODES, OK, REFUSED, Rows
@@ -86,27 +88,28 @@ class Saver:
         be saved now."""
         for store, line in self._lines.items():
             left = blocks
-            while line and store.free_for_saves and left > 0:
+            while line and store.client.free(SAVE) and left > 0:
                 left -= self._save(store, line)
-        return any(line and store.free_for_saves for store, line in self._lines.items())
+        return any(line and store.client.free(SAVE) for store, line in self._lines.items())
 
     def _save(self, store: StagedStore, line: dict[Content, None]) -> int:
         """Save the first contents of a line that are alike: of one namespace and one group of layers. Returns how many
         left it."""
-        if not store.health.usable(writes=True):
+        if not store.client.usable(SAVE):
             count = len(line)
             self._give_up(store, list(line), "suspended")
             return count
         first = next(iter(line))
         alike = takewhile(lambda one: (one.namespace, one.group) == (first.namespace, first.group), line)
-        chosen = list(islice(alike, max(1, min(store.free_for_saves, CHUNK_BYTES // store.queue.block_bytes))))
+        rows = store.client.take(SAVE, max(1, CHUNK_BYTES // store.client.queue.block_bytes))
+        chosen = list(islice(alike, len(rows)))
         for content in chosen:
             del line[content]
-        rows = store.take(len(chosen))
-        there = self._copies.copy(chosen, store.memory, rows.tolist())
-        store.give_back(rows[~there])
-        self._give_up(store, [one for one, came in zip(chosen, there, strict=True) if not came], "evicted")
-        good = [one for one, came in zip(chosen, there, strict=True) if came]
+        there = np.zeros(len(rows), np.bool_)
+        there[: len(chosen)] = self._copies.copy(chosen, store.client.memory, rows.tolist())
+        store.client.give_back(rows[~there])
+        self._give_up(store, [one for one, came in zip(chosen, there, strict=False) if not came], "evicted")
+        good = [one for one, came in zip(chosen, there, strict=False) if came]
         if good:
             self._begin(store, good, rows[there])
         return len(chosen)
@@ -114,15 +117,15 @@ class Saver:
     def _begin(self, store: StagedStore, contents: list[Content], rows: Rows) -> None:
         whose = contents[0].whose
         nbytes = self._options.quotas.get(whose)
-        limit = NO_LIMIT if nbytes is None else nbytes // store.queue.block_bytes
+        limit = NO_LIMIT if nbytes is None else nbytes // store.client.queue.block_bytes
         names = BlockNames(map(self._known.name, contents), contexts=[content.context for content in contents])
         deadline = self._clock() + self._options.deadline
+        done = partial(self._saved, store, contents)
         try:
-            job = store.queue.save(names, rows, tag=store.tag(whose), limit=limit, deadline=deadline)
+            store.client.save(names, rows, done, tag=store.tag(whose), limit=limit, deadline=deadline)
         except StoreBusy:
-            store.give_back(rows)
-            return self._give_up(store, contents, "queue_full")
-        store.client.follow(job, partial(self._saved, store, contents), lambda _: store.give_back(rows))
+            store.client.give_back(rows)
+            self._give_up(store, contents, "queue_full")
 
     def _saved(self, store: StagedStore, contents: list[Content], job: Job) -> None:
         kept = (job.codes == OK).tolist()

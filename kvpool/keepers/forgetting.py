@@ -76,17 +76,19 @@ class Forgetter:
         """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
         contents = self._known.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
         for store in self._stores:
-            store.queue.check_forget(len(contents))
+            store.client.queue.check_forget(len(contents))
         named, names = set(contents), BlockNames(map(self._known.name, contents))
         count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
-        return self._drop(count, named.__contains__, lambda store: store.queue.forget(names))
+        return self._drop(count, named.__contains__, lambda store: store.client.queue.forget(names))
 
     def namespace(self, namespace: Namespace) -> Forgotten:
         """Forget all content of a namespace. Raises ValueError for a store that cannot."""
         self._check(TAG_BYTES, "drop a namespace")
         count = self._pool.forget(namespace=namespace)
         return self._drop(
-            count, lambda content: content.whose == namespace, lambda store: store.queue.clear(store.tag(namespace))
+            count,
+            lambda content: content.whose == namespace,
+            lambda store: store.client.queue.clear(store.tag(namespace)),
         )
 
     def everything(self, force: bool) -> Forgotten:
@@ -95,16 +97,16 @@ class Forgetter:
         self._check(MODEL_BYTES, "be cleared")
         self._pool.reset(force)
         self._loader.stop_all("reset")
-        return self._drop(None, lambda content: True, lambda store: store.queue.clear())
+        return self._drop(None, lambda content: True, lambda store: store.client.queue.clear())
 
     def _check(self, size: int, what: str) -> None:
         """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
         for store in self._stores:
-            if store.queue.clears < size:
+            if store.client.queue.clears < size:
                 raise ValueError(
                     f"the store {store.name!r} cannot {what}: accepted are stores that can, see Store.clears"
                 )
-            store.queue.check_forget(1)
+            store.client.queue.check_forget(1)
 
     def _drop(
         self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StagedStore], Job]
@@ -115,7 +117,7 @@ class Forgetter:
         jobs = {store.name: begin(store) for store in self._stores}
         for store in self._stores:
             # What had ended before: it is noted now, and then taken back.
-            store.client.settle()
+            store.client.poll()
         self._saver.give_up("forgotten", concerns)
         known = [content for content in self._known.all() if content.saved and concerns(content)]
         for store in self._stores:

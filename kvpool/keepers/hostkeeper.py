@@ -21,12 +21,12 @@ from kvpool.hostcache.host_leases import HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
-from kvpool.keepers.clients import PATIENCE_SECONDS, Client
 from kvpool.keepers.hostloads import HostLoads
 from kvpool.keepers.hostsaves import HostSaves
-from kvpool.stores.queue import StoreQueue, StoreStats
+from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import Store
-from kvpool.stores.store_health import StoreHealth, seconds_argument
+from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
+from kvpool.stores.store_health import seconds_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -278,7 +278,7 @@ class HostKeeper:
             over = line.queue.close(timeout) and over
             if not self._cache.closed:
                 with DeferSignals():
-                    line.settle()
+                    line.poll()
         return over
 
     def __enter__(self) -> Self:
@@ -303,24 +303,23 @@ class HostKeeper:
     def _settle(self) -> None:
         """Note what the stores have done."""
         for line in self._lines:
-            line.settle()
+            line.poll()
 
     @property
     def _busy(self) -> bool:
-        return self.pending or any(line.busy for line in self._lines)
+        return self.pending or any(line.under_way for line in self._lines)
 
 
 def _open(
     stores: Sequence[Store], tier: HostTier, identity: ModelIdentity, patience: float, clock: Callable[[], float]
-) -> list[Client]:
+) -> list[StoreClient]:
     """Open the stores: all, or none."""
     if not stores:
         raise ValueError("stores=[]: accepted are one or more")
-    lines: list[Client] = []
+    lines: list[StoreClient] = []
     try:
         for store in stores:
-            queue = StoreQueue(store, tier.blocks, identity, clock=clock)
-            lines.append(Client(queue, StoreHealth(clock=clock), patience))
+            lines.append(StoreClient(store, tier.blocks, identity, patience=patience, clock=clock))
     except BaseException:
         for line in lines:
             line.queue.close()

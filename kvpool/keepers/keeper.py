@@ -35,6 +35,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import Store
+from kvpool.stores.store_client import StoreClient, staging_rows
 from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
 
 if TYPE_CHECKING:
@@ -156,18 +157,20 @@ class Keeper:
         nbytes = max(group.block_bytes for group in pool.groups)
         try:
             for store, health in zip(chosen, healths, strict=True):
-                self._stores.append(StagedStore(len(self._stores), store, identity, rows, nbytes, health, clock))
+                memory = staging_rows(rows, nbytes)
+                client = StoreClient(store, memory, identity, health=health, staging=True, clock=clock)
+                self._stores.append(StagedStore(len(self._stores), client))
             self._told = BridgeEvents(pool, [store.name for store in self._stores])
             self._unread = _Unread(pool)
         except BaseException:
             for opened in self._stores:
-                opened.queue.close(1.0)
+                opened.client.close(1.0)
             raise
         blocks, kinds = pool.device_blocks + pool.host_blocks, sum(group.kind != "cross" for group in pool.groups)
         self._known = KnownContent(pool.groups, pool.tokens_per_block, blocks + 4096)
         choices = [
             None if prefill_tokens_per_s is None
-            else LoadOrCompute(prefill_tokens_per_s, kinds * store.queue.block_bytes, pool.tokens_per_block)
+            else LoadOrCompute(prefill_tokens_per_s, kinds * store.client.queue.block_bytes, pool.tokens_per_block)
             for store in self._stores
         ]  # fmt: skip
         shared = pool, self._stores, self._known, self._told
@@ -318,8 +321,8 @@ class Keeper:
             saver.saved_blocks, saver.saved_bytes, loader.loaded_blocks, loader.loaded_bytes, loader.found_blocks,
             {(one.name, reason): count for one in self._stores for reason, count in Counter(one.dropped).items()},
             dict(loader.ended), self._told.dropped + self._unread.missed, saver.waiting, loader.promoted,
-            loader.under_way, {one.name: one.queue.stats() for one in self._stores},
-            {one.name: one.health.stats() for one in self._stores},
+            loader.under_way, {one.name: one.client.queue.stats() for one in self._stores},
+            {one.name: one.client.health.stats() for one in self._stores},
         )  # fmt: skip
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -336,11 +339,8 @@ class Keeper:
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
         for store in self._stores:
-            over = store.queue.close(max(0.0, end - time.monotonic())) and over
-        with self._lock:
-            for store in self._stores if not self._thread.is_alive() else ():
-                # What was cancelled is counted.
-                store.client.settle()
+            close = store.client.queue.close if self._thread.is_alive() else store.client.close
+            over = close(max(0.0, end - time.monotonic())) and over
         return over
 
     def __enter__(self) -> Self:
@@ -358,7 +358,7 @@ class Keeper:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
                 for store in self._stores:
-                    selector.register(store.queue.fileno(), selectors.EVENT_READ)
+                    selector.register(store.client.queue.fileno(), selectors.EVENT_READ)
                 wait = 0.0
                 while not self._closing:
                     if any(key.fd == self._wake for key, _ in selector.select(wait)):
@@ -385,7 +385,7 @@ class Keeper:
         """One round of work. Returns how long to wait for the next."""
         for _ in range(len(self._orders)):
             self._orders.popleft().do()
-        busy = sum(store.client.settle() for store in self._stores) > 0
+        busy = sum(store.client.poll() for store in self._stores) > 0
         # What the pool did before a prefetch was asked for is known when it begins.
         asked = len(self._asked)
         behind = self._apply()
@@ -400,7 +400,7 @@ class Keeper:
         with self._lock:
             self._turns += 1
             idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
-            self._quiet = idle and not any(store.client.busy for store in self._stores)
+            self._quiet = idle and not any(store.client.under_way for store in self._stores)
             if self._quiet:
                 self._idle.ring()
         if more or busy or self._turns < self._awaited:

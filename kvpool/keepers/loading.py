@@ -24,9 +24,9 @@ from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.state.ring import REMOVED, STORED
-from kvpool.stores.jobs import Job
+from kvpool.stores.jobs import FIND, LOAD, Job
 from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import ABSENT, DAMAGED, LATE, OK, Rows
+from kvpool.stores.store import ABSENT, DAMAGED, LATE, OK
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
@@ -116,22 +116,12 @@ class _Wanted(NamedTuple):
     store: int
 
 
-@dataclass(eq=False)
-class _Chunk:
-    """Blocks of one prompt that one job loads into rows. The rows are given back when the job is returned and they are
-    not ``read`` any more."""
+class _Chunk(NamedTuple):
+    """Blocks of one prompt that one job loads into rows, which are held until they have entered the pool."""
 
     wanted: list[_Wanted]
     store: StagedStore
-    rows: Rows
     job: Job
-    read: bool = True
-    given: bool = False
-
-    def settle(self) -> None:
-        if self.job.returned and not self.read and not self.given:
-            self.given = True
-            self.store.give_back(self.rows)
 
 
 @dataclass(eq=False)
@@ -248,17 +238,17 @@ class Loader:
                      for i in np.flatnonzero(source < 0).tolist() if i >= fetch.first and not chain[i].on]  # fmt: skip
             if not asked:
                 break
-            if not store.health.usable():
+            if not store.client.usable(FIND):
                 continue
             now, end = self._clock(), fetch.handle.deadline
             # One store that hangs leaves time for those behind it.
             deadline = end if store is self._stores[-1] else now + (end - now) / 2
-            names = BlockNames(self._known.name(content) for _, content in asked)
+            names, tag = BlockNames(self._known.name(content) for _, content in asked), store.tag(asked[0][1].whose)
             try:
-                fetch.finding = store.queue.find(names, tag=store.tag(asked[0][1].whose), deadline=deadline)
+                done = partial(self._found, fetch, store, asked)
+                fetch.finding = store.client.find(names, done, tag=tag, deadline=deadline)
             except StoreBusy:
                 continue
-            store.client.follow(fetch.finding, partial(self._found, fetch, store, asked))
             return
         self._plan(fetch)
 
@@ -321,7 +311,7 @@ class Loader:
             ahead += sum(len(chunk.wanted) for other in self._fetches for chunk in other.chunks
                          if chunk.store.index == store)  # fmt: skip
             places = len({one.place for one in own})
-            load = choice.choose(places, ahead * self._stores[store].queue.block_bytes)
+            load = choice.choose(places, ahead * self._stores[store].client.queue.block_bytes)
             if not load.blocks:
                 return own[0].place
             fetch.races[store] = _Race(choice, load, len(own), self._clock())
@@ -360,9 +350,9 @@ class Loader:
                 self._stop(fetch, "loaded")
             return False
         store = self._stores[fetch.wanted[0].store]
-        size = max(1, CHUNK_BYTES // store.queue.block_bytes)
-        share = max(1, store.queue.slots // (2 * CHUNKS_UNDER_WAY))
-        count = min(size, share, store.free_for_loads, self._room)
+        client, queue = store.client, store.client.queue
+        size, share = max(1, CHUNK_BYTES // queue.block_bytes), max(1, queue.slots // (2 * CHUNKS_UNDER_WAY))
+        count = min(size, share, client.free(LOAD), self._room)
         chosen: list[_Wanted] = []
         while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == store.index:
             if fetch.wanted[0].content in self._coming:
@@ -371,23 +361,26 @@ class Loader:
             chosen.append(fetch.wanted.popleft())
         if not chosen:
             return False
-        contents, rows = [one.content for one in chosen], store.take(len(chosen))
+        contents, rows, deadline = (
+            [one.content for one in chosen],
+            client.take(LOAD, len(chosen)),
+            fetch.handle.deadline,
+        )
         names = BlockNames(map(self._known.name, contents), contexts=[content.context for content in contents])
         try:
-            job = store.queue.load(names, rows, tag=store.tag(contents[0].whose), deadline=fetch.handle.deadline)
+            done = partial(self._loaded, fetch, store, contents)
+            job = client.load(names, rows, done, tag=store.tag(contents[0].whose), deadline=deadline, hold=True)
         except StoreBusy:
-            store.give_back(rows)
+            client.give_back(rows)
             fetch.wanted.extendleft(reversed(chosen))
             return False
-        chunk = _Chunk(chosen, store, rows, job)
-        fetch.chunks.append(chunk)
-        self._coming.update(dict.fromkeys(contents, fetch.handle.deadline))
-        store.client.follow(job, partial(self._loaded, fetch, chunk), lambda _: chunk.settle())
+        fetch.chunks.append(_Chunk(chosen, store, job))
+        self._coming.update(dict.fromkeys(contents, deadline))
         return True
 
-    def _loaded(self, fetch: _Fetch, chunk: _Chunk, job: Job) -> None:
+    def _loaded(self, fetch: _Fetch, store: StagedStore, contents: list[Content], job: Job) -> None:
         """A job is done. Blocks enter the pool in the order of the prompt."""
-        self._note(chunk.store, [one.content for one in chunk.wanted], job, (), (ABSENT, DAMAGED))
+        self._note(store, contents, job, (), (ABSENT, DAMAGED))
         while fetch in self._fetches and fetch.chunks and fetch.chunks[0].job.done:
             self._enter(fetch, fetch.chunks[0])
 
@@ -395,19 +388,17 @@ class Loader:
         """Import the leading blocks of the first chunk of a prompt."""
         if fetch.generation != self._generation():
             return self._stop(fetch, "reset")
-        leading = chunk.job.leading
+        leading, memory = chunk.job.leading, chunk.store.client.memory
         try:
-            for run in _runs(list(zip(chunk.wanted[:leading], chunk.rows.tolist(), strict=False))):
-                if not self._import(fetch, [one for one, _ in run], [chunk.store.memory[row] for _, row in run]):
+            for run in _runs(list(zip(chunk.wanted[:leading], chunk.job.rows.tolist(), strict=False))):
+                if not self._import(fetch, [one for one, _ in run], [memory[row] for _, row in run]):
                     return self._stop(fetch, "full")
         except DeviceError:
             leading = 0
         self._came(fetch, chunk.store.index, leading, chunk.job.began)
         if leading < len(chunk.wanted):
             return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
-        fetch.chunks.popleft()
-        chunk.read = False
-        chunk.settle()
+        chunk.store.client.release(fetch.chunks.popleft().job)
         if not fetch.wanted and not fetch.chunks:
             self._stop(fetch, "loaded")
 
@@ -459,8 +450,7 @@ class Loader:
         self._fetches.remove(fetch)
         for chunk in fetch.chunks:
             chunk.job.cancel()
-            chunk.read = False
-            chunk.settle()
+            chunk.store.client.release(chunk.job)
             for one in chunk.wanted:
                 if one.content not in self._promoted:
                     self._coming.pop(one.content, None)

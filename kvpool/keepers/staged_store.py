@@ -3,72 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
-from kvpool.hostcache.identity import ModelIdentity
-from kvpool.keepers.clients import Client
 from kvpool.keepers.known_content import Content, Namespace, namespace_bytes
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state import saving
 from kvpool.state.records import EXTRA
-from kvpool.stores.queue import StoreQueue
-from kvpool.stores.store import Bytes, Rows, Store
-from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.store import Bytes, Rows
+from kvpool.stores.store_client import StoreClient
 
-PAGE_BYTES = 4096
 OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
 
 
 class StagedStore:
-    """A store, its client and its staging rows. The keeper's thread owns it.
+    """A store behind a pool: its client, which has staging rows, and what was not saved there. The keeper's thread owns
+    it."""
 
-    Half of the rows are kept for loads, so that saves never make them wait for a row.
-    """
-
-    def __init__(
-        self, index: int, store: Store, identity: ModelIdentity, rows: int, nbytes: int, health: StoreHealth,
-        clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        self.index, self.health = index, health
-        self.queue = StoreQueue(store, _staging_rows(rows, nbytes), identity, clock=clock)
-        self.client, self.memory, self.name = Client(self.queue, health), self.queue.memory, self.queue.name
-        self._free = list(range(rows))
-        self._reserved = rows // 2
+    def __init__(self, index: int, client: StoreClient) -> None:
+        self.index, self.client, self.name = index, client, client.name
         self._tags: dict[Namespace, bytes] = {}
         self.dropped: Counter[str] = Counter()
         """saves that were given up, by reason"""
-
-    @property
-    def free_for_loads(self) -> int:
-        return len(self._free)
-
-    @property
-    def free_for_saves(self) -> int:
-        return max(0, len(self._free) - self._reserved)
 
     def tag(self, namespace: Namespace) -> bytes:
         """The name of a namespace in the store."""
         if namespace not in self._tags:
             if len(self._tags) >= 4096:
                 self._tags.clear()
-            self._tags[namespace] = self.queue.secret.tag(namespace_bytes(namespace))
+            self._tags[namespace] = self.client.secret.tag(namespace_bytes(namespace))
         return self._tags[namespace]
-
-    def take(self, count: int) -> Rows:
-        """Free rows for a job."""
-        taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
-        return np.array(taken, np.int64)
-
-    def give_back(self, rows: Rows) -> None:
-        """Rows that no job uses."""
-        self._free += rows.tolist()
 
 
 class PoolCopies:
@@ -154,14 +124,6 @@ def uses(pool: KVCacheManager, group: int, contents: Sequence[Content]) -> list[
         pool.core.check_open()
         saving.uses(pool.core.states.heads, group, keys, out)
     return out.tolist()
-
-
-def _staging_rows(count: int, nbytes: int) -> Bytes:
-    """Rows in main memory, uint8[count, whole pages], which begin at a page: so direct I/O can use them."""
-    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    raw = np.zeros(count * size + PAGE_BYTES, np.uint8)
-    start = -raw.ctypes.data % PAGE_BYTES
-    return raw[start : start + count * size].reshape(count, size)
 
 
 def _ended(lease: Lease) -> bool:
