@@ -50,8 +50,8 @@ class HostLoads:
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int, seconds: float,
-        retry_seconds: float, clock: Callable[[], float],
+        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int,
+        seconds: float, retry_seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._cache, self._lines, self._generation, self._clock = cache, lines, generation, clock
         self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds

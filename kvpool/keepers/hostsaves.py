@@ -30,8 +30,8 @@ class HostSaves:
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int, seconds: float,
-        clock: Callable[[], float],
+        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int,
+        seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._cache, self._lines, self._generation = cache, lines, generation
         self._at_once = max(1, min(AT_ONCE, room // sum(line.queue.savers for line in lines)))
