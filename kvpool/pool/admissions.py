@@ -122,18 +122,13 @@ class Admissions:
                 with suppress(KVPoolError):
                     core.decide(None, verbs.release, admitted, True, core.now(), ids=admitted)
 
-        signals = DeferSignals()
-        try:
-            with signals:
-                signals.undo = release
-                on = NULL_STREAM if stream is None else stream
-                now = core.now() if now is None else now
-                n = core.decide(on, self._admit_named, rows, out, now, allow_partial, keys)
-                found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
-                return answer(found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused)
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            signals.undo = release
+            on = NULL_STREAM if stream is None else stream
+            now = core.now() if now is None else now
+            n = core.decide(on, self._admit_named, rows, out, now, allow_partial, keys)
+            found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
+            return answer(found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused)
 
     def plan(self, keys: list[BlockKeys], encoder_tokens: Any) -> Plan:
         """What ``KVCacheManager.plan_batch`` does."""

@@ -40,15 +40,10 @@ class Branches:
                 with suppress(KVPoolError):
                     self._core.decide(None, verbs.release, new, True, self._core.now(), ids=new)
 
-        signals = DeferSignals()
-        try:
-            with signals:
-                signals.undo = release
-                self._core.decide(stream, verbs.fork, which, out, ids=which)
-                return out[0] if is_integer(ids) else out
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            signals.undo = release
+            self._core.decide(stream, verbs.fork, which, out, ids=which)
+            return out[0] if is_integer(ids) else out
 
     def reorder(self, ids: Any, parents: Any, store: bool, stream: Any) -> None:
         """What ``KVCacheManager.reorder`` does."""

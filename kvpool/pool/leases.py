@@ -158,31 +158,26 @@ class Leases:
         only = int(records.NONE) if group is None else core.config.group(group)
         now, on = core.now(), None if stream is None else core.as_stream(stream)
         core.refuse_inside("pin")
-        signals = DeferSignals()
-        try:
-            with signals:
-                with core.lock:
-                    core.check_open()
-                    lease = self._take_lease(owner, keys, ids, tier, only, now, on)
-                    if isinstance(lease, int):
-                        return missing(lease)
-                    signals.undo = partial(self._close_open, lease)
-                    ids = self._open[lease.id].ids
-                    core.note(WILL_READ, on, ids)
-                    # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be
-                    # noticed below.
-                    behind = core.transfer.collect() or core.transfer.waiting
-                if behind:
-                    core.transfer.drain()
-                    lost = self._drop_lost(lease, ids, now)
-                    if lost is not None:
-                        return missing(lost if keys is None else _place_of_key(keys, lease, lost))
-                if on is None and core.transfer.order is not None:
-                    self._await(lease, ids)
-                return lease
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            with core.lock:
+                core.check_open()
+                lease = self._take_lease(owner, keys, ids, tier, only, now, on)
+                if isinstance(lease, int):
+                    return missing(lease)
+                signals.undo = partial(self._close_open, lease)
+                ids = self._open[lease.id].ids
+                core.note(WILL_READ, on, ids)
+                # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be
+                # noticed below.
+                behind = core.transfer.collect() or core.transfer.waiting
+            if behind:
+                core.transfer.drain()
+                lost = self._drop_lost(lease, ids, now)
+                if lost is not None:
+                    return missing(lost if keys is None else _place_of_key(keys, lease, lost))
+            if on is None and core.transfer.order is not None:
+                self._await(lease, ids)
+            return lease
 
     def _close_open(self, lease: Lease) -> None:
         """After any error, nobody has got the lease."""

@@ -895,17 +895,12 @@ class KVCacheManager:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
         if since is not None:
             since = integer_argument("since", since, 0, 1 << 62)
-        signals = DeferSignals()
-        try:
-            with signals:
-                with self.core.lock:
-                    self.core.check_open()
-                    taken = kv_events.take(self.core.states, self.core.names, snapshot, since)
-                    signals.undo = partial(self._put_back, taken)
-                return kv_events.decode(taken)
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            with self.core.lock:
+                self.core.check_open()
+                taken = kv_events.take(self.core.states, self.core.names, snapshot, since)
+                signals.undo = partial(self._put_back, taken)
+            return kv_events.decode(taken)
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self.core.lock:

@@ -253,18 +253,13 @@ class Reservations:
                 with suppress(KVPoolError):
                     self.abort(new[0])
 
-        signals = DeferSignals()
-        try:
-            with signals:
-                signals.undo = abort
-                core.decide(on, take, row)
-                if on is None and core.transfer.order is not None:
-                    self._wait_until_free(new)
-                    self._expect_writes(new[0])
-                return new[0]
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            signals.undo = abort
+            core.decide(on, take, row)
+            if on is None and core.transfer.order is not None:
+                self._wait_until_free(new)
+                self._expect_writes(new[0])
+            return new[0]
 
     def loadable(self, which: Ids, stream: Any) -> list[Loadable]:
         """What ``KVCacheManager.loadable`` does."""

@@ -79,25 +79,20 @@ class Together:
         steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
         now, results = core.now(), list[Any]()
         core.refuse_inside("apply")
-        signals = DeferSignals()
-        try:
-            with signals:
-                signals.undo = partial(self._give_back, results)
-                with core.lock, _collector.off():
-                    core.check_open()
-                    if on is None:
-                        core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
-                    accesses = self._decide(steps, results, now)
-                core.transfer.drain()
-                for access in accesses:
-                    access.__exit__(None, None, None)
-                for i, found in enumerate(results):
-                    if isinstance(found, Lease) and not self._leases.settle(found, now):
-                        results[i] = None
-                return results
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            signals.undo = partial(self._give_back, results)
+            with core.lock, _collector.off():
+                core.check_open()
+                if on is None:
+                    core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
+                accesses = self._decide(steps, results, now)
+            core.transfer.drain()
+            for access in accesses:
+                access.__exit__(None, None, None)
+            for i, found in enumerate(results):
+                if isinstance(found, Lease) and not self._leases.settle(found, now):
+                    results[i] = None
+            return results
 
     def _decide(self, steps: list[Step], results: list[Any], now: int) -> list[Any]:
         """Do all steps, or none. Returns the host accesses of the leases that were closed. The state lock is held."""
