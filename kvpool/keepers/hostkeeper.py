@@ -162,18 +162,13 @@ class HostKeeper:
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
         self._process.check(self)
-        signals = DeferSignals()
-        try:
-            with signals:
-                lease = self._cache.pin(keys, owner=owner)
-                signals.undo = lease.close
-                self._loads.read(lease.keys)
-                if self._unused:
-                    self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
-                return lease
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            lease = self._cache.pin(keys, owner=owner)
+            signals.undo = lease.close
+            self._loads.read(lease.keys)
+            if self._unused:
+                self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
+            return lease
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
