@@ -121,7 +121,7 @@ class Replay:
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
             event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
-            secret=config.store.secret if config.secret is None and config.store is not None else config.secret,
+            secret=getattr(config.store, "secret", None) if config.secret is None else config.secret,
         )
         self._verifier: Verifier | None = None
         if isinstance(self._device, VerifyingDevice):

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.keepers import Keeper
 from kvpool.observe.metrics import PoolMetrics
+from kvpool.pool.events import Names
 from kvpool.publish import KVEventPublisher
 from tests.engine import Engine, EventReplay
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens, wait
@@ -133,15 +134,16 @@ def test_a_keeper_that_has_missed_events_learns_what_there_is() -> None:
         assert not kept.stats().dropped
 
 
-def test_what_has_gone_from_the_pool_is_told_with_its_namespace() -> None:
-    """Also after a gap, and when no content of the namespace is left."""
+def test_what_has_gone_from_the_pool_is_told_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the pool has forgotten whose it was."""
+    monkeypatch.setattr(Names, "LEAST", 1)
     one = engine(P=8, S=8, event_capacity=16)
     with one.cache, keeper(one, store()) as kept:
         seed(one, kept, [tokens(9, 5000)], salt="tenant")
+        one.cache.forget(namespace=("tenant", None))
         for number in range(8):
             seed(one, kept, [tokens(17, 100 * number)])
         kept.events()
-        one.cache.forget(namespace=("tenant", None))
         assert kept.forget(namespace=("tenant", None)).wait(60)
         gone = [event for event in kept.events() if event.kind == "removed" and event.tier == "memory"]
         assert len(gone) == 2 and {event.salt for event in gone} == {"tenant"}
