@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "prefetches_go_on_after_a_forget",
         "Forgetter._drop",
-        "self._loader.forget(concerns)",
+        'self._loader.stop_all("forgotten", concerns)',
         "",
         "A prompt that was forgotten comes back with a prefetch that was under way.",
         (f"{_KEEPER}test_a_prefetch_of_which_a_part_has_come_brings_no_more[prompt]",),
@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "a_save_that_is_over_is_noted_after_a_forget",
         "Forgetter._drop",
-        "lane.settle()",
+        "store.client.poll()",
         "pass",
         "Content that was computed again is never saved: the keeper believes that the store has it.",
         (f"{_KEEPER}test_a_save_that_is_over_and_not_noted_is_taken_back[prompt]",),
@@ -94,15 +94,15 @@ MUTATIONS = (
     Mutation(
         "what_waits_is_saved_after_a_forget",
         "Forgetter._drop",
-        "self._saver.forget(concerns)",
+        'self._saver.give_up("forgotten", concerns)',
         "",
         "Nobody learns that blocks were not saved because they were forgotten.",
         (f"{_KEEPER}test_what_waits_to_be_saved_is_given_up_and_counted[prompt]",),
     ),
     Mutation(
         "a_store_that_is_full_of_drops_is_found_too_late",
-        "Forgetter._links",
-        "lane.queue.check_forget(len(contents))",
+        "Forgetter.blocks",
+        "store.client.queue.check_forget(len(contents))",
         "pass",
         "A call that raises has forgotten half.",
         (f"{_KEEPER}test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_changed",),
