@@ -11,7 +11,7 @@ MUTATIONS = (
     Mutation(
         "a_drop_waits_for_no_save",
         "Drops.next",
-        "not _is_saved(drop, running)",
+        "saver is None",
         "True",
         "A block that was forgotten comes back, as its save was under way.",
         (f"{_DROPS}test_a_drop_waits_for_the_saves_under_way_that_it_concerns[forget]",),
@@ -19,8 +19,8 @@ MUTATIONS = (
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
         "StoreQueue._begin",
-        "for other in self._alive():\n    self._screen(other)",
-        "",
+        "self._screen(other)",
+        "pass",
         "KV of weights that were replaced is loaded after a clear.",
         (f"{_DROPS}test_what_a_store_answers_after_a_drop_counts_no_more[clear-load]",),
     ),
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_drop_that_fails_is_confirmed",
-        "StoreQueue._dropped",
+        "StoreQueue._returned",
         "if error:\n    self._drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
         "self._settle(job, OK)",
         "An operator is told that content is gone, and it is not.",

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvpool import StoreBusy
-from kvpool.keepers.health import StoreHealth
 from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.drops import Drops
 from kvpool.stores.store import TAG_BYTES
+from kvpool.stores.store_health import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]

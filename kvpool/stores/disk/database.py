@@ -20,6 +20,10 @@ _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",
     "CREATE TABLE store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB, closed INTEGER)",
 )
+_HEADER = (
+    "SELECT * FROM store WHERE typeof(version) || typeof(block_bytes) || typeof(slots) || typeof(closed) = "
+    "'integerintegerintegerinteger' AND typeof(secret) = 'blob' AND length(secret) <= 64"
+)
 _FITS = "number BETWEEN 0 AND ? AND typeof(content) = 'blob' AND length(content) = ?"
 """of a page. SQLite reads no content to find its length."""
 _NOT_DAMAGE = ("disk i/o error", "disk is full", "unable to open", "readonly", "locked", "out of memory")
@@ -34,10 +38,6 @@ class Header(NamedTuple):
     slots: int
     secret: bytes
     closed: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.block_bytes * self.slots
 
 
 class Database:
@@ -86,13 +86,13 @@ class Database:
 
     def _header(self) -> Header | None:
         """Raises DatabaseError for a header that nobody can have written."""
-        rows = self._connection.execute("SELECT * FROM store LIMIT 2").fetchall()
-        if not rows and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
+        count = self._connection.execute("SELECT count(*) FROM (SELECT 1 FROM store LIMIT 2)").fetchone()[0]
+        if not count and not self._connection.execute("SELECT 1 FROM pages LIMIT 1").fetchall():
             return None
-        found = Header(*rows[0]) if len(rows) == 1 else Header(0, 0, 0, b"", 0)
-        if [*map(type, found)] != [int, int, int, bytes, int] or min(found[:3]) < 1 or found.nbytes > BYTES_MAX:
+        rows = self._connection.execute(_HEADER).fetchmany(2)
+        if count != 1 or len(rows) != 1 or min(rows[0][:3]) < 1 or rows[0][1] * rows[0][2] > BYTES_MAX:
             raise sqlite3.DatabaseError("the header is damaged")
-        return found
+        return Header(*rows[0])
 
     def _put_aside(self) -> None:
         """Begin anew. The damaged file stays under another name."""
