@@ -134,7 +134,7 @@ class StoreQueue:
     is done at once, and what it has not got is LATE, even if the store hangs.
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: keyed
-    BLAKE3, 128 bits, over key, length, identity and bytes. What does not agree is DAMAGED, and forgotten by the store.
+    BLAKE3, 128 bits, over key, length, identity, context and bytes. What does not agree is DAMAGED, and forgotten by the store.
 
     From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
     saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
@@ -181,6 +181,7 @@ class StoreQueue:
             store.close()
             raise
         self._calls, self._drops = Calls(store, self.secret, self.memory, self.forget), Drops()
+        self._own_tag = self.secret.tag(b"")
         # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
         # that wait for a call to make, and the one that waits for a deadline, are woken apart.
         self._lock, self._bell = threading.Lock(), Bell()
@@ -350,7 +351,7 @@ class StoreQueue:
         self._process.check(self)
         own = keys_argument(keys)
         if kind != jobs.CLEAR:
-            tag = self.secret.tag(b"") if tag is None else self._tag(tag)
+            tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
         job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag or b"", limit)
         self._hash(job)

@@ -1,4 +1,8 @@
-"""DiskStore: keeps blocks in a folder, so that they outlive the process."""
+"""DiskStore: keeps blocks in a folder, so that they outlive the process.
+
+SQLite keeps which slot has which key. The bytes, their eviction and the sharing of syncs are by hand: no library bounds
+the room of blocks in bytes and reads them past the page cache into the memory of the caller.
+"""
 
 from __future__ import annotations
 
