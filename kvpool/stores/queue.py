@@ -134,7 +134,8 @@ class StoreQueue:
     is done at once, and what it has not got is LATE, even if the store hangs.
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: keyed
-    BLAKE3, 128 bits, over key, length, identity, context and bytes. What does not agree is DAMAGED, and forgotten by the store.
+    BLAKE3, 128 bits, over key, length, identity, context and bytes. What does not agree is DAMAGED, and forgotten by
+    the store.
 
     From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
     saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, OK, REFUSED
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.table import PAGE_BYTES
+from kvpool.stores.disk.slot_index import PAGE_BYTES
 from tests.stores.disk_lab import Faulty, crash, raising
 from tests.stores.lab import BLOCK_BYTES, Gate, content, names, open_queue, saved
 

@@ -19,13 +19,11 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.stores.disk import slot_index
-from kvpool.stores.disk.commits import GroupCommit
-from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, Header
+from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slab import Slab, stride_of
-from kvpool.stores.disk.slot_index import Index
+from kvpool.stores.disk.slot_index import PER_PAGE, Index, Table
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PER_PAGE, Table
 from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 
 DEFAULT_CAPACITY = 64 << 30
