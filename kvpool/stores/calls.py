@@ -19,7 +19,7 @@ NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
 
 
-class Calls:
+class CheckedCalls:
     """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
     the store is."""
 
@@ -39,7 +39,7 @@ class Calls:
             own = job.keys[places]
             if job.kind == jobs.FIND:
                 return _codes(self._store.find(self._secret.keys(own).copy()), len(own)), ""
-            if job.lend is not None:
+            if job.lend is not None and isinstance(own, BlockNames):
                 return self._lent(job, job.lend, own), ""
             return (self._sealed if job.kind == jobs.SAVE else self._checked)(job, own, job.rows[places]), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
@@ -51,7 +51,7 @@ class Calls:
         seals = self._secret.seal(keys, rows, self._memory, _contexts(own))
         return _codes(self._store.save(keys.copy(), rows.copy(), seals, job.tag, job.limit, lambda: job.done), len(own))
 
-    def _lent(self, job: Job, lend: Lend, names: Keys) -> Bytes:
+    def _lent(self, job: Job, lend: Lend, names: BlockNames) -> Bytes:
         """Save rows that are lent."""
         codes = np.full(len(names), ABSENT, np.uint8)
         try:

@@ -28,7 +28,7 @@ from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs
-from kvpool.stores.calls import NO_CODES, NO_ROWS, Calls
+from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
 from kvpool.stores.drops import Drops
 from kvpool.stores.jobs import Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
@@ -181,7 +181,7 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
-        self._calls, self._drops = Calls(store, self.secret, self.memory, self.forget), Drops()
+        self._calls, self._drops = CheckedCalls(store, self.secret, self.memory, self.forget), Drops()
         self._own_tag = self.secret.tag(b"")
         # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
         # that wait for a call to make, and the one that waits for a deadline, are woken apart.
