@@ -346,7 +346,7 @@ class StoreQueue:
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes | None = None, limit: int = 0,
+        self, kind: str, keys: object, rows: object, deadline: float, tag: bytes | None = None, limit: int = 0,
         lend: Lend | None = None,
     ) -> Job:  # fmt: skip
         self._process.check(self)
@@ -404,7 +404,7 @@ class StoreQueue:
             self._refused += 1
             raise StoreBusy(self.name, kind, waiting, self._queued_max)
 
-    def _tag(self, tag: Any) -> bytes:
+    def _tag(self, tag: object) -> bytes:
         own = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
         if len(own) != TAG_BYTES or not own.startswith(self.secret.model):
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
@@ -544,7 +544,7 @@ class StoreQueue:
                 self._bell.ring()
 
 
-def _memory_argument(memory: Any) -> Bytes:
+def _memory_argument(memory: object) -> Bytes:
     # A view of its own, whose shape and type nobody else can change.
     own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
     fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
@@ -553,7 +553,7 @@ def _memory_argument(memory: Any) -> Bytes:
     return own
 
 
-def _name_argument(name: Any) -> str:
+def _name_argument(name: object) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
         raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
     return str.__str__(name)
