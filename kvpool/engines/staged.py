@@ -21,12 +21,12 @@ import numpy as np
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import text_argument
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.keepers.health import StoreHealth
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreQueue, StoreStats
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import OK, Bytes, Rows, Store
+from kvpool.stores.store_health import StoreHealth
 from kvpool.stores.urls import bytes_argument, open_store
 
 log = logging.getLogger("kvpool.engines")

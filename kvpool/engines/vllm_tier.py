@@ -82,9 +82,9 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         save_seconds: float = 60.0,
         remember_seconds: float = 1.0,
     ) -> None:
-        from kvpool.keepers.health import StoreHealth
         from kvpool.stores.queue import StoreQueue
         from kvpool.stores.store import OK
+        from kvpool.stores.store_health import StoreHealth
         from kvpool.stores.urls import open_store
 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)

@@ -82,9 +82,6 @@ class _Inner:
 
     undo: Callable[[], object] | None = None
 
-    def take_back(self) -> None:
-        """Nothing: ``undo`` is called without it. For those who still call it."""
-
     def __enter__(self) -> _Inner:
         return self
 
@@ -99,9 +96,6 @@ class _Outermost:
     """The context of a call from outside, in the main thread."""
 
     undo: Callable[[], object] | None = None
-
-    def take_back(self) -> None:
-        """Nothing: ``undo`` is called without it. For those who still call it."""
 
     def __enter__(self) -> _Outermost:
         global _current, _calls

@@ -280,6 +280,8 @@ class PoolConfig:
     settings: Settings
     staging_depth: int
     clock: Callable[[], int]
+    lasting_secret: bool
+    """whether the secret was given, so that another pool can have the same keys"""
 
     @classmethod
     def of(
@@ -306,7 +308,7 @@ class PoolConfig:
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
-        return cls(found, settings, depth, clock_argument(clock))
+        return cls(found, settings, depth, clock_argument(clock), secret is not None)
 
     @cached_property
     def tokens_per_block(self) -> int:

@@ -952,19 +952,28 @@ class KVCacheManager:
         now = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
         return int(self.core.decide(None, verbs.refresh, now))
 
-    def events(self, *, snapshot: bool = False) -> kv_events.Events:
+    def events(self, *, snapshot: bool = False, since: int | None = None) -> kv_events.Events:
         """What has changed in the cache since the last call. Each event is returned once.
 
         ``snapshot=True`` adds one "cleared" event and then "stored" events for all that is cached now, parents before
-        their children. A reader that starts late, or that has lost events, needs this. Thread-safe; the cache stays as
-        it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, TypeError, PoolClosed.
+        their children. A reader that starts late, or that has lost events, needs this.
+
+        ``since``: for one of several readers, each of which gets all events. 0 at first, then the ``cursor`` of what
+        this reader got last. The pool keeps the last ``event_capacity`` rows for all of them, and nothing for a reader;
+        ``missed`` says how many came too late for it. Other calls, with ``since`` and without, get what they would have
+        got. Numbers count from the first event of the pool, and those of a snapshot come again.
+
+        Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, and
+        for a cursor that the pool has not reached; TypeError, PoolClosed.
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
+        if since is not None:
+            since = integer_argument("since", since, 0, 1 << 62)
         with DeferSignals() as signals:
             with self.core.lock:
                 self.core.check_open()
-                taken = kv_events.take(self.core.states, self.core.names, snapshot)
+                taken = kv_events.take(self.core.states, self.core.names, snapshot, since)
                 signals.undo = partial(self._put_back, taken)
             return kv_events.decode(taken)
 

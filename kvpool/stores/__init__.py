@@ -15,3 +15,5 @@ from kvpool.stores.store import OK as OK
 from kvpool.stores.store import REFUSED as REFUSED
 from kvpool.stores.store import Space as Space
 from kvpool.stores.store import Store as Store
+from kvpool.stores.store_client import StoreClient as StoreClient
+from kvpool.stores.store_client import staging_rows as staging_rows

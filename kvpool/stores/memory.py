@@ -25,16 +25,18 @@ class MemoryStore:
     name = "memory"
     threads = 2
     clears = TAG_BYTES
+    lasting = False
 
     def __init__(self, capacity: int) -> None:
         self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
         self._of_tag: Counter[bytes] = Counter()
-        self._lock, self._secret, self._evicted = threading.Lock(), os.urandom(32), 0
+        self.secret = os.urandom(32)
+        self._lock, self._evicted = threading.Lock(), 0
 
     def open(self, space: Space) -> bytes:
         self._memory, self._most = space.memory, self._capacity // space.block_bytes
-        return self._secret
+        return self.secret
 
     def find(self, keys: Bytes) -> Bytes:
         with self._lock:

@@ -73,6 +73,13 @@ class Store(Protocol):
     clears: int
     """by how many first bytes of their tags ``clear`` can drop blocks: TAG_BYTES (or fewer); MODEL_BYTES, for a store
     that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``"""
+    lasting: bool
+    """whether what it keeps can outlive the process; a store without this attribute counts as one that does"""
+
+    @property
+    def secret(self) -> bytes:
+        """What ``open`` returns, also before that: for a pool whose keys shall last as long as the store. Raises
+        OSError. A store need not have it."""
 
     def open(self, space: Space) -> bytes:
         """Begin. Returns the store's secret, 32 bytes: the same for all who share its content, and known to nobody

@@ -24,7 +24,7 @@ MUTATIONS = (
     # -- seals, keys and secrets ---------------------------------------------------------------------------
     Mutation(
         "bytes_that_do_not_agree_with_their_seal_are_believed",
-        "Calls._checked",
+        "CheckedCalls._checked",
         "codes[wrong] = DAMAGED",
         "pass",
         "A disk that gives a wrong byte gives a wrong token.",
@@ -55,12 +55,20 @@ MUTATIONS = (
         _seal("test_two_models_share_no_key_and_no_namespace"),
     ),
     Mutation(
-        "one_key_is_for_all_purposes",
-        "Secret.__init__",
-        "_NAME + purpose",
-        "_NAME",
-        "An engine that chooses its keys can choose one with which all prompts of a tenant begin.",
-        _seal("test_keys_that_an_engine_names_are_no_keys_of_prompts"),
+        "a_seal_leaves_out_what_the_block_depends_on",
+        "Secret.seal",
+        "fixed + context",
+        "fixed",
+        "Who finds two prompts with one key of 16 bytes gets the KV of the other one.",
+        ("tests/stores/test_memory.py::TestMemoryStore::test_a_key_that_two_contents_share_is_a_miss_for_the_second",),
+    ),
+    Mutation(
+        "rows_of_a_job_that_is_done_are_given_away",
+        "StoreClient._tell",
+        "over = job.returned",
+        "over = True",
+        "A load that hung writes into the blocks of another request.",
+        ("tests/stores/test_store_client.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
     ),
     Mutation(
         "the_secret_of_another_user_is_used",
@@ -68,7 +76,7 @@ MUTATIONS = (
         "seen.st_uid not in (os.geteuid(), 0)",
         "False",
         "Who puts a file in the place of the secret can forge blocks and their seals.",
-        ("tests/stores/test_secret_files.py::test_a_file_of_another_user_is_refused",),
+        ("tests/stores/test_secrets.py::test_a_file_of_another_user_is_refused",),
     ),
     Mutation(
         "what_is_finished_is_told_again_and_again",
@@ -121,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lent_after_a_clear_is_saved_for_what_was_before",
-        "Calls._lent",
+        "CheckedCalls._lent",
         "not job.done",
         "True",
         "The KV of new weights is found by an engine that has the old ones.",

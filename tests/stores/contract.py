@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED
-from kvpool.stores.seals import Secret
+from kvpool.stores import ABSENT, CANCELLED, DAMAGED, OK, REFUSED
+from kvpool.stores.seals import BlockNames, Secret
 from kvpool.stores.store import TAG_BYTES, Store
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fill, names, open_queue, saved
 
@@ -58,6 +58,27 @@ class StoreContract:
             job = queue.load(keys, np.arange(1, 2))
             assert job.wait(60, returned=True) and job.ok == 1
             assert any(np.array_equal(queue.memory[1], content(number)) for number in (0, 100))
+
+    def test_a_key_that_two_contents_share_is_a_miss_for_the_second(self, make: Open) -> None:
+        """Somebody has found a second prompt with the same key of a pool."""
+        with open_queue(make(8)) as queue:
+            fill(queue.memory, 3)
+            one, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"other"))
+            assert queue.save(one, np.arange(3)).wait(60, returned=True)
+            job = queue.load(one, np.arange(10, 13))
+            assert job.wait(60, returned=True) and job.ok == 3, job.error
+            job = queue.load(other, np.arange(10, 13))
+            assert job.wait(60, returned=True) and job.codes.tolist() == [OK, DAMAGED, OK]
+            assert queue.stats().blocks["load", "damaged"] == 1
+            job = queue.load(one, np.arange(10, 13))
+            assert job.wait(60, returned=True) and job.codes.tolist() == [OK, ABSENT, OK], "it is dropped"
+
+    def test_the_secret_is_known_before_the_store_is_opened(self, make: Open) -> None:
+        store = make(8)
+        known = store.secret
+        with open_queue(store) as queue:
+            keys = queue.secret.opaque(names(2))
+            assert store.secret == known and np.array_equal(Secret(known, IDENTITY).opaque(names(2)), keys)
 
     def test_what_is_forgotten_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from kvpool import ForkedProcess, PoolClosed
+from kvpool.stores import ABSENT, OK
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.system import System
 from kvpool.stores.store import Space
-from tests.stores.lab import BLOCK_BYTES, memory, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, fill, memory, names, open_queue, saved
 
 SPACE = Space(bytes(16), memory(4))
 CAPACITY = 8 * BLOCK_BYTES
@@ -266,3 +271,62 @@ def test_without_a_capacity_a_store_takes_half_of_what_is_free_and_at_most_64_gi
         assert store.stats()["capacity"] == blocks
         store.close()
         found.f_bavail = 1 << 10
+
+
+# -- a format of its own -------------------------------------------------------------------------------
+
+
+def written_in_the_old_format(folder: Path, count: int) -> Space:
+    """A folder as version 1 has left it: seals over key, length, identity and bytes, and nothing else."""
+    space, store = Space(bytes.fromhex(IDENTITY.fingerprint), memory()), DiskStore(folder, CAPACITY)
+    purposes = (b"opaque", b"seals")
+    secret = store.open(space)
+    keyed, sealing = (
+        hashlib.blake2b(b"kvpool store 2 " + purpose, key=secret, digest_size=32).digest() for purpose in purposes
+    )
+    keys = [hashlib.blake2b(space.fingerprint + name, key=keyed, digest_size=32).digest() for name in names(count)]
+    fill(space.memory, count)
+    seals = []
+    for key, row in zip(keys, space.memory, strict=False):
+        hashed = blake3(key + BLOCK_BYTES.to_bytes(8, "little") + space.fingerprint, key=sealing)
+        seals.append(hashed.update(row).digest(16))
+    own, sealed = (np.frombuffer(b"".join(part), np.uint8).reshape(count, -1) for part in (keys, seals))
+    assert (store.save(own, np.arange(count), sealed, bytes(16), 1 << 40, lambda: False) == OK).all()
+    store.close()
+    with closing(sqlite3.connect(folder / "rows.sqlite", isolation_level=None)) as database:
+        database.execute("UPDATE store SET version = 1")
+    return space
+
+
+def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    written_in_the_old_format(folder, 5)
+    with open_queue(DiskStore(folder)) as queue:
+        stats = queue.stats().store
+        assert (stats["old_format"], stats["blocks"], stats["dropped_rows"]) == (5, 0, 0)
+        found = queue.find(queue.secret.opaque(names(5)))
+        assert found.wait(60) and found.codes.tolist() == [ABSENT] * 5
+        saved(queue, 8)
+        assert queue.stats().store["evicted"] == 0, "their room is given back"
+    with open_queue(DiskStore(folder)) as queue:
+        stats = queue.stats().store
+        assert (stats["old_format"], stats["blocks"]) == (0, 8)
+
+
+def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    written_in_the_old_format(tmp_path / "store", 1)
+    with closing(sqlite3.connect(tmp_path / "store" / "rows.sqlite", isolation_level=None)) as database:
+        database.execute("UPDATE store SET version = 1000")
+    with pytest.raises(ValueError, match="version 1000: accepted are up to"):
+        open_queue(DiskStore(tmp_path / "store"))
+
+
+def test_the_secret_of_a_folder_is_read_while_it_is_closed_and_while_it_is_open(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store", CAPACITY)
+    secret = store.secret
+    assert DiskStore(tmp_path / "store").secret == secret
+    assert store.open(SPACE) == secret == store.secret
+    with pytest.raises(BlockingIOError):
+        _ = DiskStore(tmp_path / "store").secret
+    store.close()
+    assert store.secret == secret

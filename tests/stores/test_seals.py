@@ -7,47 +7,12 @@ import pickle
 import numpy as np
 import pytest
 
-from kvpool.stores.seals import Secret
+from kvpool.stores.seals import BlockNames, Secret, block_context
 from kvpool.stores.store import MODEL_BYTES
 from tests.stores.lab import IDENTITY, OTHER, memory, names
 
 SECRET = Secret(bytes(range(32)), IDENTITY)
 TOKENS = np.arange(12, dtype=np.int32)
-
-
-def chain(tokens: np.ndarray = TOKENS, extra: np.ndarray | None = None, namespace: bytes = b"", group: int = 0,
-          secret: Secret = SECRET) -> list[bytes]:  # fmt: skip
-    return [key.tobytes() for key in secret.chain(namespace, group, tokens, extra, 4)]
-
-
-def test_a_key_says_all_that_is_before_it() -> None:
-    other = TOKENS.copy()
-    other[0] += 1
-    assert not set(chain()) & set(chain(other))
-    assert chain(TOKENS[:10]) == chain()[:2]
-    assert len(chain(TOKENS[:3])) == 0
-
-
-def test_a_change_of_any_part_changes_every_key() -> None:
-    extra = np.zeros(12, np.int64)
-    extra[1] = 1
-    tail = np.zeros(12, np.int64)
-    tail[4:8] = np.frombuffer(TOKENS[8:].tobytes() + bytes(16), np.int64)
-    found = [
-        chain(), chain(extra=extra), chain(namespace=b"a"), chain(group=1), chain(namespace=bytes(4)),
-        chain(secret=Secret(bytes(range(32)), OTHER)), chain(secret=Secret(bytes(32), IDENTITY)),
-    ]  # fmt: skip
-    assert len(set(sum(found, []))) == 21
-    assert chain(extra=tail)[0] == chain()[0] and not set(chain(extra=tail)[1:]) & set(chain())
-    assert chain(extra=np.zeros(12, np.int64)) == chain()
-
-
-def test_keys_that_an_engine_names_are_no_keys_of_prompts() -> None:
-    first = chain()[0]
-    content = first + TOKENS[4:8].tobytes()
-    assert SECRET.opaque([content])[0].tobytes() not in chain()
-    assert SECRET.opaque([bytes(4) + b"tenant"])[0].tobytes() != SECRET.root(b"tenant", 0)
-    assert not np.array_equal(SECRET.opaque([b"a"]), SECRET.opaque([b"b"]))
 
 
 def test_two_models_share_no_key_and_no_namespace() -> None:
@@ -65,9 +30,36 @@ def test_a_seal_is_of_key_model_secret_and_every_byte() -> None:
         Secret(bytes(32), IDENTITY).seal(keys[:1], np.array([0]), rows),
         SECRET.seal(keys[:1], np.array([0]), rows[:, :63].copy()),
     ]
+    others += [SECRET.seal(keys[:1], np.array([0]), rows, [context]) for context in (b"a", b"b", bytes(8))]
     rows[1, 63] = 1
     others.append(SECRET.seal(keys[:1], np.array([1]), rows))
-    assert len({seal.tobytes(), *(other.tobytes() for other in others)}) == 6
+    assert len({seal.tobytes(), *(other.tobytes() for other in others)}) == 9
+
+
+def test_no_two_blocks_have_one_context() -> None:
+    extra, more = np.zeros(12, np.int64), np.zeros(12, np.int64)
+    extra[0] = 1
+    more[:2] = TOKENS[8:].view(np.int64)
+    found = {
+        block_context(b"parent", TOKENS, None, b"tenant", 0),
+        block_context(b"", TOKENS, None, b"parenttenant", 0),
+        block_context(b"parentt", TOKENS, None, b"enant", 0),
+        block_context(b"parent", TOKENS, extra, b"tenant", 0),
+        block_context(b"parent", TOKENS, None, b"tenant", 1),
+        block_context(b"parent", TOKENS[:8], None, b"tenant", 0),
+        block_context(b"parent", TOKENS[:8], more[:8], b"tenant", 0),
+        block_context(b"parent", TOKENS[::-1].copy(), None, b"tenant", 0),
+    }
+    assert len(found) == 8
+    assert block_context(b"parent", TOKENS, np.zeros(12, np.int64), b"tenant", 0) in found
+
+
+def test_a_part_of_names_has_their_contexts() -> None:
+    whole = BlockNames(names(4), b"generation", [b"a", b"b", b"c", b"d"])
+    for part in (whole[1:3], whole[np.array([1, 2])]):
+        assert (part.names, part.generation, part.contexts) == (tuple(names(2, 1)), b"generation", (b"b", b"c"))
+    with pytest.raises(ValueError, match="one for each of the 4 names"):
+        BlockNames(names(4), contexts=[b"a"])
 
 
 def test_a_secret_is_neither_shown_nor_pickled() -> None:

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +24,7 @@ from kvpool.stores.mooncake import guarded_client as client
 from kvpool.stores.mooncake.guarded_client import Client
 from kvpool.stores.mooncake.tag_limits import TagLimits
 from kvpool.stores.queue import NO_LIMIT
-from kvpool.stores.seals import SECRET_BYTES
-from kvpool.stores.secret_files import default_place, read_or_make_secret, read_secret
+from kvpool.stores.secrets import default_place, read_or_make_secret, secret_argument
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,
@@ -119,6 +117,7 @@ class MooncakeStore:
 
     name = "mooncake"
     clears = MODEL_BYTES
+    lasting = True
 
     def __init__(
         self, master: str = "127.0.0.1:50051", *, segment: int = 0, hostname: str = "", metadata: str = "P2PHANDSHAKE",
@@ -128,13 +127,18 @@ class MooncakeStore:
         self._master, self._segment = _master_argument(master), _segment_argument(segment)
         self._place = text_argument("hostname", hostname), text_argument("metadata", metadata)
         self._wire = _protocol_argument(protocol), text_argument("devices", devices)
-        self.threads = integer_argument("threads", _number(threads), 1, 64)
+        self.threads = integer_argument("threads", threads, 1, 64)
         self._transform, self._extra = transform, _extra_argument(transform)
         self._secret = _secret_argument(secret, secret_file, self._master)
         client.library()
         self._client: Client | None = None
         self._lock, self._counts = threading.Lock(), Counter[str]()
         self._limits = TagLimits()
+
+    @property
+    def secret(self) -> bytes:
+        """The secret that all workers share, 32 bytes."""
+        return self._secret
 
     def __repr__(self) -> str:
         return f"MooncakeStore({self._master!r}, segment={self._segment})"
@@ -148,7 +152,7 @@ class MooncakeStore:
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
         model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
-        kind = "kvpool2-" if self._transform is None else "kvpool2t-"
+        kind = "kvpool3-" if self._transform is None else "kvpool3t-"
         self._prefix = f"{kind}{model.hexdigest()}-"
         held = SEAL_BYTES if self._transform is None else space.block_bytes + self._extra + SEAL_BYTES
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
@@ -160,6 +164,8 @@ class MooncakeStore:
             if self._transform is None:
                 made.register(space.memory)
             made.register(own)
+            old = made.remove_matching(f"^kvpool2t?-{model.hexdigest()}-")
+            self._count("old_format" if old >= 0 else client.reason(old), max(old, int(old < 0)))
         except BaseException:
             made.close()
             raise
@@ -219,9 +225,10 @@ class MooncakeStore:
     def stats(self) -> dict[str, int]:
         """``segment``: bytes lent to the cluster. ``calls``: under way. Then blocks, by what became of them: one for
         each of the library's errors; ``not_stored`` (it said that it stored them, and they are not there);
-        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit."""
+        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit;
+        ``old_format``, dropped when it was opened."""
         made = self._client
-        names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped")
+        names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped", "old_format")
         with self._lock:
             return {
                 "segment": self._segment,
@@ -373,12 +380,7 @@ def _parts(count: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + most, count)) for start in range(0, count, most))
 
 
-def _number(value: Any) -> Any:
-    """An integer, also of a text: options on command lines are texts."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
-def _master_argument(value: Any) -> str:
+def _master_argument(value: object) -> str:
     text = text_argument("master", value)
     found = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
     if found is None or not 0 < int(found[1]) < 1 << 16:
@@ -386,14 +388,14 @@ def _master_argument(value: Any) -> str:
     return text
 
 
-def _segment_argument(value: Any) -> int:
+def _segment_argument(value: object) -> int:
     found = integer_argument("segment", value, 0, _SEGMENT_MAX)
     if 0 < found < _SEGMENT_MIN:
         raise ValueError(f"segment={found}: accepted are 0 and {_SEGMENT_MIN} to {_SEGMENT_MAX} bytes")
     return found
 
 
-def _protocol_argument(value: Any) -> str:
+def _protocol_argument(value: object) -> str:
     if value not in ("tcp", "rdma"):
         raise ValueError(f'protocol={value!r:.80}: accepted are "tcp" and "rdma"')
     return str(value)
@@ -407,25 +409,19 @@ def _extra_argument(transform: Any) -> int:
     return integer_argument("transform.extra", transform.extra, 0, 1 << 20)
 
 
-def _secret_argument(secret: Any, file: Any, master: str) -> bytes:
-    if secret is not None:
-        if file is not None:
-            raise ValueError("secret and secret_file: accepted is one of them")
-        if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
-            raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
-        return secret
-    named = file or os.environ.get(SECRET_FILE)
-    if named:
-        try:
-            return read_secret(Path(named))
-        except OSError as error:
-            raise ValueError(f"secret_file={str(named)!r:.200} cannot be read: {error.strerror}") from error
-    if not _on_this_machine(master):
+def _secret_argument(secret: object, file: object, master: str) -> bytes:
+    file = file or (os.environ.get(SECRET_FILE) or None if secret is None else None)
+    if secret is None and file is None and not _on_this_machine(master):
         raise ValueError(
             f"secret_file: needed with the master {master}, which is on another machine. All workers that share have "
             f"to have the same: openssl rand -hex 32, in a file with mode 600"
         )
-    return read_or_make_secret(default_place("mooncake"))
+    if secret is None and file is None:
+        return read_or_make_secret(default_place("mooncake"))
+    try:
+        return secret_argument(secret, file)
+    except OSError as error:
+        raise ValueError(f"secret_file={str(file)!r:.200} cannot be read: {error.strerror}") from error
 
 
 def _on_this_machine(master: str) -> bool:

@@ -106,6 +106,7 @@ class PeerStore:
 
     name = "peer"
     clears = TAG_BYTES
+    lasting = True
 
     def __init__(
         self, endpoint: str, *, secret: bytes | None = None, secret_file: str | os.PathLike[str] | None = None,
@@ -121,6 +122,11 @@ class PeerStore:
         self._idle: list[Connection] = []
         self._made = self._busy = self._failed = self._era = 0
         self._session = os.urandom(16).hex()
+
+    @property
+    def secret(self) -> bytes:
+        """What keys and seals are made from, 32 bytes: the same for all clients with this secret."""
+        return self._secret.derived(b"kvpool.storeseal")
 
     def __repr__(self) -> str:
         return f"PeerStore({self._endpoint!r})"
@@ -139,7 +145,7 @@ class PeerStore:
             raise
         except OSError as error:
             _log.warning("the store is not there, and is asked again by each call: %s", error)
-        return self._secret.derived(b"kvpool.storeseal")
+        return self.secret
 
     def find(self, keys: Bytes) -> Bytes:
         codes = np.full(len(keys), ABSENT, np.uint8)

@@ -65,7 +65,7 @@ class StoreHealth:
     Reads and writes are suspended apart, since a disk that is full or read-only still gives what it has. Failures are
     counted for each kind of job: a find that is answered does not excuse loads that fail. Reads are suspended when
     finds or loads are. A probe of loads begins with a find. If that finds nothing, the next find is a probe too, until
-    blocks are found and loaded. A ``forget`` says nothing.
+    blocks are found and loaded. Drops say nothing.
 
     Thread-safe; never waits. Raises TypeError, ValueError.
     """
@@ -109,7 +109,7 @@ class StoreHealth:
     def note(self, job: Job) -> None:
         """Learn from a job that is done. Call it once for each job."""
         failed = _failed(job)
-        if job.kind == jobs.FORGET:
+        if job.kind in jobs.DROPS:
             return
         with self._lock:
             kind = self._kinds[job.kind]

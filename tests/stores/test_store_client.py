@@ -1,0 +1,239 @@
+"""A client tells of each job once, and gives no row to another before its job has returned, whatever the store does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import StoreBusy
+from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, MemoryStore, StoreClient, staging_rows
+from kvpool.stores.store_health import StoreHealth
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
+
+ROWS = 8
+
+
+class Told:
+    """What a client has told, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool]] = []
+
+    def done(self, job: Job) -> None:
+        self.calls.append(("done", job.returned))
+
+    def returned(self, job: Job) -> None:
+        self.calls.append(("returned", job.returned))
+
+
+@pytest.fixture
+def store() -> Wrong:
+    return Wrong(MemoryStore(64 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def client(store: Wrong) -> Iterator[StoreClient]:
+    made = StoreClient(
+        store, staging_rows(ROWS, BLOCK_BYTES), IDENTITY, health=StoreHealth(1, 3600.0), staging=True, patience=0.0
+    )
+    yield made
+    assert made.close()
+    assert not made.under_way and made.free("load") == ROWS
+
+
+def soon(client: StoreClient) -> float:
+    return client.queue.now() + 0.05
+
+
+def until(client: StoreClient, condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        client.poll()
+        if condition():
+            return
+        client.queue.wait(0.1)
+    raise AssertionError("it has not come in ten minutes")
+
+
+def save(client: StoreClient, count: int, **options: Any) -> BlockNames:
+    keys = BlockNames(names(count))
+    rows = client.take("save", count)
+    for place, row in enumerate(rows):
+        client.memory[row] = content(place)
+    job = client.save(keys, rows, **options)
+    assert client.wait(job, 600) and job.ok == count
+    until(client, lambda: not client.under_way)
+    return keys
+
+
+def test_a_job_is_told_once_when_it_is_done_and_once_when_it_has_returned(client: StoreClient) -> None:
+    keys, told = save(client, 3), Told()
+    job = client.load(keys, client.take("load", 3), told.done, told.returned)
+    until(client, lambda: not client.under_way)
+    client.poll()
+    assert [kind for kind, _ in told.calls] == ["done", "returned"] and job.ok == 3
+
+
+def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(store: Wrong, client: StoreClient) -> None:
+    keys, told, gate = save(client, 3), Told(), Gate()
+    store.before["load"] = gate
+    job = client.load(keys, client.take("load", 3), told.done, told.returned, deadline=soon(client))
+    until(client, lambda: bool(told.calls))
+    assert told.calls == [("done", False)] and (job.codes == LATE).all()
+    assert client.free("load") == ROWS - 3 and client.under_way == 1
+    gate.open()
+    until(client, lambda: not client.under_way)
+    assert told.calls == [("done", False), ("returned", True)] and client.free("load") == ROWS
+
+
+def test_rows_that_are_held_come_back_when_they_are_released(client: StoreClient) -> None:
+    keys, told = save(client, 2), Told()
+    job = client.load(keys, client.take("load", 2), told.done, told.returned, hold=True)
+    until(client, lambda: len(told.calls) == 2)
+    assert client.free("load") == ROWS - 2 and np.array_equal(client.memory[job.rows[1]], content(1))
+    client.release(job)
+    client.release(job)
+    assert client.free("load") == ROWS and not client.under_way
+
+
+def test_rows_that_are_released_early_come_back_when_the_call_has(store: Wrong, client: StoreClient) -> None:
+    keys, told, gate = save(client, 2), Told(), Gate()
+    store.before["load"] = gate
+    job = client.load(keys, client.take("load", 2), returned=told.returned, hold=True)
+    client.release(job)
+    assert client.free("load") == ROWS - 2
+    gate.open()
+    until(client, lambda: not client.under_way)
+    assert told.calls == [("returned", True)]
+
+
+def test_saves_leave_half_of_the_rows_to_loads(client: StoreClient) -> None:
+    rows = client.take("save", ROWS)
+    assert len(rows) == ROWS - ROWS // 2 and not len(client.take("save", 1))
+    more = client.take("load", ROWS)
+    assert len({*rows.tolist(), *more.tolist()}) == ROWS
+    client.give_back(rows)
+    client.give_back(more)
+
+
+def test_who_waits_for_a_row_gets_that_of_a_job_that_returns(store: Wrong, client: StoreClient) -> None:
+    keys, gate = save(client, 1), Gate()
+    store.before["load"] = gate
+    rows = client.take("load", ROWS)
+    client.load(keys, rows[:1])
+    threading.Timer(0.05, gate.open).start()
+    assert client.take("load", 4, 600.0).tolist() == rows[:1].tolist()
+    client.give_back(rows)
+
+
+def test_nobody_waits_for_rows_that_hang(store: Wrong, client: StoreClient) -> None:
+    keys, gate = save(client, 4), Gate()
+    store.before["load"] = gate
+    gone = client.take("load", ROWS - 4)
+    hung = [client.load(BlockNames(names(4)), gone, deadline=soon(client))]
+    hung.append(client.load(keys, client.take("load", 4), deadline=soon(client)))
+    assert all(client.wait(job, 600) for job in hung)
+    assert not len(client.take("load", 1, 600.0))
+    gate.open()
+
+
+def test_a_store_that_fails_lies_or_is_late_is_suspended_until_a_probe(store: Wrong, client: StoreClient) -> None:
+    keys = save(client, 1)
+    store.after["load"] = lambda answer: (answer[0], np.zeros_like(answer[1]))
+    job = client.load(keys, client.take("load", 1))
+    assert client.wait(job, 600) and job.codes.tolist() == [DAMAGED]
+    assert client.suspended and not client.usable("find") and not client.usable("load")
+    assert client.usable("save") and client.usable("forget") and client.usable("clear")
+    client.health.resume()
+    assert client.usable("load") and not client.suspended
+
+
+def test_a_job_that_had_no_time_says_nothing_of_its_store(store: Wrong) -> None:
+    for patience, suspended in ((3600.0, False), (0.0, True)):
+        gate = store.before["find"] = Gate()
+        client = StoreClient(store, staging_rows(2, BLOCK_BYTES), IDENTITY, health=StoreHealth(1), patience=patience)
+        job = client.find(BlockNames(names(1)), deadline=soon(client))
+        assert client.wait(job, 600) and job.codes.tolist() == [LATE] and client.suspended == suspended
+        gate.open()
+        assert client.close()
+
+
+def test_drops_are_told_and_say_nothing_of_health(store: Wrong, client: StoreClient) -> None:
+    """Two clears of the same are one job, of which both are told."""
+    keys, told, gate = save(client, 2), list[str](), Gate()
+    store.before["clear"] = gate
+    jobs = [client.clear(done=lambda job, name=name: told.append(name)) for name in ("one", "other")]
+    assert jobs[0] is jobs[1]
+    gate.open()
+    until(client, lambda: len(told) == 2)
+    dropped = client.forget(keys)
+    assert client.wait(dropped, 600) and dropped.ok == 2 and told == ["one", "other"] and not client.suspended
+
+
+def test_a_call_that_raises_keeps_no_other_from_being_made(client: StoreClient) -> None:
+    told = Told()
+
+    def fails(job: Job) -> None:
+        raise RuntimeError("mine")
+
+    jobs = [client.find(BlockNames(names(1)), fails), client.find(BlockNames(names(1)), told.done)]
+    assert all(job.wait(600) for job in jobs)
+    with pytest.raises(RuntimeError, match="mine"):
+        client.poll()
+    until(client, lambda: not client.under_way)
+    assert len(told.calls) == 1
+
+
+def test_a_job_that_is_refused_leaves_its_rows_to_the_caller(store: Wrong, client: StoreClient) -> None:
+    rows = client.take("save", 2)
+    with pytest.raises(ValueError, match="one for each of the 1 keys"):
+        client.save(BlockNames(names(1)), rows)
+    assert not client.under_way and client.free("load") == ROWS - 2
+    client.give_back(rows)
+
+
+def test_closing_tells_that_jobs_were_cancelled(store: Wrong, client: StoreClient) -> None:
+    keys, told, gate = save(client, 1), list[int](), Gate()
+    store.before["find"] = gate
+    for _ in range(3):
+        client.find(keys, lambda job: told.append(int(job.codes[0])))
+    assert gate.reached.wait(600) and not client.close(0.05)
+    assert told.count(CANCELLED) == 3
+    gate.open()
+
+
+def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClient) -> None:
+    wrong = list[Any]()
+
+    def work(first: int) -> None:
+        for turn in range(20):
+            own = BlockNames(names(2, first + 2 * turn))
+            for kind in ("save", "load"):
+                rows = client.take(kind, 2, 600.0)
+                if kind == "save":
+                    client.memory[rows] = first + turn
+                begin = client.save if kind == "save" else client.load
+                options = {} if kind == "save" else {"hold": True}
+                job = begin(own[: len(rows)], rows, **options)
+                ended = client.wait(job, 600)
+                mixed = kind == "load" and (client.memory[rows] != first + turn).any()
+                if not ended or not (job.codes == OK).all() or mixed:
+                    wrong.append((kind, first, turn, job))
+                client.release(job)
+
+    threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    assert not wrong
+    until(client, lambda: not client.under_way)
+
+
+def test_a_full_queue_refuses_and_nothing_is_followed(store: Wrong, client: StoreClient) -> None:
+    with pytest.raises(StoreBusy):
+        client.find(BlockNames([b""] * 65_537))
+    assert not client.under_way
