@@ -21,7 +21,7 @@ MUTATIONS = (
         "_owed.append(undo)",
         "pass",
         "A timeout leaves a sequence that nobody has, whose blocks are held for ever.",
-        (f"{_EXACT}test_a_signal_before_any_instruction_finds_the_call_undone_or_whole[pin]",),
+        (f"{_EXACT}test_a_signal_before_any_instruction_finds_the_call_undone_or_whole[cpu-pin]",),
     ),
     Mutation(
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
