@@ -75,9 +75,6 @@ class _Pieces:
     def pop(self) -> _Piece:
         return heapq.heappop(self._heap)
 
-    def is_first(self, job: Job) -> bool:
-        return self._heap[0].job is job
-
     def first(self) -> _Piece | None:
         """The first piece of a job that is not done."""
         while self._heap and self._heap[0].job.done:
@@ -380,7 +377,8 @@ class StoreQueue:
                     self._queue.put(_PRIORITY[kind], job, part)
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)
-                    if self._deadlines.is_first(job):
+                    first = self._deadlines.first()
+                    if first is not None and (first.job is job or first.order <= self._clock()):
                         self._alarm.notify()
                 if len(self._drops):
                     self._screen(job)

@@ -63,7 +63,7 @@ class StoreContract:
         """Somebody has found a second prompt with the same key of a pool."""
         with open_queue(make(8)) as queue:
             fill(queue.memory, 3)
-            one, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"other"))
+            one, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"two"))
             assert queue.save(one, np.arange(3)).wait(60, returned=True)
             job = queue.load(one, np.arange(10, 13))
             assert job.wait(60, returned=True) and job.ok == 3, job.error

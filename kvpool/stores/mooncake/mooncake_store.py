@@ -420,6 +420,8 @@ def _secret_argument(secret: object, file: object, master: str) -> bytes:
         return read_or_make_secret(default_place("mooncake"))
     try:
         return secret_argument(secret, file)
+    except TypeError as error:  # a text, which names no path here
+        raise ValueError(str(error)) from None
     except OSError as error:
         raise ValueError(f"secret_file={str(file)!r:.200} cannot be read: {error.strerror}") from error
 
