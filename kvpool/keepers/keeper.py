@@ -375,7 +375,7 @@ class Keeper:
                     handle.end("closed")
                 self._asked.clear()
                 for order in self._orders:
-                    order.refuse(PoolClosed(_ENDED))
+                    order.end(PoolClosed(_ENDED))
                 self._orders.clear()
                 self._idle.ring()
             self._loader.stop_all("closed")
@@ -483,31 +483,25 @@ class _Order:
     """What another thread wants the keeper's thread to do."""
 
     def __init__(self, work: Callable[[], Forgotten]) -> None:
-        self._work, self._over, self._bell = work, False, Bell()
-        self._found: Forgotten | None = None
-        self._error: BaseException | None = None
+        self._work, self._bell = work, Bell()
+        self._answers: list[Forgotten | BaseException] = []
 
     def do(self) -> None:
         try:
-            self._found = self._work()
+            self.end(self._work())
         except BaseException as error:  # It is raised where it was wanted.
-            self._error = error
-        self._end()
+            self.end(error)
 
-    def refuse(self, error: BaseException) -> None:
-        self._error = error
-        self._end()
-
-    def _end(self) -> None:
-        self._over = True
+    def end(self, answer: Forgotten | BaseException) -> None:
+        self._answers.append(answer)
         self._bell.ring()
 
     def wait(self) -> Forgotten:
-        self._bell.wait_for(lambda: self._over)
-        if self._found is None:
-            assert self._error is not None
-            raise self._error
-        return self._found
+        self._bell.wait_for(lambda: bool(self._answers))
+        answer = self._answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 def _host_blocks(pool: Any) -> list[int]:
