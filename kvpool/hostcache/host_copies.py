@@ -48,7 +48,7 @@ class HostCopy:
         """Wait until the copy is done. Raises DeviceError."""
         self._copies.synchronize(self._event)
 
-    def follow(self, stream: Any) -> None:
+    def follow(self, stream: object) -> None:
         """Have work that is enqueued on ``stream`` from now on wait for the copy. The caller does not wait. Raises
         TypeError, ValueError, DeviceError, PoolClosed."""
         self._copies.hold_back(stream, self._event)
@@ -117,8 +117,8 @@ class HostCopies:
             raise
 
     def copy_in(
-        self, blocks: Any, host_blocks: Any, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
-        stream: Any = None, group: int = 0,
+        self, blocks: object, host_blocks: object, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
+        stream: object = None, group: int = 0,
     ) -> HostCopy:  # fmt: skip
         """Copy KV of the engine's blocks into host blocks.
 
@@ -148,15 +148,16 @@ class HostCopies:
         return self._copy(True, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group)
 
     def copy_out(
-        self, blocks: Any, host_blocks: Any, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
-        stream: Any = None, group: int = 0,
+        self, blocks: object, host_blocks: object, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
+        stream: object = None, group: int = 0,
     ) -> HostCopy:  # fmt: skip
         """Copy KV of host blocks into the engine's blocks. Everything else is as in ``copy_in``."""
         return self._copy(False, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group)
 
     def _copy(
-        self, into_host: bool, blocks: Any, host_blocks: Any, skip: Any, n_tokens: Any, stream: Any, group: Any
-    ) -> HostCopy:
+        self, into_host: bool, blocks: object, host_blocks: object, skip: object, n_tokens: object, stream: object,
+        group: object,
+    ) -> HostCopy:  # fmt: skip
         pages = self._groups[integer_argument("group", group, 0, len(self._groups) - 1)]
         if not into_host and not pages.cache.writable:
             raise ValueError("caches: this one must not be written")
@@ -180,7 +181,7 @@ class HostCopies:
         device.copy_fragments(fragments, stream)
         return device.record(stream)
 
-    def _host_blocks(self, host_blocks: Any) -> Int64s:
+    def _host_blocks(self, host_blocks: object) -> Int64s:
         if not isinstance(host_blocks, HostSlots):
             return id_array("host_blocks", host_blocks)
         if host_blocks.fingerprint != self.tier.fingerprint:
@@ -198,7 +199,7 @@ class HostCopies:
         if event is not NULL_EVENT and not self._drained:
             self._device.synchronize(event)
 
-    def hold_back(self, stream: Any, event: Event) -> None:
+    def hold_back(self, stream: object, event: Event) -> None:
         """Have a stream wait for an event."""
         on = self._device.as_stream(stream)
         with self._lock:
@@ -242,7 +243,7 @@ class HostCopies:
         self.close()
 
 
-def _caches(caches: Any) -> list[PagedKV]:
+def _caches(caches: object) -> list[PagedKV]:
     found = [caches] if isinstance(caches, PagedKV) else caches
     if not isinstance(found, (list, tuple)) or not found or not all(isinstance(one, PagedKV) for one in found):
         raise TypeError(f"caches={caches!r:.80}: accepted are a PagedKV and a list of them")
@@ -278,7 +279,7 @@ def _device(device: Any, groups: list[Pages]) -> Device:
     return found
 
 
-def _tokens(skip: Any, n_tokens: Any, most: int) -> tuple[int, int]:
+def _tokens(skip: object, n_tokens: object, most: int) -> tuple[int, int]:
     """The first token, and the end; 0 and 0 where there is none between them, so that no block is looked at."""
     end = most if n_tokens is None else integer_argument("n_tokens", n_tokens, 0, most)
     first = integer_argument("skip_prefix_n_tokens", skip, 0, end)

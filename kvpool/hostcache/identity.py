@@ -63,7 +63,7 @@ class ModelIdentity:
                 raise ValueError(f"{name} has {len(text)} characters: accepted are up to {TEXT_MAX}")
             object.__setattr__(self, name, text)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise TypeError("a ModelIdentity has no state to set: a pickle brings its fields, which are checked")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,13 +80,13 @@ class ModelIdentity:
         return hashlib.blake2b(self.content, digest_size=16).hexdigest()
 
 
-def identity_argument(identity: Any) -> ModelIdentity:
+def identity_argument(identity: object) -> ModelIdentity:
     if not isinstance(identity, ModelIdentity):
         raise TypeError(f"identity={identity!r:.80}: accepted is a ModelIdentity")
     return identity
 
 
-def _layout_text(layout: Any) -> Any:
+def _layout_text(layout: object) -> Any:
     """The text for layouts. Anything else is returned as it is."""
     layouts = [layout] if isinstance(layout, BlockLayout) else layout
     if isinstance(layouts, (list, tuple)) and layouts and all(isinstance(one, BlockLayout) for one in layouts):

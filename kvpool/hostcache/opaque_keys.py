@@ -43,7 +43,7 @@ def packed(keys: Iterable[bytes]) -> Packed:
     return Packed(own, data, sizes, np.empty((n, KEY_WORDS), np.int32), np.empty((n, 3), np.int64))
 
 
-def keys_argument(keys: Any) -> tuple[bytes, ...]:
+def keys_argument(keys: object) -> tuple[bytes, ...]:
     """Several keys as exact builtins. Raises TypeError and ValueError, which name the key."""
     own = _own(keys)
     if [*map(type, own)].count(bytes) < len(own):
@@ -61,7 +61,7 @@ def _own(keys: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def key_argument(name: str, key: Any) -> bytes:
+def key_argument(name: str, key: object) -> bytes:
     """A key as an exact builtin. A subclass could compare, or have a length, like another value."""
     if not isinstance(key, bytes):
         raise TypeError(f"{name}={key!r:.80}: accepted are bytes")

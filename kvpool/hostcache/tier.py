@@ -31,7 +31,7 @@ BLOCK_BYTES_MAX = 2**31 - 1
 _TEXT_MAX = 1 << 20
 
 
-def block_bytes_argument(block_bytes: Any) -> int:
+def block_bytes_argument(block_bytes: object) -> int:
     """The bytes of a host block, which may be given by layouts. Raises TypeError or ValueError."""
     layouts = [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
     if isinstance(layouts, (list, tuple)):
@@ -138,7 +138,7 @@ class HostTier:
 
     def __init__(
         self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
-        memory: Any = None,
+        memory: object = None,
     ) -> None:  # fmt: skip
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
@@ -158,7 +158,7 @@ class HostTier:
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
     @classmethod
-    def of(cls, cache: Any, *, memory: Any = None) -> HostTier:
+    def of(cls, cache: Any, *, memory: object = None) -> HostTier:
         """The tier that belongs to a ``HostCache``."""
         return cls(cache.host_blocks, cache.block_bytes, identity=cache.identity, memory=memory)
 
@@ -239,7 +239,7 @@ def _allocate(nbytes: int) -> SharedMemory:
         raise InsufficientMemory("host", nbytes, available or 0, str(error)) from error
 
 
-def _given(memory: Any, nbytes: int) -> npt.NDArray[np.uint8]:
+def _given(memory: object, nbytes: int) -> npt.NDArray[np.uint8]:
     """The caller's memory as flat bytes, in place."""
     found = as_strided("memory", memory)
     if found.memory != "host":

@@ -8,8 +8,6 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
-import numpy as np
-
 from kvpool.errors import StoreBusy
 from kvpool.keepers.bridge_events import BridgeEvents
 from kvpool.keepers.known_content import ON_HOST, Content, KnownContent, Namespace
@@ -101,15 +99,15 @@ class Saver:
             return count
         first = next(iter(line))
         alike = takewhile(lambda one: (one.namespace, one.group) == (first.namespace, first.group), line)
-        rows = store.client.take(SAVE, max(1, CHUNK_BYTES // store.client.queue.block_bytes))
-        chosen = list(islice(alike, len(rows)))
+        most = min(store.client.free(SAVE), max(1, CHUNK_BYTES // store.client.queue.block_bytes))
+        chosen = list(islice(alike, most))
         for content in chosen:
             del line[content]
-        there = np.zeros(len(rows), np.bool_)
-        there[: len(chosen)] = self._copies.copy(chosen, store.client.memory, rows.tolist())
+        rows = store.client.take(SAVE, len(chosen))
+        there = self._copies.copy(chosen, store.client.memory, rows.tolist())
         store.client.give_back(rows[~there])
-        self._give_up(store, [one for one, came in zip(chosen, there, strict=False) if not came], "evicted")
-        good = [one for one, came in zip(chosen, there, strict=False) if came]
+        self._give_up(store, [one for one, came in zip(chosen, there, strict=True) if not came], "evicted")
+        good = [one for one, came in zip(chosen, there, strict=True) if came]
         if good:
             self._begin(store, good, rows[there])
         return len(chosen)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 from kvpool.arrays.layout import integer_argument
 
@@ -248,7 +247,7 @@ class LoadOrCompute:
         load.until = min(worth, silent) if self._speed.loads else worth
 
 
-def _seconds_argument(name: str, value: Any, positive: bool = False) -> None:
+def _seconds_argument(name: str, value: object, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r:.80}: accepted are finite numbers of at least 0")
     if positive and not value:

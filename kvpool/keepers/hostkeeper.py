@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -322,7 +322,7 @@ def _open(
     return lines
 
 
-def _share(name: str, share: Any, blocks: int) -> int:
+def _share(name: str, share: object, blocks: int) -> int:
     """A share of the blocks, one at least. Raises TypeError or ValueError."""
     found = seconds_argument(name, share)
     if not 0 < found <= 1:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
@@ -196,7 +196,7 @@ class Keeper:
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
-    def prefetch(self, prompt: Any, deadline: float | None = None) -> Prefetch:
+    def prefetch(self, prompt: object, deadline: float | None = None) -> Prefetch:
         """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
 
         ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
@@ -215,7 +215,7 @@ class Keeper:
         os.eventfd_write(self._wake, 1)
         return handle
 
-    def match_prefix(self, prompt: Any) -> Match:
+    def match_prefix(self, prompt: object) -> Match:
         """What ``KVCacheManager.match_prefix`` says, with ``store_tokens``: how many more tokens could be reused with
         what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
         lost blocks since. Does not change the pool."""
@@ -230,7 +230,7 @@ class Keeper:
             return match
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
 
-    def _keys(self, prompt: Any) -> BlockKeys:
+    def _keys(self, prompt: object) -> BlockKeys:
         return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
 
     def events(self, *, snapshot: bool = False) -> Events:
@@ -249,7 +249,7 @@ class Keeper:
 
     # -- for operators -------------------------------------------------------------------------------
 
-    def forget(self, prompt: Any = None, *, namespace: Any = None) -> Forgotten:
+    def forget(self, prompt: object = None, *, namespace: object = None) -> Forgotten:
         """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
 
         From the moment it returns, nobody finds this content in a store and no prefetch brings it, until somebody has
@@ -375,7 +375,7 @@ class Keeper:
                     handle.end("closed")
                 self._asked.clear()
                 for order in self._orders:
-                    order.refuse(PoolClosed(_ENDED))
+                    order.end(PoolClosed(_ENDED))
                 self._orders.clear()
                 self._idle.ring()
             self._loader.stop_all("closed")
@@ -483,34 +483,28 @@ class _Order:
     """What another thread wants the keeper's thread to do."""
 
     def __init__(self, work: Callable[[], Forgotten]) -> None:
-        self._work, self._over, self._bell = work, False, Bell()
-        self._found: Forgotten | None = None
-        self._error: BaseException | None = None
+        self._work, self._bell = work, Bell()
+        self._answers: list[Forgotten | BaseException] = []
 
     def do(self) -> None:
         try:
-            self._found = self._work()
+            self.end(self._work())
         except BaseException as error:  # It is raised where it was wanted.
-            self._error = error
-        self._end()
+            self.end(error)
 
-    def refuse(self, error: BaseException) -> None:
-        self._error = error
-        self._end()
-
-    def _end(self) -> None:
-        self._over = True
+    def end(self, answer: Forgotten | BaseException) -> None:
+        self._answers.append(answer)
         self._bell.ring()
 
     def wait(self) -> Forgotten:
-        self._bell.wait_for(lambda: self._over)
-        if self._found is None:
-            assert self._error is not None
-            raise self._error
-        return self._found
+        self._bell.wait_for(lambda: bool(self._answers))
+        answer = self._answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
-def _host_blocks(pool: Any) -> list[int]:
+def _host_blocks(pool: object) -> list[int]:
     """The host blocks of each group of layers. Raises for a pool that cannot have a keeper."""
     if not isinstance(pool, KVCacheManager):
         raise TypeError(f"pool={pool!r:.80}: accepted is a KVCacheManager")
@@ -532,7 +526,7 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
         )
 
 
-def _stores_argument(stores: Any) -> list[Store]:
+def _stores_argument(stores: object) -> list[Store]:
     found = list_argument("stores", stores)
     names = [getattr(store, "name", None) for store in found]
     named = all(isinstance(name, str) for name in names)
@@ -541,7 +535,7 @@ def _stores_argument(stores: Any) -> list[Store]:
     return found
 
 
-def _quotas_argument(quotas: Any) -> dict[Namespace, int]:
+def _quotas_argument(quotas: object) -> dict[Namespace, int]:
     if quotas is not None and not isinstance(quotas, Mapping):
         raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
     found: dict[Namespace, int] = {}
@@ -551,7 +545,7 @@ def _quotas_argument(quotas: Any) -> dict[Namespace, int]:
     return found
 
 
-def _namespace_argument(name: str, namespace: Any) -> Namespace:
+def _namespace_argument(name: str, namespace: object) -> Namespace:
     if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
         raise TypeError(f"{name}={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
     salt, adapter_id = tuple(namespace)

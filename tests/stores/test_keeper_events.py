@@ -142,7 +142,7 @@ def test_what_has_gone_from_the_pool_is_told_with_its_namespace(monkeypatch: pyt
         seed(one, kept, [tokens(9, 5000)], salt="tenant")
         one.cache.forget(namespace=("tenant", None))
         for number in range(8):
-            seed(one, kept, [tokens(17, 100 * number)])
+            seed(one, kept, [tokens(17, 100 * number)], salt=f"other {number}")
         kept.events()
         assert kept.forget(namespace=("tenant", None)).wait(60)
         gone = [event for event in kept.events() if event.kind == "removed" and event.tier == "memory"]
