@@ -78,7 +78,7 @@ class BlockServer:
         try:
             self._server = self._blocks.server = Server(
                 self._blocks, endpoint, door, connections=own.connections, stall_ms=stall,
-                frame_bytes=KEY_BYTES * BLOCKS_MAX, messages=4 * waiting, answers=4 * waiting,
+                frame_bytes=KEY_BYTES * BLOCKS_MAX, messages=waiting, answers=waiting,
             )  # fmt: skip
         except BaseException:
             self._blocks.release()

@@ -177,7 +177,10 @@ class Fake:
         else:
             answers = self._answer(session, session.unpack([memoryview(one) for one in frames], self._kinds))
         while answers:  # which then belong to ZeroMQ alone
-            self.socket.send_multipart([client, *answers.pop(0)])
+            self.send(client, answers.pop(0))
+
+    def send(self, client: bytes, frames: list[bytes]) -> None:
+        self.socket.send_multipart([client, *frames])
 
     def __enter__(self) -> Fake:
         return self
