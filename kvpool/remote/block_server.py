@@ -71,10 +71,8 @@ class BlockServer:
             raise ValueError("cache: its host tier is what is served, and it has none (host_blocks=0)")
         self._blocks = _HostTier(cache, InlineServer() if transport is None else transport, own)
         # Every request has one answer. A client that leaves more of them unread exceeds its limit.
-        door, waiting = (
-            keys or ServerSecret(remote_password(cache.core.states.secret).encode()),
-            own.requests_per_client,
-        )
+        waiting = 4 * own.requests_per_client
+        door = keys or ServerSecret(remote_password(cache.core.states.secret).encode())
         try:
             self._server = self._blocks.server = Server(
                 self._blocks, endpoint, door, connections=own.connections, stall_ms=stall,

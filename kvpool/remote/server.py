@@ -151,7 +151,6 @@ class Server:
         if context is not None:
             if self._thread.ident is None:
                 self._close_sockets()
-            self._zap.close(linger=0)
             end(context)
             os.close(self._bell)
 
@@ -213,6 +212,7 @@ class Server:
     def _close_sockets(self) -> None:
         self.connections.close()
         self._socket.close(linger=0)
+        self._zap.close(linger=0)  # Connections do not end, and keep what was sent, while it is open and nobody reads.
 
     def _open_door(self) -> None:
         """Answer ZeroMQ, which asks whether a peer may connect (RFC 27)."""

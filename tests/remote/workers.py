@@ -17,6 +17,7 @@ from kvpool.remote.frames import Blocks, Failed, Found, Hello, Message, Welcome,
 from kvpool.remote.served import served
 from kvpool.remote.session import Received, Session, answered, begun, greeting
 from kvpool.state.hashing import remote_password
+from kvpool.stores.peer.wire import StoreDone, StoreWelcome
 
 SECRET = bytes(range(32))
 SMALL = {"head_dim": 3}
@@ -85,10 +86,10 @@ class Raw:
         right = {"layout": served(cache).fingerprint, "origin": cache.block_keys([0]).origin[0], "transport": "inline"}
         return Hello(**{"id": 1, "client": "raw"} | right | other)
 
-    def send(self, message: Message | bytes, *frames: bytes) -> None:
+    def send(self, message: Message | bytes, *frames: bytes, blocks: Sequence[bytes] = ()) -> None:
         """Send a message with its tag, or with a header that is none."""
         assert self.session is not None
-        self.socket.send_multipart(packed(self.session, message, *frames))
+        self.socket.send_multipart(packed(self.session, message, *frames, blocks=blocks))
 
     def receive(self) -> list[bytes]:
         assert self.socket.poll(20_000), "no answer within 20 s"
@@ -98,8 +99,8 @@ class Raw:
         assert self.session is not None
         return self.session.unpack([memoryview(one) for one in self.receive()], ANSWERS)
 
-    def ask(self, message: Message | bytes, *frames: bytes) -> Any:
-        self.send(message, *frames)
+    def ask(self, message: Message | bytes, *frames: bytes, blocks: Sequence[bytes] = ()) -> Any:
+        self.send(message, *frames, blocks=blocks)
         return self.answer().message
 
     def enter(self, **hello: Any) -> Raw:
@@ -114,7 +115,7 @@ class Raw:
         self._context.destroy(linger=0)
 
 
-ANSWERS = (Welcome, Blocks, Found, Failed)
+ANSWERS = (Welcome, Blocks, Found, Failed, StoreWelcome, StoreDone)
 
 
 def wire_key(engine: Engine) -> bytes:
