@@ -115,7 +115,7 @@ def _report(
     if served:
         lines.append(figures_text("server, in its own process", served, None))
     for one in speeds:
-        name = f"{one.block_bytes:,} bytes x {one.blocks_per_message}, {one.transport}: of a bare transfer's speed"
+        name = f"{one.block_bytes:,} bytes x {one.blocks_per_message}: of a bare socket's speed"
         lines.append(f"{'':<7} {name:<56} {one.ratio:>12.2f}")
         lines.append(f"{'':<7} {'':<56} {one.fetch / 1e9:>12.2f}  GB/s of {one.bare / 1e9:.2f} GB/s")
     print_text("\n".join(lines))

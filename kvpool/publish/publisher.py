@@ -205,7 +205,7 @@ class KVEventPublisher:
         self._pub.maxmsgsize = SUBSCRIPTION_BYTES_MAX + len(self._topic)
         # What waits for a subscriber that has left is dropped, also if the publisher connects.
         self._pub.immediate = True
-        self._subscribers = Connections(self._pub, peers, said_most=SAID_BYTES_MAX + len(self._topic))
+        self._subscribers = Connections(self._pub, peers, SAID_BYTES_MAX + len(self._topic))
         if bind:
             self._pub.bind(endpoint)
         else:

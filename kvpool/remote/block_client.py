@@ -3,12 +3,11 @@ itself."""
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -21,21 +20,11 @@ from kvpool.entry.process import Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.ending import end, new_context
-from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
+from kvpool.remote.endpoints import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.exchange import Exchange, find
-from kvpool.remote.frames import (
-    BLOCKS_MAX,
-    HEADER_BYTES_MAX,
-    Failed,
-    Find,
-    Get,
-    Hello,
-    Malformed,
-    Welcome,
-    decode,
-    encode,
-)
-from kvpool.remote.remote_errors import RemoteError, RemoteTimeout
+from kvpool.remote.frames import BLOCKS_MAX, Hello, Malformed, Welcome
+from kvpool.remote.link import Link
+from kvpool.remote.remote_errors import RemoteError
 from kvpool.remote.served import served
 from kvpool.remote.transport import Buffer, ClientTransport, InlineClient
 from kvpool.state.hashing import remote_password
@@ -88,13 +77,11 @@ class BlockClient:
         self._messages = integer_argument("messages_in_flight", messages_in_flight, 1, 1024)
         self._cache, self._keys = cache, keys
         self._transport = InlineClient() if transport is None else transport
-        self._name, self._layout, self._origin = name, what.fingerprint, cache.block_keys([0]).origin[0]
-        self._parts, self._sizes = what.parts, what.block_bytes
-        # Numbers that no client of this name has used before.
-        self._next_id = secrets.randbelow(1 << 60) + 1
+        self._sizes, self._parts = what.block_bytes, what.parts
+        self._hello = Hello(1, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
         self._busy, self._process = threading.Lock(), Process()
         self._context: zmq.Context[Any] | None = new_context()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._link: Link | None = None
         self._welcome: Welcome | None = None
 
     # -- fetching --------------------------------------------------------------------------------
@@ -141,8 +128,7 @@ class BlockClient:
             first = self._cache.match_prefix(keys).full_tokens // self._cache.tokens_per_block
             return [(groups[0].index, np.arange(first, last))]
         there = np.zeros((len(self._sizes), full), np.bool_)
-        socket, _ = self._connected()
-        there[:, :last] = find(socket, keys.keys[:last].tobytes(), len(self._sizes), self._find, self._timeout_ms)
+        there[:, :last] = find(self._connected()[0], keys.keys[:last].tobytes(), len(self._sizes))
         lacking = self._cache.lacking(keys, there).blocks
         return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
@@ -219,85 +205,68 @@ class BlockClient:
                 self._busy.release()
 
     def _disconnect(self) -> None:
-        socket, self._socket, self._welcome = self._socket, None, None
+        link, self._link, self._welcome = self._link, None, None
         self._transport.close()
-        if socket is not None:
-            socket.close(linger=0)
+        if link is not None:
+            link.close()
 
-    def _connected(self) -> tuple[zmq.Socket[bytes], Welcome]:
-        if self._welcome is None:
+    def _connected(self) -> tuple[Link, Welcome]:
+        if self._link is not None and self._link.ended():
+            self._disconnect()
+        if self._link is None or self._welcome is None:
             self._connect()
-        assert self._socket is not None and self._welcome is not None
-        return self._socket, self._welcome
+        assert self._link is not None and self._welcome is not None
+        self._link.timeout_ms = self._timeout_ms
+        return self._link, self._welcome
 
     def _exchange(self, keys: bytes, group: int) -> Exchange:
-        socket, welcome = self._connected()
+        link, welcome = self._connected()
         size = self._sizes[group]
         blocks = self._blocks_of(welcome, size)
         messages = min(self._messages, welcome.requests, welcome.bytes // (blocks * size))
-        return Exchange(socket, self._transport, keys, group, self._get, blocks, messages, self._timeout_ms)
+        return Exchange(link, self._transport, keys, group, blocks, messages)
 
     def _blocks_of(self, welcome: Welcome, size: int) -> int:
         """How many blocks of this size one message may have."""
         return min(self._blocks, welcome.blocks_per_request, welcome.bytes // size)
 
-    def _get(self, group: int) -> Get:
-        return Get(self._number(), self._name, self._layout, self._origin, self._transport.name, group)
-
-    def _find(self) -> Find:
-        return Find(self._number(), self._name, self._layout, self._origin, self._transport.name)
-
-    def _number(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
     def _connect(self) -> None:
-        """Open a socket and learn the server's limits. Raises RemoteError if the two pools do not fit together."""
+        """Learn the server's limits. Raises RemoteError if the two pools do not fit together."""
         assert self._context is not None
-        socket = self._socket = self._context.socket(zmq.DEALER)
-        socket.linger, socket.ipv6 = 0, "[" in self._endpoint
-        # Every request has up to two answers. A server that sends more is not read from until the next call.
-        socket.rcvhwm = 2 * self._messages
+        door = self._keys or ClientSecret(remote_password(self._cache.core.states.secret).encode())
         answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
-        socket.maxmsgsize = max(4 * HEADER_BYTES_MAX, answer, self._blocks * max(self._sizes))
-        (self._keys or ClientPassword(remote_password(self._cache.core.states.secret))).apply(socket)
-        refused = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        socket.connect(self._endpoint)
-        hello = Hello(self._number(), self._name, self._layout, self._origin, self._transport.name)
-        # A server that has refused the password already has ended the connection: a send that waits would never end.
-        with suppress(zmq.Again):
-            socket.send(encode(hello), zmq.NOBLOCK)
+        link = self._link = Link(
+            self._context, self._endpoint, door, timeout_ms=self._timeout_ms,
+            # A server that sends more answers than it owes is not read from until the next call.
+            frame_bytes=max(answer, self._blocks * max(self._sizes)), messages=self._messages,
+        )  # fmt: skip
         try:
-            came = zmq.select([socket, refused], [], [], self._timeout_ms / 1e3)[0]
-        finally:
-            socket.disable_monitor()
-        if not came:
-            hint = " and has the key that this client expects" if self._keys else ""
-            raise RemoteTimeout(f"{self._endpoint} did not answer for {self._timeout_ms} ms: see that it runs{hint}")
-        if socket not in came and self._keys:
-            raise RemoteError("keys", f"{self._endpoint} does not know this client's key")
-        if socket not in came:
-            raise RemoteError(
-                "secret",
-                "the pools have different hash secrets, so that no key of one is known to the other: pass the same "
-                "secret= to both "
-                "KVCacheManagers",
-            )
-        frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+            link.greet()
+            received = link.ask(self._hello, [], Welcome)
+        except RemoteError as error:
+            self._explain(error)
+        welcome = received.message
         try:
-            welcome = decode(frames[0], (Welcome, Failed))
-            if isinstance(welcome, Failed):
-                raise RemoteError(welcome.code, welcome.reason)
-            self._check(welcome, hello.id)
+            self._check(welcome)
             nbytes = max(size * self._blocks_of(welcome, size) for size in self._sizes if size)
-            self._transport.connect(frames[1:], self._parts, nbytes, min(self._messages, welcome.requests))
+            self._transport.connect(received.frames, self._parts, nbytes, self._messages)
         except Malformed as error:
             raise RemoteError("malformed", f"{self._endpoint} sent {error}") from None
         self._welcome = welcome
 
-    def _check(self, welcome: Welcome, id: int) -> None:
-        if welcome.id != id:
-            raise Malformed("a welcome to somebody else")
+    def _explain(self, error: RemoteError) -> NoReturn:
+        """Raise the error, in words of pools."""
+        if error.code == "door" and self._keys:
+            raise RemoteError("keys", f"{self._endpoint} does not know this client's key") from None
+        if error.code in ("door", "secret"):
+            raise RemoteError(
+                "secret",
+                "the pools have different hash secrets, so that no key of one is known to the other: pass the same "
+                "secret= to both KVCacheManagers",
+            ) from None
+        raise error
+
+    def _check(self, welcome: Welcome) -> None:
         if welcome.block_bytes != self._sizes:
             raise Malformed(f"blocks of {welcome.block_bytes!r:.80} bytes: expected are {self._sizes!r:.80}")
         if min(welcome.blocks_per_request, welcome.requests) < 1 or welcome.bytes < max(self._sizes):

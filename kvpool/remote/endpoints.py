@@ -3,21 +3,20 @@ may."""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
-import logging
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 _Z85_KEY = 40
-_DOMAIN = b"kvpool"
-"""ZeroMQ refuses everybody while no authenticator runs, but only if a domain is set and enforced."""
-_USER = "kvpool"
-_SILENT = logging.Logger("kvpool.remote.endpoints", logging.CRITICAL)
-"""A logger of its own, which nobody configures."""
+_PASS_NS = 60_000_000_000
+"""How old the pass of a client may be."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class ServerKeys:
     public: bytes
     secret: bytes = field(repr=False)
     clients: Sequence[bytes]
+    wire_key: ClassVar[bytes] = b""
 
     def __post_init__(self) -> None:
         _check_keys("ServerKeys", public=self.public, secret=self.secret)
@@ -36,50 +36,13 @@ class ServerKeys:
             _check_keys("ServerKeys", clients=key)
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket`` speak CURVE as the server. An ``authenticator`` must run for its context."""
-        _enforce(socket)
+        """Make ``socket`` speak CURVE as the server."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
-    def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
-        """A started thread that accepts exactly ``clients``, for all sockets of the context. The caller stops it."""
-        thread = _authenticator(context)
-        thread.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=_Allowed(self.clients))
-        return thread
-
-
-@dataclass(frozen=True)
-class ServerPassword:
-    """Used instead of CURVE keys on one machine: a password made from the pools' secret, so that nobody else can send a
-    message.
-
-    A peer that can send messages can do more than ask. It can take the name that ZeroMQ gives to the next client, which
-    ends the process. It can take the name of a client that has gone, and get its answers. It can send a message that
-    never ends.
-    """
-
-    password: str = field(repr=False)
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket`` ask for the password. An ``authenticator`` must run for its context."""
-        _enforce(socket)
-        socket.plain_server = True
-
-    def authenticator(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
-        """A started thread that accepts peers that have the password. The caller stops it."""
-        thread = _authenticator(context)
-        thread.configure_plain(domain=_DOMAIN.decode(), passwords={_USER: self.password})
-        return thread
-
-
-@dataclass(frozen=True)
-class ClientPassword:
-    """The password of a ``ServerPassword``."""
-
-    password: str = field(repr=False)
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        socket.plain_username, socket.plain_password = _USER.encode(), self.password.encode()
+    def admits(self, credentials: Sequence[bytes]) -> bool:
+        """Whether a peer with this public key may connect."""
+        return len(credentials) == 1 and z85.encode(credentials[0]) in self.clients
 
 
 @dataclass(frozen=True)
@@ -89,6 +52,7 @@ class ClientKeys:
     public: bytes
     secret: bytes = field(repr=False)
     server: bytes
+    wire_key: ClassVar[bytes] = b""
 
     def __post_init__(self) -> None:
         _check_keys("ClientKeys", public=self.public, secret=self.secret, server=self.server)
@@ -98,24 +62,55 @@ class ClientKeys:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
-def _enforce(socket: zmq.Socket[bytes]) -> None:
-    socket.zap_domain = _DOMAIN
-    socket.zap_enforce_domain = True
+class ServerSecret:
+    """Used instead of CURVE keys on one machine: peers show a pass made from the secret before ZeroMQ takes a message
+    of theirs. Without it a peer could take the name that ZeroMQ gives to the next client, which ends the process.
+
+    A pass has the time of the machine, and is of use once. Whoever takes the port of a server that has ended, and so
+    sees the passes of its clients, gets in nowhere with them: they are older than the server that comes next.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.wire_key, self._start = key, time.monotonic_ns()
+        self._seen: dict[bytes, int] = {}
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        socket.plain_server = True
+
+    def admits(self, credentials: Sequence[bytes]) -> bool:
+        """Whether a peer with this pass may connect, now and not again."""
+        now = time.monotonic_ns()
+        self._seen = {name: made for name, made in self._seen.items() if made > now - _PASS_NS}
+        if len(credentials) != 2:
+            return False
+        name, proof = credentials
+        if not hmac.compare_digest(proof, _proof(self.wire_key, name)):
+            return False
+        made = int(name.partition(b" ")[0])
+        if not max(self._start, now - _PASS_NS) < made <= now or name in self._seen:
+            return False
+        self._seen[name] = made
+        return True
 
 
-def _authenticator(context: zmq.Context[Any]) -> ThreadAuthenticator:
-    # At level DEBUG, pyzmq logs each password that a peer shows.
-    thread = ThreadAuthenticator(context, log=_SILENT)
-    thread.start()
-    return thread
+class ClientSecret:
+    """The secret of a ``ServerSecret``."""
+
+    def __init__(self, key: bytes) -> None:
+        self.wire_key = key
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        """Give ``socket`` a pass for one connection, which it makes now."""
+        name = f"{time.monotonic_ns()} {secrets.token_hex(16)}".encode()
+        socket.plain_username, socket.plain_password = name, _proof(self.wire_key, name)
 
 
-class _Allowed:
-    def __init__(self, clients: Sequence[bytes]) -> None:
-        self._clients = frozenset(clients)
+ServerDoor = ServerKeys | ServerSecret
+ClientDoor = ClientKeys | ClientSecret
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._clients
+
+def _proof(key: bytes, name: bytes) -> bytes:
+    return hmac.new(key, b"pass " + name, "sha256").hexdigest().encode()
 
 
 def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:

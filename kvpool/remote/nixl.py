@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.remote.frames import Malformed
+from kvpool.remote.session import Received
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, Host, Offer, Parts, ServerTransport
 
 INSTALL = "pip install --no-deps nixl nixl-cu13"
@@ -69,9 +70,11 @@ class NixlServer(ServerTransport):
     def __init__(self) -> None:
         self._agent: Any = new_agent()
         self._memory: Any = None
+        self._host: Host = []
         self._reading: WeakValueDictionary[bytes, _Reading] = WeakValueDictionary()
 
     def start(self, host: Host) -> None:
+        self._host = host
         self._parts = [[(address(part), part.shape[1]) for part in parts] for parts in host]
         whole = [(address(part), part.nbytes) for parts in host for part in parts if part.nbytes]
         self._memory = self._agent.register_memory(regions(*zip(*whole, strict=True)), MEMORY)
@@ -83,7 +86,8 @@ class NixlServer(ServerTransport):
         tag, reading = secrets.token_bytes(_TAG_BYTES), _Reading()
         self._reading[tag] = reading
         addresses = np.concatenate([base + rows * nbytes for base, nbytes in self._parts[group]]).astype(_ADDRESS)
-        return Offer([tag, addresses.tobytes()], False, reading.released)
+        content = np.concatenate([part[rows] for part in self._host[group]], axis=1)
+        return Offer([tag, addresses.tobytes()], [], [content], False, reading.released)
 
     def poll(self) -> None:
         found = {} if self._agent is None else self._agent.get_new_notifs()
@@ -128,9 +132,12 @@ class NixlClient(ClientTransport):
         except Exception as error:
             raise Malformed(f"metadata that NIXL does not take: {type(error).__name__}") from error
 
-    def receive(self, frames: Sequence[Buffer], group: int, count: int) -> Arrival:
-        parts = self._parts[group]
-        if [frame.nbytes for frame in frames] != [_TAG_BYTES, len(parts) * count * _ADDRESS.itemsize]:
+    def receive(self, received: Received, group: int, count: int) -> Arrival:
+        parts, frames = self._parts[group], received.frames
+        if received.blocks or [frame.nbytes for frame in frames] != [
+            _TAG_BYTES,
+            len(parts) * count * _ADDRESS.itemsize,
+        ]:
             sizes = [frame.nbytes for frame in frames]
             raise Malformed(f"frames of {sizes!r:.80} bytes for {count} blocks of {len(parts)} parts to be read")
         number = self._free.pop()
@@ -156,7 +163,7 @@ class NixlClient(ClientTransport):
             return state == "DONE"
 
         blocks = [memoryview(slot[at : at + size]) for at in range(0, count * size, size)]
-        return Arrival(blocks, ready, lambda: self._free.append(number))
+        return Arrival(blocks, [memoryview(slot[: count * size])], ready, lambda: self._free.append(number))
 
     def close(self) -> None:
         agent, self._agent = self._agent, None

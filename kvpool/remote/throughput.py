@@ -1,5 +1,5 @@
-"""Measures how fast blocks come from another process, compared with a bare transfer of the same bytes from the same
-memory, in alternation in one run."""
+"""Measures how fast blocks come from another process, compared with a bare ZeroMQ socket that sends the same bytes from
+the same memory, in alternation in one run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.pool.manager import KVCacheManager
-from kvpool.remote import nixl
 from kvpool.remote.block_client import BlockClient
 from kvpool.remote.block_server import BlockServer
 from kvpool.remote.limits import Limits
-from kvpool.remote.transport import InlineClient, InlineServer
 
 _SECRET = bytes(32)
 """Only made-up content is ever stored under it."""
@@ -45,7 +42,6 @@ class Throughput:
     rounds.
     """
 
-    transport: str
     block_bytes: int
     blocks_per_message: int
     round_bytes: int
@@ -68,34 +64,28 @@ def measure(
     blocks_per_message: int = 16,
     round_bytes: int = 1 << 27,
     rounds: int = 7,
-    transport: str = "inline",
 ) -> Throughput:
     """Fetch ``round_bytes`` from the host tier of a pool in another process, in so many rounds, each way in turn.
 
-    ``transport`` is "inline", compared with a bare ZeroMQ socket, or "nixl", compared with bare NIXL reads. Raises
-    ValueError for sizes that make no message, ImportError without NIXL, RemoteError if the other process fails.
+    Raises ValueError for sizes that make no message, RemoteError if the other process fails.
     """
     blocks = round_bytes // block_bytes // blocks_per_message * blocks_per_message
     if blocks == 0 or rounds < 1:
         raise ValueError(f"round_bytes={round_bytes}, rounds={rounds}: accepted is at least one message, once")
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"transport={transport!r:.40}: accepted are {', '.join(_TRANSPORTS)}")
-    _, make_client, make_bare = _TRANSPORTS[transport]
     size = _Size(block_bytes, blocks, blocks_per_message)
     with ExitStack() as stack:
-        endpoint, bare_endpoint = stack.enter_context(_other_process(size, transport))
+        endpoint, bare_endpoint = stack.enter_context(_other_process(size))
         cache = stack.enter_context(_pool(size))
         prompt, copied = cache.block_keys(_tokens(blocks)), np.zeros((blocks, block_bytes), np.uint8)
         client = stack.enter_context(
             BlockClient(
                 endpoint,
                 cache,
-                transport=make_client(),
                 blocks_per_message=blocks_per_message,
                 messages_in_flight=_IN_FLIGHT,
             )
         )
-        bare = stack.enter_context(make_bare(bare_endpoint, size))
+        bare = stack.enter_context(_BareSocket(bare_endpoint, size))
 
         def fetch() -> int:
             cache.reset()
@@ -110,7 +100,7 @@ def measure(
         seconds = _in_turns(ways, blocks, rounds)
     nbytes = blocks * block_bytes
     return Throughput(
-        transport, block_bytes, blocks_per_message, nbytes, rounds,
+        block_bytes, blocks_per_message, nbytes, rounds,
         **{name: nbytes / median(times) for name, times in seconds.items()},
         ratio=median(map(truediv, seconds["bare_copied"], seconds["fetch"])),
         ratio_in_buffers=median(map(truediv, seconds["bare"], seconds["fetch_blocks"])),
@@ -176,69 +166,12 @@ class _BareSocket:
         self._context.destroy(linger=0)
 
 
-class _BareReads:
-    """Reads messages of blocks with NIXL, as many at a time as the client does. A context manager."""
-
-    def __init__(self, endpoint: Any, size: _Size) -> None:
-        metadata, self._base = endpoint
-        self._agent, self._size = nixl.new_agent(), size
-        self._slots = np.zeros((_IN_FLIGHT, size.blocks_per_message, size.block_bytes), np.uint8)
-        self._memory = self._agent.register_memory(
-            nixl.regions([nixl.address(self._slots)], self._slots.nbytes), nixl.MEMORY
-        )
-        self._server = self._agent.add_remote_agent(metadata)
-
-    def fetch(self, into: Any = None) -> int:
-        """How many blocks came. With an array uint8[blocks, block_bytes], they are copied into it."""
-        size, reads = self._size, dict[int, Any]()
-        for first in range(0, size.blocks, size.blocks_per_message):
-            if len(reads) == _IN_FLIGHT:
-                self._finish(next(iter(reads)), reads, into)
-            reads[first] = self._begin(first)
-        for first in list(reads):
-            self._finish(first, reads, into)
-        return size.blocks
-
-    def _begin(self, first: int) -> Any:
-        size, place = self._size, np.arange(self._size.blocks_per_message) * self._size.block_bytes
-        here = nixl.regions(nixl.address(self._slot(first)) + place, size.block_bytes)
-        there = nixl.regions(self._base + first * size.block_bytes + place, size.block_bytes)
-        descriptors = (self._agent.get_xfer_descs(rows, nixl.MEMORY) for rows in (here, there))
-        handle = self._agent.initialize_xfer("READ", *descriptors, self._server)
-        self._agent.transfer(handle)
-        return handle
-
-    def _finish(self, first: int, reads: dict[int, Any], into: Any) -> None:
-        handle = reads.pop(first)
-        while (state := self._agent.check_xfer_state(handle)) != "DONE":
-            if state == "ERR":
-                raise AssertionError("a bare NIXL read failed")
-        self._agent.release_xfer_handle(handle)
-        if into is not None:
-            into[first : first + self._size.blocks_per_message] = self._slot(first)
-
-    def _slot(self, first: int) -> npt.NDArray[np.uint8]:
-        return self._slots[first // self._size.blocks_per_message % _IN_FLIGHT]
-
-    def __enter__(self) -> _BareReads:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._agent.deregister_memory(self._memory)
-
-
-_TRANSPORTS: dict[str, tuple[Any, Any, Any]] = {
-    "inline": (InlineServer, InlineClient, _BareSocket),
-    "nixl": (nixl.NixlServer, nixl.NixlClient, _BareReads),
-}
-
-
 @contextmanager
-def _other_process(size: _Size, transport: str) -> Iterator[tuple[str, Any]]:
+def _other_process(size: _Size) -> Iterator[tuple[str, Any]]:
     """The endpoints of a block server and of a bare server of the same memory. Their process ends with the context."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, size, transport), daemon=True)
+    process = spawn.Process(target=_serve, args=(theirs, size), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -248,7 +181,7 @@ def _other_process(size: _Size, transport: str) -> Iterator[tuple[str, Any]]:
         process.join()
 
 
-def _serve(connection: Any, size: _Size, transport: str) -> None:
+def _serve(connection: Any, size: _Size) -> None:
     """What the other process does until the pipe is closed."""
     with _pool(size) as cache:
         content = np.random.default_rng(0).integers(0, 256, (size.blocks, size.block_bytes), np.uint8)
@@ -256,18 +189,8 @@ def _serve(connection: Any, size: _Size, transport: str) -> None:
         del content
         rows = cache.host_pool.reshape(size.blocks, -1).view(np.uint8)
         limits = Limits(size.blocks_per_message, _IN_FLIGHT, 1 << 40, 1 << 40)
-        with BlockServer(cache, transport=_TRANSPORTS[transport][0](), limits=limits) as server:
-            serve_bare = _serve_bare_reads if transport == "nixl" else _serve_bare_socket
-            serve_bare(connection, server.endpoint, rows, size.blocks_per_message)
-
-
-def _serve_bare_reads(connection: Any, endpoint: str, rows: Any, blocks_per_message: int) -> None:
-    agent = nixl.new_agent()
-    memory = agent.register_memory(nixl.regions([nixl.address(rows)], rows.nbytes), nixl.MEMORY)
-    connection.send((endpoint, (agent.get_agent_metadata(), nixl.address(rows))))
-    while not _closed(connection, 1.0):
-        pass
-    agent.deregister_memory(memory)
+        with BlockServer(cache, limits=limits) as server:
+            _serve_bare_socket(connection, server.endpoint, rows, size.blocks_per_message)
 
 
 def _serve_bare_socket(connection: Any, endpoint: str, rows: Any, blocks_per_message: int) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import zmq
 
 from kvpool.remote.frames import Malformed
+from kvpool.remote.session import Received
 
 Host = Sequence[Sequence[npt.NDArray[np.uint8]]]
 """The host tier: for each group of layers, and each part of its blocks, uint8[host_blocks, bytes]."""
@@ -26,8 +27,12 @@ place."""
 class Offer(NamedTuple):
     """Blocks on their way to one reader."""
 
-    frames: list[Any]
-    """They are sent after the header. While anybody refers to a frame, its memory is not released."""
+    frames: list[bytes]
+    """What the reader needs to read them itself."""
+    blocks: list[Any]
+    """Or the blocks. While anybody refers to one of these frames, its memory is not released."""
+    content: list[npt.NDArray[np.uint8]]
+    """The bytes of the blocks, one after the other, for their seal."""
     copied: bool
     """The pool's own memory is not read any more, so it may be unpinned at once."""
     released: Callable[[], bool]
@@ -35,12 +40,13 @@ class Offer(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Blocks on their way from a server. They are complete when ``ready`` says so, and valid when the server says that
-    they are whole."""
+    """Blocks on their way from a server. They are complete when ``ready`` says so, and valid if they fit their seal."""
 
     blocks: list[Buffer]
     """Each has the bytes of a block of its group, part after part. A transport that reuses memory does so after
     ``done``."""
+    content: Sequence[Buffer]
+    """The same bytes, in as few buffers as they came in."""
     ready: Callable[[], bool]
     """Whether all bytes are here. Does not wait. Raises Malformed if they will never come."""
     done: Callable[[], None]
@@ -91,8 +97,8 @@ class ClientTransport(ABC):
         """
 
     @abstractmethod
-    def receive(self, frames: Sequence[Buffer], group: int, count: int) -> Arrival:
-        """Receive ``count`` blocks of a group that a server has offered with these frames. Raises Malformed."""
+    def receive(self, received: Received, group: int, count: int) -> Arrival:
+        """Receive ``count`` blocks of a group that a server has offered with a message. Raises Malformed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -120,7 +126,7 @@ class InlineServer(ServerTransport):
             sent = [parts[0][first:end] for first, end in _runs(rows)]
         frames = [zmq.Frame(one, track=True, copy=False) for one in sent]
         tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
-        return Offer(frames, copied, lambda: tracker.done)
+        return Offer([], frames, sent, copied, lambda: tracker.done)
 
     def poll(self) -> None:
         pass
@@ -140,13 +146,13 @@ class InlineClient(ClientTransport):
             raise Malformed(f"{len(frames)} frames behind the welcome: accepted are none")
         self._parts = parts
 
-    def receive(self, frames: Sequence[Buffer], group: int, count: int) -> Arrival:
+    def receive(self, received: Received, group: int, count: int) -> Arrival:
         size = sum(self._parts[group])
-        sizes = [frame.nbytes for frame in frames]
-        if sum(sizes) != count * size or any(nbytes == 0 or nbytes % size for nbytes in sizes):
+        sizes = [frame.nbytes for frame in received.blocks]
+        if received.frames or sum(sizes) != count * size or any(nbytes == 0 or nbytes % size for nbytes in sizes):
             raise Malformed(f"frames of {sizes!r:.80} bytes for {count} blocks of {size} bytes")
-        blocks = [frame[at : at + size] for frame in frames for at in range(0, frame.nbytes, size)]
-        return Arrival(blocks, lambda: True, lambda: None)
+        blocks = [frame[at : at + size] for frame in received.blocks for at in range(0, frame.nbytes, size)]
+        return Arrival(blocks, received.blocks, lambda: True, lambda: None)
 
     def close(self) -> None:
         pass

@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.pool.leases import Lease
 from kvpool.remote.limits import Limits
-
-
-class Refused(Exception):
-    """A request that is answered with ``Failed``."""
-
-    def __init__(self, id: int, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.id, self.code = id, code
+from kvpool.remote.server import Client, Refused
 
 
 class Waiting(NamedTuple):
-    """An accepted request for blocks of one group of layers. ``keys`` are 16 bytes each, ``owner`` the owner of its
+    """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2], ``owner`` the owner of its
     leases."""
 
-    client: bytes
+    client: Client
     id: int
     group: int
-    keys: bytes
+    keys: npt.NDArray[np.uint64]
     owner: str
     nbytes: int
 
@@ -33,7 +29,7 @@ class Transfer(NamedTuple):
     """The blocks of one request, which the transport still uses. ``leases`` is empty once nothing is pinned for
     them."""
 
-    client: bytes
+    client: Client
     id: int
     nbytes: int
     leases: list[Lease]
@@ -75,7 +71,7 @@ class UnderWay:
     def take(self) -> Waiting | None:
         """The oldest request for which there is room, or None. A request of a client without transfers is not overtaken
         by others that wait for room."""
-        limits, blocked = self._limits, set()
+        limits, blocked = self._limits, set[Client]()
         each, total = limits.bytes_per_client or 0, limits.bytes_in_total or 0
         for place, request in enumerate(self._waiting):
             if request.client in blocked:

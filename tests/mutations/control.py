@@ -131,8 +131,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_group_is_served_from_the_rows_of_the_first",
-        "BlockServer._send_blocks",
-        "self._cache.groups[group].first_host_block",
+        "_HostTier._send_blocks",
+        "self._cache.groups[request.group].first_host_block",
         "self._cache.groups[0].first_host_block",
         "A client gets memory that is not the block it asked for, or none.",
         (f"{_REMOTE}test_what_is_here_already_is_not_fetched_again",),

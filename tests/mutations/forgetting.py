@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_served_drop_waits_for_no_save",
-        "StoreServer._first",
+        "_Calls._first",
         "saving and not may_save or drops and saves",
         "saving and not may_save",
         "A block that was forgotten comes back on a peer: its client had given its save up.",
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_save_from_before_a_drop_is_served",
-        "StoreCalls.answer",
+        "_Calls._answer",
         "request.stale",
         "False",
         "A block that was forgotten comes back on a peer: its save was still in the network.",

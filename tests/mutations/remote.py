@@ -10,63 +10,57 @@ STRANGERS = "tests/publish/test_publish_strangers.py"
 MUTATIONS = (
     Mutation(
         "a_server_unpins_what_it_has_not_sent_yet",
-        "BlockServer._send_blocks",
-        "copied or not self._cache.core.transfer.guards & guards.UNPIN_AFTER_RELEASE",
+        "_HostTier._send_blocks",
+        "offer.copied or not self._cache.core.transfer.guards & guards.UNPIN_AFTER_RELEASE",
         "True",
         "A slow client gets blocks that others have written into meanwhile.",
         ("tests/remote/test_remote_leases.py::test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on",),
     ),
     Mutation(
         "a_revoked_lease_was_whole",
-        "_unpin",
-        "try:\n"
-        "    lease.close()\n"
-        "except LeaseExpired:\n"
-        "    whole = False\n"
-        "except KVPoolError:\n"
-        "    # The pool is closed, and its leases with it.\n"
-        "    whole = False",
-        "try:\n"
-        "    lease.close()\n"
-        "except LeaseExpired:\n"
-        "    pass\n"
-        "except KVPoolError:\n"
-        "    # The pool is closed, and its leases with it.\n"
-        "    whole = False",
-        "A client imports blocks that the server's owner has given to others while they were sent.",
-        ("tests/remote/test_remote_leases.py::test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void",),
+        "_HostTier._send_blocks",
+        "any(lease.closed for lease in leases)",
+        "False",
+        "A client imports blocks that the server's owner has given to others before they were sealed.",
+        (
+            "tests/remote/test_remote_leases.py::"
+            "test_blocks_whose_lease_was_revoked_before_they_were_sealed_are_not_sent",
+        ),
     ),
     Mutation(
         "a_client_keeps_what_it_has_not_asked_for",
-        "BlockClient._connect",
-        "socket.rcvhwm = 2 * self._messages",
-        "",
-        "A server that sends on and on fills the memory of a worker that waits for nothing.",
-        ("tests/remote/test_remote_client.py::test_what_a_server_sends_unasked_is_not_kept",),
+        "Exchange.__iter__",
+        "self._link.rest()",
+        "pass",
+        "A server that sends on and on to a worker that waits for nothing may fill more of its memory.",
+        (
+            "tests/remote/test_remote_impostors.py::"
+            "test_a_server_cannot_fill_the_memory_of_a_client[to a client that waits for nothing-full]",
+        ),
     ),
     Mutation(
         "blocks_of_another_layout_are_served",
-        "BlockServer._check",
-        "request.layout != self._layout",
+        "_HostTier._check",
+        "hello.layout != self._layout",
         "False",
         "A client imports blocks whose heads and layers lie elsewhere.",
         ("tests/remote/test_remote_refusals.py::test_pools_that_do_not_fit_together_are_refused_with_the_reason",),
     ),
     Mutation(
         "pools_with_two_secrets_are_not_told",
-        "BlockServer._check",
-        "request.origin != self._origin",
+        "_HostTier._check",
+        "hello.origin != self._origin",
         "False",
         "With CURVE keys, workers whose secrets differ fetch nothing from each other for ever, and no error says why.",
         ("tests/remote/test_remote_endpoints.py::test_keys_do_not_hide_that_two_pools_have_two_secrets",),
     ),
     Mutation(
-        "blocks_enter_before_they_are_said_to_be_whole",
-        "_Request.complete",
-        "self.whole",
-        "True",
+        "blocks_need_not_fit_their_seal",
+        "Exchange._in_place",
+        "arrival is not None and not self._link.is_sealed(arrival.content, request.seal)",
+        "False",
         "Bytes that were overwritten on their way are cached as a prompt's.",
-        ("tests/remote/test_remote_client.py::test_blocks_without_the_word_that_they_are_whole_do_not_enter_the_pool",),
+        ("tests/remote/test_remote_client.py::test_blocks_that_are_not_those_that_were_sealed_do_not_enter_the_pool",),
     ),
     Mutation(
         "a_later_message_has_the_keys_of_the_first",
@@ -91,14 +85,6 @@ MUTATIONS = (
         "b, at = ids[i], first + i + (i == 0)",
         "An import stores KV of one part of a prompt as that of another.",
         ("tests/holders/test_import_blocks.py::test_the_next_request_with_the_prefix_hits",),
-    ),
-    Mutation(
-        "a_subscriber_may_say_anything",
-        "Connections.poll",
-        "self._of(descriptor, _said) > self._said_most",
-        "False",
-        "A peer fills the memory of an engine with topics, or with a message that never ends.",
-        (f"{STRANGERS}::test_a_message_that_never_ends_ends_its_connection",),
     ),
     Mutation(
         "a_request_may_have_any_number_of_frames",

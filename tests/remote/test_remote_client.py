@@ -4,95 +4,66 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import zmq
 from relay import Relay
-from workers import HUGE, LARGE, Make, expected, stored, until, worker
+from workers import HUGE, LARGE, Fake, Make, expected, packed, stored, until, wire_key, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.endpoints import ServerPassword
-from kvpool.remote.frames import Blocks, Failed, Find, Found, Get, Hello, Message, Released, Welcome, decode, encode
-from kvpool.state.hashing import remote_password
+from kvpool.remote.flows import _received as received
+from kvpool.remote.frames import Blocks, Failed, Find, Found, Get, Hello, Welcome
+from kvpool.remote.session import Received, Session
 
-Script = Callable[[Any, list[bytes]], list[list[Any]]]
+Script = Callable[[Any, list[bytes]], list[Any]]
 
 
-@contextmanager
-def fake_server(engine: Engine, script: Script, **welcome: int) -> Iterator[str]:
+class fake_server(Fake):
     """A server that answers every ``get`` with the messages that a script makes of it, and the blocks that it would
-    have."""
-    context: zmq.Context[Any] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    door = ServerPassword(remote_password(engine.cache.core.states.secret))
-    door.apply(router)
-    authenticator = door.authenticator(context)
-    router.bind("tcp://127.0.0.1:*")
-    size = engine.cache.layout.block_bytes
-    stop = threading.Event()
+    have. A message is [header, *blocks], or [header, tuple of other frames]."""
 
-    def serve() -> None:
-        while not stop.is_set():
-            if not router.poll(10):
-                continue
-            client, header, *frames = router.recv_multipart()
-            request = decode(header, (Hello, Get, Find))
-            if isinstance(request, (Get, Find)):
-                replies = script(request, [bytes([i]) * size for i in range(len(frames[0]) // 16)])
-            else:
-                limits = {"block_bytes": (size,), "blocks_per_request": 64, "requests": 8, "bytes": 1 << 26}
-                replies = [[Welcome(request.id, **(limits | welcome))]]
-            while replies:  # which then belong to ZeroMQ alone
-                frames = [encode(one) if isinstance(one, Message) else one for one in replies.pop(0)]
-                router.send_multipart([client, *frames])
-                frames.clear()
+    def __init__(self, engine: Engine, script: Script, **welcome: Any) -> None:
+        size = engine.cache.layout.block_bytes
+        limits = {"block_bytes": (size,), "blocks_per_request": 64, "requests": 8, "bytes": 1 << 26} | welcome
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield router.last_endpoint.decode()
-    finally:
-        stop.set()
-        thread.join()
-        authenticator.stop()
-        context.destroy(linger=0)
+        def answer(session: Session, received: Received) -> list[list[bytes]]:
+            request = received.message
+            if isinstance(request, Hello):
+                return [packed(session, Welcome(request.id, **limits))]
+            blocks = [bytes([i]) * size for i in range(received.frames[0].nbytes // 16)]
+            return [message(session, *one) for one in script(request, blocks)]
+
+        def message(session: Session, header: Any, *blocks: Any) -> list[bytes]:
+            if blocks and isinstance(blocks[0], tuple):
+                return packed(session, header, *blocks[0])
+            return packed(session, header, blocks=blocks)
+
+        super().__init__(wire_key(engine), answer, (Hello, Get, Find))
+
+    def __enter__(self) -> str:  # type: ignore[override]
+        return self.endpoint
 
 
 TOKENS = list(range(33))
 WRONG: dict[str, Script] = {
     "no JSON": lambda get, blocks: [[b"what?"]],
     "empty": lambda get, blocks: [[b""]],
-    "another version": lambda get, blocks: [[encode(Released(get.id)).replace(b'"v": 2', b'"v": 9')]],
     "a request": lambda get, blocks: [[get]],
-    "an unknown id": lambda get, blocks: [[Blocks(get.id + 1, "1" * len(blocks), True), *blocks]],
-    "id 0": lambda get, blocks: [[Blocks(0, "1" * len(blocks), True), *blocks]],
-    "too few places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) - 1), True), *blocks[1:]]],
-    "too many places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) + 1), True), *blocks, blocks[0]]],
-    "places that are no digits": lambda get, blocks: [[Blocks(get.id, "x" * len(blocks), True)]],
-    "a frame too few": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:]]],
-    "a frame too many": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks, blocks[0]]],
-    "a short frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:], blocks[0][1:]]],
-    "a long frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), True), *blocks[1:], blocks[0] + b"x"]],
-    "one frame of another length": lambda get, blocks: [
-        [Blocks(get.id, "1" * len(blocks), True), b"".join(blocks)[1:]]
-    ],
-    "frames without blocks": lambda get, blocks: [[Blocks(get.id, "0" * len(blocks), True), blocks[0]]],
-    "release first": lambda get, blocks: [[Released(get.id)]],
-    "release twice": lambda get, blocks: [
-        [Blocks(get.id, "1" * len(blocks), False), *blocks],
-        [Released(get.id)],
-        [Released(get.id)],
-    ],
-    "release with frames": lambda get, blocks: [
-        [Blocks(get.id, "1" * len(blocks), False), *blocks],
-        [Released(get.id), b""],
-    ],
-    "blocks twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks]] * 2,
+    "an unknown id": lambda get, blocks: [[Blocks(get.id + 1, "1" * len(blocks)), *blocks]],
+    "id 0": lambda get, blocks: [[Blocks(0, "1" * len(blocks)), *blocks]],
+    "too few places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) - 1)), *blocks[1:]]],
+    "too many places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) + 1)), *blocks, blocks[0]]],
+    "places that are no digits": lambda get, blocks: [[Blocks(get.id, "x" * len(blocks))]],
+    "a frame too few": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:]]],
+    "a frame too many": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks, blocks[0]]],
+    "a short frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:], blocks[0][1:]]],
+    "a long frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:], blocks[0] + b"x"]],
+    "one frame of another length": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), b"".join(blocks)[1:]]],
+    "frames without blocks": lambda get, blocks: [[Blocks(get.id, "0" * len(blocks)), blocks[0]]],
+    "blocks in other frames": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), tuple(blocks)[:8]]],
+    "blocks twice": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks]] * 2,
 }
 
 
@@ -103,21 +74,21 @@ def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make
         fake_server(here, script) as endpoint,
         BlockClient(endpoint, here.cache, timeout_ms=20_000, messages_in_flight=1) as client,
     ):
-        with pytest.raises(RemoteError, match="malformed: the server sent"):
+        with pytest.raises(RemoteError, match="malformed: .* sent"):
             client.fetch(TOKENS)
             # What comes behind a complete answer is met by the next call, as an answer to nobody.
-            assert script is WRONG["release twice"]
+            assert script is WRONG["blocks twice"]
             client.fetch_blocks(here.keys(TOKENS))
-    assert here.reusable(TOKENS) == (32 if script is WRONG["release twice"] else 0)
+    assert here.reusable(TOKENS) == (32 if script is WRONG["blocks twice"] else 0)
 
 
 WRONG_FOUND: dict[str, Script] = {
     "no frame": lambda find, blocks: [[Found(find.id)]],
-    "two frames": lambda find, blocks: [[Found(find.id), b"\xff", b""]],
-    "a short frame": lambda find, blocks: [[Found(find.id), b""]],
-    "a long frame": lambda find, blocks: [[Found(find.id), b"\xff\xff"]],
-    "another id": lambda find, blocks: [[Found(find.id + 1), b"\xff"]],
-    "blocks": lambda find, blocks: [[Blocks(find.id, "1" * len(blocks), True), *blocks]],
+    "two frames": lambda find, blocks: [[Found(find.id), (b"\xff", b"")]],
+    "a short frame": lambda find, blocks: [[Found(find.id), (b"",)]],
+    "a long frame": lambda find, blocks: [[Found(find.id), (b"\xff\xff",)]],
+    "another id": lambda find, blocks: [[Found(find.id + 1), (b"\xff",)]],
+    "blocks": lambda find, blocks: [[Blocks(find.id, "1" * len(blocks)), *blocks]],
     "no JSON": lambda find, blocks: [[b"what?"]],
 }
 
@@ -126,7 +97,7 @@ WRONG_FOUND: dict[str, Script] = {
 def test_what_no_server_answers_to_a_question_is_an_error(make: Make, script: Script) -> None:
     here = worker(make, window=6)
     with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache) as client:
-        with pytest.raises(RemoteError, match="malformed: the server sent") as caught:
+        with pytest.raises(RemoteError, match="malformed: .* sent") as caught:
             client.fetch(TOKENS)
         assert caught.value.blocks == 0 and here.reusable(TOKENS) == 0
 
@@ -135,15 +106,15 @@ def test_a_server_that_does_not_answer_a_question_is_a_timeout(make: Make) -> No
     here = worker(make, window=6)
     with fake_server(here, lambda find, blocks: []) as endpoint:
         with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
-            with pytest.raises(RemoteTimeout, match="silent for 100 ms"):
+            with pytest.raises(RemoteTimeout, match="did not answer for 100 ms"):
                 client.fetch(TOKENS)
 
 
 def test_a_server_that_has_less_than_it_said_leaves_a_prefix_that_holds(make: Make) -> None:
     def nothing(request: Any, blocks: list[bytes]) -> list[list[Any]]:
         if isinstance(request, Find):
-            return [[Found(request.id), b"\xff"]]
-        return [[Blocks(request.id, "0" * len(blocks), True)]]
+            return [[Found(request.id), (b"\xff",)]]
+        return [[Blocks(request.id, "0" * len(blocks))]]
 
     here = worker(make, window=6)
     with fake_server(here, nothing) as endpoint, BlockClient(endpoint, here.cache) as client:
@@ -165,22 +136,32 @@ def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
     here = worker(make)
     with fake_server(here, lambda get, blocks: []) as endpoint:
         with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
-            with pytest.raises(RemoteTimeout, match="silent for 100 ms") as caught:
+            with pytest.raises(RemoteTimeout, match="did not answer for 100 ms") as caught:
                 client.fetch(TOKENS)
             assert caught.value.blocks == 0 and caught.value.code == "timeout"
     with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
-        with pytest.raises(TimeoutError, match="did not answer for 100 ms"):
+        with pytest.raises(TimeoutError, match="nobody listens there"):
             client.fetch(TOKENS)
     assert here.reusable(TOKENS) == 0
 
 
-def test_blocks_without_the_word_that_they_are_whole_do_not_enter_the_pool(make: Make) -> None:
+def test_blocks_that_are_not_those_that_were_sealed_do_not_enter_the_pool(make: Make) -> None:
+    """As when somebody writes into them on their way."""
     here = worker(make)
-    with fake_server(here, lambda get, blocks: [[Blocks(get.id, "1" * len(blocks), False), *blocks]]) as endpoint:
-        with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
-            with pytest.raises(RemoteTimeout):
-                client.fetch(TOKENS)
+    server = fake_server(here, lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks]])
+    send = server.send
+    server.send = lambda client, frames: send(client, changed(frames))  # type: ignore[method-assign]
+    with server as endpoint, BlockClient(endpoint, here.cache) as client:
+        for call in (lambda: client.fetch(TOKENS), lambda: client.fetch_blocks(here.keys(TOKENS))):
+            with pytest.raises(RemoteError, match="not those that the server has sealed") as caught:
+                call()
+            assert caught.value.code == "seal" and caught.value.blocks == 0
     assert here.reusable(TOKENS) == 0
+
+
+def changed(frames: list[bytes]) -> list[bytes]:
+    """With one other bit in the last block."""
+    return frames if len(frames) < 2 else [*frames[:-1], frames[-1][:-1] + bytes([frames[-1][-1] ^ 1])]
 
 
 def test_what_came_before_an_error_has_entered_the_pool(make: Make) -> None:
@@ -193,7 +174,7 @@ def test_what_came_before_an_error_has_entered_the_pool(make: Make) -> None:
         if count[0] == 3:
             return [[Failed(get.id, "busy", "come back later")]]
         start = (count[0] - 1) * 2
-        return [[Blocks(get.id, "11", False), *content[start : start + 2]], [Released(get.id)]]
+        return [[Blocks(get.id, "11"), *content[start : start + 2]]]
 
     with fake_server(here, script) as endpoint:
         with BlockClient(endpoint, here.cache, blocks_per_message=2, messages_in_flight=1) as client:
@@ -212,10 +193,8 @@ def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
         asked.append(get)
         if len(asked) < 4:
             return []
-        replies: list[list[Any]] = [
-            [Blocks(one.id, "11", i == 2), *content[2 * i : 2 * i + 2]] for i, one in enumerate(asked)
-        ]
-        return replies[::-1] + [[Released(one.id)] for i, one in enumerate(asked) if i != 2]
+        replies: list[list[Any]] = [[Blocks(one.id, "11"), *content[2 * i : 2 * i + 2]] for i, one in enumerate(asked)]
+        return replies[::-1]
 
     with fake_server(here, script) as endpoint:
         with BlockClient(endpoint, here.cache, blocks_per_message=2, messages_in_flight=4) as client:
@@ -225,23 +204,19 @@ def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
 
 def test_what_a_server_sends_unasked_is_not_kept(make: Make) -> None:
     here = worker(make, layout=HUGE)
-    trackers: list[zmq.MessageTracker] = []
 
     def much(get: Any, blocks: list[bytes]) -> list[list[Any]]:
-        unasked = [zmq.Frame(bytes(1 << 20), track=True, copy=False) for _ in range(100)]
-        trackers.extend(one.tracker for one in unasked)
-        return [[Blocks(get.id, "0", True)], *([one] for one in unasked)]
+        return [[Blocks(get.id, "0")], *([Blocks(get.id, "1"), bytes(1 << 20)] for _ in range(100))]
 
     with fake_server(here, much) as endpoint, BlockClient(endpoint, here.cache, messages_in_flight=1) as client:
         assert client.fetch_blocks([bytes(16)]) == [None]
-        until(lambda: trackers and trackers[0].done, "message")
-        end = time.monotonic() + 1
-        while not trackers[-1].done and time.monotonic() < end:
-            time.sleep(0.01)
+        assert client._link is not None and client._link._flow is not None
+        flow = client._link._flow
+        until(lambda: flow.ask(received) > 1 << 20, "bytes")
+        time.sleep(0.5)
         # The system's own buffers have some, too.
-        taken = sum(one.done for one in trackers)
-        assert taken < 30, f"a client that waits for nothing keeps {taken} messages of 1 MiB"
-        with pytest.raises(RemoteError, match="malformed"):
+        assert flow.ask(received) < 30 << 20, "a client that waits for nothing takes all"
+        with pytest.raises(RemoteError, match="malformed|connection has ended"):
             client.fetch_blocks([bytes(16)])
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from workers import LARGE, SECRET, Make, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
 from kvpool.remote.limits import Limits, fitting
+from kvpool.remote.server import Client, Refused
+from kvpool.remote.session import Session
 from kvpool.remote.transport import InlineServer
-from kvpool.remote.underway import Refused, UnderWay, Waiting
+from kvpool.remote.underway import UnderWay, Waiting
 from kvpool.state.hashing import remote_password
 
 SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
@@ -138,22 +141,6 @@ def test_wrong_keys_are_named_but_not_shown(wrong: Any) -> None:
         ServerKeys(*SERVER, FRIEND[0])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("end", ["a server with keys", "a server with the secret"])
-def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, end: str) -> None:
-    there, here = worker(make), worker(make)
-    tokens = stored(there, 4)
-    server_keys, client_keys = (
-        (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*STRANGER, SERVER[0])) if "keys" in end else (None, None)
-    )
-    with BlockServer(there.cache, keys=server_keys) as server:
-        assert server._authenticator is not None
-        server._authenticator.stop()
-        client = BlockClient(server.endpoint, here.cache, keys=client_keys, timeout_ms=400)
-        with client, pytest.raises((RemoteTimeout, RemoteError)):
-            client.fetch(tokens)
-        assert server.stats().requests == 0
-
-
 def test_a_peer_without_the_secret_gets_no_further_than_the_door(make: Make) -> None:
     """It cannot name itself, which could take another's answers or end the process, nor send a message."""
     there, here = worker(make), worker(make, secret=b"another secret of 32 bytes .....")
@@ -195,10 +182,12 @@ def test_a_client_leaves_room_for_others_by_default() -> None:
 
 def test_what_waits_is_bounded_over_all_clients() -> None:
     under_way = UnderWay(fitting(Limits(requests_waiting=2), [(4096, 64)]))
+    session = Session(b"", b"", True)
     for number in range(2):
-        under_way.accept(Waiting(bytes([number]), 1, 0, b"", "", 4096), 1)
+        client = Client(bytes([number]), session, 0)
+        under_way.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
     with pytest.raises(Refused, match="2 requests of all clients wait"):
-        under_way.accept(Waiting(b"9", 1, 0, b"", "", 4096), 1)
+        under_way.accept(Waiting(Client(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
 
 
 def test_the_password_is_in_no_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:

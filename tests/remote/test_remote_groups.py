@@ -11,7 +11,7 @@ from workers import SECRET, Raw, until
 
 from group_engine import GroupsEngine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
-from kvpool.remote.frames import BLOCKS_MAX, Blocks, Failed, Found, Malformed, Welcome, decode
+from kvpool.remote.frames import BLOCKS_MAX, Blocks, Find, Found, Get, Malformed
 from kvpool.remote.nixl import NixlClient, NixlServer, available
 from kvpool.remote.transport import InlineClient, InlineServer
 
@@ -189,14 +189,11 @@ def test_of_cross_attention_nothing_is_served(open_: Open) -> None:
         with pytest.raises(ValueError, match="group=0: of a group for cross attention nothing is served"):
             client.fetch_blocks([], group=0)
         with Raw(server.endpoint, there) as raw:
+            assert raw.ask(raw.hello()).block_bytes == (0, there.cache.groups[1].block_bytes)
             for group in (0, 2, 1 << 40):
-                raw.send(raw.get(group=group), keys)
-                failed = decode(raw.receive()[0], (Failed, Blocks))
+                failed = raw.ask(Get(1, group), keys)
                 assert failed.code == "malformed" and "accepted are [1]" in failed.reason
-            raw.send(raw.get(group=1), keys[:32])
-            assert decode(raw.receive()[0], (Failed, Blocks)).found == "11"
-            raw.send(raw.hello())
-            assert decode(raw.receive()[0], (Welcome,)).block_bytes == (0, there.cache.groups[1].block_bytes)
+            assert raw.ask(Get(1, 1), keys[:32]).found == "11"
 
 
 def test_a_question_is_answered_for_each_group(open_: Open) -> None:
@@ -204,19 +201,19 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
     stored(there)
     keys = np.concatenate([there.prompt(TOKENS).keys, np.ones((3, 2), np.uint64)])
     with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw:
-        raw.send(raw.find(), keys.tobytes())
-        header, bits = raw.receive()
-        assert decode(header, (Found, Failed)) == Found(1)
+        raw.enter().send(Find(1), keys.tobytes())
+        answer = raw.answer()
+        assert answer.message == Found(1)
+        [bits] = answer.frames
         found = np.unpackbits(np.frombuffer(bits, np.uint8), count=44).reshape(4, 11)
         assert (found == there.cache.cached_blocks(keys, tier="host")).all() and found[1:].any(axis=1).all()
         many = np.zeros((BLOCKS_MAX, 2), np.uint64)
         many[::2] = keys[0]
-        raw.send(raw.find(id=2), many.tobytes())
-        header, bits = raw.receive()
-        assert decode(header, (Found, Failed)) == Found(2) and len(bits) == 4 * BLOCKS_MAX // 8
+        raw.send(Find(2), many.tobytes())
+        answer = raw.answer()
+        assert answer.message == Found(2) and len(answer.frames[0]) == 4 * BLOCKS_MAX // 8
         for frames in ([], [b""], [keys.tobytes()[:-1]], [keys.tobytes(), b"x"]):
-            raw.send(raw.find(id=3), *frames)
-            assert decode(raw.receive()[0], (Found, Failed)).code == "malformed"
+            assert raw.ask(Find(3), *frames).code == "malformed"
         until(lambda: server.stats().questions == 2, "count of questions")
 
 
@@ -262,11 +259,9 @@ def test_limits_hold_for_the_bytes_of_each_group(open_: Open) -> None:
         BlockServer(there.cache, limits=Limits(bytes_per_client=large - 1))
     with BlockServer(there.cache, limits=Limits(bytes_per_client=2 * large)) as server:
         with Raw(server.endpoint, there) as raw:
-            raw.send(raw.get(group=0), keys[: 3 * 16])
-            failed = decode(raw.receive()[0], (Failed, Blocks))
+            failed = raw.enter().ask(Get(2, 0), keys[: 3 * 16])
             assert failed.code == "limit" and f"{3 * large} bytes in one request" in failed.reason
-            raw.send(raw.get(group=1), keys)
-            assert isinstance(decode(raw.receive()[0], (Failed, Blocks)), Blocks) and 8 * small < 2 * large
+            assert isinstance(raw.ask(Get(3, 1), keys), Blocks) and 8 * small < 2 * large
         with BlockClient(server.endpoint, here.cache) as client:
             assert client.fetch(TOKENS) == 8 + 3
     assert here.add(TOKENS).cached == 32

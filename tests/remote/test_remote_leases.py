@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from relay import Relay
 from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
-from kvpool.state.hashing import remote_password
+from kvpool.remote.frames import Get
+from kvpool.remote.transport import InlineServer
 
 BLOCKS = 16
 ALL = Limits(bytes_in_total=BLOCKS << 20, bytes_per_client=1 << 40)
@@ -83,16 +85,16 @@ def test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on(make: Make)
         assert server.stats().transfers == server.stats().transfer_bytes == 0
 
 
-def test_without_the_guard_a_slow_client_gets_torn_blocks(make: Make) -> None:
+def test_without_the_guard_a_slow_client_gets_torn_blocks_and_drops_them(make: Make) -> None:
     with stalled(make, guarded=False) as (there, tokens, server, relay, fetch):
         assert not there.cache.leases
         assert overwrite(there) == BLOCKS
         relay.pass_on()
-        got, right = fetch.wait(), expected(there, tokens)
-        assert len(got) == BLOCKS and got[-1] != right[-1], "the test does not reach the guard"
+        error = fetch.wait()
+        assert isinstance(error, RemoteError) and error.code == "seal", "the test does not reach the guard"
 
 
-def test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void(make: Make) -> None:
+def test_a_client_whose_lease_was_revoked_finds_that_its_blocks_are_void(make: Make) -> None:
     with stalled(make) as (there, tokens, server, relay, fetch):
         [lease] = there.cache.leases
         assert lease.age_ms >= 0
@@ -100,9 +102,26 @@ def test_a_client_whose_lease_was_revoked_is_told_that_its_blocks_are_void(make:
         assert overwrite(there) == BLOCKS
         relay.pass_on()
         error = fetch.wait()
-        assert isinstance(error, RemoteError) and error.code == "revoked", error
+        assert isinstance(error, RemoteError) and error.code == "seal", error
         assert server.stats().revoked == 1
         assert fetch._client.fetch_blocks(there.keys(tokens)[:1]) == [None]
+
+
+def test_blocks_whose_lease_was_revoked_before_they_were_sealed_are_not_sent(make: Make) -> None:
+    """Their seal would be right for whatever stands there by then."""
+    there = worker(make)
+    tokens = stored(there, 4)
+
+    class Revoking(InlineServer):
+        def offer(self, group: int, rows: Any) -> Any:
+            found = super().offer(group, rows)
+            assert there.cache.revoke(there.cache.leases[0].owner) == 1
+            return found
+
+    with BlockServer(there.cache, transport=Revoking()) as server:
+        with BlockClient(server.endpoint, there.cache) as client, pytest.raises(RemoteError) as caught:
+            client.fetch_blocks(there.keys(tokens))
+        assert caught.value.code == "revoked" and server.stats().revoked == 1 and server.stats().blocks == 0
 
 
 def test_a_lost_connection_releases_what_was_on_its_way(make: Make) -> None:
@@ -132,30 +151,27 @@ def test_a_server_that_closes_leaves_no_lease(make: Make) -> None:
 def test_a_client_process_that_is_killed_in_mid_transfer_releases_its_blocks(make: Make) -> None:
     there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
     tokens = stored(there, BLOCKS)
-    script = """
-import sys, zmq
-endpoint, password, hello, get, keys = *sys.argv[1:3], *map(bytes.fromhex, sys.argv[3:])
-socket = zmq.Context().socket(zmq.DEALER)
-socket.plain_username, socket.plain_password = b"kvpool", password.encode()
-socket.connect(endpoint)
-socket.send(hello)
-socket.recv_multipart()
+    script = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]!r}
+from engine import open_engine
+from kvpool.remote import BlockClient
+engine = open_engine(4, 2, 2, layout={HUGE!r}, secret={SECRET!r})
+client = BlockClient(sys.argv[1], engine.cache, name="victim")
+assert client.fetch_blocks([bytes(16)]) == [None]
 print("connected", flush=True)
 sys.stdin.readline()
-socket.send_multipart([get, keys])
-sys.stdin.read()
+client.fetch_blocks([bytes.fromhex(key) for key in sys.argv[2:]])
 """
     with (
         BlockServer(there.cache, limits=ALL) as server,
         Relay(server.endpoint) as relay,
         Raw(server.endpoint, there) as raw,
     ):
-        frames = raw.hello(client="victim"), raw.get(client="victim"), b"".join(there.keys(tokens))
-        password = remote_password(there.cache.core.states.secret)
-        arguments = [sys.executable, "-c", script, relay.endpoint, password, *(frame.hex() for frame in frames)]
+        arguments = [sys.executable, "-c", script, relay.endpoint, *(key.hex() for key in there.keys(tokens))]
         with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None and process.stdout is not None
-            assert process.stdout.readline() == "connected\n"
+            assert "connected\n" in iter(process.stdout.readline, "")
             relay.hold()
             process.stdin.write("go\n")
             process.stdin.flush()
@@ -164,8 +180,7 @@ sys.stdin.read()
             assert lease.owner.startswith("remote victim ") and overwrite(there) == 0
             process.kill()
         until(lambda: not there.cache.leases, "end of the lease")
-        raw.send(raw.hello())
-        assert b"welcome" in raw.receive()[0], "the server goes on"
+        assert raw.enter(), "the server goes on"
 
 
 def test_clients_that_read_nothing_get_no_more_than_their_limits(make: Make) -> None:
@@ -174,11 +189,10 @@ def test_clients_that_read_nothing_get_no_more_than_their_limits(make: Make) -> 
     limits = Limits(blocks_per_request=BLOCKS, requests_per_client=2, bytes_per_client=3 << 20, bytes_in_total=1 << 22)
     with BlockServer(there.cache, limits=limits) as server, Relay(server.endpoint) as relay:
         with Raw(relay.endpoint, there, rcvhwm=1) as raw:
-            raw.send(raw.hello())
-            raw.receive()
+            raw.enter()
             relay.hold()
             for number in range(2, 200):
-                raw.send(raw.get(id=number), b"".join(there.keys(tokens)))
+                raw.send(Get(number, 0), b"".join(there.keys(tokens)))
             until(lambda: server.stats().refused + server.stats().dropped > 0, "refusal")
             assert server.stats().transfers <= 2 and server.stats().transfer_bytes <= 3 << 20
             with BlockClient(server.endpoint, there.cache) as other:
@@ -194,11 +208,10 @@ def test_an_answer_to_a_client_that_has_gone_is_counted_and_its_blocks_unpinned(
         Relay(server.endpoint) as relay,
     ):
         with Raw(relay.endpoint, there) as raw:
-            raw.send(raw.hello())
-            raw.receive()
+            raw.enter()
             relay.hold()
-            raw.send(raw.get(id=2), keys)
-            raw.send(raw.get(id=3), keys)  # waits for the first
+            raw.send(Get(2, 0), keys)
+            raw.send(Get(3, 0), keys)  # waits for the first
             until(lambda: server.stats().transfers == 1, "transfer")
             relay.cut()
             until(lambda: server.stats().dropped >= 1 and not there.cache.leases, "drop")
@@ -209,15 +222,13 @@ def test_small_blocks_are_copied_and_pinned_no_longer_than_that(make: Make) -> N
     there = worker(make)
     tokens = stored(there, 8)
     with BlockServer(there.cache) as server, Relay(server.endpoint) as relay, Raw(relay.endpoint, there) as raw:
-        raw.send(raw.hello())
-        raw.receive()
+        raw.enter()
         relay.hold()
-        raw.send(raw.get(id=2), b"".join(there.keys(tokens)))
+        raw.send(Get(2, 0), b"".join(there.keys(tokens)))
         until(lambda: server.stats().blocks == 8, "answer")
         assert not there.cache.leases
         relay.pass_on()
-        header, frame = raw.receive()
-        assert b'"done": true' in header and frame == b"".join(expected(there, tokens))
+        assert raw.answer().blocks == [b"".join(expected(there, tokens))]
 
 
 def test_two_processes_agree_on_keys_by_the_secret_alone(make: Make, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from kvpool.remote.frames import (
     Hello,
     Malformed,
     Message,
-    Released,
     Welcome,
     decode,
     encode,
@@ -25,12 +24,11 @@ from kvpool.remote.frames import (
 
 MESSAGES = [
     Hello(1, "client", "a" * 32, "b" * 32, "inline"),
-    Get(2, "", "a" * 32, "b" * 32, "inline", 3),
-    Find(2, "", "a" * 32, "b" * 32, "inline"),
+    Get(2, 3),
+    Find(2),
     Welcome(3, (4096, 0, 192), 64, 8, 1 << 26),
     Found(4),
-    Blocks(4, "1101", False),
-    Released(5),
+    Blocks(4, "1101"),
     Failed(0, "limit", 'too "many" \u00fc \ud800'),
 ]
 KINDS = tuple(type(message) for message in MESSAGES)
@@ -44,7 +42,7 @@ def test_every_kind_comes_back_as_it_was(message: Message) -> None:
 
 
 def header(**changes: Any) -> bytes:
-    values: dict[str, Any] = {"v": 2, "kind": "blocks", "id": 7, "found": "11", "done": True} | changes
+    values: dict[str, Any] = {"kind": "blocks", "id": 7, "found": "11"} | changes
     return json.dumps({name: value for name, value in values.items() if value is not ...}).encode()
 
 
@@ -57,9 +55,6 @@ def header(**changes: Any) -> bytes:
         (b"9" * 5000, "not JSON", 0),
         (b"[1]", "not a JSON object", 0),
         (b" " * (HEADER_BYTES_MAX + 1), "accepted are up to", 0),
-        (header(v=1), "version 1", 7),
-        (header(v=True), "version True", 7),
-        (header(v=...), "version None", 7),
         (header(kind="hello"), "kind 'hello'", 7),
         (header(kind=["blocks"]), "kind", 7),
         (header(kind=...), "kind None", 7),
@@ -73,18 +68,16 @@ def header(**changes: Any) -> bytes:
         (header(id="7"), "id='7'", 0),
         (header(found=11), "found=11", 7),
         (header(found="1" * 4097), "found=", 7),
-        (header(done=1), "done=1", 7),
-        (header(done=None), "done=None", 7),
     ],
-    ids=range(24),
+    ids=range(19),
 )  # fmt: skip
 def test_what_is_no_message_is_named(data: bytes, reason: str, id: int) -> None:
     with pytest.raises(Malformed, match=reason) as caught:
-        decode(data, (Blocks, Released))
+        decode(data, (Blocks, Found))
     assert caught.value.id == id
 
 
 def test_what_no_reader_would_accept_is_not_written() -> None:
-    for message in (Released(-1), Blocks(1, "1" * 5000, True), Failed(1, "x", "\u00fc" * 4000)):
+    for message in (Found(-1), Blocks(1, "1" * 5000), Failed(1, "x", "\u00fc" * 4000)):
         with pytest.raises(Malformed):
             encode(message)

@@ -7,21 +7,16 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
-import zmq
 from relay import Relay
 from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
-from kvpool.remote.frames import Blocks, Failed, Message, Released, Welcome, decode
+from kvpool.remote.frames import Blocks, Failed, Found, Get, encode
+from kvpool.remote.server import Client
+from kvpool.remote.session import Session, greeting
 from kvpool.remote.underway import Transfer, UnderWay, Waiting
-
-ANSWERS = (Welcome, Blocks, Released, Failed)
-
-
-def answer(raw: Raw, *frames: bytes) -> Message:
-    raw.send(*frames)
-    return decode(raw.receive()[0], ANSWERS)
 
 
 @pytest.mark.parametrize(
@@ -47,28 +42,6 @@ def test_pools_that_do_not_fit_together_are_refused_with_the_reason(
         assert here.reusable(tokens) == 0 and server.stats().refused == (0 if code == "secret" else 2)
 
 
-def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connection has ended then, for a moment or for good, and nothing can be sent."""
-
-    real = zmq.Socket.send
-
-    def send(self: Any, data: Any, flags: int = 0, **options: Any) -> Any:
-        if self.type != zmq.DEALER:
-            return real(self, data, flags, **options)
-        assert flags & zmq.NOBLOCK, "it would wait, for ever if nobody connects again"
-        raise zmq.Again
-
-    there, here = worker(make), worker(make, secret=bytes(32))
-    tokens = stored(there, 4)
-    with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
-        with monkeypatch.context() as ended:
-            ended.setattr(zmq.Socket, "send", send)
-            with pytest.raises(RemoteError, match="same secret="):
-                client.fetch(tokens)
-
-
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
 def test_pools_whose_host_blocks_are_alike_fit_together(make: Make, order: str) -> None:
     there, here = worker(make), worker(make, layout={"head_dim": 3, "order": order})
@@ -80,41 +53,45 @@ def test_pools_whose_host_blocks_are_alike_fit_together(make: Make, order: str) 
 
 def test_who_does_not_know_the_secret_gets_no_further_than_the_handshake(make: Make) -> None:
     there, stranger = worker(make), worker(make, secret=bytes(32))
-    key = there.keys(stored(there, 4))[0]
-    with BlockServer(there.cache) as server, Raw(server.endpoint, stranger, routing_id=b"chosen") as raw:
-        raw.send(raw.get(origin=there.cache.block_keys([0]).origin[0]), key)
-        assert not raw.socket.poll(300)
-        assert server.stats().requests == server.stats().refused == 0
+    with BlockServer(there.cache) as server:
+        with Raw(server.endpoint, stranger, False, routing_id=b"chosen") as raw:
+            raw.socket.send(greeting())
+            assert not raw.socket.poll(300)
+        assert server.stats().requests == server.stats().refused == server.stats().malformed == 0
 
 
 def test_garbage_is_answered_and_the_server_goes_on(make: Make) -> None:
     there = worker(make)
     key = there.keys(stored(there, 4))[0]
     with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw:
-        get, hello = raw.get(), raw.hello()
-        cases = [
+        hello, header = raw.hello(), encode(raw.hello())
+        before = raw.ask(Get(1, 0), key)
+        assert isinstance(before, Failed) and "before hello" in before.reason
+        raw.enter()
+        cases: list[list[Any]] = [
             [b""],
             [b"", b""],
             [b"garbage"],
             [hello, key],
-            [get],
-            [get, b""],
-            [get, key[:15]],
-            [get, key, key],
-            [get, key + b"x"],
+            [Get(1, 0)],
+            [Get(1, 0), b""],
+            [Get(1, 0), key[:15]],
+            [Get(1, 0), key, key],
+            [Get(1, 0), key + b"x"],
+            [Found(1)],
             [raw.hello(id=0)],
             [raw.hello(client="a" * 65)],
             [raw.hello(client="a\nb")],
-            [hello.replace(b'"id": 1', b'"id": "1"')],
+            [header.replace(b'"id": 1', b'"id": "1"')],
         ]
         for frames in cases:
-            error = answer(raw, *frames)
+            error = raw.ask(*frames)
             assert isinstance(error, Failed) and error.code == "malformed", (frames, error)
             assert error.id in (0, 1)
-        assert server.stats().malformed == len(cases)
-        error = answer(raw, raw.get(transport="carrier pigeon"), key)
+        assert server.stats().malformed == len(cases) + 1
+        error = raw.ask(raw.hello(transport="carrier pigeon"))
         assert isinstance(error, Failed) and error.code == "transport" and "'inline'" in error.reason
-        assert isinstance(answer(raw, get, key), Blocks)
+        assert isinstance(raw.ask(Get(1, 0), key), Blocks)
 
 
 def test_random_frames_never_stop_the_server(make: Make) -> None:
@@ -124,7 +101,8 @@ def test_random_frames_never_stop_the_server(make: Make) -> None:
     there = worker(make)
     tokens = stored(there, 4)
     with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw:
-        good = [raw.get(), b"".join(there.keys(tokens))]
+        raw.enter()
+        good = [encode(Get(1, 0)), b"".join(there.keys(tokens))]
         for _ in range(300):
             frames = [bytearray(frame) for frame in good]
             for _ in range(dice.randrange(1, 4)):
@@ -132,8 +110,12 @@ def test_random_frames_never_stop_the_server(make: Make) -> None:
                 frame[dice.randrange(len(frame))] = dice.randrange(256)
             if dice.random() < 0.3:
                 frames.insert(dice.randrange(3), bytearray(dice.randbytes(dice.randrange(40))))
-            assert answer(raw, *(bytes(frame) for frame in frames))
-        assert isinstance(answer(raw, *good), Blocks)
+            if dice.random() < 0.5:
+                assert raw.ask(*(bytes(frame) for frame in frames))
+            else:  # without a tag
+                raw.socket.send_multipart(frames)
+                assert isinstance(raw.answer().message, Failed)
+        assert isinstance(raw.ask(*good), Blocks)
         until(lambda: server.stats().transfers == 0 and not there.cache.leases, "end of all transfers")
 
 
@@ -154,7 +136,7 @@ def test_a_frame_that_is_too_long_ends_the_connection_not_the_server(make: Make)
     with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw, Raw(server.endpoint, there) as other:
         raw.send(raw.hello(), bytes(1 << 20))
         assert not raw.socket.poll(300)
-        assert isinstance(answer(other, other.get(), there.keys(tokens)[0]), Blocks)
+        assert isinstance(other.enter().ask(Get(1, 0), there.keys(tokens)[0]), Blocks)
         assert server.stats().malformed == 0
 
 
@@ -162,11 +144,11 @@ def test_more_blocks_than_the_limit_are_refused(make: Make) -> None:
     there = worker(make)
     keys = there.keys(stored(there, 8))
     with BlockServer(there.cache, limits=Limits(blocks_per_request=7)) as server, Raw(server.endpoint, there) as raw:
-        error = answer(raw, raw.get(), b"".join(keys))
+        error = raw.enter().ask(Get(1, 0), b"".join(keys))
         assert (
             isinstance(error, Failed) and error.code == "limit" and "8 blocks" in error.reason and "7" in error.reason
         )
-        assert isinstance(answer(raw, raw.get(), b"".join(keys[:7])), Blocks)
+        assert isinstance(raw.ask(Get(1, 0), b"".join(keys[:7])), Blocks)
 
 
 def test_more_requests_than_the_limit_wait_or_are_refused_and_all_are_answered(make: Make) -> None:
@@ -174,17 +156,17 @@ def test_more_requests_than_the_limit_wait_or_are_refused_and_all_are_answered(m
     tokens = stored(there, 16)
     with BlockServer(there.cache, limits=Limits(16, 1, 16 << 20)) as server, Relay(server.endpoint) as relay:
         with Raw(relay.endpoint, there) as raw:
-            assert isinstance(answer(raw, raw.hello()), Welcome)
+            raw.enter()
             relay.hold()
             for number in range(1, 4):
-                raw.send(raw.get(id=number), b"".join(there.keys(tokens)[:16]))
+                raw.send(Get(number, 0), b"".join(there.keys(tokens)[:16]))
             until(lambda: server.stats().refused == 1, "refusal")
             assert server.stats().transfers == 1 and len(there.cache.leases) == 1
             relay.pass_on()
-            answers = [decode(raw.receive()[0], ANSWERS) for _ in range(5)]
+            answers = [raw.answer().message for _ in range(3)]
             failed = [one for one in answers if isinstance(one, Failed)]
             assert [one.id for one in failed] == [3] and "requests wait" in failed[0].reason
-            assert sorted(one.id for one in answers if isinstance(one, Released)) == [1, 2]
+            assert sorted(one.id for one in answers if isinstance(one, Blocks)) == [1, 2]
 
 
 def test_clients_share_the_bytes_in_total(make: Make) -> None:
@@ -196,16 +178,15 @@ def test_clients_share_the_bytes_in_total(make: Make) -> None:
         Relay(server.endpoint) as relay,
         Raw(relay.endpoint, there) as slow,
     ):
-        assert isinstance(answer(slow, slow.hello()), Welcome)
+        slow.enter()
         relay.hold()
-        slow.send(slow.get(), b"".join(there.keys(tokens)))
+        slow.send(Get(1, 0), b"".join(there.keys(tokens)))
         until(lambda: server.stats().transfers == 1, "transfer")
         with Raw(server.endpoint, there) as other:
-            other.send(other.get(), there.keys(tokens)[0])
+            other.enter().send(Get(1, 0), there.keys(tokens)[0])
             assert not other.socket.poll(200), "the total was passed"
             relay.pass_on()
-            header, frame = other.receive()
-            assert frame == expected(there, tokens)[0]
+            assert other.answer().blocks == [expected(there, tokens)[0]]
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
@@ -219,8 +200,9 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
         server = stack.enter_context(BlockServer(there.cache, endpoint, limits=limits, stall_ms=0))
         stuck = [stack.enter_context(Raw(server.endpoint, there, rcvhwm=1, rcvbuf=4096)) for _ in range(3)]
         for one in stuck:
+            one.enter()
             for number in range(2, 8):
-                one.send(one.get(id=number), b"".join(there.keys(tokens)[:4]))
+                one.send(Get(number, 0), b"".join(there.keys(tokens)[:4]))
         until(lambda: server.stats().transfers >= 6 or server.stats().transfer_bytes == 32 << 20, "transfers")
         with BlockClient(server.endpoint, there.cache, timeout_ms=5000) as client:
             for _ in range(3):
@@ -233,14 +215,17 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     """In units of a block: 8 in total, up to 3 for each; what is under way is never released here."""
     under_way = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8))
 
+    clients = {name: Client(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
+    none = np.empty((0, 2), np.uint64)
+
     def ask(client: str, nbytes: int) -> None:
-        under_way.accept(Waiting(client.encode(), 1, 0, b"", "", nbytes), nbytes)
+        under_way.accept(Waiting(clients[client], 1, 0, none, "", nbytes), nbytes)
 
     def taken() -> list[tuple[str, int]]:
         found = []
         while (request := under_way.take()) is not None:
             under_way.transfers.append(Transfer(request.client, 1, request.nbytes, [], lambda: False))
-            found.append((request.client.decode(), request.nbytes))
+            found.append((request.client.id.decode(), request.nbytes))
         return found
 
     for client in "aab":

@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import zmq
 
 from engine import Engine
-from kvpool.remote.endpoints import ClientPassword
-from kvpool.remote.frames import Find, Get, Hello, Message, encode
+from kvpool.remote.endpoints import ClientSecret
+from kvpool.remote.frames import Blocks, Failed, Found, Hello, Message, Welcome, encode
 from kvpool.remote.served import served
+from kvpool.remote.session import Received, Session, answered, begun, greeting
 from kvpool.state.hashing import remote_password
+from kvpool.stores.peer.wire import StoreDone, StoreWelcome
 
 SECRET = bytes(range(32))
 SMALL = {"head_dim": 3}
@@ -57,40 +60,133 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 class Raw:
-    """A peer that sends whatever a test likes. A context manager."""
+    """A client that proves that it knows the secret, and then sends whatever a test likes. A context manager."""
 
-    def __init__(self, endpoint: str, engine: Engine, **options: int) -> None:
+    def __init__(self, endpoint: str, engine: Engine, greets: bool = True, **options: int) -> None:
         self._engine, self._context = engine, zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
-        ClientPassword(remote_password(engine.cache.core.states.secret)).apply(self.socket)
+        self._key = wire_key(engine)
+        ClientSecret(self._key).apply(self.socket)
         for name, value in options.items():
             setattr(self.socket, name, value)
         self.socket.connect(endpoint)
+        self.session: Session | None = None
+        if greets:
+            self.greet()
 
-    def fields(self, **other: Any) -> dict[str, Any]:
+    def greet(self) -> None:
+        greeted = greeting()
+        self.socket.send(greeted)
+        [answer] = self.receive()
+        self.session = begun(self._key, greeted, answer)
+
+    def hello(self, **other: Any) -> Hello:
         cache = self._engine.cache
         right = {"layout": served(cache).fingerprint, "origin": cache.block_keys([0]).origin[0], "transport": "inline"}
-        return {"id": 1, "client": "raw"} | right | other
+        return Hello(**{"id": 1, "client": "raw"} | right | other)
 
-    def hello(self, **other: Any) -> bytes:
-        return encode(Hello(**self.fields(**other)))
-
-    def get(self, **other: Any) -> bytes:
-        return encode(Get(**self.fields(**({"group": 0} | other))))
-
-    def find(self, **other: Any) -> bytes:
-        return encode(Find(**self.fields(**other)))
-
-    def send(self, *frames: bytes | Message) -> None:
-        self.socket.send_multipart([encode(one) if isinstance(one, Message) else one for one in frames])
+    def send(self, message: Message | bytes, *frames: bytes, blocks: Sequence[bytes] = ()) -> None:
+        """Send a message with its tag, or with a header that is none."""
+        assert self.session is not None
+        self.socket.send_multipart(packed(self.session, message, *frames, blocks=blocks))
 
     def receive(self) -> list[bytes]:
         assert self.socket.poll(20_000), "no answer within 20 s"
         return self.socket.recv_multipart()
 
+    def answer(self) -> Received:
+        assert self.session is not None
+        return self.session.unpack([memoryview(one) for one in self.receive()], ANSWERS)
+
+    def ask(self, message: Message | bytes, *frames: bytes, blocks: Sequence[bytes] = ()) -> Any:
+        self.send(message, *frames, blocks=blocks)
+        return self.answer().message
+
+    def enter(self, **hello: Any) -> Raw:
+        """Say hello, and be welcome."""
+        assert isinstance(self.ask(self.hello(**hello)), Welcome)
+        return self
+
     def __enter__(self) -> Raw:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._context.destroy(linger=0)
+
+
+ANSWERS = (Welcome, Blocks, Found, Failed, StoreWelcome, StoreDone)
+
+
+def wire_key(engine: Engine) -> bytes:
+    return remote_password(engine.cache.core.states.secret).encode()
+
+
+def packed(session: Session, message: Message | bytes, *frames: Any, blocks: Sequence[Any] = ()) -> list[bytes]:
+    """A message as it is sent; bytes stand for its header."""
+    header = message if isinstance(message, bytes) else encode(message)
+    found = session.pack(header, frames, blocks, session.seal(blocks))
+    session.sent()
+    return [bytes(one) for one in found]
+
+
+class Fake:
+    """A server that says whatever a test likes to clients with any pass. A context manager.
+
+    ``answer``: makes the answers to a message, each a list of frames. It gets what was said, decoded if a session has
+    begun. ``key``: with it, clients find that they talk to one who knows their secret. ``heard``: all that came.
+    """
+
+    def __init__(
+        self, key: bytes, answer: Callable[[Session, Received], list[list[bytes]]], kinds: tuple[type[Message], ...],
+        endpoint: str = "tcp://127.0.0.1:*",
+    ) -> None:  # fmt: skip
+        self.heard: list[bytes] = []
+        self._key, self._answer, self._kinds = key, answer, kinds
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._zap, self.socket = self._context.socket(zmq.REP), self._context.socket(zmq.ROUTER)
+        self._zap.bind("inproc://zeromq.zap.01")
+        self.socket.linger, self.socket.zap_domain, self.socket.plain_server = 0, b"any", True
+        self.socket.bind(endpoint)
+        self.endpoint = self.socket.last_endpoint.decode()
+        self._sessions: dict[bytes, Session] = {}
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def greeted(self, client: bytes, frames: list[bytes]) -> list[bytes]:
+        session, answer = answered(self._key, frames[0])
+        assert session is not None
+        self._sessions[client] = session
+        return [answer]
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            ready = zmq.select([self._zap, self.socket], [], [], 0.01)[0]
+            if self._zap in ready:
+                version, number, *rest = self._zap.recv_multipart()
+                self.heard += rest
+                self._zap.send_multipart([version, number, b"200", b"", b"", b""])
+            if self.socket in ready:
+                client, *frames = self.socket.recv_multipart()
+                self.heard += frames
+                self._take(client, frames)
+
+    def _take(self, client: bytes, frames: list[bytes]) -> None:
+        session = self._sessions.get(client)
+        if session is None:
+            answers = [self.greeted(client, frames)]
+        else:
+            answers = self._answer(session, session.unpack([memoryview(one) for one in frames], self._kinds))
+        while answers:  # which then belong to ZeroMQ alone
+            self.send(client, answers.pop(0))
+
+    def send(self, client: bytes, frames: list[bytes]) -> None:
+        self.socket.send_multipart([client, *frames])
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
         self._context.destroy(linger=0)

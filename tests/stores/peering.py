@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import zmq
 
-from kvpool.remote.endpoints import ClientPassword
-from kvpool.remote.frames import Message, encode
+from kvpool.remote.endpoints import ClientSecret
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import (
-    password,
-)
+from kvpool.stores.peer.wire import StoreCall, wire_key
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.store import Space, Store
+from tests.remote import workers
 from tests.stores.lab import BLOCK_BYTES, memory
 
 ROOT = Path(__file__).parents[2]
 SECRET = b"known to all clients, and nobody"
+WIRE_KEY = wire_key(SharedSecret(SECRET))
 KEY, SEAL, TAG = bytes(32), bytes(16), "0" * 32
 SPACE = Space(bytes(16), memory())
 
@@ -59,7 +58,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.002)
 
 
-class Raw:
+class Raw(workers.Raw):
     """A client that sends what a test likes."""
 
     def __init__(self, endpoint: str, **options: int) -> None:
@@ -68,13 +67,14 @@ class Raw:
         self.socket.linger = 0
         for name, value in options.items():
             setattr(self.socket, name, value)
-        ClientPassword(password(SharedSecret(SECRET))).apply(self.socket)
+        self._key = WIRE_KEY
+        ClientSecret(self._key).apply(self.socket)
         self.socket.connect(endpoint)
-
-    def ask(self, *frames: bytes | Message) -> bytes:
-        self.socket.send_multipart([encode(one) if isinstance(one, Message) else one for one in frames])
-        assert self.socket.poll(20_000), "no answer within 20 s"
-        return b" ".join(self.socket.recv_multipart())
+        self.greet()
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def call(kind: str, number: int = 1, wait_ms: int = 1000, **fields: Any) -> StoreCall:
+    return StoreCall(number, kind, wait_ms, **fields)

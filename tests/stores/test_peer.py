@@ -16,31 +16,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from kvpool import ForkedProcess
-from kvpool.remote.endpoints import ServerPassword
-from kvpool.remote.frames import Failed, Message, encode
+from kvpool.remote.frames import Failed, Message
+from kvpool.remote.session import Received, Session
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
 from kvpool.stores.peer.peer_store import PeerStore
-from kvpool.stores.peer.served_calls import Request, StoreCalls
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import (
-    StoreClear,
-    StoreDone,
-    StoreFind,
-    StoreForget,
-    StoreHello,
-    StoreLoad,
-    StoreSave,
-    StoreWelcome,
-    password,
-)
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.peer.wire import StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.stores.store import MODEL_BYTES
+from tests.remote.workers import Fake, packed
 from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
-from tests.stores.peering import KEY, ROOT, SEAL, SECRET, SPACE, TAG, Raw, Serve, client, until
+from tests.stores.peering import KEY, ROOT, SEAL, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client, until
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
 
@@ -147,21 +135,25 @@ def test_a_save_that_arrives_after_a_drop_of_its_client_is_not_kept(serve: Serve
     """It was sent before, over another connection. Saves of other clients are kept."""
     memory = MemoryStore(64 * BLOCK_BYTES)
     raw, tag = Raw(serve(memory).endpoint), "00" * 16
-    block = [KEY, SEAL, bytes(BLOCK_BYTES)]
 
     def kept(session: str, era: int) -> int:
-        assert b'"storedone"' in raw.ask(StoreSave(1, 1000, session, era, tag, 8), *block)
+        save = call("save", session=session, era=era, tag=tag, limit=8)
+        assert isinstance(raw.ask(save, KEY, SEAL, blocks=[bytes(BLOCK_BYTES)]), StoreDone)
         return memory.stats()["blocks"]
 
-    for drop in ([StoreForget(1, 1000, "one", 1), KEY], [StoreClear(1, 1000, "one", 2, tag)]):
-        era = int(drop[0].era)  # type: ignore[union-attr]
+    drops: list[list[Any]] = [
+        [call("forget", session="one", era=1), KEY],
+        [call("clear", session="one", era=2, tag=tag)],
+    ]
+    for drop in drops:
+        era = drop[0].era
         assert kept("one", era - 1) == 1
-        assert b'"count": 1' in raw.ask(*drop) and memory.stats()["blocks"] == 0
+        assert raw.ask(*drop).count == 1 and memory.stats()["blocks"] == 0
         assert kept("one", era - 1) == 0 and kept("other", 0) == 1
         raw.ask(*drop)
         assert kept("one", era) == 1
         raw.ask(*drop)
-    assert b'"count": 0' in raw.ask(StoreForget(1, 1000, "one", 1), KEY)
+    assert raw.ask(call("forget", session="one", era=1), KEY).count == 0
     assert kept("one", 1) == 0, "an old drop that comes late ends no era"
     raw.close()
 
@@ -201,11 +193,10 @@ def test_answers_that_a_client_does_not_read_are_dropped_and_counted(serve: Serv
     server = serve()
     with open_queue(client(server)) as queue:
         keys = saved(queue, 1)
-    raw = Raw(server.endpoint)
-    raw.socket.rcvhwm = 1
-    raw.ask(encode(StoreHello(1, BLOCK_BYTES)))
+    raw = Raw(server.endpoint, rcvhwm=1)
+    raw.ask(StoreHello(1, BLOCK_BYTES))
     for number in range(3000):
-        raw.socket.send_multipart([encode(StoreLoad(number + 2, 60_000)), keys.tobytes()])
+        raw.send(call("load", number + 2, 60_000), keys.tobytes())
     until(lambda: server.stats().dropped > 0, "answers are dropped")
     raw.close()
 
@@ -342,36 +333,17 @@ def test_bytes_that_the_server_changes_are_damaged_and_forgotten(serve: Serve) -
         assert job.wait(20, returned=True) and job.codes.tolist() == [ABSENT] * 4
 
 
-class Liar:
-    """A server that answers each call with what a test likes. ``answers``: from a number of a message to frames."""
+@contextmanager
+def liar(welcome: int, *frames: Any) -> Iterator[str]:
+    """A server that answers a hello, and then the call 2 with the header and the frames that a test likes."""
 
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        door = ServerPassword(password(SharedSecret(SECRET)))
-        self._authenticator = door.authenticator(self._context)
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        door.apply(self.socket)
-        self.socket.bind("tcp://127.0.0.1:*")
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    def answer(session: Session, received: Received) -> list[list[bytes]]:
+        if isinstance(received.message, StoreHello):
+            return [packed(session, StoreWelcome(received.message.id, welcome))]
+        return [packed(session, frames[0], *frames[1:3], blocks=frames[3:])]
 
-    def answer(self, *frames: bytes | Message) -> list[bytes]:
-        """Wait for a message, and answer it."""
-        assert self.socket.poll(20_000)
-        who, *asked = self.socket.recv_multipart()
-        self.socket.send_multipart([who, *(encode(one) if isinstance(one, Message) else one for one in frames)])
-        return asked
-
-    def close(self) -> None:
-        self._authenticator.stop()
-        self._context.destroy(linger=0)
-
-
-@pytest.fixture
-def liar() -> Iterator[Liar]:
-    made = Liar()
-    yield made
-    made.close()
+    with Fake(WIRE_KEY, answer, (StoreHello, StoreCall)) as fake:
+        yield fake.endpoint
 
 
 def _block(count: int) -> bytes:
@@ -382,6 +354,7 @@ _WRONG_ANSWERS: dict[str, Sequence[bytes | Message]] = {
     "no header": [b""],
     "no JSON": [b"{"],
     "another kind": [StoreWelcome(2, 4)],
+    "blocks in the place of seals": [StoreDone(2, 0), bytes([OK] * 2), _block(2)],
     "another number": [StoreDone(9, 0), bytes([OK] * 2), bytes(32), _block(2)],
     "no frames": [StoreDone(2, 0)],
     "too many frames": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(2), b""],
@@ -396,63 +369,60 @@ _WRONG_ANSWERS: dict[str, Sequence[bytes | Message]] = {
 
 
 @pytest.mark.parametrize("frames", _WRONG_ANSWERS.values(), ids=_WRONG_ANSWERS)
-def test_what_no_server_answers_fails_the_call_and_ends_the_connection(
-    liar: Liar, frames: Sequence[bytes | Message]
-) -> None:
-    store = client(liar.endpoint)
-    threads = [threading.Thread(target=liar.answer, args=(StoreWelcome(1, 4),))]
-    threads[0].start()
-    store.open(SPACE)
-    SPACE.memory[:2] = 7
-    threads.append(threading.Thread(target=liar.answer, args=frames))
-    threads[1].start()
-    with pytest.raises(OSError, match=r"tcp://.*(sent|the disk.\[2J is full|connection has ended)") as caught:
-        store.load(np.zeros((2, 32), np.uint8), np.arange(2), lambda: False)
-    assert "\x1b" not in str(caught.value) and (SPACE.memory[:2] == 7).all()
-    assert store.stats() == {"connections": 0, "connected": 1, "failed_calls": 1}
-    store.close()
-    for thread in threads:
-        thread.join()
+def test_what_no_server_answers_fails_the_call_and_ends_the_connection(frames: Sequence[bytes | Message]) -> None:
+    with liar(4, *frames) as endpoint:
+        store = client(endpoint)
+        store.open(SPACE)
+        SPACE.memory[:2] = 7
+        with pytest.raises(OSError, match=r"tcp://.*(sent|the disk.\[2J is full|connection has ended)") as caught:
+            store.load(np.zeros((2, 32), np.uint8), np.arange(2), lambda: False)
+        assert "\x1b" not in str(caught.value) and (SPACE.memory[:2] == 7).all()
+        assert store.stats() == {"connections": 0, "connected": 1, "failed_calls": 1}
+        store.close()
 
 
 @pytest.mark.parametrize("most", [0, 4097, 1 << 40])
-def test_a_server_that_wants_absurd_calls_is_not_used(liar: Liar, most: int) -> None:
-    store = client(liar.endpoint)
-    thread = threading.Thread(target=liar.answer, args=(StoreWelcome(1, most),))
-    thread.start()
-    store.open(SPACE)
-    assert store.stats()["connections"] == 0
-    store.close()
-    thread.join()
+def test_a_server_that_wants_absurd_calls_is_not_used(most: int) -> None:
+    with liar(most) as endpoint:
+        store = client(endpoint)
+        store.open(SPACE)
+        assert store.stats()["connections"] == 0
+        store.close()
 
 
-def _save(tag: str) -> StoreSave:
-    return StoreSave(1, 100, "session", 0, tag, 1)
+def _save(tag: str) -> StoreCall:
+    return call("save", tag=tag, limit=1)
 
 
-_WRONG_CALLS: dict[str, Sequence[bytes | Message]] = {
+_WRONG_CALLS: dict[str, Sequence[Any]] = {
     "no header": [b""],
     "no JSON": [b"nonsense"],
     "a long header": [b" " * 20_000],
     "an answer": [StoreDone(1, 0)],
-    "number 0": [StoreFind(0, 100), KEY],
+    "another call": [call("steal"), KEY],
+    "number 0": [call("find", 0), KEY],
     "a hello with frames": [StoreHello(1, BLOCK_BYTES), b""],
-    "no keys": [StoreFind(1, 100)],
-    "no key": [StoreFind(1, 100), b""],
-    "half a key": [StoreFind(1, 100), bytes(48)],
-    "too many keys": [StoreLoad(1, 100), 5 * KEY],
-    "no time": [StoreFind(1, 0), KEY],
-    "too much time": [StoreFind(1, 1 << 40), KEY],
+    "no keys": [call("find")],
+    "no key": [call("find"), b""],
+    "half a key": [call("find"), bytes(48)],
+    "too many keys": [call("load"), 5 * KEY],
+    "no time": [call("find", wait_ms=0), KEY],
+    "too much time": [call("find", wait_ms=1 << 40), KEY],
     "no blocks": [_save(TAG), KEY, SEAL],
-    "short blocks": [_save(TAG), KEY, SEAL, bytes(BLOCK_BYTES - 1)],
-    "long blocks": [_save(TAG), KEY, SEAL, bytes(BLOCK_BYTES + 1)],
-    "short seals": [_save(TAG), KEY, bytes(15), bytes(BLOCK_BYTES)],
-    "no tag": [_save(""), KEY, SEAL, bytes(BLOCK_BYTES)],
-    "a clear with keys": [StoreClear(1, 100, "session", 1, TAG), KEY],
-    "a clear of everything": [StoreClear(1, 100, "session", 1, "")],
-    "a clear of half a model": [StoreClear(1, 100, "session", 1, "00" * 4)],
-    "a tag of words": [_save("zz" * 16), KEY, SEAL, bytes(BLOCK_BYTES)],
+    "short blocks": [_save(TAG), KEY, SEAL, [bytes(BLOCK_BYTES - 1)]],
+    "long blocks": [_save(TAG), KEY, SEAL, [bytes(BLOCK_BYTES + 1)]],
+    "blocks in two frames": [_save(TAG), KEY, SEAL, [bytes(BLOCK_BYTES - 1), b"x"]],
+    "short seals": [_save(TAG), KEY, bytes(15), [bytes(BLOCK_BYTES)]],
+    "no tag": [_save(""), KEY, SEAL, [bytes(BLOCK_BYTES)]],
+    "a clear with keys": [call("clear", tag=TAG), KEY],
+    "a clear of everything": [call("clear")],
+    "a clear of half a model": [call("clear", tag="00" * 4)],
+    "a tag of words": [_save("zz" * 16), KEY, SEAL, [bytes(BLOCK_BYTES)]],
 }
+
+
+def _blocks_of(frames: Sequence[Any]) -> list[bytes]:
+    return frames[-1] if isinstance(frames[-1], list) else []
 
 
 @pytest.fixture
@@ -461,12 +431,11 @@ def picky(serve: Serve) -> StoreServer:
 
 
 @pytest.mark.parametrize("frames", _WRONG_CALLS.values(), ids=_WRONG_CALLS)
-def test_what_no_client_sends_is_refused_and_nobody_else_notices(
-    picky: StoreServer, frames: Sequence[bytes | Message]
-) -> None:
+def test_what_no_client_sends_is_refused_and_nobody_else_notices(picky: StoreServer, frames: Sequence[Any]) -> None:
     raw = Raw(picky.endpoint)
-    assert b'"malformed"' in raw.ask(*frames) and picky.stats().malformed == 1
-    assert b'"storedone"' in raw.ask(StoreFind(1, 1000), KEY)
+    error = raw.ask(*(one for one in frames if not isinstance(one, list)), blocks=_blocks_of(frames))
+    assert error.code == "malformed" and picky.stats().malformed == 1
+    assert isinstance(raw.ask(call("find"), KEY), StoreDone)
     raw.close()
     with open_queue(client(picky)) as queue:
         saved(queue, 4)
@@ -477,7 +446,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -
     raw = Raw(picky.endpoint)
     with open_queue(client(picky)) as queue:
         keys = saved(queue, 4)
-        raw.socket.send_multipart([encode(_save(TAG)), KEY, SEAL, bytes(1 << 20)])
+        raw.send(_save(TAG), KEY, SEAL, blocks=[bytes(1 << 20)])
         assert queue.load(keys, np.arange(4)).wait(20) and not raw.socket.poll(50)
         assert picky.stats().calls == 2
     raw.close()
@@ -492,7 +461,7 @@ def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
     store.before["find"] = gate
     raws = [Raw(server.endpoint) for _ in range(12)]
     for raw in raws:
-        raw.socket.send_multipart([encode(StoreFind(1, 60_000)), KEY])
+        raw.send(call("find", wait_ms=60_000), KEY)
     until(lambda: server.stats().under_way == 4, "call")
     assert gate.reached.wait(20) and server.stats().under_way == 4
     gate.open()
@@ -506,7 +475,7 @@ def test_an_answer_to_a_client_that_has_gone_is_counted(serve: Serve) -> None:
     server = serve(store)
     store.before["find"] = gate
     raw = Raw(server.endpoint)
-    raw.socket.send_multipart([encode(StoreFind(1, 60_000)), KEY])
+    raw.send(call("find", wait_ms=60_000), KEY)
     assert gate.reached.wait(20)
     raw.close()
     until(lambda: not server.connections, "end of the connection")
@@ -589,16 +558,21 @@ class Noting(Wrong):
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
-def test_no_two_threads_of_a_server_use_the_same_memory(kind: str) -> None:
+def test_no_two_threads_of_a_server_use_the_same_memory(serve: Serve, kind: str) -> None:
     """Blocks of two clients that load at once would be mixed, and dropped as damaged."""
-    store = Noting()
-    calls, rows = StoreCalls(store, BLOCK_BYTES, 4), bytes(3 * BLOCK_BYTES)
+    store, gate = Noting(), Gate()
+    store.threads, store.before[kind] = 3, gate
+    raws = [Raw(serve(store, call_bytes=4 * BLOCK_BYTES).endpoint)]
+    raws.append(Raw(f"tcp://{raws[0].socket.last_endpoint.decode().partition('//')[2]}"))
     keys = b"".join(bytes([number]) * 32 for number in range(3))
-    save = StoreSave(1, 60_000, "session", 0, bytes(16).hex(), 1 << 40), [keys, bytes(3 * 16), rows]
-    message, frames = save if kind == "save" else (StoreLoad(1, 60_000), [keys])
-    for thread in range(2):
-        request = calls.parse(b"client", [encode(message), *frames])
-        assert isinstance(request, Request)
-        calls.answer(request, thread, lambda: False)
-    assert store.rows == [[0, 1, 2], [4, 5, 6]]
-    calls.close()
+    for raw in raws:
+        if kind == "save":
+            raw.send(_save(TAG), keys, bytes(3 * 16), blocks=[bytes(3 * BLOCK_BYTES)])
+        else:
+            raw.send(call("load", wait_ms=60_000), keys)
+    until(lambda: len(store.rows) == 2, "calls")
+    gate.open()
+    assert not set(store.rows[0]) & set(store.rows[1])
+    for raw in raws:
+        assert isinstance(raw.answer().message, StoreDone)
+        raw.close()

@@ -15,19 +15,13 @@ import pytest
 import zmq
 
 from kvpool.remote import ClientKeys, ServerKeys
-from kvpool.remote.frames import encode
 from kvpool.stores import ABSENT, MemoryStore
 from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import (
-    StoreLoad,
-    StoreSave,
-    password,
-)
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.urls import open_store
 from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
-from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, Raw, Serve, client, until
+from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client, until
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
 
@@ -58,9 +52,9 @@ def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
     size = 16 << 20  # more than the buffers of a connection
     server = serve(MemoryStore(size), block_bytes=size)
     raw = Raw(server.endpoint, rcvhwm=1, rcvbuf=4096)
-    raw.ask(StoreSave(1, 60_000, "session", 0, TAG, 1), KEY, SEAL, bytes(size))
+    raw.ask(call("save", wait_ms=60_000, tag=TAG, limit=1), KEY, SEAL, blocks=[bytes(size)])
     for number in range(2, 14):
-        raw.socket.send_multipart([encode(StoreLoad(number, 60_000)), KEY])
+        raw.send(call("load", number, 60_000), KEY)
     until(lambda: server.stats().calls == 13 and not server.stats().under_way, "calls")
     held = 12 - server.stats().dropped
     assert held <= 4, f"{held} answers wait for a client that reads nothing"
@@ -116,7 +110,7 @@ def test_the_secret_is_shown_nowhere(caplog: pytest.LogCaptureFixture, serve: Se
         store = client(serve())
         with open_queue(store):
             shown = caplog.text + repr(store) + repr(SharedSecret(SECRET)) + repr(vars(store))
-        assert SECRET.decode() not in shown and password(SharedSecret(SECRET)) not in shown
+        assert SECRET.decode() not in shown and WIRE_KEY.hex() not in shown and repr(WIRE_KEY) not in shown
     with pytest.raises(TypeError, match="not pickled"):
         pickle.dumps(SharedSecret(SECRET))
 
@@ -157,7 +151,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
 
 
 def test_without_pyzmq_the_extra_is_named() -> None:
-    for name in ("store", "server"):
+    for name in ("peer_store", "store_server"):
         script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.peer.{name}"
         run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr

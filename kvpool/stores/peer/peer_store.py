@@ -2,78 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 try:
     import zmq
-    from zmq.utils.monitor import recv_monitor_message
 except ModuleNotFoundError as error:
     raise ImportError("PeerStore needs pyzmq: pip install 'kvpool[remote]'") from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
 from kvpool.remote.ending import end, new_context
-from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
-from kvpool.remote.frames import Failed, Malformed, Message, decode, encode
-from kvpool.remote.remote_errors import printable
+from kvpool.remote.endpoints import ClientKeys, ClientSecret, check_endpoint
+from kvpool.remote.frames import Malformed, frames_argument
+from kvpool.remote.link import Link, Stop, Stopped, never
+from kvpool.remote.remote_errors import RemoteError
+from kvpool.remote.session import Received
 from kvpool.stores.peer.wire import (
     KEYS_MAX,
     StoreCall,
-    StoreClear,
     StoreDone,
-    StoreFind,
-    StoreForget,
     StoreHello,
-    StoreLoad,
-    StoreSave,
     StoreWelcome,
-    any_count,
-    codes_seals_blocks,
+    codes_of,
     frame_bytes_max,
-    frames_argument,
-    only_codes,
-    only_count,
-    password,
+    rows_of,
+    wire_key,
 )
 from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.store import ABSENT, CANCELLED, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.store import ABSENT, CANCELLED, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space
 
 CALL_BYTES_MAX = 4 << 20
 """The most bytes of blocks that this client sends or takes in one call, if a block is not larger."""
-STOP_POLL_S = 0.05
-"""How often a call that waits asks whether it should stop."""
-_ENDED: dict[int, str] = {
-    zmq.EVENT_CLOSED: "nobody listens there",
-    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
-    zmq.EVENT_DISCONNECTED: "the connection has ended",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not accept this client's secret or keys",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak this protocol, or not with a secret or keys",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the connection has ended",
-}
 _log = logging.getLogger(__name__)
 
 
 class Refusal(ValueError):
     """The server has blocks of another size."""
-
-
-class _Stopped(Exception):
-    """Nobody waits for the call any more."""
-
-
-def _never() -> bool:
-    return False
 
 
 class PeerStore:
@@ -114,12 +85,12 @@ class PeerStore:
     ) -> None:  # fmt: skip
         self._endpoint = check_endpoint(endpoint, keys)
         self._secret = SharedSecret(secret, secret_file)
-        self._door = keys or ClientPassword(password(self._secret))
+        self._door = keys or ClientSecret(wire_key(self._secret))
         self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 600_000)
         self.threads = integer_argument("connections", connections, 1, 64)
         self._process, self._lock = Process(), threading.Lock()
         self._context: zmq.Context[Any] | None = None
-        self._idle: list[Connection] = []
+        self._idle: list[_Connection] = []
         self._made = self._busy = self._failed = self._era = 0
         self._session = os.urandom(16).hex()
 
@@ -138,7 +109,7 @@ class PeerStore:
         self._memory, self._block_bytes = space.memory, space.block_bytes
         self._context = new_context()
         try:
-            with self._connection(_never):
+            with self._connection(never):
                 pass
         except (Refusal, PermissionError):
             self.close()
@@ -150,36 +121,49 @@ class PeerStore:
     def find(self, keys: Bytes) -> Bytes:
         codes = np.full(len(keys), ABSENT, np.uint8)
         for part in _parts(len(keys), KEYS_MAX):
-            codes[part] = self._call(StoreFind, [keys[part]], only_codes)
+            with self._connection(never) as connection:
+                codes[part] = _codes(connection.call("find", [keys[part]]), len(keys[part]))
         return codes
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         codes = np.full(len(keys), CANCELLED, np.uint8)
-        with suppress(_Stopped):
+        with suppress(Stopped):
             for part in _parts(len(keys), self._blocks_per_call(stop)):
-                # A copy: what is under way may outlive the call, and the rows may change then.
-                frames = [keys[part], seals[part], self._memory[rows[part]]]
-                era = {"session": self._session, "era": self._era}
-                codes[part] = self._call(StoreSave, frames, only_codes, stop, tag=tag.hex(), limit=limit, **era)
+                with self._connection(stop) as connection:
+                    # A copy: what is under way may outlive the call, and the rows may change then.
+                    blocks, of_save = [self._memory[rows[part]]], {"tag": tag.hex(), "limit": limit, **self._now()}
+                    answer = connection.call("save", [keys[part], seals[part]], blocks, stop, **of_save)
+                    codes[part] = _codes(answer, len(keys[part]))
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
-        with suppress(_Stopped):
+        with suppress(Stopped):
             for part in _parts(len(keys), self._blocks_per_call(stop)):
-                read = partial(codes_seals_blocks, block_bytes=self._block_bytes)
-                codes[part], seals[part], blocks = self._call(StoreLoad, [keys[part]], read, stop)
-                self._memory[rows[part][codes[part] == OK]] = blocks
+                with self._connection(stop) as connection:
+                    answer = connection.call("load", [keys[part]], stop=stop)
+                    frames_argument(answer.frames, 2)
+                    found = codes_of(np.frombuffer(answer.frames[0], np.uint8), len(keys[part]))
+                    sealed = rows_of(answer.frames[1:], len(found), SEAL_BYTES)
+                    blocks = rows_of(answer.blocks, int((found == OK).sum()), self._block_bytes)
+                    connection.check(answer)
+                codes[part], seals[part] = found, sealed
+                self._memory[rows[part][found == OK]] = blocks
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
-        era = self._next_era()
-        return sum(
-            int(self._call(StoreForget, [keys[part]], only_count, **era)) for part in _parts(len(keys), KEYS_MAX)
-        )
+        era, dropped = self._now(drops=1), 0
+        for part in _parts(len(keys), KEYS_MAX):
+            with self._connection(never) as connection:
+                count = _count(connection.call("forget", [keys[part]], **era))
+                if count > len(keys[part]):
+                    raise Malformed(f"{count} of {len(keys[part])} keys")
+            dropped += count
+        return dropped
 
     def clear(self, tag: bytes) -> int:
-        return int(self._call(StoreClear, [], any_count, tag=tag.hex(), **self._next_era()))
+        with self._connection(never) as connection:
+            return _count(connection.call("clear", tag=tag.hex(), **self._now(drops=1)))
 
     def stats(self) -> dict[str, int]:
         self._process.check(self)
@@ -200,19 +184,10 @@ class PeerStore:
 
     # -- connections -------------------------------------------------------------------------------
 
-    def _call(
-        self, kind: type[StoreCall], frames: list[Any], read: Callable[..., Any], stop: Stop = _never, **fields: Any
-    ) -> Any:
-        """Make one call. Returns what ``read`` makes of the answer."""
-        with self._connection(stop) as connection:
-            message = kind(connection.number(), self._timeout_ms, **fields)
-            done, answer = connection.ask(message, frames, StoreDone, stop)
-            return read(done.count, answer, len(frames[0]) if frames else 0)
-
-    def _next_era(self) -> dict[str, Any]:
-        """What was saved until now, and reaches the server later, is not kept there."""
+    def _now(self, drops: int = 0) -> dict[str, Any]:
+        """The era of a call. What was saved before a drop, and reaches the server later, is not kept there."""
         with self._lock:
-            self._era += 1
+            self._era += drops
             return {"session": self._session, "era": self._era}
 
     def _blocks_per_call(self, stop: Stop) -> int:
@@ -220,29 +195,32 @@ class PeerStore:
             return connection.blocks
 
     @contextmanager
-    def _connection(self, stop: Stop) -> Iterator[Connection]:
+    def _connection(self, stop: Stop) -> Iterator[_Connection]:
         """A connection that nobody else uses meanwhile. An error ends it."""
         self._process.check(self)
         connection = self._taken()
         try:
             if not connection.blocks:
-                connection.greet(stop)
+                connection.greet(stop, self._block_bytes)
                 with self._lock:
                     self._made += 1
             yield connection
         except BaseException as error:
             with self._lock:
                 self._busy -= 1
-                self._failed += not isinstance(error, _Stopped)
+                self._failed += not isinstance(error, Stopped)
             connection.close()
             if isinstance(error, Malformed):
                 raise ConnectionError(f"{self._endpoint} sent {error}") from None
+            if isinstance(error, RemoteError) and not isinstance(error, OSError):
+                kinds = {"door": PermissionError, "impostor": PermissionError, "size": Refusal}
+                raise kinds.get(error.code, ConnectionError)(f"{self._endpoint}: {error.reason}") from None
             raise
         with self._lock:
             self._busy -= 1
             self._idle.append(connection)
 
-    def _taken(self) -> Connection:
+    def _taken(self) -> _Connection:
         """An idle connection that has not ended, or else a new one."""
         with self._lock:
             if self._context is None:
@@ -250,88 +228,59 @@ class PeerStore:
             connection = None
             while self._idle and connection is None:
                 connection = self._idle.pop()
-                if connection.ended():
+                if connection.link.ended():
                     connection.close()
                     connection = None
             if connection is None:
-                connection = Connection(self._context, self._endpoint, self._door, self._block_bytes, self._timeout_ms)
+                most = max(1, CALL_BYTES_MAX // self._block_bytes)
+                link = Link(
+                    self._context, self._endpoint, self._door, timeout_ms=self._timeout_ms,
+                    frame_bytes=frame_bytes_max(most, self._block_bytes), messages=1,
+                )  # fmt: skip
+                connection = _Connection(link, most)
             self._busy += 1
             return connection
 
 
-class Connection:
-    """A socket of a PeerStore, and one call at a time on it. Only for one thread at a time."""
+class _Connection:
+    """A link to the server, and how many ``blocks`` a call on it may have: none before ``greet``. Only for one thread
+    at a time. Calls raise what ``Link`` raises."""
 
-    def __init__(
-        self, context: zmq.Context[Any], endpoint: str, door: ClientKeys | ClientPassword, block_bytes: int,
-        timeout_ms: int,
-    ) -> None:  # fmt: skip
-        self._endpoint, self._block_bytes, self._timeout_ms = endpoint, block_bytes, timeout_ms
-        self._number, self.blocks = 0, 0
-        self._socket = socket = context.socket(zmq.DEALER)
-        socket.linger, socket.ipv6 = 0, "[" in endpoint
-        # Another connection could not know what was under way on this one.
-        socket.reconnect_ivl = -1
-        # One answer is awaited at a time.
-        socket.rcvhwm = 4
-        self._most = max(1, CALL_BYTES_MAX // block_bytes)
-        socket.maxmsgsize = frame_bytes_max(self._most, block_bytes)
-        door.apply(socket)
-        self._monitor = socket.get_monitor_socket(functools.reduce(operator.or_, _ENDED))
-        socket.connect(endpoint)
+    def __init__(self, link: Link, most: int) -> None:
+        self.link, self._most, self.blocks = link, most, 0
 
-    def number(self) -> int:
-        """A number for the next message."""
-        self._number += 1
-        return self._number
-
-    def greet(self, stop: Stop) -> None:
-        """Learn how many ``blocks`` a call may have. Raises Refusal, and what ``ask`` raises."""
-        welcome, frames = self.ask(StoreHello(self.number(), self._block_bytes), [], StoreWelcome, stop)
-        frames_argument(frames, 0)
+    def greet(self, stop: Stop, block_bytes: int) -> None:
+        """Learn how many blocks a call may have."""
+        self.link.greet(stop)
+        welcome = self.link.ask(StoreHello(self.link.number(), block_bytes), [], StoreWelcome, stop).message
         if not 1 <= welcome.blocks_per_call <= KEYS_MAX:
             raise Malformed(f"calls of {welcome.blocks_per_call} blocks")
         self.blocks = min(welcome.blocks_per_call, self._most)
 
-    def ask(self, message: Message, frames: list[Any], kind: type[Any], stop: Stop) -> tuple[Any, list[memoryview]]:
-        """Send a message and wait for its answer. Raises OSError, Malformed, Refusal, and _Stopped."""
-        with suppress(zmq.Again):  # without a connection; the monitor tells why
-            self._socket.send_multipart([encode(message), *frames], zmq.NOBLOCK, copy=False)
-        self._wait(stop)
-        header, *rest = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-        answer = decode(header, (kind, Failed))
-        if answer.id != message.id:
-            raise Malformed(f"an answer to message {answer.id}, which does not wait for one")
-        if isinstance(answer, Failed):
-            error = Refusal if answer.code == "size" else OSError
-            raise error(f"{self._endpoint}: {printable(answer.reason)}")
-        return answer, rest
+    def call(
+        self, call: str, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), stop: Stop = never, **fields: Any
+    ) -> Received:
+        """Make one call. Returns its answer."""
+        message = StoreCall(self.link.number(), call, self.link.timeout_ms, **fields)
+        return self.link.ask(message, frames, StoreDone, stop, blocks)
 
-    def ended(self) -> bool:
-        """Whether the connection has ended while nobody used it."""
-        return bool(self._monitor.poll(0))
-
-    def _wait(self, stop: Stop) -> None:
-        """Wait until there is a message."""
-        end = time.monotonic() + self._timeout_ms / 1e3
-        while True:
-            left = end - time.monotonic()
-            ready = zmq.select([self._socket, self._monitor], [], [], max(0.0, min(left, STOP_POLL_S)))[0]
-            if self._socket in ready:
-                return
-            if self._monitor in ready:
-                event = int(recv_monitor_message(self._monitor)["event"])
-                error = PermissionError if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else ConnectionError
-                raise error(f"{self._endpoint}: {_ENDED[event]}")
-            if stop():
-                raise _Stopped
-            if left <= 0:
-                raise TimeoutError(f"{self._endpoint} did not answer for {self._timeout_ms} ms")
+    def check(self, answer: Received) -> None:
+        """Raise Malformed unless the blocks of an answer are those that the server has sealed."""
+        if not self.link.is_sealed(answer.blocks, answer.seal):
+            raise Malformed("blocks that do not fit their seal")
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self.link.close()
+
+
+def _codes(answer: Received, count: int) -> Bytes:
+    frames_argument([*answer.frames, *answer.blocks], 1)
+    return codes_of(np.frombuffer(answer.frames[0], np.uint8), count)
+
+
+def _count(answer: Received) -> int:
+    frames_argument([*answer.frames, *answer.blocks], 0)
+    return int(answer.message.count)
 
 
 def _parts(count: int, most: int) -> list[slice]:

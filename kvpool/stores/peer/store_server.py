@@ -3,37 +3,74 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
-from collections import deque
-from contextlib import suppress
-from dataclasses import replace
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 try:
-    import zmq
+    from kvpool.remote.server import Client, Refused, Server
 except ModuleNotFoundError as error:
     raise ImportError("StoreServer needs pyzmq: pip install 'kvpool[remote]'") from error
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.entry.interrupt import Bell, DeferSignals
-from kvpool.entry.process import Process
-from kvpool.remote.connections import Connections
-from kvpool.remote.ending import end, new_context
-from kvpool.remote.endpoints import ServerKeys, ServerPassword, check_endpoint
-from kvpool.remote.frames import Failed, Malformed, Message, encode
-from kvpool.stores.peer.served_calls import Eras, Request, ServedStats, StoreCalls
-from kvpool.stores.peer.wire import DROPS, KEYS_MAX, StoreHello, StoreSave, StoreWelcome, frame_bytes_max, password
+from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
+from kvpool.remote.frames import Failed, Malformed, Message, frames_argument
+from kvpool.remote.session import UNSEALED, Received
+from kvpool.stores.peer.wire import (
+    CALLS,
+    DROPS,
+    KEYS_MAX,
+    StoreCall,
+    StoreDone,
+    StoreHello,
+    StoreWelcome,
+    codes_of,
+    frame_bytes_max,
+    rows_of,
+    wire_key,
+)
 from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.store import Store
+from kvpool.stores.store import CANCELLED, KEY_BYTES, MODEL_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_ANSWERS = "inproc://answers"
+WAIT_MS_MAX = 600_000
+_SESSIONS_MAX = 4096
+_FINGERPRINT = bytes(16)
+"""The server's store has keys of any model. They differ because the clients derive them from the model."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class ServedStats:
+    """What a StoreServer has done for its clients."""
+
+    calls: int = 0
+    """Calls that the store has answered."""
+    failed: int = 0
+    """Calls that gave an error, or whose client had stopped waiting."""
+    found_blocks: int = 0
+    saved_blocks: int = 0
+    loaded_blocks: int = 0
+    malformed: int = 0
+    """Messages that no client sends."""
+    refused: int = 0
+    """Clients with blocks of another size."""
+    dropped: int = 0
+    """Answers that could not be sent, because the client has gone or reads nothing."""
+    under_way: int = 0
+    """Calls that wait for the store, or are made now."""
+    connections_refused: int = 0
 
 
 class StoreServer:
@@ -90,61 +127,34 @@ class StoreServer:
         stall = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1)
         if keys is not None and (secret is not None or secret_file is not None):
             raise ValueError("secret, secret_file, keys: accepted is one of them")
-        door = keys or ServerPassword(password(SharedSecret(secret, secret_file)))
-        self._process, self._store, self._calls_most = Process(), store, waiting + store.threads
-        # Taken by itself, and not by way of a condition: see ``Bell``.
-        self._lock, self._waiting, self._saves, self._eras = threading.Lock(), deque[Request](), 0, Eras()
-        self._changed, self._bell = threading.Condition(self._lock), Bell()
-        self._under_way, self._closing = 0, False
-        self._stopping, self._ended = threading.Event(), False
-        self._calls = StoreCalls(store, size, blocks)
-        self._context: zmq.Context[Any] = new_context()
-        self._authenticator = None
+        door = keys or ServerSecret(wire_key(SharedSecret(secret, secret_file)))
+        self._calls = _Calls(store, size, blocks, waiting + store.threads)
         try:
-            self._authenticator = door.authenticator(self._context)
-            self._answers = self._context.socket(zmq.PULL)
-            self._answers.rcvhwm = 0
-            self._answers.bind(_ANSWERS)
-            self._wake = self._sender()
-            self._socket = self._listen(endpoint, door, most, stall)
-            self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            # A client has one call under way on each connection. ZeroMQ holds one message more each way.
+            self._server = self._calls.server = Server(
+                self._calls, endpoint, door, connections=most, stall_ms=stall,
+                frame_bytes=frame_bytes_max(blocks, size), messages=2, answers=1,
+            )  # fmt: skip
         except BaseException:
-            self._give_up()
+            store.close()
             raise
-        self._threads = store.threads + 1
-        threads = [threading.Thread(target=self._run, name="kvpool-store-server", daemon=True)]
-        for number in range(store.threads):
-            name = f"kvpool-store-server-{number}"
-            threads.append(threading.Thread(target=self._work, args=(number,), name=name, daemon=True))
-        for thread in threads:
-            thread.start()
-
-    def _listen(self, endpoint: str, door: Any, connections: int, stall_ms: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.linger, socket.ipv6 = 0, "[" in endpoint
-        # An answer to a client that has gone, or reads nothing, is an error here instead of being dropped in silence.
-        socket.router_mandatory = True
-        # A client has one call under way on each connection. ZeroMQ holds one message more each way.
-        socket.sndhwm, socket.rcvhwm = 1, 2
-        socket.maxmsgsize = frame_bytes_max(self._calls.blocks_per_call, self._calls.block_bytes)
-        if stall_ms and endpoint.startswith("tcp:"):
-            socket.tcp_maxrt = stall_ms
-        door.apply(socket)
-        self._connections = Connections(socket, connections, guarded=True)
-        socket.bind(endpoint)
-        return socket
-
-    # -- for other threads -----------------------------------------------------------------------
+        self.endpoint = self._server.endpoint
+        self._server.start()
+        self._calls.start()
 
     def stats(self) -> ServedStats:
         """Figures of now. Never waits for the store."""
-        self._process.check(self)
-        return replace(self._calls.stats(), under_way=self._under_way, connections_refused=self._connections.refused)
+        self._server.check(self)
+        counts, calls = self._server.counts, self._calls
+        return replace(
+            calls.stats, malformed=counts.malformed, refused=counts.failed - counts.malformed, dropped=counts.dropped,
+            under_way=calls.under_way, connections_refused=self._server.connections.refused,
+        )  # fmt: skip
 
     @property
     def connections(self) -> int:
         """How many connections clients have now."""
-        return len(self._connections)
+        return len(self._server.connections)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Disconnect all clients, ask calls under way to stop, wait for them, and close the store.
@@ -152,16 +162,10 @@ class StoreServer:
         Returns False if a call still hangs after ``timeout`` seconds. The store is closed when that call returns. May
         be called again.
         """
-        self._process.check(self)
-        with DeferSignals():
-            with self._lock:
-                begins, self._closing = not self._closing, True
-                self._stopping.set()
-                self._changed.notify_all()
-            if begins:
-                with suppress(zmq.ZMQError):  # the socket's thread has ended by itself
-                    self._wake.send(b"", zmq.NOBLOCK)
-        return self._bell.wait_for(lambda: self._ended, timeout)
+        end = time.monotonic() + timeout
+        self._server.check(self)
+        self._server.close()
+        return self._calls.join(end)
 
     def __enter__(self) -> Self:
         return self
@@ -171,105 +175,152 @@ class StoreServer:
     ) -> None:
         self.close()
 
-    # -- the thread of the socket ------------------------------------------------------------------
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._answers, zmq.POLLIN)
-        poller.register(self._connections.events, zmq.POLLIN)
-        try:
-            while not self._stopping.is_set():
-                poller.register(self._socket, zmq.POLLIN if self._under_way < self._calls_most else 0)
-                ready = dict(poller.poll())
-                self._connections.poll()
-                if self._answers in ready:
-                    client, *frames = self._answers.recv_multipart(copy=False)
-                    if frames:
-                        self._under_way -= 1
-                        self._send(client, frames)
-                if self._socket in ready:
-                    self._under_way += self._take()
-        finally:
-            self._stopping.set()
-            self._connections.close()
-            self._socket.close(linger=0)
-            with self._lock:
-                self._changed.notify_all()
-            self._thread_ends()
+class _Request(NamedTuple):
+    """A checked call of one client. ``blocks`` must fit ``seal``. ``deadline``: in seconds of ``time.monotonic``.
+    ``tag``: of a save or a clear. ``stale``: a save that was sent before a drop and begins after it."""
 
-    def _take(self) -> int:
-        """Read one message. Returns how many calls it has begun."""
-        try:
-            client, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return 0
-        self._connections.heard(client)
-        try:
-            request = self._calls.parse(client.bytes, [frame.buffer for frame in frames])
-            if isinstance(request, StoreHello):
-                self._answer_hello(client, request)
-                return 0
-        except Malformed as error:
-            self._calls.count(malformed=1)
-            self._send(client, [encode(Failed(error.id, "malformed", str(error)))])
-            return 0
+    client: Client
+    message: StoreCall
+    keys: Bytes
+    seals: Bytes
+    blocks: Bytes
+    seal: bytes
+    tag: bytes
+    deadline: float
+    stale: bool = False
+
+
+class _Answer(NamedTuple):
+    message: Message
+    frames: Sequence[Any] = ()
+    blocks: Sequence[Any] = ()
+    seal: bytes = UNSEALED
+
+
+class _Calls:
+    """What a ``Server`` serves of a store: checks calls, and makes them on the store's threads, in memory of its own.
+
+    ``server`` must be set before ``start``. Raises what ``store.open`` raises.
+    """
+
+    accepted = (StoreHello, StoreCall)
+    server: Server
+
+    def __init__(self, store: Store, block_bytes: int, blocks_per_call: int, most: int) -> None:
+        self._store, self._block_bytes, self._blocks_per_call, self._most = store, block_bytes, blocks_per_call, most
+        # Whole pages, as direct I/O wants them.
+        slots = store.threads * blocks_per_call
+        raw = mmap.mmap(-1, -(-slots * block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._memory = np.frombuffer(raw, np.uint8, slots * block_bytes).reshape(slots, block_bytes)
+        self._lock, self._waiting, self._saves = threading.Lock(), deque[_Request](), 0
+        self._changed, self._eras = threading.Condition(self._lock), OrderedDict[str, int]()
+        self.stats, self.under_way = ServedStats(), 0
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"kvpool-store-server-{number}", daemon=True)
+            for number in range(store.threads)
+        ]
+        self._running = len(self._threads)
+        store.open(Space(_FINGERPRINT, self._memory))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, end: float) -> bool:
+        """Wait for the threads until a time of ``time.monotonic``. Returns whether all have ended."""
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # -- on the server's thread --------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        return self.under_way < self._most
+
+    def turn(self) -> int | None:
+        return None
+
+    def disconnect(self) -> None:
+        pass
+
+    def disconnected(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
+
+    def take(self, client: Client, received: Received) -> None:
+        message = received.message
+        if isinstance(message, StoreHello):
+            frames_argument([*received.frames, *received.blocks], 0)
+            if message.block_bytes != self._block_bytes:
+                reason = f"blocks of {message.block_bytes} bytes: this server has blocks of {self._block_bytes}"
+                raise Refused(message.id, "size", reason)
+            client.hello = message
+            self.server.send(client, StoreWelcome(message.id, self._blocks_per_call))
+            return
+        request = self._request(client, received)
+        self.under_way += 1
         with self._lock:
             self._waiting.append(request)
             self._changed.notify()
-        return 1
 
-    def _answer_hello(self, client: Any, hello: StoreHello) -> None:
-        calls = self._calls
-        answer: Message = StoreWelcome(hello.id, calls.blocks_per_call)
-        if hello.block_bytes != calls.block_bytes:
-            calls.count(refused=1)
-            reason = f"blocks of {hello.block_bytes} bytes: this server has blocks of {calls.block_bytes}"
-            answer = Failed(hello.id, "size", reason)
-        self._send(client, [encode(answer)])
+    def _request(self, client: Client, received: Received) -> _Request:
+        """The call that a message makes. Raises Malformed."""
+        message, (keys, seals), tag, block_bytes = received.message, _no_rows(), b"", self._block_bytes
+        saves, loads, clears = (message.call == call for call in ("save", "load", "clear"))
+        if message.call not in CALLS:
+            raise Malformed(f"call={message.call!r:.40}: accepted are {', '.join(CALLS)}")
+        if not 1 <= message.wait_ms <= WAIT_MS_MAX:
+            raise Malformed(f"wait_ms={message.wait_ms}: accepted are 1 to {WAIT_MS_MAX}")
+        if saves or clears:
+            tag = _tag(message.tag, *((TAG_BYTES,) if saves else (MODEL_BYTES, TAG_BYTES)))
+        frames_argument(received.frames, 0 if clears else 2 if saves else 1)
+        if not clears:
+            count, most = received.frames[0].nbytes // KEY_BYTES, self._blocks_per_call if saves or loads else KEYS_MAX
+            if not 1 <= count <= most:
+                raise Malformed(f"{count} keys: accepted are 1 to {most}")
+            keys = rows_of(received.frames[:1], count, KEY_BYTES)
+        if saves:
+            seals = rows_of(received.frames[1:], len(keys), SEAL_BYTES)
+        else:
+            frames_argument(received.blocks, 0)
+        blocks = rows_of(received.blocks or [b""], len(keys) if saves else 0, block_bytes)
+        deadline = time.monotonic() + message.wait_ms / 1e3
+        return _Request(client, message, keys, seals, blocks, received.seal, tag, deadline)
 
-    def _send(self, client: Any, frames: list[Any]) -> None:
-        try:
-            self._socket.send_multipart([client, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self._calls.count(dropped=1)
+    def _answered(self, client: Client, answer: _Answer) -> None:
+        self.under_way -= 1
+        self.server.send(client, *answer)
 
-    # -- the threads that call the store -----------------------------------------------------------
+    # -- on the threads that call the store --------------------------------------------------------
 
     def _work(self, number: int) -> None:
-        with self._sender() as sender:
-            while (request := self._next()) is not None:
-                try:
-                    answer, frames = self._calls.answer(request, number, self._stopping.is_set)
-                except Exception as error:  # A store that fails in any way must not end the thread.
-                    self._calls.count(failed=1)
-                    reason = f"{type(error).__name__}: {error}"[:1000]
-                    answer, frames = Failed(request.message.id, "store", reason), []
-                if isinstance(request.message, StoreSave):
-                    with self._lock:
-                        self._saves -= 1
-                        self._changed.notify()
-                with suppress(zmq.Again):  # the socket's thread has ended
-                    sender.send_multipart([request.client, encode(answer), *frames], zmq.NOBLOCK, copy=False)
-        self._thread_ends()
+        while (request := self._next()) is not None:
+            try:
+                answer = self._answer(request, number)
+            except Exception as error:  # A store that fails in any way must not end the thread.
+                self._count(failed=1)
+                answer = _Answer(Failed(request.message.id, "store", f"{type(error).__name__}: {error}"[:1000]))
+            if request.message.call == "save":
+                with self._lock:
+                    self._saves -= 1
+                    self._changed.notify()
+            self.server.post(partial(self._answered, request.client, answer))
+        with self._lock:
+            self._running -= 1
+            last = not self._running
+        if last:
+            self._store.close()
 
-    def _next(self) -> Request | None:
+    def _next(self) -> _Request | None:
         """Wait for a call to make. Returns None when there will be none."""
         with self._lock:
-            while not self._stopping.is_set():
+            while not self.server.stopping.is_set():
                 place = self._first()
                 if place is not None:
                     request = self._waiting[place]
                     del self._waiting[place]
-                    message = request.message
-                    if isinstance(message, StoreSave):
-                        self._saves += 1
-                        return request._replace(stale=self._eras.is_over(message))
-                    if isinstance(message, DROPS):
-                        self._eras.drop(message)
-                        self._changed.notify_all()
-                    return request
+                    return self._begin(request)
                 self._changed.wait(0.5 if self._waiting else None)
         return None
 
@@ -282,34 +333,86 @@ class StoreServer:
         may_save = self._saves < max(1, self._store.threads - 1)
         saves = self._saves > 0
         for place, request in enumerate(self._waiting):
-            saving, drops = isinstance(request.message, StoreSave), isinstance(request.message, DROPS)
+            saving, drops = request.message.call == "save", request.message.call in DROPS
             over = time.monotonic() >= request.deadline  # its answer takes no time, and makes room
             if over or not (saving and not may_save or drops and saves):
                 return place
             saves, may_save = saves or saving, may_save and not drops
         return None
 
-    def _sender(self) -> zmq.Socket[bytes]:
-        """A socket of this thread, to wake the socket's thread."""
-        sender = self._context.socket(zmq.PUSH)
-        sender.sndhwm, sender.linger = 0, 0
-        sender.connect(_ANSWERS)
-        return sender
+    def _begin(self, request: _Request) -> _Request:
+        """A call begins. The lock is held."""
+        message = request.message
+        if message.call == "save":
+            self._saves += 1
+            return request._replace(stale=message.era < self._eras.get(message.session, 0))
+        if message.call in DROPS:
+            self._eras[message.session] = max(message.era, self._eras.pop(message.session, 0))
+            if len(self._eras) > _SESSIONS_MAX:
+                self._eras.popitem(last=False)
+            self._changed.notify_all()
+        return request
 
-    def _thread_ends(self) -> None:
-        """The last thread to end closes the store."""
+    def _answer(self, request: _Request, thread: int) -> _Answer:
+        """Make a call, in the part of the memory that belongs to this thread. Raises what the store raises."""
+        message, keys, session = request.message, request.keys, request.client.session
+        rows = np.arange(len(keys)) + thread * self._blocks_per_call
+
+        def stop() -> bool:
+            return self.server.stopping.is_set() or time.monotonic() >= request.deadline
+
+        if stop():
+            raise TimeoutError("the caller waits no longer")
+        if message.call == "find":
+            return self._codes(message, "found", self._store.find(keys))
+        if message.call == "forget":
+            return self._dropped(message, self._store.forget(keys))
+        if message.call == "clear":
+            # Its space is of no model, so that blocks are told apart by their tags alone.
+            if getattr(self._store, "clears", 0) < TAG_BYTES:
+                raise NotImplementedError(f"the store {self._store.name!r} of this server does not know tags")
+            return self._dropped(message, self._store.clear(request.tag))
+        if message.call == "save":
+            if request.stale:
+                return self._codes(message, "saved", np.full(len(keys), CANCELLED, np.uint8))
+            self._memory[rows] = request.blocks
+            if not session.is_sealed([self._memory[rows[0] : rows[-1] + 1]], request.seal):
+                raise ConnectionError("the blocks do not fit their seal")
+            codes = self._store.save(keys, rows, request.seals, request.tag, message.limit, stop)
+            return self._codes(message, "saved", codes_of(codes, len(keys)))
+        # The store gets a copy, which it may write to: other rows are those of other threads.
+        found, sealed = self._store.load(keys, rows.copy(), stop)
+        codes = codes_of(found, len(keys))
+        # A copy: the next call of this thread uses the memory while these bytes are sent.
+        blocks = self._memory[rows[codes == OK]]
+        answer = self._codes(message, "loaded", codes)
+        seals = np.array(sealed, np.uint8).reshape(len(keys), SEAL_BYTES)
+        return answer._replace(frames=[codes, seals], blocks=[blocks], seal=session.seal([blocks]))
+
+    def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:
+        own = codes_of(codes, len(codes))
+        self._count(calls=1, **{f"{kind}_blocks": int(np.count_nonzero(own == OK))})
+        return _Answer(StoreDone(message.id, 0), [own])
+
+    def _dropped(self, message: StoreCall, count: int) -> _Answer:
+        self._count(calls=1)
+        return _Answer(StoreDone(message.id, int(count)))
+
+    def _count(self, **more: int) -> None:
         with self._lock:
-            self._threads -= 1
-            if self._threads:
-                return
-        self._give_up()
+            self.stats = replace(self.stats, **{name: getattr(self.stats, name) + n for name, n in more.items()})
 
-    def _give_up(self) -> None:
-        try:
-            self._calls.close()
-        finally:
-            if self._authenticator is not None:
-                self._authenticator.stop()
-            end(self._context)
-            self._ended = True
-            self._bell.ring()
+
+def _no_rows() -> tuple[Bytes, Bytes]:
+    return np.empty((0, KEY_BYTES), np.uint8), np.empty((0, SEAL_BYTES), np.uint8)
+
+
+def _tag(text: str, *sizes: int) -> bytes:
+    """A tag, or the beginning of one, of one of these sizes."""
+    try:
+        tag = bytes.fromhex(text)
+    except ValueError:
+        tag = b""
+    if len(tag) not in sizes or len(text) != 2 * len(tag):
+        raise Malformed(f"tag={text!r:.40}: accepted are {' or '.join(str(2 * size) for size in sizes)} hex digits")
+    return tag

@@ -1,0 +1,191 @@
+"""The client's end of the wire: one connection to one server, for one thread at a time."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvpool.remote.endpoints import ClientDoor
+from kvpool.remote.flows import Flow
+from kvpool.remote.frames import Failed, Malformed, Message, encode
+from kvpool.remote.remote_errors import RemoteError, RemoteTimeout
+from kvpool.remote.session import HEAD_BYTES_MAX, UNSEALED, Received, Session, begun, check_library, greeting
+
+STOP_POLL_MS = 50
+"""How often a call that waits asks whether it should stop."""
+IDLE_BYTES_MAX = 64 << 10
+"""What a server may say to a client that waits for nothing."""
+_BUFFER_BYTES = 8 << 20
+"""What the system may hold of a server's messages."""
+_ENDED: dict[int, str] = {
+    zmq.EVENT_CLOSED: "nobody listens there",
+    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_DISCONNECTED: "the connection has ended",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not accept this client's secret or keys",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak this protocol, or not with a secret or keys",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the connection has ended",
+}
+
+
+class Stopped(Exception):
+    """Nobody waits for the call any more."""
+
+
+Stop = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
+
+
+class Link:
+    """One connection to a server. It ends with the first error: another one would not know what was under way here.
+
+    ``frame_bytes``, ``messages``: the longest frame of an answer, and how many answers may be under way. Calls raise
+    RemoteTimeout if no answer comes within ``timeout_ms``, which may be set, or the connection has ended. They raise
+    RemoteError: its code is "door" if the server does not let this client in, "impostor" if it does not prove that it
+    knows the secret, "malformed" for what no server sends, and what the server says if it refuses. They raise Stopped
+    when ``stop()`` says so.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, door: ClientDoor, *, timeout_ms: int, frame_bytes: int,
+        messages: int,
+    ) -> None:  # fmt: skip
+        check_library()
+        self._endpoint, self._key, self.timeout_ms, self._messages = endpoint, door.wire_key, timeout_ms, messages
+        self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
+        self._number = 0
+        self._flow: Flow | None = None
+        self._session: Session | None = None
+        self._socket = socket = context.socket(zmq.DEALER)
+        # Another connection could not know what was under way on this one.
+        socket.linger, socket.ipv6, socket.reconnect_ivl = 0, "[" in endpoint, -1
+        socket.rcvhwm, socket.maxmsgsize = messages, max(HEAD_BYTES_MAX, frame_bytes)
+        door.apply(socket)
+        self._monitor = socket.get_monitor_socket(functools.reduce(operator.or_, [zmq.EVENT_CONNECTED, *_ENDED]))
+        socket.connect(endpoint)
+
+    def greet(self, stop: Stop = never) -> None:
+        """Have the server prove that it knows the secret."""
+        greeted = greeting()
+        self._send([greeted])
+        answer = self._receive(self.timeout_ms, stop) or []
+        with self._malformed():
+            self._session = begun(self._key, greeted, bytes(answer[0]) if len(answer) == 1 else b"")
+        if self._session is None:
+            reason = f"{self._endpoint} does not prove that it knows the secret: it is another program, or has another"
+            raise RemoteError("impostor", reason)
+
+    def number(self) -> int:
+        """A number for the next message."""
+        self._number += 1
+        return self._number
+
+    def send(self, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = ()) -> None:
+        """Send a message, after ``greet``. Blocks are sealed."""
+        assert self._session is not None
+        seal = self._session.seal(blocks) if blocks else UNSEALED
+        if self._flow is not None:
+            self._flow.most = self._most
+        if self._send(self._session.pack(encode(message), frames, blocks, seal)):
+            self._session.sent()
+
+    def receive(
+        self, accepted: tuple[type[Message], ...], stop: Stop = never, wait_ms: float | None = None
+    ) -> Received | None:
+        """The next message, or None if there is none within ``wait_ms``, if that is given."""
+        assert self._session is not None
+        frames = self._receive(self.timeout_ms if wait_ms is None else wait_ms, stop, wait_ms is None)
+        if frames is None:
+            return None
+        with self._malformed():
+            received = self._session.unpack(frames, (*accepted, Failed))
+        if isinstance(received.message, Failed):
+            raise RemoteError(received.message.code, received.message.reason)
+        return received
+
+    def ask(
+        self, message: Message, frames: Sequence[Any], kind: type[Message], stop: Stop = never,
+        blocks: Sequence[Any] = (),
+    ) -> Received:  # fmt: skip
+        """Send a message and wait for its answer, if no other is under way."""
+        self.send(message, frames, blocks)
+        received = self.receive((kind,), stop)
+        assert received is not None
+        with self._malformed():
+            if received.message.id != message.id:
+                raise Malformed(f"an answer to message {received.message.id}, which does not wait for one")
+        self.rest()
+        return received
+
+    def is_sealed(self, blocks: Sequence[Any], seal: bytes) -> bool:
+        assert self._session is not None
+        return self._session.is_sealed(blocks, seal)
+
+    def rest(self) -> None:
+        """No answer is under way."""
+        if self._flow is not None:
+            self._flow.most = IDLE_BYTES_MAX
+
+    def ended(self) -> bool:
+        """Whether the connection has ended while nobody used it."""
+        return bool(self._monitor.poll(0))
+
+    def close(self) -> None:
+        if self._flow is not None:
+            self._flow.end()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _send(self, frames: Sequence[Any]) -> bool:
+        """Send, unless there is nobody to send it to: the monitor tells why."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self, wait_ms: float, stop: Stop, must: bool = True) -> list[memoryview] | None:
+        end = time.monotonic() + wait_ms / 1e3
+        while True:
+            left_ms = (end - time.monotonic()) * 1e3
+            ready = zmq.select([self._socket, self._monitor], [], [], max(0.0, min(left_ms, STOP_POLL_MS)) / 1e3)[0]
+            if self._monitor in ready:
+                self._note(recv_monitor_message(self._monitor))
+            elif self._socket in ready:
+                frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+                if self._flow is not None:
+                    self._flow.message()
+                return frames
+            if stop():
+                raise Stopped
+            if left_ms <= 0:
+                if must:
+                    raise RemoteTimeout(f"{self._endpoint} did not answer for {self.timeout_ms} ms")
+                return None
+
+    def _note(self, event: Any) -> None:
+        """Note what has become of the connection."""
+        kind = int(event["event"])
+        if kind == zmq.EVENT_CONNECTED:
+            self._flow = Flow(int(event["value"]), self._endpoint, IDLE_BYTES_MAX)
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise RemoteError("door", f"{self._endpoint}: {_ENDED[kind]}")
+        else:
+            raise RemoteTimeout(f"{self._endpoint}: {_ENDED[kind]}")
+
+    @contextmanager
+    def _malformed(self) -> Iterator[None]:
+        try:
+            yield
+        except Malformed as error:
+            raise RemoteError("malformed", f"{self._endpoint} sent {error}") from None

@@ -1,0 +1,276 @@
+"""Whoever takes the port of a server that has ended learns nothing and can serve nothing. A message that never ends
+ends its connection, whoever sends it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+import zmq
+from relay import Relay
+from workers import SECRET, Fake, Make, Raw, expected, packed, stored, until, wire_key, worker
+
+from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
+from kvpool.remote.endpoints import ClientSecret, ServerSecret
+from kvpool.remote.frames import VERSION, Blocks, Find, Get, Hello, Welcome
+from kvpool.remote.session import MAGIC, Received, Session
+from kvpool.stores import MemoryStore
+from kvpool.stores.peer import PeerStore, StoreServer
+from kvpool.stores.store import OK, Space
+
+KINDS = (Hello, Get, Find)
+MOST = 192 << 20
+"""More than a peer gets into a connection between two looks at it, and much less than it tries to."""
+
+
+def serving(session: Session, received: Received) -> list[list[bytes]]:
+    """What a server of blocks would say, with blocks that it has invented."""
+    request = received.message
+    if isinstance(request, Hello):
+        return [packed(session, Welcome(request.id, (192,), 64, 8, 1 << 26))]
+    count = received.frames[0].nbytes // 16
+    return [packed(session, Blocks(request.id, "1" * count), blocks=[bytes(192 * count)])]
+
+
+class Replaying(Fake):
+    """Says again what a real server has said to another client, whatever it is asked."""
+
+    def __init__(self, said: list[list[bytes]], endpoint: str) -> None:
+        self.said = said
+        super().__init__(b"", serving, KINDS, endpoint)
+
+    def _take(self, client: bytes, frames: list[bytes]) -> None:
+        self.send(client, self.said.pop(0) if self.said else [b""])
+
+
+def recorded(make: Make, tokens: list[int]) -> tuple[str, list[list[bytes]]]:
+    """The endpoint of a server that has ended, and what it has said to a client that has fetched these tokens."""
+    there = worker(make)
+    stored(there, 4)
+    with BlockServer(there.cache) as server, Raw(server.endpoint, there, False) as raw:
+        said, real = [], raw.receive
+
+        def receive() -> list[bytes]:
+            said.append(real())
+            return said[-1]
+
+        raw.receive = receive  # type: ignore[method-assign]
+        raw.greet()
+        raw.enter()
+        assert isinstance(raw.ask(Get(2, 0), b"".join(there.keys(tokens))), Blocks)
+        return server.endpoint, said
+
+
+@pytest.mark.parametrize("kind", ["invents", "replays"])
+def test_an_impostor_on_the_port_of_a_dead_server_learns_nothing_and_serves_nothing(make: Make, kind: str) -> None:
+    tokens = list(range(17))
+    endpoint, said = recorded(make, tokens)
+    here = worker(make)
+    impostor = Replaying(said, endpoint) if kind == "replays" else Fake(b"guessed", serving, KINDS, endpoint)
+    with impostor, BlockClient(endpoint, here.cache, name="somebody") as client:
+        for call in (lambda: client.fetch(tokens), lambda: client.fetch_blocks(here.keys(tokens))):
+            with pytest.raises(RemoteError, match="does not prove that it knows the secret|no answer") as caught:
+                call()
+            assert caught.value.code in ("impostor", "malformed") and caught.value.blocks == 0
+    assert here.reusable(tokens) == 0
+    heard = b"".join(impostor.heard)
+    keys = [key.tobytes() if hasattr(key, "tobytes") else key for key in here.keys(tokens)]
+    for secret in (SECRET, wire_key(here), b"somebody", *keys, here.cache.block_keys([0]).origin[0].encode()):
+        assert secret not in heard and secret.hex().encode() not in heard
+    # What it has heard opens no door: the pass is older than the server that comes next, and is of use once.
+    users = [(name, proof) for name, proof in zip(impostor.heard, impostor.heard[1:], strict=False) if b" " in name]
+    assert users and not any(ServerSecret(wire_key(here)).admits(pair) for pair in users)
+
+
+def test_a_pass_is_of_use_once_and_only_with_the_secret() -> None:
+    door, passes = ServerSecret(b"secret"), []
+    for key in (b"secret", b"another", b"secret"):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+            ClientSecret(key).apply(one)
+            passes.append([one.plain_username, one.plain_password])
+    assert [door.admits(one) for one in passes] == [True, False, True]
+    assert not any(door.admits(one) for one in passes) and not door.admits([]) and not door.admits([b"1 x", b""])
+
+
+def test_an_impostor_between_a_client_and_a_server_changes_nothing_unnoticed(make: Make) -> None:
+    """A message counts once, in one direction, on one connection, with all its frames."""
+    there = worker(make)
+    key = there.keys(stored(there, 4))[0]
+    with BlockServer(there.cache) as server, Raw(server.endpoint, there) as raw, Raw(server.endpoint, there) as other:
+        raw.enter()
+        other.enter()
+        assert raw.session is not None
+        message = packed(raw.session, Get(2, 0), key)
+        wrong = [
+            (other, message),
+            (raw, [message[0], bytes(16)]),
+            (raw, [message[0][:-1] + b" ", message[1]]),
+            (raw, [message[0]]),
+            (raw, [bytes(16) + message[0][16:], message[1]]),
+        ]
+        for sender, frames in wrong:
+            sender.socket.send_multipart(frames)
+            assert "without the tag" in sender.answer().message.reason
+        for _ in range(2):
+            raw.socket.send_multipart(message)
+        assert raw.answer().blocks == [expected(there, list(range(5)))[0]]
+        assert "without the tag" in raw.answer().message.reason
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (MAGIC + bytes([VERSION + 1]), f"version {VERSION + 1}: spoken here is {VERSION}"),
+        (b'{"v": 2, "kind": "failed"}', f"no answer to a greeting of protocol version {VERSION}"),
+        (b"", "no answer"),
+        (MAGIC, "no answer"),
+    ],
+)
+def test_another_version_is_refused_by_name(make: Make, said: bytes, reason: str) -> None:
+    here = worker(make)
+    with Replaying([[said]], "tcp://127.0.0.1:*") as server, BlockClient(server.endpoint, here.cache) as client:
+        with pytest.raises(RemoteError, match=reason) as caught:
+            client.fetch(list(range(9)))
+        assert caught.value.code == "malformed"
+
+
+def test_a_client_of_another_version_is_told_what_is_spoken(make: Make) -> None:
+    there = worker(make)
+    with BlockServer(there.cache) as server, Raw(server.endpoint, there, False) as raw:
+        for words in (b'{"v": 2, "kind": "hello"}', MAGIC + bytes([VERSION + 1]) + bytes(16)):
+            raw.socket.send(words)
+            assert raw.receive() == [MAGIC + bytes([VERSION])]
+        until(lambda: server.stats().malformed == 2, "count")
+
+
+def test_an_impostor_in_the_place_of_a_store_serves_nothing(make: Make) -> None:
+    secret, memory = bytes(range(32)), np.zeros((4, 192), np.uint8)
+    with StoreServer(MemoryStore(1 << 20), block_bytes=192, secret=secret) as server:
+        endpoint = server.endpoint
+    with Fake(b"guessed", serving, KINDS, endpoint) as impostor:
+        store = PeerStore(endpoint, secret=secret)
+        with pytest.raises(PermissionError, match="does not prove that it knows the secret"):
+            store.open(Space(bytes(16), memory))
+        assert secret not in b"".join(impostor.heard)
+
+
+# -- messages that never end ---------------------------------------------------------------------------
+
+
+def frame(content: bytes, flags: int) -> bytes:
+    return (
+        bytes([flags, len(content)]) if len(content) < 256 else struct.pack(">BQ", flags | 2, len(content))
+    ) + content
+
+
+ENDLESS = {"empty": 32_768 * frame(b"", 1), "full": frame(bytes(10_000), 1)}
+
+
+def pushed(connection: socket.socket, content: bytes) -> int:
+    """How many bytes of a message that never ends are taken before the connection ends."""
+    taken = 0
+    connection.settimeout(5)
+    try:
+        while taken < 4 * MOST:
+            taken += connection.send(content)
+    except OSError:
+        pass
+    return taken
+
+
+def plain(endpoint: str, key: bytes) -> socket.socket:
+    """A client that speaks ZMTP byte by byte, and has the secret."""
+    found = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=20)
+    found.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+        ClientSecret(key).apply(one)
+        name, proof = one.plain_username, one.plain_password
+    found.sendall(frame(b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(proof)]) + proof, 4))
+    kind = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    found.sendall(frame(b"\x08INITIATE" + kind, 4))
+    said = b""
+    while b"READY" not in said:
+        more = found.recv(1000)
+        assert more, "not let in"
+        said += more
+    return found
+
+
+@pytest.mark.parametrize("content", ENDLESS.values(), ids=ENDLESS)
+def test_a_client_that_was_let_in_cannot_fill_the_memory_of_a_server(make: Make, content: bytes) -> None:
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 4)
+    with BlockServer(there.cache) as server:
+        endless = plain(server.endpoint, wire_key(there))
+        assert pushed(endless, content) < MOST
+        until(lambda: server._server.connections.talkers == 1, "end of the connection")
+        with BlockClient(server.endpoint, here.cache) as client:
+            assert client.fetch(tokens) == 4, "others are served"
+        endless.close()
+
+
+@pytest.mark.parametrize("content", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("state", ["before it has proved anything", "to a client that waits for nothing"])
+def test_a_server_cannot_fill_the_memory_of_a_client(make: Make, content: bytes, state: str) -> None:
+    """It is cut off, and the client learns that the connection has ended."""
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 4)
+    with BlockServer(there.cache) as server, Injecting(server.endpoint, content) as relay:
+        with BlockClient(relay.endpoint, here.cache, timeout_ms=20_000) as client:
+            if "nothing" in state:
+                assert client.fetch(tokens) == 4
+                relay.inject.set()
+            else:
+                relay.inject.set()
+                with pytest.raises(RemoteTimeout, match="connection has ended"):
+                    client.fetch(tokens)
+            relay.ended.wait(60)
+            assert relay.taken < MOST
+            assert client._link is None or client._link._flow is not None and client._link._flow.cut
+
+
+class Injecting(Relay):
+    """Says on and on to the client, in the place of the server, once ``inject`` is set and the handshake is over."""
+
+    def __init__(self, endpoint: str, content: bytes) -> None:
+        self.inject, self.ended, self.taken, self._content = threading.Event(), threading.Event(), 0, content
+        super().__init__(endpoint)
+
+    def _pump(self, source: socket.socket, target: socket.socket, gated: bool) -> None:
+        if not gated:
+            return super()._pump(source, target, gated)
+        source.settimeout(0.05)
+        ready = False
+        while not (self.inject.is_set() and ready):
+            try:
+                data = source.recv(65536)
+            except TimeoutError:
+                continue
+            except OSError:
+                return None
+            ready |= b"READY" in data
+            if not data:
+                return None
+            target.sendall(data)
+        self.taken = pushed(target, self._content)
+        self.ended.set()
+        return None
+
+
+def test_a_store_server_bounds_a_message_that_never_ends() -> None:
+    secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
+    from kvpool.stores.peer.wire import wire_key as store_key
+    from kvpool.stores.secrets import SharedSecret
+
+    with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:
+        endless = plain(server.endpoint, store_key(SharedSecret(secret)))
+        assert pushed(endless, ENDLESS["full"]) < MOST
+        endless.close()
+        store = PeerStore(server.endpoint, secret=secret)
+        store.open(Space(bytes(16), memory))
+        keys, rows = np.zeros((1, 32), np.uint8), np.array([0])
+        assert store.save(keys, rows, np.zeros((1, 16), np.uint8), bytes(16), 1, lambda: False).tolist() == [OK]
+        store.close()
