@@ -11,14 +11,13 @@ from kvpool.jit import jit
 from kvpool.state.admit import blocks_taken, claim, unclaim
 from kvpool.state.index import same_tokens
 from kvpool.state.kinds import finds, has_states, keeps_state
-from kvpool.state.lists import free_blocks
+from kvpool.state.policy import free_blocks
 from kvpool.state.records import (
     DEVICE,
     LIVE,
     NONE,
     blocks_of,
     head,
-    lists_of,
     outcome_at,
     request_at,
     row_extra_of,
@@ -39,7 +38,7 @@ def plan(heads, requests, out, blocks, computing):
     second is how many tokens the prompt could reuse after that sequence's commit.
     """
     for g in range(heads.shape[0]):
-        blocks[g] = free_blocks(lists_of(head(heads, g)), DEVICE)
+        blocks[g] = free_blocks(head(heads, g), DEVICE)
     n = claim(heads, requests, out, True)
     for g in range(heads.shape[0]):
         blocks[g] = blocks_taken(head(heads, g), requests, out[g], n, blocks[g])

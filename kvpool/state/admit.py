@@ -13,22 +13,15 @@ from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.fill import fill
 from kvpool.state.index import device_copy
 from kvpool.state.kinds import columns_for, finds, fresh_blocks
-from kvpool.state.lists import free_blocks, heap_remove
 from kvpool.state.lookup import look, partial_match
-from kvpool.state.policy import count_down
+from kvpool.state.policy import free_blocks, overflow, stop_clock
 from kvpool.state.records import (
     DEVICE,
-    EMPTY,
-    HOST,
-    LISTS_PER_TIER,
     NONE,
     ONBOARDING,
-    REDUNDANT,
     blocks_of,
     drop_reference,
     head,
-    heap_of,
-    lists_of,
     outcome_at,
     request_at,
     table_of,
@@ -118,7 +111,7 @@ def _spare(h, out, n):
 @jit
 def _fits(h, requests, out, n):
     """Whether the first ``n`` requests fit, perhaps without their partial matches. Changes nothing."""
-    need, free = _needed(h, requests, out, n), free_blocks(lists_of(h), DEVICE)
+    need, free = _needed(h, requests, out, n), free_blocks(h, DEVICE)
     if need <= free:
         return True
     h.detail, h.bound = need, free + _spare(h, out, n)
@@ -129,14 +122,14 @@ def _fits(h, requests, out, n):
 def blocks_taken(h, requests, out, n, free):
     """How many device blocks ``n`` claimed requests take of those that were free before the claims, which were
     ``free``. Changes nothing."""
-    return _needed(h, requests, out, n) + free - free_blocks(lists_of(h), DEVICE) - _spare(h, out, n)
+    return _needed(h, requests, out, n) + free - free_blocks(h, DEVICE) - _spare(h, out, n)
 
 
 @jit
 def _give_up(h, requests, out, n):
     """When blocks are short, the last requests use their partial source as their own block. If an earlier request needs
     the source too, they drop it."""
-    short = _needed(h, requests, out, n) - free_blocks(lists_of(h), DEVICE)
+    short = _needed(h, requests, out, n) - free_blocks(h, DEVICE)
     for r in range(n - 1, -1, -1):
         if short <= 0:
             return
@@ -164,12 +157,11 @@ def _tell(h, request, out):
 def _untime(h, row, out):
     """Remove claimed blocks from the expiries. This waits until the batch is known to fit, since a heap cannot be
     undone to the byte."""
-    blocks, heap = blocks_of(h), heap_of(h)
     for i in range(out.matched):
         if row[i] != NONE:
-            heap_remove(blocks, heap, np.int64(row[i]))
+            stop_clock(h, np.int64(row[i]))
     if out.source != NONE:
-        heap_remove(blocks, heap, out.source)
+        stop_clock(h, out.source)
 
 
 @jit
@@ -216,18 +208,12 @@ def _give_up_partials(heads, requests, out, n):
 
 @jit
 def _overflow(h, requests, out, n):
-    """How many contents the host forgets for a claimed batch that onboards.
-
-    Each eviction needs a host block. Empty blocks, redundant copies and the sources of the onboards serve some of them;
-    the rest is the result. Changes nothing.
-    """
+    """How many contents the host forgets for a claimed batch. Changes nothing."""
     onboards, takes = np.int64(0), _needed(h, requests, out, n)
     for r in range(n):
         onboards += outcome_at(out, r).onboards
         takes -= outcome_at(out, r).takes
-    lists, first = lists_of(h), HOST * LISTS_PER_TIER
-    room = lists[first + EMPTY, 2] + lists[first + REDUNDANT, 2] + onboards
-    return max(0, count_down(h, takes) - room) if onboards and takes > room else 0
+    return overflow(h, takes, onboards)
 
 
 @jit

@@ -10,6 +10,7 @@ from kvpool.state.codes import BAD_COUNT
 from kvpool.state.hashing import block_key
 from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
 from kvpool.state.kinds import has_states, keeps_state
+from kvpool.state.policy import BACK, nth_released, on_change, on_insert, on_release
 from kvpool.state.records import (
     EXTRA,
     KEYED,
@@ -30,7 +31,7 @@ from kvpool.state.records import (
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
 from kvpool.state.sequences import slot_of, stream_of
-from kvpool.state.tiers import BACK, enter, forget_both, reshelve, shelve, supersede
+from kvpool.state.tiers import enter, forget_both, supersede
 from kvpool.state.windows import give_passed
 
 STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
@@ -63,11 +64,11 @@ def _publish(h, b):
     if device_copy(h, found) != NONE:
         return False
     blocks[b].twin, blocks[found].twin = found, b
-    blocks[b].uses = max(1, blocks[found].uses)
-    blocks[b].stored_at = blocks[b].used_at = h.now & 0xFFFFFFFF
+    blocks[b].uses = blocks[found].uses
+    on_insert(h, b)
     blocks[b].flags |= PUBLISHED
     emit(h, STORED, b)
-    reshelve(h, found)
+    on_change(h, found)
     return True
 
 
@@ -200,7 +201,7 @@ def give_back(h, slot, i, b, stream, store, tail):
     if word == 0:
         if i == tail and not blocks[b].flags & PUBLISHED:  # as a fork does that has committed more of it
             _store_tail(h, slot, i, b)
-        shelve(h, b, BACK)
+        on_release(h, b, BACK)
 
 
 @jit
@@ -209,7 +210,8 @@ def _release(h, slot, store):
     stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
     if store:
         retry_duplicates(h, slot)
-    for i in range(sequence.blocks - 1, -1, -1):
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
         b = np.int64(row[i])
         if b == NONE:
             continue

@@ -8,7 +8,7 @@ from kvpool.jit import jit
 from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
 from kvpool.state.codes import BAD_ACCEPTED, BAD_DRAFTS, SHORT_OF_BLOCKS
 from kvpool.state.growth import rewind, rewind_need, rewind_one, shared
-from kvpool.state.lists import free_blocks
+from kvpool.state.policy import free_blocks
 from kvpool.state.records import (
     DEVICE,
     EXTRA,
@@ -18,7 +18,6 @@ from kvpool.state.records import (
     blocks_of,
     counters_of,
     extra_of,
-    lists_of,
     sequences_of,
     table_of,
     token_moves_of,
@@ -159,7 +158,7 @@ def keep_need(h, ids, drafts, accepted, counts, dropped):
     if not moving:
         return rewind_need(h, ids, dropped)
     # Blocks that this call gives back do not count. Tokens move out of them after all copies into fresh blocks.
-    free = free_blocks(lists_of(h), DEVICE)
+    free = free_blocks(h, DEVICE)
     if need > free:
         h.detail, h.bound = need, free
         return np.int64(SHORT_OF_BLOCKS)

@@ -7,7 +7,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
 from kvpool.state.kinds import columns_for, finds, has_block, has_states, kept_column
-from kvpool.state.policy import hit
+from kvpool.state.policy import on_hit
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     EXTRA,
@@ -95,7 +95,7 @@ def _reuse(h, request, b, i):
     blocks = blocks_of(h)
     if not request.reserves:
         record(h, REUSE_GAP, blocks[b].used_at)
-        hit(h, b)
+        on_hit(h, b)
     given, priority, ttl = retention_at(request, i * h.width)
     if given and (blocks[b].priority != priority or blocks[b].ttl != ttl):
         blocks[b].priority, blocks[b].ttl = priority, ttl

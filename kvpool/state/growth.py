@@ -8,7 +8,7 @@ from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
 from kvpool.state.codes import BAD_COUNT, PASSED, SHORT_OF_BLOCKS, TOO_LONG
 from kvpool.state.fill import write_tokens
-from kvpool.state.lists import free_blocks
+from kvpool.state.policy import FRONT, free_blocks, on_release
 from kvpool.state.records import (
     DEVICE,
     KEYED,
@@ -19,14 +19,13 @@ from kvpool.state.records import (
     counters_of,
     drop_reference,
     extra_of,
-    lists_of,
     sequences_of,
     table_of,
 )
 from kvpool.state.requests import blocks_for
 from kvpool.state.sequences import slot_of, stream_of
 from kvpool.state.sharing import copies, make_writable, private_copy
-from kvpool.state.tiers import FRONT, forget, shelve, take_device
+from kvpool.state.tiers import forget, take_device
 from kvpool.state.windows import least
 
 
@@ -113,7 +112,7 @@ def _returned(h, slot, keep):
 def rewind_need(h, ids, counts):
     """The blocks that dropping the last ``counts`` tokens of each sequence takes for copies, or the error. The ids were
     checked."""
-    need, free = 0, free_blocks(lists_of(h), DEVICE)
+    need, free = 0, free_blocks(h, DEVICE)
     for i in range(ids.shape[0]):
         slot = slot_of(h, ids[i])
         length = sequences_of(h)[slot].length
@@ -166,7 +165,7 @@ def rewind_one(h, slot, count, stream):
         b, row[i] = np.int64(row[i]), NONE
         emit_access(h, ACCESSED, stream, b)
         if drop_reference(blocks, b) == 0:
-            shelve(h, b, FRONT)
+            on_release(h, b, FRONT)
     copied = 0
     if length % h.width:
         copied = _shorten(h, slot, length)

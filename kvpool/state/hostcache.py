@@ -19,13 +19,22 @@ from kvpool.state.codes import SHORT_OF_BLOCKS
 from kvpool.state.hashing import block_key
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.pins import pin_block
-from kvpool.state.policy import hit, victim
+from kvpool.state.policy import (
+    BACK,
+    FRONT,
+    host_room,
+    is_room,
+    nth_released,
+    on_change,
+    on_hit,
+    on_insert,
+    on_release,
+    victim,
+)
 from kvpool.state.records import (
-    EMPTY,
     HOST,
     INDEXED,
     KEYED,
-    LISTS_PER_TIER,
     LOST,
     NONE,
     PENDING,
@@ -37,22 +46,10 @@ from kvpool.state.records import (
     counters_of,
     extra_of,
     head,
-    lists_of,
     tokens_of,
 )
 from kvpool.state.ring import STORED, emit, emit_cleared
-from kvpool.state.tiers import (
-    BACK,
-    EXPIRIES_PER_CALL,
-    FRONT,
-    begin,
-    expire,
-    forget,
-    record,
-    reshelve,
-    shelve,
-    take_host,
-)
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, forget, record, take_host
 
 KEY_BYTES = 64
 KEY_WORDS = 1 + KEY_BYTES // 4
@@ -134,16 +131,6 @@ def look(heads, identity, data, sizes, words, found):
 
 
 @jit
-def _available(h, priority):
-    """Count the host blocks that content of a priority can take: empty ones, and listed ones of no higher priority."""
-    lists, first = lists_of(h), HOST * LISTS_PER_TIER
-    total = np.int64(lists[first + EMPTY, 2])
-    for p in range(priority + 1):
-        total += lists[first + p, 2]
-    return total
-
-
-@jit
 def _take(h, identity, words, found, i, priority, ttl, evicted, count):
     """Take a pending block for key ``i``. Returns the number of rows of ``evicted`` int32[n, 17] that are filled."""
     blocks, tokens = blocks_of(h), tokens_of(h)
@@ -183,19 +170,19 @@ def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evic
     locate(h, identity, data, sizes, words, found)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
-    need, free = np.int64(0), _available(h, priority)
+    need, free = np.int64(0), host_room(h, priority)
     for i in range(n):
         b = found[i, 2]
         if b == NONE:
             need += 1
-        elif blocks[b].list >= 0 and blocks[b].priority <= priority:
+        elif is_room(h, b, priority):
             free -= 1
     if need > free:
         found[0, 0], found[0, 1] = need, max(free, 0)
         return np.int64(SHORT_OF_BLOCKS)
     for i in range(n):
         if found[i, 2] != NONE and blocks[found[i, 2]].flags & PUBLISHED:
-            hit(h, found[i, 2])
+            on_hit(h, found[i, 2])
             pin_block(h, found[i, 2])
     count, taken = 0, np.int64(0)
     for i in range(n):
@@ -219,7 +206,7 @@ def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evic
 @jit(forceinline=True)
 def _unpin(h, b, front):
     if change_word(blocks_of(h), np.int64(b), np.int64(0), np.int64(-1)) == 0:
-        shelve(h, b, front)
+        on_release(h, b, front)
 
 
 @jit
@@ -263,13 +250,13 @@ def publish(heads, identity, data, sizes, words, found, now):
             found[i, 2] = NONE
         else:
             block.flags = (block.flags & ~PENDING) | PUBLISHED
-            block.uses = 1
-            block.stored_at = block.used_at = np.uint32(now)
+            on_insert(h, b)
             emit(h, STORED, b)
             published += 1
     counters_of(h).offloaded_blocks += published
     # The last key is listed first, so the end of a prompt is evicted before its beginning.
-    for i in range(words.shape[0] - 1, -1, -1):
+    for n in range(words.shape[0]):
+        i = nth_released(n, words.shape[0])
         if found[i, 2] != NONE:
             _unpin(h, found[i, 2], BACK)
     return np.int64(published)
@@ -300,7 +287,7 @@ def abort(heads, identity, data, sizes, words, found, now):
 def _use(h, b):
     """Record the use of a block that is HERE."""
     record(h, REUSE_GAP, blocks_of(h)[b].used_at)
-    hit(h, b)
+    on_hit(h, b)
 
 
 @jit
@@ -330,7 +317,7 @@ def touch(heads, identity, data, sizes, words, found, now):
     for i in range(words.shape[0] - 1, -1, -1):
         if _answer(h, found[i, 2]) == HERE:
             _use(h, found[i, 2])
-            reshelve(h, found[i, 2])
+            on_change(h, found[i, 2])
             here += 1
     return np.int64(here)
 
@@ -344,7 +331,7 @@ def _forget(h, b):
         blocks[b].flags |= LOST
         return coming
     forget(h, b, NONE)
-    reshelve(h, b)
+    on_change(h, b)
     return True
 
 
@@ -375,7 +362,7 @@ def clear(heads, now):
             unlink_content(h, np.int64(b), NONE)
             blocks[b].flags &= ~INDEXED
             counters_of(h).forgotten_host_blocks += 1
-            reshelve(h, np.int64(b))
+            on_change(h, np.int64(b))
     h.generation += 1
     emit_cleared(h)
     return np.int64(0)

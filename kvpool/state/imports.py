@@ -9,17 +9,15 @@ from kvpool.jit import jit
 from kvpool.state.fill import write_tokens
 from kvpool.state.index import find_key, host_copy
 from kvpool.state.pins import pin_block
+from kvpool.state.policy import empty_blocks
 from kvpool.state.records import (
-    EMPTY,
     HOST,
     KEYED,
-    LISTS_PER_TIER,
     NONE,
     PUBLISHED,
     blocks_of,
     change_word,
     head,
-    lists_of,
     request_at,
 )
 from kvpool.state.requests import parent_of, request_extra, request_keys, request_tokens
@@ -39,7 +37,7 @@ def take(heads, g, requests, first, priority, out, held, now):
     blocks, keys = blocks_of(h), request_keys(h, request)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
-    evicts = lists_of(h)[HOST * LISTS_PER_TIER + EMPTY, 2] < out.shape[0]
+    evicts = empty_blocks(h, HOST) < out.shape[0]
     for i in range(held.shape[0] if evicts else 0):
         b = find_key(h, keys[i, 0], keys[i, 1])
         held[i] = NONE if b == NONE else host_copy(h, b)

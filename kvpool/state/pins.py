@@ -8,7 +8,7 @@ from kvpool.jit import jit
 from kvpool.state.codes import NOT_FOUND
 from kvpool.state.index import device_copy, find_key, host_copy
 from kvpool.state.kinds import needs_all
-from kvpool.state.lists import heap_remove, unlink
+from kvpool.state.policy import BACK, on_release, stop_clock, unlist
 from kvpool.state.records import (
     DEVICE,
     INDEXED,
@@ -17,12 +17,10 @@ from kvpool.state.records import (
     blocks_of,
     change_word,
     head,
-    heap_of,
-    lists_of,
     place_of,
     pool_id,
 )
-from kvpool.state.tiers import BACK, begin, shelve
+from kvpool.state.tiers import begin
 
 ANY_TIER = -1
 
@@ -31,8 +29,8 @@ ANY_TIER = -1
 def pin_block(h, b):
     blocks = blocks_of(h)
     if change_word(blocks, np.int64(b), np.int64(0), np.int64(1)) == 1 << 32:
-        heap_remove(blocks, heap_of(h), b)
-        unlink(blocks, lists_of(h), b)
+        stop_clock(h, b)
+        unlist(h, b)
 
 
 @jit
@@ -119,4 +117,4 @@ def unpin(heads, ids, now):
     for i in range(ids.shape[0]):
         g, b = place_of(heads, ids[i])
         if change_word(blocks_of(head(heads, g)), b, np.int64(0), np.int64(-1)) == 0:
-            shelve(head(heads, g), b, BACK)
+            on_release(head(heads, g), b, BACK)

@@ -141,7 +141,7 @@ HEAD = _numbers(
     " device_blocks blocks width buckets child_buckets sequences columns free_rows moves moves_capacity token_moves"
     " token_moves_capacity need accesses accesses_capacity stream ticket now offload_priority offload_reuse secret0 "
     "secret1 guards"
-    " generation event_capacity removals has_extra shelved window sinks kind group block_tokens device_first "
+    " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
     " detail bound detail_group overflow"
 )

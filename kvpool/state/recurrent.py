@@ -18,7 +18,7 @@ from kvpool.state.commit import publish_committed, retry_duplicates
 from kvpool.state.drafts import gap_of
 from kvpool.state.growth import note_dropped
 from kvpool.state.kinds import keeps_state
-from kvpool.state.lists import free_blocks
+from kvpool.state.policy import FRONT, free_blocks, on_release
 from kvpool.state.records import (
     DEVICE,
     KEYED,
@@ -30,7 +30,6 @@ from kvpool.state.records import (
     drop_reference,
     extra_of,
     head,
-    lists_of,
     row_extra_of,
     row_tokens_of,
     sequences_of,
@@ -40,7 +39,7 @@ from kvpool.state.requests import blocks_for
 from kvpool.state.row_tokens import name, note
 from kvpool.state.sequences import slot_of, stream_of
 from kvpool.state.sharing import make_writable, private_copy, restore_marked, unfull
-from kvpool.state.tiers import FRONT, forget, let_go, shelve, take_device
+from kvpool.state.tiers import forget, let_go, take_device
 
 # -- growth ------------------------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ def rewind_need(h, ids, counts):
             too_many = counts[k] > sequence.length
             h.detail, h.bound = k, sequence.length if too_many else sequence.length - sequence.committed
             return np.int64(BAD_COUNT) if too_many else np.int64(PASSED)
-    need, free = np.int64(0), np.int64(free_blocks(lists_of(h), DEVICE))
+    need, free = np.int64(0), np.int64(free_blocks(h, DEVICE))
     for k in range(ids.shape[0]):
         slot = slot_of(h, ids[k])
         if counts[k] == 0:
@@ -253,7 +252,7 @@ def _rewind_one(h, slot, count, stream):
             b, row[i] = np.int64(row[i]), NONE
             emit_access(h, ACCESSED, stream, b)
             if drop_reference(blocks, b) == 0:
-                shelve(h, b, FRONT)
+                on_release(h, b, FRONT)
     if written:
         b = np.int64(row[at])
         row[at] = NONE
@@ -291,7 +290,7 @@ def keep_need(h, ids, drafts, accepted, counts, dropped):
         at, written = _written(h, slot, base + counts[k])
         for i in range((base + gap) // h.width, at + (0 if written else 1)):
             shared += 1 if row[i] != NONE and blocks_of(h)[row[i]].word != 1 else 0
-    free = free_blocks(lists_of(h), DEVICE)
+    free = free_blocks(h, DEVICE)
     if shared and need + shared > free:
         h.detail, h.bound = need + shared, free
         return np.int64(SHORT_OF_BLOCKS)

@@ -18,7 +18,7 @@ from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_HOST_BLOCKS
 from kvpool.state.commit import forget_everywhere
 from kvpool.state.index import find_key
 from kvpool.state.kinds import has_states, keeps_state
-from kvpool.state.lists import free_blocks, heap_remove
+from kvpool.state.policy import BACK, free_blocks, nth_released, on_release, stop_clock
 from kvpool.state.records import (
     DEVICE,
     EXTRA,
@@ -38,8 +38,6 @@ from kvpool.state.records import (
     counters_of,
     drop_reference,
     head,
-    heap_of,
-    lists_of,
     sequences_of,
     swapped_of,
     table_of,
@@ -47,7 +45,6 @@ from kvpool.state.records import (
 from kvpool.state.ring import STORED, emit
 from kvpool.state.sequences import check_kinds, refuse, stream_of
 from kvpool.state.tiers import (
-    BACK,
     EXPIRIES_PER_CALL,
     begin,
     copy_content,
@@ -56,7 +53,6 @@ from kvpool.state.tiers import (
     expire,
     hold,
     let_go,
-    shelve,
     supersede,
     take_device,
     take_host,
@@ -111,7 +107,7 @@ def _untime(h, slot, tier):
     there = _there(h, slot, tier)
     for i in range(sequences_of(h)[slot].blocks):
         if there[i] != NONE:
-            heap_remove(blocks_of(h), heap_of(h), np.int64(there[i]))
+            stop_clock(h, np.int64(there[i]))
 
 
 @jit
@@ -153,7 +149,8 @@ def _copy_rest(h, slot, tier):
 def _leave(h, slot, tier):
     """Give back the old blocks of a sequence, the last block first."""
     blocks, sequence, here = blocks_of(h), sequences_of(h)[slot], _here(h, slot, tier)
-    for i in range(sequence.blocks - 1, -1, -1):
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
         b, here[i] = np.int64(here[i]), NONE
         if b == NONE:
             continue
@@ -183,7 +180,7 @@ def _short(heads, ids, tier):
         h.need = 0
         for k in range(ids.shape[0]):
             h.need += _claim(h, _slot(ids[k]), tier)
-        free = free_blocks(lists_of(h), tier)
+        free = free_blocks(h, tier)
         if h.need > free and short == NONE:
             h.detail, h.bound, short = h.need, free, g
     for g in range(heads.shape[0] if short != NONE else 0):
@@ -284,7 +281,8 @@ def _give_up(h, slot, store):
     blocks, sequence, away = blocks_of(h), sequences_of(h)[slot], swapped_of(h)[slot]
     if store and sequence.duplicates != NONE:
         _publish_duplicates(h, slot)
-    for i in range(sequence.blocks - 1, -1, -1):
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
         b, away[i] = np.int64(away[i]), NONE
         if b == NONE:
             continue
@@ -292,7 +290,7 @@ def _give_up(h, slot, store):
         if not store and i >= sequence.reused and word & REFS == 0:
             forget_everywhere(h, b)
         if word == 0:
-            shelve(h, b, BACK)
+            on_release(h, b, BACK)
     sequence.live, sequence.blocks, sequence.duplicates = LIVE, 0, NONE
 
 

@@ -10,8 +10,7 @@ from kvpool.state.commit import DROP, release_rows
 from kvpool.state.fill import onboard
 from kvpool.state.guards import TICKET_AT_LOSS
 from kvpool.state.index import device_copy, find_key, host_copy
-from kvpool.state.lists import free_blocks, heap_remove, push_back, unlink
-from kvpool.state.policy import list_of
+from kvpool.state.policy import free_blocks, on_change, on_reset, stop_clock
 from kvpool.state.records import (
     DEVICE,
     INDEXED,
@@ -25,9 +24,7 @@ from kvpool.state.records import (
     blocks_of,
     children_of,
     counters_of,
-    heap_of,
     index_of,
-    lists_of,
     sequences_of,
     swapped_of,
     table_of,
@@ -42,7 +39,6 @@ from kvpool.state.tiers import (
     expire,
     hold,
     let_go,
-    reshelve,
     take_host,
     unpublish,
 )
@@ -62,12 +58,12 @@ def prefetch(h, matched, ids):
         if device != NONE:
             ids[i] = b = device
         hold(h, b)
-        heap_remove(blocks_of(h), heap_of(h), b)
+        stop_clock(h, b)
     expire(h, EXPIRIES_PER_CALL)
     done = 0
     for i in range(matched):
         if ids[i] >= h.device_blocks:
-            if free_blocks(lists_of(h), DEVICE) == 0:
+            if free_blocks(h, DEVICE) == 0:
                 matched = _drop_rest(h, ids, i, matched)
                 break
             host = np.int64(ids[i])
@@ -151,7 +147,7 @@ def lose(h, b, ticket):
         return False
     unpublish(h, b, NONE)
     if blocks[b].list >= 0:
-        reshelve(h, b)
+        on_change(h, b)
     else:
         blocks[b].flags = LOST
     counters_of(h).lost_blocks += 1
@@ -176,13 +172,11 @@ def reset(h, ids, now):
 
     Pinned blocks lose their keys and keep their bytes until the last unpin.
     """
-    blocks, lists, index, children, heap = blocks_of(h), lists_of(h), index_of(h), children_of(h), heap_of(h)
+    blocks, index, children = blocks_of(h), index_of(h), children_of(h)
     for i in range(index.shape[0]):
         index[i] = NONE
     for i in range(h.child_buckets):
         children[i] = NONE
-    while heap[0] > 0:
-        heap_remove(blocks, heap, np.int64(heap[heap[0]]))
     for b in range(h.blocks):
         if blocks[b].flags & PUBLISHED and b < h.device_blocks:
             h.removals += 1
@@ -193,9 +187,5 @@ def reset(h, ids, now):
     for i in range(ids.shape[0]):
         sequences_of(h)[ids[i] & 0xFFFFFFFF].live = LIVE
     release_rows(h, ids, DROP)
-    for b in range(h.blocks):
-        if blocks[b].list >= 0:
-            unlink(blocks, lists, b)
-            blocks[b].filled = 0
-            push_back(blocks, lists, b, list_of(h, b))
+    on_reset(h)
     h.generation += 1

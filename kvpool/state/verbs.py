@@ -14,8 +14,8 @@ from kvpool.state import drafts, forks, growth, recurrent, upkeep
 from kvpool.state.codes import BAD_TOTAL, SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
 from kvpool.state.commit import DROP, STORE, commit_blocks, commit_error, release_rows
 from kvpool.state.kinds import finds, has_states, needs_all
-from kvpool.state.lists import free_blocks
 from kvpool.state.lookup import look
+from kvpool.state.policy import free_blocks
 from kvpool.state.records import (
     DEVICE,
     LIVE,
@@ -23,7 +23,6 @@ from kvpool.state.records import (
     SWAPPED,
     counters_of,
     head,
-    lists_of,
     place_of,
     request_at,
     sequences_of,
@@ -93,7 +92,7 @@ def _append_fits(h, args):
     if total != tokens.shape[0]:
         h.detail, h.bound = total, tokens.shape[0]
         return np.int64(BAD_TOTAL)
-    free = free_blocks(lists_of(h), DEVICE)
+    free = free_blocks(h, DEVICE)
     if h.need > free:
         h.detail, h.bound = h.need, free
         return np.int64(SHORT_OF_BLOCKS)
@@ -125,14 +124,14 @@ def append(heads, ids, counts, tokens, now):
 @jit
 def free_device_blocks(heads):
     """How many device blocks of the first group nobody holds."""
-    return np.int64(free_blocks(lists_of(head(heads, 0)), DEVICE))
+    return np.int64(free_blocks(head(heads, 0), DEVICE))
 
 
 @jit
 def free_in_groups(heads, found):
     """How many device blocks of each group nobody holds, into ``found`` int64[groups]."""
     for g in range(heads.shape[0]):
-        found[g] = free_blocks(lists_of(head(heads, g)), DEVICE)
+        found[g] = free_blocks(head(heads, g), DEVICE)
 
 
 @jit
