@@ -11,6 +11,7 @@ from kvpool.jit import jit
 from kvpool.state.admit import blocks_taken, claim, unclaim
 from kvpool.state.index import same_tokens
 from kvpool.state.kinds import finds, has_states, keeps_state
+from kvpool.state.lookup import agree
 from kvpool.state.policy import free_blocks
 from kvpool.state.records import (
     DEVICE,
@@ -52,6 +53,21 @@ def plan(heads, requests, out, blocks, computing):
 
 
 @jit
+def _found_in(h, g, most, slot):
+    """The largest number of leading columns, at most ``most``, that one group finds. In a group with states, a state
+    must be kept after the last of them."""
+    kept, row = sequences_of(h)[slot].kept, table_of(h)[slot]
+    while has_states(h) and most > 0 and not (row[most - 1] != NONE and keeps_state(h, most - 1, kept)):
+        most -= 1
+    return most
+
+
+_shared_columns = agree(_found_in)
+"""(heads, most, slot): the largest number of leading columns that every group finds once a sequence has committed
+them."""
+
+
+@jit
 def _find_computing(heads, told, request, matched, out):
     """The numbers of ``computing`` for one request, of which all groups can reuse ``matched`` blocks, into ``out``
     int64[2]. Group ``told`` knows the tokens of sequences."""
@@ -66,7 +82,7 @@ def _find_computing(heads, told, request, matched, out):
             continue
         if sequence.length < least * h.width or sequence.namespace != request.namespace:
             continue
-        columns = _shared_columns(heads, slot, _shared_tokens(h, request, slot) // h.width)
+        columns = _shared_columns(heads, _shared_tokens(h, request, slot) // h.width, slot)
         if columns >= least and columns * h.width > sequence.committed:
             out[0], out[1] = (np.int64(sequence.generation) << 32) | slot, columns * h.width
             least = columns + 1
@@ -119,20 +135,3 @@ def _same_noted(h, slot, tokens, extra, start, end):
             if mine != (extra[i] if has else 0):
                 return i
     return end
-
-
-@jit
-def _shared_columns(heads, slot, most):
-    """The largest number of leading columns, at most ``most``, that every group finds once a sequence has committed
-    them. In a group with states, a state must be kept after the last of them."""
-    agreed = g = 0
-    while agreed < heads.shape[0]:
-        h = head(heads, g)
-        found, kept, row = most, sequences_of(h)[slot].kept, table_of(h)[slot]
-        while has_states(h) and found > 0 and not (row[found - 1] != NONE and keeps_state(h, found - 1, kept)):
-            found -= 1
-        if found < most:
-            most, agreed = found, 0
-        agreed += 1
-        g = (g + 1) % heads.shape[0]
-    return most

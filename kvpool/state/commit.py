@@ -7,12 +7,11 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WROTE, emit_access
 from kvpool.state.codes import BAD_COUNT
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
-from kvpool.state.kinds import has_states, keeps_state
+from kvpool.state.kinds import has_states, keeps_state, kept_from
 from kvpool.state.policy import BACK, nth_released, on_change, on_insert, on_release
 from kvpool.state.records import (
-    EXTRA,
     KEYED,
     LOST,
     NONE,
@@ -22,7 +21,7 @@ from kvpool.state.records import (
     blocks_of,
     counters_of,
     drop_reference,
-    extra_of,
+    extra_in,
     rows_of,
     sequences_of,
     table_of,
@@ -30,9 +29,8 @@ from kvpool.state.records import (
 )
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
-from kvpool.state.sequences import slot_of, stream_of
-from kvpool.state.tiers import enter, forget_both, supersede
-from kvpool.state.windows import give_passed
+from kvpool.state.sequences import give_columns, slot_of, stream_of
+from kvpool.state.tiers import enter, forget_both
 
 STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
 AHEAD = 4  # blocks whose place in the index is loaded ahead
@@ -52,14 +50,11 @@ def _publish(h, b):
     """Make a full block with a key the device copy of its content. Returns False if the content has a device copy
     already."""
     blocks = blocks_of(h)
-    extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
     found = find_key(h, blocks[b].key0, blocks[b].key1)
     if found == NONE:
         enter(h, b, PUBLISHED)
-        if h.child_buckets:
-            supersede(h, b)
         return True
-    if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):
+    if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0):
         return False  # other content has this key
     if device_copy(h, found) != NONE:
         return False
@@ -89,10 +84,7 @@ def publish_range(h, slot, first, last):
             continue  # written again since it was committed, or about to become a later column
         if not blocks[b].flags & KEYED:
             parent0, parent1 = _parent(h, slot, i)
-            extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
-            blocks[b].key0, blocks[b].key1 = block_key(
-                tokens_of(h)[b], extra, h.secret0, h.secret1, parent0, parent1, h.guards
-            )
+            blocks[b].key0, blocks[b].key1 = key_in(h, tokens_of(h)[b], extra_in(h, b), parent0, parent1)
             blocks[b].parent0, blocks[b].parent1 = parent0, parent1
             blocks[b].flags |= KEYED
         if sequence.private or _publish(h, b):
@@ -125,11 +117,21 @@ def retry_duplicates(h, slot):
 
 
 @jit
+def _give_passed(h, slot):
+    """Give back the blocks that no token after the committed ones sees."""
+    sequence = sequences_of(h)[slot]
+    last = kept_from(h, sequence.committed)
+    if last > sequence.first:
+        counters_of(h).passed_blocks += give_columns(h, slot, sequence.first, last, BACK)
+        sequence.first = last
+
+
+@jit
 def commit_error(h, ids, counts):
     """0 if the first ``counts`` tokens of each sequence (int64[0] = all tokens of all) can be published, else the
     error. The ids were checked."""
     for i in range(counts.shape[0]):
-        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        sequence = sequences_of(h)[slot_of(ids[i])]
         if counts[i] > sequence.length or counts[i] < sequence.committed:
             h.detail, h.bound = i, sequence.length if counts[i] > sequence.length else sequence.committed
             return BAD_COUNT
@@ -140,7 +142,7 @@ def commit_error(h, ids, counts):
 def commit_blocks(h, ids, counts):
     """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         sequence = sequences_of(h)[slot]
         retry_duplicates(h, slot)
         before, first = sequence.committed, sequence.committed // h.width
@@ -152,7 +154,7 @@ def commit_blocks(h, ids, counts):
             sequence.removals = h.removals
         publish_committed(h, slot, first, sequence.committed // h.width)
         if h.window:
-            give_passed(h, slot, stream)
+            _give_passed(h, slot)
 
 
 @jit
@@ -165,7 +167,6 @@ def _store_tail(h, slot, i, b):
     blocks[b].parent0, blocks[b].parent1 = _parent(h, slot, i)
     if rival_child(h, b, True) == NONE:
         enter(h, b, TAIL)
-        supersede(h, b)
 
 
 @jit(forceinline=True)
@@ -228,4 +229,4 @@ def release_rows(h, ids, store):
     """Give back the blocks of sequences, the last block of each first, so that leaves age first. The ids were
     checked."""
     for i in range(ids.shape[0]):
-        _release(h, slot_of(h, ids[i]), store)
+        _release(h, slot_of(ids[i]), store)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
-from kvpool.state.codes import BAD_ACCEPTED, BAD_DRAFTS, SHORT_OF_BLOCKS
+from kvpool.state.codes import BAD_ACCEPTED, BAD_DRAFTS
 from kvpool.state.growth import rewind, rewind_need, rewind_one, shared
 from kvpool.state.policy import free_blocks
 from kvpool.state.records import (
@@ -16,14 +16,13 @@ from kvpool.state.records import (
     NONE,
     PUBLISHED,
     blocks_of,
-    counters_of,
     extra_of,
     sequences_of,
     table_of,
     token_moves_of,
     tokens_of,
 )
-from kvpool.state.sequences import slot_of, stream_of
+from kvpool.state.sequences import slot_of, stream_of, within
 from kvpool.state.sharing import private_copy
 from kvpool.state.tiers import forget
 
@@ -37,7 +36,7 @@ def draft_error(h, ids, drafts, accepted, counts):
     """
     start = 0
     for i in range(ids.shape[0]):
-        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        sequence = sequences_of(h)[slot_of(ids[i])]
         if drafts[i] > sequence.length - sequence.committed:
             h.detail, h.bound = i, sequence.length - sequence.committed
             return BAD_DRAFTS
@@ -74,7 +73,7 @@ def _copies(h, ids, drafts, accepted, counts):
     """How many blocks have to be copied because others hold them too, and whether any token has to move."""
     need, start, moving = 0, 0, False
     for i in range(ids.shape[0]):
-        slot, gap = slot_of(h, ids[i]), gap_of(accepted, start, counts[i])
+        slot, gap = slot_of(ids[i]), gap_of(accepted, start, counts[i])
         base = sequences_of(h)[slot].length - drafts[i]
         end = base + counts[i]
         if gap < counts[i]:
@@ -105,19 +104,17 @@ def _move_token(h, source, at, target, to):
 
 @jit
 def _gather(h, slot, base, accepted, gap, stream):
-    """Move the accepted drafts, int64[n], from number ``gap`` on, to the places after those before them. Returns blocks
-    copied.
+    """Move the accepted drafts, int64[n], from number ``gap`` on, to the places after those before them.
 
     First, the sequence gets blocks of its own for all that will be written. A copy of a block has all of its tokens,
     since it is also read from.
     """
     blocks, row, width = blocks_of(h), table_of(h)[slot], h.width
-    length, copied = sequences_of(h)[slot].length, 0
+    length = sequences_of(h)[slot].length
     for i in range((base + gap) // width, (base + accepted.shape[0] - 1) // width + 1):
         if shared(h, slot, i):
             emit_access(h, WROTE, stream, np.int64(row[i]))
             row[i] = private_copy(h, np.int64(row[i]), min(width, length - i * width))
-            copied += 1
         if blocks[row[i]].flags & PUBLISHED:  # by a fork that has committed it, and has gone
             forget(h, np.int64(row[i]), NONE)
         blocks[row[i]].flags &= ~KEYED
@@ -134,20 +131,18 @@ def _gather(h, slot, base, accepted, gap, stream):
         moves[n, 2], moves[n, 3] = source * width + place % width, target * width + to % width
         n += 1
     h.token_moves = n
-    return copied
 
 
 @jit
 def _drop(h, ids, drafts, accepted, counts, moved):
     """Drop the rejected drafts: with ``moved``, of the sequences in which a token moves, else of the others. Returns
     blocks copied."""
-    start, copied = 0, 0
+    start = 0
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         if counts[i] < drafts[i] and (gap_of(accepted, start, counts[i]) < counts[i]) == moved:
-            copied += rewind_one(h, slot, drafts[i] - counts[i], stream_of(h, slot))
+            rewind_one(h, slot, drafts[i] - counts[i], stream_of(h, slot))
         start += counts[i]
-    return copied
 
 
 @jit
@@ -158,11 +153,7 @@ def keep_need(h, ids, drafts, accepted, counts, dropped):
     if not moving:
         return rewind_need(h, ids, dropped)
     # Blocks that this call gives back do not count. Tokens move out of them after all copies into fresh blocks.
-    free = free_blocks(h, DEVICE)
-    if need > free:
-        h.detail, h.bound = need, free
-        return np.int64(SHORT_OF_BLOCKS)
-    return need
+    return within(h, need, free_blocks(h, DEVICE))
 
 
 @jit
@@ -170,19 +161,18 @@ def keep(h, ids, drafts, accepted, counts, dropped):
     """Of the last ``drafts`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices among
     them in rising order.
 
-    ``keep_need`` has found it possible. Returns blocks copied.
+    ``keep_need`` has found it possible.
     """
     if not _copies(h, ids, drafts, accepted, counts)[1]:
-        return rewind(h, ids, dropped)
-    start, copied = 0, 0
+        rewind(h, ids, dropped)
+        return
+    start = 0
     for i in range(ids.shape[0]):
-        slot, gap = slot_of(h, ids[i]), gap_of(accepted, start, counts[i])
+        slot, gap = slot_of(ids[i]), gap_of(accepted, start, counts[i])
         if gap < counts[i]:
             base = sequences_of(h)[slot].length - drafts[i]
-            copied += _gather(h, slot, base, accepted[start : start + counts[i]], gap, stream_of(h, slot))
+            _gather(h, slot, base, accepted[start : start + counts[i]], gap, stream_of(h, slot))
         start += counts[i]
     # Sequences without a move come first: they may take a block.
-    copied += _drop(h, ids, drafts, accepted, counts, False)
-    copied += _drop(h, ids, drafts, accepted, counts, True)
-    counters_of(h).copied_blocks += copied
-    return copied
+    _drop(h, ids, drafts, accepted, counts, False)
+    _drop(h, ids, drafts, accepted, counts, True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
-from kvpool.state.kinds import columns_for, finds, has_block, has_states, kept_column
+from kvpool.state.kinds import columns_for, finds, has_block, has_states, kept_column, kept_from
 from kvpool.state.policy import on_hit
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
@@ -33,8 +33,7 @@ from kvpool.state.records import (
 from kvpool.state.requests import request_extra, request_keys, request_tokens, retention_at, slot_for
 from kvpool.state.ring import STORED, UPDATED, emit
 from kvpool.state.row_tokens import note_prompt
-from kvpool.state.tiers import copy_content, emit_move, forget, let_go, record, take_device
-from kvpool.state.windows import kept_from
+from kvpool.state.tiers import copy_content, emit_move, forget, let_go, record, take_device, take_for
 
 
 @jit(forceinline=True)
@@ -74,13 +73,8 @@ def _fill_encoded(h, request, slot, out):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     total = columns_for(h, request)
     for i in range(total):
-        row[i] = take_device(h)
-        add_reference(blocks, np.int64(row[i]))
-        blocks[row[i]].namespace, blocks[row[i]].priority, blocks[row[i]].ttl = (
-            request.namespace,
-            DEFAULT_PRIORITY,
-            NONE,
-        )
+        row[i] = take_for(h, request)
+        blocks[row[i]].priority, blocks[row[i]].ttl = DEFAULT_PRIORITY, NONE
         emit_access(h, WILL_WRITE, h.stream, np.int64(row[i]))
     out.id = (np.int64(sequence.generation) << 32) | slot
     begin_row(h, sequence, request)

@@ -10,28 +10,17 @@ from kvpool.jit.intrinsics import array_at
 from kvpool.state.accesses import FOLLOWS, emit_access
 from kvpool.state.commit import give_back, retry_duplicates, stored_tail
 from kvpool.state.kinds import has_states
-from kvpool.state.records import LIVE, NONE, SEQUENCE, add_reference, blocks_of, rows_of, sequences_of, table_of
+from kvpool.state.records import NONE, SEQUENCE, add_reference, blocks_of, rows_of, sequences_of, table_of
 from kvpool.state.row_tokens import copy_row, reorder_rows
 from kvpool.state.sequences import slot_of, stream_of
 
 
-@jit
-def _become(sequence, other):
-    """Copy all fields of a sequence, except which row it is."""
-    sequence.length, sequence.committed, sequence.blocks = other.length, other.committed, other.blocks
-    sequence.cached, sequence.reused, sequence.failed = other.cached, other.reused, other.failed
-    sequence.namespace, sequence.root0, sequence.root1 = other.namespace, other.root0, other.root1
-    sequence.chain0, sequence.chain1 = other.chain0, other.chain1
-    sequence.removals, sequence.duplicates = other.removals, other.duplicates
-    sequence.priority, sequence.ttl, sequence.private = other.priority, other.ttl, other.private
-    sequence.prompt, sequence.from_host = other.prompt, other.from_host
-    sequence.dropped, sequence.recomputed = other.dropped, other.recomputed
-    sequence.stream, sequence.forked, sequence.first, sequence.kept = (
-        other.stream,
-        other.forked,
-        other.first,
-        other.kept,
-    )
+@jit(forceinline=True)
+def _become(sequences, row, others, other):
+    """Copy all fields of a running sequence, except the generation of its row."""
+    generation = sequences[row].generation
+    sequences[row] = others[other]
+    sequences[row].generation = generation
 
 
 @jit
@@ -51,13 +40,13 @@ def fork(h, ids, out):
     top = h.free_rows
     sequences, table = sequences_of(h), table_of(h)
     for i in range(out.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         parent = sequences[slot]
         parent.forked = 1
         for k in range(out.shape[1]):
             top -= 1
             row = rows_of(h)[top]
-            _become(sequences[row], parent)
+            _become(sequences, row, sequences, slot)
             if h.stream != NONE:
                 sequences[row].stream = h.stream
             for j in range(parent.blocks):
@@ -66,7 +55,6 @@ def fork(h, ids, out):
                     add_reference(blocks_of(h), np.int64(table[row, j]))
             if has_states(h):
                 copy_row(h, slot, row)
-            sequences[row].live = LIVE
             out[i, k] = (np.int64(sequences[row].generation) << 32) | row
         if out.shape[1]:
             _follow(h, h.stream, parent.stream)
@@ -84,7 +72,7 @@ def reorder(h, ids, parents, store, before, scratch):
     sequences, old = sequences_of(h), array_at(before, (ids.shape[0],), SEQUENCE)
     slots, children, longest = scratch[0], scratch[1], 0
     for i in range(ids.shape[0]):
-        slots[i] = slot_of(h, ids[i])
+        slots[i] = slot_of(ids[i])
         children[parents[i]] += 1
         stream_of(h, slots[i])
         longest = max(longest, np.int64(sequences[slots[i]].blocks))
@@ -96,11 +84,11 @@ def reorder(h, ids, parents, store, before, scratch):
     if has_states(h):
         reorder_rows(h, slots, parents, scratch[2])
     for i in range(ids.shape[0]):
-        _become(old[i], sequences[slots[i]])
+        old[i] = sequences[slots[i]]
     for i in range(ids.shape[0]):
         parent = old[parents[i]]
         _follow(h, np.int64(parent.stream), np.int64(old[i].stream))
-        _become(sequences[slots[i]], parent)
+        _become(sequences, slots[i], old, parents[i])
         if children[parents[i]] > 1:
             sequences[slots[i]].forked = 1
 

@@ -5,28 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
-from kvpool.state.codes import BAD_COUNT, PASSED, SHORT_OF_BLOCKS, TOO_LONG
+from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
+from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LONG
 from kvpool.state.fill import write_tokens
-from kvpool.state.policy import FRONT, free_blocks, on_release
+from kvpool.state.kinds import least
+from kvpool.state.policy import FRONT, free_blocks
 from kvpool.state.records import (
     DEVICE,
     KEYED,
     NONE,
     PUBLISHED,
-    add_reference,
     blocks_of,
-    counters_of,
-    drop_reference,
-    extra_of,
+    no_extra,
     sequences_of,
     table_of,
 )
 from kvpool.state.requests import blocks_for
-from kvpool.state.sequences import slot_of, stream_of
+from kvpool.state.sequences import give_columns, slot_of, stream_of, within
 from kvpool.state.sharing import copies, make_writable, private_copy
-from kvpool.state.tiers import forget, take_device
-from kvpool.state.windows import least
+from kvpool.state.tiers import forget, take_for
 
 
 @jit
@@ -35,7 +32,7 @@ def append_need(h, ids, counts):
     checked."""
     need = forked = 0
     for i in range(ids.shape[0]):
-        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        sequence = sequences_of(h)[slot_of(ids[i])]
         forked |= sequence.forked
         more = blocks_for(h, sequence.length + counts[i])
         if more > h.columns and (h.columns < h.device_blocks or h.window):
@@ -47,21 +44,19 @@ def append_need(h, ids, counts):
 
 @jit
 def _append(h, slot, tokens, start, count):
-    blocks, sequence, row, stream = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
+    sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
     done = 0
     if sequence.forked and count:
         make_writable(h, slot, stream)
     while done < count:
         at = sequence.length % h.width
         if at == 0:
-            b = take_device(h)
-            add_reference(blocks, b)
-            blocks[b].namespace, blocks[b].priority, blocks[b].ttl = sequence.namespace, sequence.priority, sequence.ttl
+            b = take_for(h, sequence)
             row[sequence.blocks] = b
             emit_access(h, WILL_WRITE, stream, b)
             sequence.blocks += 1
         n = min(count - done, h.width - at)
-        write_tokens(h, row[sequence.blocks - 1], at, tokens, extra_of(h)[0][:0], start + done, n)
+        write_tokens(h, row[sequence.blocks - 1], at, tokens, no_extra(h), start + done, n)
         sequence.length += n
         done += n
 
@@ -72,7 +67,7 @@ def append(h, ids, counts, tokens):
     ``append_need``."""
     start = 0
     for i in range(ids.shape[0]):
-        _append(h, slot_of(h, ids[i]), tokens, start, counts[i])
+        _append(h, slot_of(ids[i]), tokens, start, counts[i])
         start += counts[i]
 
 
@@ -91,12 +86,11 @@ def _shorten(h, slot, length):
     b = np.int64(row[i])
     if shared(h, slot, i):
         row[i] = private_copy(h, b, keep)
-        return 1
+        return
     if blocks[b].flags & PUBLISHED:
         forget(h, b, NONE)
     blocks[b].flags &= ~KEYED
     blocks[b].filled, blocks[b].uses = keep, 0
-    return 0
 
 
 @jit
@@ -114,7 +108,7 @@ def rewind_need(h, ids, counts):
     checked."""
     need, free = 0, free_blocks(h, DEVICE)
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         length = sequences_of(h)[slot].length
         if counts[i] > length:
             h.detail, h.bound = i, length
@@ -126,23 +120,18 @@ def rewind_need(h, ids, counts):
         free += _returned(h, slot, blocks_for(h, length))
         need += 1 if counts[i] > 0 and length % h.width and shared(h, slot, length // h.width) else 0
         if need > free:
-            h.detail, h.bound = need, free
-            return SHORT_OF_BLOCKS
+            return within(h, need, free)
     return need
 
 
 @jit
 def rewind(h, ids, counts):
-    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible. Returns blocks
-    copied."""
-    copied = 0
+    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible."""
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         stream = stream_of(h, slot)
         if counts[i] > 0:
-            copied += rewind_one(h, slot, counts[i], stream)
-    counters_of(h).copied_blocks += copied
-    return copied
+            rewind_one(h, slot, counts[i], stream)
 
 
 @jit(forceinline=True)
@@ -161,14 +150,9 @@ def rewind_one(h, slot, count, stream):
     # copied.
     if length % h.width and blocks[row[keep - 1]].ticket != h.ticket:
         emit_access(h, WROTE, stream, np.int64(row[keep - 1]))
-    for i in range(sequence.blocks - 1, keep - 1, -1):
-        b, row[i] = np.int64(row[i]), NONE
-        emit_access(h, ACCESSED, stream, b)
-        if drop_reference(blocks, b) == 0:
-            on_release(h, b, FRONT)
-    copied = 0
+    give_columns(h, slot, keep, sequence.blocks, FRONT)
     if length % h.width:
-        copied = _shorten(h, slot, length)
+        _shorten(h, slot, length)
         emit_access(h, WILL_WRITE, stream, np.int64(row[keep - 1]))
     full = length // h.width
     sequence.length, sequence.blocks = length, keep
@@ -176,4 +160,3 @@ def rewind_one(h, slot, count, stream):
     sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
     if sequence.duplicates >= full:
         sequence.duplicates = NONE
-    return copied

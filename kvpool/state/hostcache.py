@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.codes import SHORT_OF_BLOCKS
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.pins import pin_block
 from kvpool.state.policy import (
@@ -44,8 +44,8 @@ from kvpool.state.records import (
     change_word,
     constants,
     counters_of,
-    extra_of,
     head,
+    no_extra,
     tokens_of,
 )
 from kvpool.state.ring import STORED, emit, emit_cleared
@@ -83,16 +83,15 @@ def _write_words(data, sizes, words):
 @jit(forceinline=True)
 def _find(h, identity, words, found, i):
     """The block of key ``i``, or NONE. Its hash is in ``found``; the namespace and the words are compared as well."""
-    return find(h, found[i, 0], found[i, 1], identity[0], _flat(words), extra_of(h)[0][:0], i * KEY_WORDS)
+    return find(h, found[i, 0], found[i, 1], identity[0], _flat(words), no_extra(h), i * KEY_WORDS)
 
 
 @jit
 def locate(h, identity, data, sizes, words, found):
     """Write the words, the hash and the block of each key; NONE means no block."""
     _write_words(data, sizes, words)
-    none = extra_of(h)[0][:0]
     for i in range(words.shape[0]):
-        key = block_key(words[i], none, h.secret0, h.secret1, identity[1], identity[2], h.guards)
+        key = key_in(h, words[i], no_extra(h), identity[1], identity[2])
         found[i, 0], found[i, 1] = key[0], key[1]
         expect(h, key[0])
     for i in range(words.shape[0]):
@@ -229,55 +228,54 @@ def _locate_pending(h, identity, data, sizes, words, found):
 
 
 @jit
-def publish(heads, identity, data, sizes, words, found, now):
-    """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
-    published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
+def _end(heads, identity, data, sizes, words, found, publishes, now):
+    """End the wait of pending blocks. Returns how many were published, or dropped if it does not publish."""
     h = head(heads, 0)
     blocks = blocks_of(h)
     error = _locate_pending(h, identity, data, sizes, words, found)
     if error:
         return error
     begin(h, now)
-    published = 0
+    published = dropped = 0
     for i in range(words.shape[0]):
         b = found[i, 2]
         block = blocks[b]
         if not block.flags & PENDING:  # named twice
             found[i, 2] = NONE
-        elif block.flags & LOST:
-            _drop(h, b)
-            counters_of(h).forgotten_host_blocks += 1
-            found[i, 2] = NONE
-        else:
+        elif publishes and not block.flags & LOST:
             block.flags = (block.flags & ~PENDING) | PUBLISHED
             on_insert(h, b)
             emit(h, STORED, b)
             published += 1
-    counters_of(h).offloaded_blocks += published
-    # The last key is listed first, so the end of a prompt is evicted before its beginning.
+        else:
+            _drop(h, b)
+            found[i, 2] = NONE
+            dropped += 1
     for n in range(words.shape[0]):
         i = nth_released(n, words.shape[0])
         if found[i, 2] != NONE:
             _unpin(h, found[i, 2], BACK)
+    counters = counters_of(h)
+    if not publishes:
+        counters.lost_blocks += dropped
+        return np.int64(dropped)
+    counters.offloaded_blocks += published
+    counters.forgotten_host_blocks += dropped
     return np.int64(published)
+
+
+@jit
+def publish(heads, identity, data, sizes, words, found, now):
+    """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
+    published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
+    return _end(heads, identity, data, sizes, words, found, True, now)
 
 
 @jit
 def abort(heads, identity, data, sizes, words, found, now):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
     first such key ``i``, and changes nothing."""
-    h = head(heads, 0)
-    error = _locate_pending(h, identity, data, sizes, words, found)
-    if error:
-        return error
-    begin(h, now)
-    dropped = 0
-    for i in range(words.shape[0]):
-        if blocks_of(h)[found[i, 2]].flags & PENDING:
-            _drop(h, found[i, 2])
-            dropped += 1
-    counters_of(h).lost_blocks += dropped
-    return np.int64(dropped)
+    return _end(heads, identity, data, sizes, words, found, False, now)
 
 
 # -- here ---------------------------------------------------------------------------------------------
@@ -366,11 +364,3 @@ def clear(heads, now):
     h.generation += 1
     emit_cleared(h)
     return np.int64(0)
-
-
-@jit
-def refresh(heads, now):
-    """Move blocks whose time to live is over to the back of the default priority. Returns their number."""
-    h = head(heads, 0)
-    begin(h, now)
-    return np.int64(expire(h, h.blocks))

@@ -21,7 +21,7 @@ from kvpool.state.records import (
     request_at,
 )
 from kvpool.state.requests import parent_of, request_extra, request_keys, request_tokens
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, supersede, take_host
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, take_host
 
 
 @jit
@@ -73,7 +73,5 @@ def publish(heads, g, requests, first, priority, ids, now):
         blocks[b].namespace, blocks[b].priority = request.namespace, priority
         blocks[b].flags |= KEYED
         enter(h, b, PUBLISHED)
-        if h.child_buckets:
-            supersede(h, b)
         published += 1
     return np.int64(published)

@@ -17,23 +17,18 @@ from kvpool.state.records import (
     table_of,
 )
 from kvpool.state.sequences import slot_of
-from kvpool.state.tiers import copy_tokens, emit_move, take_device
+from kvpool.state.tiers import copy_tokens, emit_move, take_for
 
 
 @jit
 def private_copy(h, b, count):
     """Take a fresh block, and copy the first ``count`` tokens of ``b`` into it. Other holders keep ``b``."""
     blocks = blocks_of(h)
-    fresh = take_device(h)
-    add_reference(blocks, fresh)
+    fresh = take_for(h, blocks[b])
     copy_tokens(h, b, fresh, count)
-    blocks[fresh].namespace, blocks[fresh].priority, blocks[fresh].ttl = (
-        blocks[b].namespace,
-        blocks[b].priority,
-        blocks[b].ttl,
-    )
     emit_move(h, b, fresh, count, WITHIN)
     drop_reference(blocks, b)
+    counters_of(h).copied_blocks += 1
     return fresh
 
 
@@ -55,7 +50,7 @@ def copies(h, ids, counts):
     blocks, sequences = blocks_of(h), sequences_of(h)
     n = 0
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         b = unfull(h, slot)
         if counts[i] > 0 and b != NONE and blocks[b].word & REFS > 1:
             drop_reference(blocks, b)
@@ -70,7 +65,7 @@ def restore_marked(h, ids):
     """Add the references again that a count has dropped: those of marked sequences on their last block. Removes the
     marks."""
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         if sequences_of(h)[slot].mark:
             add_reference(blocks_of(h), unfull(h, slot))
             sequences_of(h)[slot].mark = 0
@@ -94,5 +89,4 @@ def make_writable(h, slot, stream):
         emit_access(h, WROTE if whole or sequence.committed < sequence.length else ACCESSED, stream, b)
         b = private_copy(h, b, h.width if whole else sequence.length % h.width)
         row[sequence.blocks - 1] = b
-        counters_of(h).copied_blocks += 1
     emit_access(h, WILL_WRITE, stream, b)

@@ -43,7 +43,7 @@ from kvpool.state.records import (
     table_of,
 )
 from kvpool.state.ring import STORED, emit
-from kvpool.state.sequences import check_kinds, refuse, stream_of
+from kvpool.state.sequences import check_kinds, refuse, slot_of, stream_of
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
     begin,
@@ -53,7 +53,6 @@ from kvpool.state.tiers import (
     expire,
     hold,
     let_go,
-    supersede,
     take_device,
     take_host,
     unhold,
@@ -164,12 +163,6 @@ def _leave(h, slot, tier):
 # -- both ways -------------------------------------------------------------------------------------------------------
 
 
-@jit(forceinline=True)
-def _slot(sequence_id):
-    """The row of a sequence, which was checked."""
-    return sequence_id & 0xFFFFFFFF
-
-
 @jit
 def _short(heads, ids, tier):
     """Claim and count in all groups. Returns NONE, or the first group that is short; then nothing is claimed any
@@ -179,13 +172,13 @@ def _short(heads, ids, tier):
         h = head(heads, g)
         h.need = 0
         for k in range(ids.shape[0]):
-            h.need += _claim(h, _slot(ids[k]), tier)
+            h.need += _claim(h, slot_of(ids[k]), tier)
         free = free_blocks(h, tier)
         if h.need > free and short == NONE:
             h.detail, h.bound, short = h.need, free, g
     for g in range(heads.shape[0] if short != NONE else 0):
         for k in range(ids.shape[0] - 1, -1, -1):
-            _unclaim(head(heads, g), _slot(ids[k]), tier)
+            _unclaim(head(heads, g), slot_of(ids[k]), tier)
     return short
 
 
@@ -195,55 +188,49 @@ def _change_tier(h, ids, tier, now):
     copied."""
     copied = np.int64(0)
     for k in range(ids.shape[0]):
-        _untime(h, _slot(ids[k]), tier)
+        if tier == HOST:
+            _note_written(h, slot_of(ids[k]))
+        _untime(h, slot_of(ids[k]), tier)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
     for k in range(ids.shape[0]):
-        copied += _copy_rest(h, _slot(ids[k]), tier)
+        copied += _copy_rest(h, slot_of(ids[k]), tier)
     for k in range(ids.shape[0]):
-        _leave(h, _slot(ids[k]), tier)
-        sequences_of(h)[_slot(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
+        _leave(h, slot_of(ids[k]), tier)
+        sequences_of(h)[slot_of(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
+        if tier == DEVICE:
+            _note_use(h, slot_of(ids[k]))
+    if tier == HOST:
+        counters_of(h).offloaded_blocks += copied
+    else:
+        counters_of(h).onboarded_blocks += copied
+    return copied
+
+
+@jit
+def _swap(heads, ids, tier, now):
+    error = check_kinds(heads, ids, True, LIVE if tier == HOST else SWAPPED)
+    if error:
+        return error
+    short = _short(heads, ids, tier)
+    if short != NONE:
+        return refuse(heads, short, SHORT_OF_HOST_BLOCKS if tier == HOST else SHORT_OF_BLOCKS)
+    copied = np.int64(0)
+    for g in range(heads.shape[0]):
+        copied += _change_tier(head(heads, g), ids, tier, now)
     return copied
 
 
 @jit
 def swap_out(heads, ids, now):
     """Move running sequences to the host, where they wait. Returns blocks copied, or an error with nothing changed."""
-    error = check_kinds(heads, ids, True, LIVE)
-    if error:
-        return error
-    short = _short(heads, ids, HOST)
-    if short != NONE:
-        return refuse(heads, short, SHORT_OF_HOST_BLOCKS)
-    copied = np.int64(0)
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        for k in range(ids.shape[0]):
-            _note_written(h, _slot(ids[k]))
-        done = _change_tier(h, ids, HOST, now)
-        counters_of(h).offloaded_blocks += done
-        copied += done
-    return copied
+    return _swap(heads, ids, HOST, now)
 
 
 @jit
 def resume(heads, ids, now):
     """Have sequences that were swapped out run again. Returns blocks copied, or an error with nothing changed."""
-    error = check_kinds(heads, ids, True, SWAPPED)
-    if error:
-        return error
-    short = _short(heads, ids, DEVICE)
-    if short != NONE:
-        return refuse(heads, short, SHORT_OF_BLOCKS)
-    copied = np.int64(0)
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        done = _change_tier(h, ids, DEVICE, now)
-        for k in range(ids.shape[0]):
-            _note_use(h, _slot(ids[k]))
-        counters_of(h).onboarded_blocks += done
-        copied += done
-    return copied
+    return _swap(heads, ids, DEVICE, now)
 
 
 @jit
@@ -272,8 +259,8 @@ def give_up(h, ids, store):
     """Give back the host blocks of those of these sequences that are swapped out. They are then running sequences
     without blocks."""
     for k in range(ids.shape[0]):
-        if sequences_of(h)[_slot(ids[k])].live == SWAPPED:
-            _give_up(h, _slot(ids[k]), store)
+        if sequences_of(h)[slot_of(ids[k])].live == SWAPPED:
+            _give_up(h, slot_of(ids[k]), store)
 
 
 @jit
@@ -306,5 +293,3 @@ def _publish_duplicates(h, slot):
             continue
         if find_key(h, blocks[b].key0, blocks[b].key1) == NONE:
             enter(h, b, PUBLISHED)
-            if h.child_buckets:
-                supersede(h, b)

@@ -214,6 +214,16 @@ def take_device(h):
     return b
 
 
+@jit(forceinline=True)
+def take_for(h, owner):
+    """Take a device block, with one reference, for a sequence, or as a copy of a block: ``owner`` is its record."""
+    b = take_device(h)
+    blocks = blocks_of(h)
+    add_reference(blocks, b)
+    blocks[b].namespace, blocks[b].priority, blocks[b].ttl = owner.namespace, owner.priority, owner.ttl
+    return b
+
+
 @jit
 def expire(h, limit):
     """Move blocks whose time to live is over to the back of the default priority, at most ``limit``. Returns how
@@ -231,7 +241,7 @@ def expire(h, limit):
 
 
 @jit
-def supersede(h, b):
+def _supersede(h, b):
     """Forget stored tails with which a new child ``b`` begins. It serves every partial match that they could."""
     while blocks_of(h)[b].child_next != NONE:  # children are entered in front, so older ones come after
         tail = rival_child(h, b, False)
@@ -258,6 +268,8 @@ def enter(h, b, flag):
     link(h, b)
     if flag == PUBLISHED:
         emit(h, STORED, b)
+    if h.child_buckets:
+        _supersede(h, b)
 
 
 @jit(forceinline=True)

@@ -30,6 +30,7 @@ from kvpool.state.records import (
     table_of,
 )
 from kvpool.state.ring import STORED, emit
+from kvpool.state.sequences import slot_of
 from kvpool.state.swaps import give_up
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
@@ -91,8 +92,7 @@ def offload(h, keys):
     The copies are held until the call ends, so that they do not evict each other.
     """
     blocks = blocks_of(h)
-    done = 0
-    first = np.int64(NONE)
+    done, first = 0, np.int64(NONE)
     for i in range(keys.shape[0]):
         b = find_key(h, keys[i, 0], keys[i, 1])
         if b == NONE or device_copy(h, b) == NONE or host_copy(h, b) != NONE:
@@ -105,8 +105,7 @@ def offload(h, keys):
         add_reference(blocks, g)
         emit_move(h, b, g, h.width, OFFLOAD)
         emit(h, STORED, g)
-        blocks[g].next = NONE
-        blocks[g].prev = first
+        blocks[g].next, blocks[g].prev = NONE, first
         first = g
         done += 1
     counters_of(h).offloaded_blocks += done
@@ -125,12 +124,6 @@ def _let_go_chain(h, last):
         after = np.int64(blocks[last].next)
         let_go(h, last)
         last = after
-
-
-@jit
-def refresh(h, now):
-    begin(h, now)
-    return expire(h, h.blocks)
 
 
 @jit
@@ -185,7 +178,7 @@ def reset(h, ids, now):
     begin(h, now)
     give_up(h, ids, DROP)
     for i in range(ids.shape[0]):
-        sequences_of(h)[ids[i] & 0xFFFFFFFF].live = LIVE
+        sequences_of(h)[slot_of(ids[i])].live = LIVE
     release_rows(h, ids, DROP)
     on_reset(h)
     h.generation += 1

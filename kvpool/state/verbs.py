@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of
 from kvpool.state import drafts, forks, growth, recurrent, upkeep
-from kvpool.state.codes import BAD_TOTAL, SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
+from kvpool.state.codes import BAD_TOTAL, SHORT_OF_SEQUENCES
 from kvpool.state.commit import DROP, STORE, commit_blocks, commit_error, release_rows
 from kvpool.state.kinds import finds, has_states, needs_all
 from kvpool.state.lookup import look
@@ -29,7 +29,7 @@ from kvpool.state.records import (
 )
 from kvpool.state.requests import findable
 from kvpool.state.ring import emit_cleared
-from kvpool.state.sequences import check_ids, check_kinds, follow, refuse
+from kvpool.state.sequences import check_ids, check_kinds, follow, refuse, slot_of, within
 from kvpool.state.swaps import give_up
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire
 
@@ -40,6 +40,7 @@ def _checked(need, fits, change):
 
     ``need(h, ids, *args)`` returns the blocks that it takes in a group, or the error. ``fits(h, args)`` returns 0 or
     the error, after every group has counted its need, which is in its header. ``change(h, ids, *args)`` cannot fail.
+    The encoder's content never changes: in its group, the engine only goes on, on the stream of the call.
     """
 
     @jit(forceinline=True)
@@ -49,7 +50,7 @@ def _checked(need, fits, change):
             return error
         for g in range(heads.shape[0]):
             h = head(heads, g)
-            h.need = need(h, ids, *args)
+            h.need = need(h, ids, *args) if finds(h) else 0
             if h.need < 0:
                 return refuse(heads, g, h.need)
         for g in range(heads.shape[0]):
@@ -61,10 +62,22 @@ def _checked(need, fits, change):
             begin(h, now)
             if h.need:
                 expire(h, EXPIRIES_PER_CALL)
-            change(h, ids, *args)
+            follow(h, ids)
+            if finds(h):
+                change(h, ids, *args)
         return np.int64(0)
 
     return verb
+
+
+def _by_kind(attention, states):
+    """What a verb does in a group: ``attention`` where blocks have tokens, ``states`` where they are states."""
+
+    @jit(forceinline=True)
+    def part(h, ids, *args):
+        return states(h, ids, *args) if has_states(h) else attention(h, ids, *args)
+
+    return part
 
 
 @jit
@@ -76,11 +89,13 @@ def _fits(h, args):
 # -- grow and shrink ------------------------------------------------------------------------------
 
 
+_tokens_need = _by_kind(growth.append_need, recurrent.append_need)
+_add_tokens = _by_kind(growth.append, recurrent.append)
+
+
 @jit
 def _append_need(h, ids, counts, tokens):
-    if not finds(h):
-        return np.int64(0)
-    return recurrent.append_need(h, ids, counts) if has_states(h) else growth.append_need(h, ids, counts)
+    return _tokens_need(h, ids, counts)
 
 
 @jit
@@ -92,23 +107,13 @@ def _append_fits(h, args):
     if total != tokens.shape[0]:
         h.detail, h.bound = total, tokens.shape[0]
         return np.int64(BAD_TOTAL)
-    free = free_blocks(h, DEVICE)
-    if h.need > free:
-        h.detail, h.bound = h.need, free
-        return np.int64(SHORT_OF_BLOCKS)
-    return np.int64(0)
+    return min(within(h, h.need, free_blocks(h, DEVICE)), 0)
 
 
 @jit
 def _append(h, ids, counts, tokens):
-    if not finds(h):
-        follow(h, ids)
-    elif has_states(h):
-        recurrent.append(h, ids, counts, tokens)
-    else:
-        growth.append(h, ids, counts, tokens)
-    if finds(h):
-        counters_of(h).appended_tokens += tokens.shape[0]
+    _add_tokens(h, ids, counts, tokens)
+    counters_of(h).appended_tokens += tokens.shape[0]
 
 
 _append_checked = _checked(_append_need, _append_fits, _append)
@@ -142,30 +147,19 @@ def growth_needs(heads, ids, counts, needs):
     if error:
         return error
     for g in range(heads.shape[0]):
-        needs[g] = _append_need(head(heads, g), ids, counts, ids)
+        h = head(heads, g)
+        needs[g] = _tokens_need(h, ids, counts) if finds(h) else 0
         if needs[g] < 0:
             return refuse(heads, g, needs[g])
     return np.int64(0)
 
 
-@jit
-def _rewind_need(h, ids, counts):
-    if not finds(h):
-        return np.int64(0)
-    return recurrent.rewind_need(h, ids, counts) if has_states(h) else growth.rewind_need(h, ids, counts)
+_keep_path_need = _by_kind(drafts.keep_need, recurrent.keep_need)
+_keep_path = _by_kind(drafts.keep, recurrent.keep)
 
 
-@jit
-def _rewind(h, ids, counts):
-    if not finds(h):
-        follow(h, ids)
-    elif has_states(h):
-        recurrent.rewind(h, ids, counts)
-    else:
-        growth.rewind(h, ids, counts)
-
-
-_rewind_checked = _checked(_rewind_need, _fits, _rewind)
+_rewind_need = _by_kind(growth.rewind_need, recurrent.rewind_need)
+_rewind_checked = _checked(_rewind_need, _fits, _by_kind(growth.rewind, recurrent.rewind))
 
 
 @jit
@@ -185,25 +179,13 @@ def _count_dropped(h, counts):
 
 @jit
 def _keep_need(h, ids, lengths, accepted, counts, dropped):
-    if not finds(h):
-        return np.int64(0)
-    error = drafts.draft_error(h, ids, lengths, accepted, counts)
-    if error:
-        return np.int64(error)
-    if has_states(h):
-        return recurrent.keep_need(h, ids, lengths, accepted, counts, dropped)
-    return drafts.keep_need(h, ids, lengths, accepted, counts, dropped)
+    error = np.int64(drafts.draft_error(h, ids, lengths, accepted, counts))
+    return error if error else _keep_path_need(h, ids, lengths, accepted, counts, dropped)
 
 
 @jit
 def _keep(h, ids, lengths, accepted, counts, dropped):
-    follow(h, ids)
-    if not finds(h):
-        return
-    if has_states(h):
-        recurrent.keep(h, ids, lengths, accepted, counts, dropped)
-    else:
-        drafts.keep(h, ids, lengths, accepted, counts, dropped)
+    _keep_path(h, ids, lengths, accepted, counts, dropped)
     _count_dropped(h, dropped)
 
 
@@ -223,22 +205,7 @@ def keep(heads, ids, lengths, accepted, counts, dropped, now):
 # -- what is left behind ----------------------------------------------------------------------------
 
 
-@jit
-def _commit_need(h, ids, counts):
-    return np.int64(commit_error(h, ids, counts)) if finds(h) else np.int64(0)
-
-
-@jit
-def _commit(h, ids, counts):
-    if not finds(h):
-        follow(h, ids)
-    elif has_states(h):
-        recurrent.commit(h, ids, counts)
-    else:
-        commit_blocks(h, ids, counts)
-
-
-_commit_checked = _checked(_commit_need, _fits, _commit)
+_commit_checked = _checked(commit_error, _fits, _by_kind(commit_blocks, recurrent.commit))
 
 
 @jit
@@ -329,7 +296,7 @@ def abort_reserved(heads, ids, counts, now):
     _become(heads, ids[0], LIVE)
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        sequence = sequences_of(h)[ids[0] & 0xFFFFFFFF]
+        sequence = sequences_of(h)[slot_of(ids[0])]
         sequence.failed = 0  # nobody uses it any more
         if finds(h):
             counts[0] = sequence.length - sequence.reused * h.width
@@ -381,7 +348,8 @@ def refresh(heads, now):
     """Give blocks whose time to live is over the default priority, at the back of its list. Returns how many."""
     done = 0
     for g in range(heads.shape[0]):
-        done += upkeep.refresh(head(heads, g), now)
+        begin(head(heads, g), now)
+        done += expire(head(heads, g), head(heads, g).blocks)
     return np.int64(done)
 
 

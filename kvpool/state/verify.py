@@ -11,15 +11,15 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
+from kvpool.state.kinds import kept_from
 from kvpool.state.records import (
     ATTENTION,
     CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
-    EXTRA,
     HOST,
     INDEXED,
     KEYED,
@@ -37,7 +37,7 @@ from kvpool.state.records import (
     TAIL,
     blocks_of,
     children_of,
-    extra_of,
+    extra_in,
     head,
     index_of,
     lists_of,
@@ -46,7 +46,6 @@ from kvpool.state.records import (
     tokens_of,
 )
 from kvpool.state.row_tokens import column_key
-from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]
 
@@ -119,11 +118,10 @@ def _walk_windows(heads, g, seen):
 def _wrong_key(heads, g):
     """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
     h = head(heads, g)
-    blocks, tokens, extra = blocks_of(h), tokens_of(h), extra_of(h)
+    blocks, tokens = blocks_of(h), tokens_of(h)
     for b in range(blocks.shape[0]):
         if blocks[b].flags & (PUBLISHED | PENDING):
-            own = extra[b] if blocks[b].flags & EXTRA else extra[0][:0]
-            key = block_key(tokens[b], own, h.secret0, h.secret1, blocks[b].parent0, blocks[b].parent1, h.guards)
+            key = key_in(h, tokens[b], extra_in(h, b), blocks[b].parent0, blocks[b].parent1)
             if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
                 return b
     return NONE

@@ -11,7 +11,7 @@ import pytest
 from engine import Engine
 from group_engine import GroupsEngine
 from kvpool import KVCacheManager, PoolClosed
-from kvpool.state import debug
+from tests import debug
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]

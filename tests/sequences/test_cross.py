@@ -10,8 +10,9 @@ import pytest
 
 from group_engine import GroupsEngine
 from kvpool import IntegrityError, OutOfBlocks
-from kvpool.state import debug, records
+from kvpool.state import records
 from kvpool.state.verify import verify
+from tests import debug
 
 Open = Callable[..., GroupsEngine]
 A = list(range(100, 148))

@@ -14,7 +14,7 @@ from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PoolClosed, Unknown
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 # A tree: 0 and 1 are roots; 0 -> 2, 3; 1 -> 4; 3 -> 5; 4 -> 6; 5 -> 7.

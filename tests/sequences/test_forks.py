@@ -14,7 +14,8 @@ import pytest
 from engine import Engine, Request
 from failing import Rig, on_host_only
 from kvpool import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
-from kvpool.state import debug, verbs
+from kvpool.state import verbs
+from tests import debug
 
 Make = Callable[..., Engine]
 

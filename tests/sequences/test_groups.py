@@ -13,7 +13,8 @@ from group_engine import GroupsEngine
 from kvpool import DeviceError, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
-from kvpool.state import debug, records
+from kvpool.state import records
+from tests import debug
 from tests.device.faults import FaultyDevice
 
 Open = Callable[..., GroupsEngine]

@@ -12,7 +12,7 @@ import pytest
 from engine import Engine
 from group_engine import GroupsEngine
 from kvpool import OutOfBlocks, OutOfSequences
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]

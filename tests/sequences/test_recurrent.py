@@ -13,7 +13,8 @@ import pytest
 from group_engine import GroupsEngine
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.device.sim import RaceError, SimDevice
-from kvpool.state import debug, records
+from kvpool.state import records
+from tests import debug
 
 Open = Callable[..., GroupsEngine]
 A = list(range(100, 148))

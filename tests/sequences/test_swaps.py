@@ -13,7 +13,7 @@ from engine import Engine, EventReplay, Request
 from failing import Rig
 from group_engine import GroupsEngine
 from kvpool import DeviceError, OutOfBlocks, OutOfSequences, PoolBusy
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]

@@ -25,7 +25,7 @@ from kvpool import (
     UnknownSequence,
 )
 from kvpool import operations as op
-from kvpool.state import debug
+from tests import debug
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]

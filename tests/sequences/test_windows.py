@@ -10,7 +10,7 @@ import pytest
 
 from engine import Engine
 from kvpool import IntegrityError, KVCacheManager, OutOfBlocks
-from kvpool.state import debug
+from tests import debug
 from tests.failing import Rig
 from tests.loading import load
 

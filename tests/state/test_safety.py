@@ -17,7 +17,8 @@ from kvpool.device.base import Device
 from kvpool.device.cpu import CpuDevice
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolClosed, UnknownSequence
 from kvpool.pool.keys import Scope
-from kvpool.state import debug, records
+from kvpool.state import records
+from tests import debug
 
 Make = Callable[..., Engine]
 SECRET = b"0123456789abcdef"

@@ -9,7 +9,7 @@ import pytest
 
 from engine import Engine, EventReplay
 from kvpool.errors import OutOfBlocks
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 

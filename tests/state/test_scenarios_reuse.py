@@ -10,8 +10,8 @@ import pytest
 
 from engine import Engine
 from kvpool.errors import OutOfBlocks, UnknownSequence
-from kvpool.state import debug
 from kvpool.state.index import child_bucket
+from tests import debug
 
 Make = Callable[..., Engine]
 

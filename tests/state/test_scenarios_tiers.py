@@ -10,7 +10,7 @@ import pytest
 
 from engine import Engine
 from kvpool.errors import BlockNotFound, LeaseExpired, OutOfBlocks, PoolBusy
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 

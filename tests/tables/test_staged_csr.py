@@ -15,7 +15,7 @@ from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.tables import StagedVectors
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 GARBAGE = 1234567

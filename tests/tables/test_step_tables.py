@@ -16,8 +16,8 @@ from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.steps import StagedStep, StepTargets
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
 from steps import GARBAGE, NAMES, arrays, check, expected, same, spans
+from tests import debug
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]
