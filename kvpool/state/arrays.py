@@ -171,7 +171,7 @@ class State:
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:
         blocks, lists = self.blocks, self.lists
-        for name in ("twin", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
+        for name in ("other_copy", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
             blocks[name] = NONE
         blocks["priority"] = DEFAULT_PRIORITY
         self.sequences["duplicates"] = NONE

@@ -58,7 +58,7 @@ def _publish(h, b):
         return False  # other content has this key
     if device_copy(h, found) != NONE:
         return False
-    blocks[b].twin, blocks[found].twin = found, b
+    blocks[b].other_copy, blocks[found].other_copy = found, b
     blocks[b].uses = blocks[found].uses
     on_insert(h, b)
     blocks[b].flags |= PUBLISHED
@@ -175,7 +175,7 @@ def forget_everywhere(h, b):
     that."""
     if not blocks_of(h)[b].flags & PUBLISHED:
         return
-    other = np.int64(blocks_of(h)[b].twin)
+    other = np.int64(blocks_of(h)[b].other_copy)
     if other == NONE or blocks_of(h)[other].word & REFS == 0:
         forget_both(h, b, other)
 

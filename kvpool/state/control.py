@@ -39,7 +39,7 @@ def _erase(h, b):
         forget(h, b, NONE)
         on_change(h, b)
     else:
-        forget_both(h, device, np.int64(blocks_of(h)[device].twin))
+        forget_both(h, device, np.int64(blocks_of(h)[device].other_copy))
         on_change(h, device)
     counters_of(h).forgotten_by_call_blocks += 1
 

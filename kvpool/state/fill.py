@@ -102,7 +102,7 @@ def onboard(h, host):
     blocks = blocks_of(h)
     b = take_device(h)
     copy_content(h, host, b)
-    blocks[b].twin, blocks[host].twin = host, b
+    blocks[b].other_copy, blocks[host].other_copy = host, b
     add_reference(blocks, b)
     emit_move(h, host, b, h.width, ONBOARD)
     emit(h, STORED, b)

@@ -2,7 +2,7 @@
 and links inside the blocks.
 
 There are four buckets for each block, so most lookups end at the head. One block represents a cached content in both
-structures: its device copy or its host copy. That block is marked LINKED; ``twin`` leads to the other copy.
+structures: its device copy or its host copy. That block is marked LINKED; ``other_copy`` leads to the other copy.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ def find(h, key0, key1, namespace, tokens, extra, start):
 
 @jit(forceinline=True)
 def device_copy(h, b):
-    return b if b < h.device_blocks else blocks_of(h)[b].twin
+    return b if b < h.device_blocks else blocks_of(h)[b].other_copy
 
 
 @jit(forceinline=True)
 def host_copy(h, b):
-    return b if b >= h.device_blocks else blocks_of(h)[b].twin
+    return b if b >= h.device_blocks else blocks_of(h)[b].other_copy
 
 
 @jit(forceinline=True)

@@ -18,6 +18,7 @@ from kvpool.jit.intrinsics import array_at, prefetch
 from kvpool.state.index import expect, expect_child
 from kvpool.state.lists import heap_push, heap_remove, lowest, push_back, push_front, relink, unlink
 from kvpool.state.records import (
+    CLEAN,
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
@@ -26,7 +27,6 @@ from kvpool.state.records import (
     LISTS_PER_TIER,
     LOWEST,
     NONE,
-    REDUNDANT,
     TAIL,
     TIE_BITS,
     USES_MAX,
@@ -55,8 +55,8 @@ def list_of(h, b):
     first = np.int64(DEVICE if b < h.device_blocks else HOST) * LISTS_PER_TIER
     if not block.flags & INDEXED:
         return first + EMPTY
-    if b >= h.device_blocks and block.twin != NONE:
-        return first + REDUNDANT
+    if b >= h.device_blocks and block.other_copy != NONE:
+        return first + CLEAN
     return first + block.priority
 
 
@@ -65,7 +65,9 @@ def _demotes(h, b):
     """Whether the content of a listed block gets the default priority when its time to live is over. Content that has
     that priority already does not, nor a clean copy, which is one of the first victims anyway."""
     block = blocks_of(h)[b]
-    return block.ttl != NONE and block.priority != DEFAULT_PRIORITY and (b < h.device_blocks or block.twin == NONE)
+    return (
+        block.ttl != NONE and block.priority != DEFAULT_PRIORITY and (b < h.device_blocks or block.other_copy == NONE)
+    )
 
 
 @jit(forceinline=True)
@@ -241,7 +243,7 @@ def victim(h, tier, priority):
     lists, first = lists_of(h), tier * LISTS_PER_TIER
     b = np.int64(lists[first + EMPTY, 0])
     if b == NONE and tier == HOST and h.overflow == 0:
-        b = np.int64(lists[first + REDUNDANT, 0])
+        b = np.int64(lists[first + CLEAN, 0])
     if b != NONE:
         return b
     b = np.int64(lowest(lists, tier))
@@ -297,7 +299,7 @@ def overflow(h, takes, onboards):
     Each eviction needs a host block. Empty blocks, clean copies and the sources of the onboards serve some of them;
     the rest is the result. Changes nothing.
     """
-    room = empty_blocks(h, HOST) + lists_of(h)[HOST * LISTS_PER_TIER + REDUNDANT, 2] + onboards
+    room = empty_blocks(h, HOST) + lists_of(h)[HOST * LISTS_PER_TIER + CLEAN, 2] + onboards
     return max(0, _offloads(h, takes) - room) if onboards and takes > room else 0
 
 
@@ -310,7 +312,7 @@ def _offloads(h, takes):
     for which in range(lists[LOWEST + DEVICE, 0], EMPTY):
         b = np.int64(lists[which, 0])
         while b != NONE and left > 0:
-            count += 1 if blocks[b].twin == NONE and should_offload(h, b) else 0
+            count += 1 if blocks[b].other_copy == NONE and should_offload(h, b) else 0
             left -= 1
             b = np.int64(blocks[b].next)
     return count

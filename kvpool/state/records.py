@@ -37,8 +37,8 @@ REFS = 0xFFFFFFFF
 TIE_BITS = 20
 
 # One block. Ids [0, device_blocks) are device blocks, the rest host blocks. One block represents a cached content (a
-# key) in the index and among the children of its parent: its device copy or its host copy. `twin` links it to the other
-# copy.
+# key) in the index and among the children of its parent: its device copy or its host copy. `other_copy`
+# links it to the other one.
 BLOCK = np.dtype(
     [
         ("word", "i8"),  # references in the low half, pins in the high half; first, since atomics address it
@@ -48,7 +48,7 @@ BLOCK = np.dtype(
         ("prev", "i4"),
         ("next", "i4"),
         ("chain", "i4"),  # next block in the same bucket of the index
-        ("twin", "i4"),  # the copy of this content on the other tier
+        ("other_copy", "i4"),  # the copy of this content on the other tier
         ("list", "i2"),  # which list it is in; below zero: ~ of the list that it left, because somebody holds it
         ("filled", "i2"),  # tokens with known content
         ("uses", "u2"),  # sequences that computed or reused the content, saturating
@@ -184,7 +184,7 @@ USES_MAX = 65535
 PRIORITY_MAX = 100
 
 LISTS_PER_TIER = 103
-EMPTY, REDUNDANT = 101, 102
+EMPTY, CLEAN = 101, 102
 # rows LOWEST + tier of the lists array: no list of that tier below this priority has a block
 LOWEST = 2 * LISTS_PER_TIER
 

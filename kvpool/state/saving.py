@@ -23,7 +23,7 @@ def uses(heads, g, keys, out):
 @jit
 def evict_first(heads, g, keys, alone, now):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
-    the next victims there. Redundant copies only, or with ``alone`` also those that are the only ones. Held blocks stay
+    the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay
     as they are. Returns how many were put in front."""
     h = head(heads, g)
     begin(h, now)
@@ -31,6 +31,6 @@ def evict_first(heads, g, keys, alone, now):
     for i in range(keys.shape[0] - 1, -1, -1):
         b = find_key(h, keys[i, 0], keys[i, 1])
         b = NONE if b == NONE else host_copy(h, b)
-        if b != NONE and (alone or blocks_of(h)[b].twin != NONE) and evict_next(h, b):
+        if b != NONE and (alone or blocks_of(h)[b].other_copy != NONE) and evict_next(h, b):
             moved += 1
     return moved

@@ -79,7 +79,7 @@ def _claim(h, slot, tier):
     marked."""
     blocks, here, there, need = blocks_of(h), _here(h, slot, tier), _there(h, slot, tier), np.int64(0)
     for i in range(sequences_of(h)[slot].blocks):
-        there[i] = blocks[here[i]].twin if here[i] != NONE else NONE
+        there[i] = blocks[here[i]].other_copy if here[i] != NONE else NONE
         if there[i] != NONE:
             hold(h, np.int64(there[i]))
         elif here[i] != NONE and not blocks[here[i]].flags & ONBOARDING:
@@ -115,9 +115,9 @@ def _copy(h, b, copy, tokens, tier):
     ``b`` can."""
     blocks = blocks_of(h)
     copy_content(h, b, copy)
-    blocks[b].twin = copy
+    blocks[b].other_copy = copy
     if blocks[b].flags & PUBLISHED:
-        blocks[copy].twin = b
+        blocks[copy].other_copy = b
         emit(h, STORED, copy)
     else:
         blocks[copy].flags, blocks[copy].filled = blocks[b].flags & (KEYED | EXTRA), blocks[b].filled
@@ -139,7 +139,7 @@ def _copy_rest(h, slot, tier):
             tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)
             _copy(h, b, take_device(h) if tier == DEVICE else take_host(h, np.int64(PRIORITY_MAX)), tokens, tier)
             copied += 1
-        there[i] = blocks[b].twin
+        there[i] = blocks[b].other_copy
         add_reference(blocks, np.int64(there[i]))
     return copied
 
@@ -154,7 +154,7 @@ def _leave(h, slot, tier):
         if b == NONE:
             continue
         if not blocks[b].flags & PUBLISHED:
-            blocks[b].twin = NONE
+            blocks[b].other_copy = NONE
         if tier == HOST:
             emit_access(h, ACCESSED, np.int64(sequence.stream), b)
         let_go(h, b)

@@ -117,21 +117,21 @@ def unpublish(h, b, deadline):
     The block keeps its key (a caller that changes its bytes clears KEYED) and its place in a list, if it is in one.
     """
     blocks = blocks_of(h)
-    twin = np.int64(blocks[b].twin)
+    other = np.int64(blocks[b].other_copy)
     if blocks[b].flags & LINKED:
-        unlink_content(h, b, twin)
+        unlink_content(h, b, other)
     if blocks[b].flags & PUBLISHED:
         emit(h, REMOVED, b)
         if b < h.device_blocks:
             h.removals += 1
     blocks[b].flags &= ~INDEXED
-    if twin == NONE:
+    if other == NONE:
         return False
-    blocks[twin].twin = NONE
-    blocks[b].twin = NONE
-    if twin >= h.device_blocks:
-        if on_only_copy(h, twin, b, deadline):
-            emit(h, UPDATED, twin)
+    blocks[other].other_copy = NONE
+    blocks[b].other_copy = NONE
+    if other >= h.device_blocks:
+        if on_only_copy(h, other, b, deadline):
+            emit(h, UPDATED, other)
     return True
 
 
@@ -148,13 +148,13 @@ def forget(h, b, deadline):
 
 @jit
 def take_host(h, priority):
-    """Take an empty host block. If there is none, evict a redundant copy, or content of no higher priority. NONE if
+    """Take an empty host block. If there is none, evict a clean copy, or content of no higher priority. NONE if
     that is impossible."""
     blocks = blocks_of(h)
     b, _ = take_victim(h, np.int64(HOST), priority)
     if b == NONE:
         return b
-    if blocks[b].twin != NONE:
+    if blocks[b].other_copy != NONE:
         unpublish(h, b, NONE)
         counters_of(h).redundant_dropped += 1
     elif blocks[b].flags & INDEXED:
@@ -193,7 +193,7 @@ def _evict(h, b, deadline):
     blocks = blocks_of(h)
     record(h, LIFETIME, blocks[b].stored_at)
     record(h, IDLE, blocks[b].used_at)
-    if blocks[b].twin != NONE:
+    if blocks[b].other_copy != NONE:
         counters_of(h).offloads_saved += 1
         unpublish(h, b, deadline)
     elif not _offload(h, b, deadline):

@@ -101,7 +101,7 @@ def offload(h, keys):
         if g == NONE:
             break
         copy_content(h, b, g)
-        blocks[b].twin, blocks[g].twin = g, b
+        blocks[b].other_copy, blocks[g].other_copy = g, b
         add_reference(blocks, g)
         emit_move(h, b, g, h.width, OFFLOAD)
         emit(h, STORED, g)
@@ -174,7 +174,7 @@ def reset(h, ids, now):
         if blocks[b].flags & PUBLISHED and b < h.device_blocks:
             h.removals += 1
         blocks[b].flags &= LOST
-        blocks[b].twin = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
+        blocks[b].other_copy = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
     begin(h, now)
     give_up(h, ids, DROP)
     for i in range(ids.shape[0]):

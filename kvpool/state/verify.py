@@ -16,6 +16,7 @@ from kvpool.state.index import bucket, child_bucket
 from kvpool.state.kinds import kept_from
 from kvpool.state.records import (
     ATTENTION,
+    CLEAN,
     CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
@@ -32,7 +33,6 @@ from kvpool.state.records import (
     PENDING,
     PUBLISHED,
     RECURRENT,
-    REDUNDANT,
     SWAPPED,
     TAIL,
     blocks_of,
@@ -179,9 +179,9 @@ def _lists(state: State) -> Iterator[Finding]:
             yield "capacity", f"{name}: listed + held is not the capacity"
     # The rule is repeated here. Asking the policy would check it against itself.
     on_host = np.arange(len(blocks)) >= device
-    content = [(blocks["flags"] & INDEXED) == 0, on_host & (blocks["twin"] != NONE)]
+    content = [(blocks["flags"] & INDEXED) == 0, on_host & (blocks["other_copy"] != NONE)]
     tier = np.where(on_host, HOST, DEVICE)
-    expected = tier * LISTS_PER_TIER + np.select(content, [EMPTY, REDUNDANT], blocks["priority"])
+    expected = tier * LISTS_PER_TIER + np.select(content, [EMPTY, CLEAN], blocks["priority"])
     other = blocks["list"] // LISTS_PER_TIER != tier
     yield from _first("tier of list", ~held & other, "block {} is in a list of the other tier")
     yield from _first(
@@ -197,18 +197,18 @@ def _lists(state: State) -> Iterator[Finding]:
 
 def _index(state: State) -> Iterator[Finding]:
     blocks, device = state.blocks, int(state.head.device_blocks)
-    flags, twin = blocks["flags"], blocks["twin"]
+    flags, other_id = blocks["flags"], blocks["other_copy"]
     published, linked, tail = (flags & PUBLISHED) != 0, (flags & LINKED) != 0, (flags & TAIL) != 0
     pending = (flags & PENDING) != 0
-    has = twin != NONE
-    outside = has & ((twin < 0) | (twin >= len(blocks)))
+    has = other_id != NONE
+    outside = has & ((other_id < 0) | (other_id >= len(blocks)))
     if outside.any():
         yield from _first("copies", outside, "the copy of block {} is no block")
         return
     yield from _first("copies", has & ~published, "block {} has a copy but is not published")
-    other = blocks[twin]
+    other = blocks[other_id]
     is_device = np.arange(len(blocks)) < device
-    mutual = (other["twin"] == np.arange(len(blocks))) & (is_device != is_device[twin])
+    mutual = (other["other_copy"] == np.arange(len(blocks))) & (is_device != is_device[other_id])
     same = (
         (other["key0"] == blocks["key0"])
         & (other["key1"] == blocks["key1"])
@@ -218,10 +218,10 @@ def _index(state: State) -> Iterator[Finding]:
         "copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers"
     )
     yield from _first(
-        "copies", has & (state.tokens != state.tokens[twin]).any(axis=1), "block {} and its copy differ in tokens"
+        "copies", has & (state.tokens != state.tokens[other_id]).any(axis=1), "block {} and its copy differ in tokens"
     )
     alone = published & ~has & ~linked
-    both = has & (linked == linked[twin])
+    both = has & (linked == linked[other_id])
     yield from _first("representative", alone | both, "the content of block {} has none or two in the index")
     yield from _first("representative", linked & ~published & ~tail & ~pending, "block {} is linked but caches nothing")
     yield from _first("published", published & (flags & KEYED == 0), "block {} is published without a key")

@@ -44,7 +44,7 @@ COUNTERS = (
 )
 
 
-KINDS_OF_LIST = (records.EMPTY, records.REDUNDANT)
+KINDS_OF_LIST = (records.EMPTY, records.CLEAN)
 
 
 class Failed:
