@@ -15,8 +15,7 @@ from kvpool.jit import jit
 from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
 from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LONG
 from kvpool.state.commit import publish_committed, retry_duplicates
-from kvpool.state.drafts import gap_of
-from kvpool.state.growth import note_dropped
+from kvpool.state.growth import gap_of, note_dropped
 from kvpool.state.kinds import keeps_state
 from kvpool.state.policy import BACK, FRONT, free_blocks
 from kvpool.state.records import (
@@ -260,7 +259,7 @@ def rewind(h, ids, counts):
 
 @jit
 def keep_need(h, ids, drafts, accepted, counts, dropped):
-    """The blocks that ``keep`` takes for copies, or the error. Called after ``drafts.draft_error``. ``dropped`` is
+    """The blocks that ``keep`` takes for copies, or the error. Called after ``growth.draft_error``. ``dropped`` is
     ``drafts - counts``."""
     need = rewind_need(h, ids, dropped)
     if need < 0:

@@ -74,7 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_loss_ignores_its_ticket",
-        "lose",
+        "_lose",
         "blocks[b].ticket != ticket",
         "False",
         "A failure that is reported late takes the content of whoever has the block now.",

@@ -48,7 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lost_copy_on_the_host_is_not_noticed",
-        "lost_one",
+        "_lost_one",
         "row = (swapped_of(h) if sequences_of(h)[slot].live == SWAPPED else table_of(h))[slot]",
         "row = table_of(h)[slot]",
         "A sequence comes back with KV that never arrived on the host.",

@@ -15,27 +15,6 @@ Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]
 
 
-def test_free_blocks_are_those_that_nobody_holds(make: Make) -> None:
-    engine = make(T=4, P=8, S=4)
-    cache = engine.cache
-    assert cache.free_blocks == 8 and type(cache.free_blocks) is int
-    one = engine.add(range(10))
-    assert cache.free_blocks == 5
-    engine.append(one, [1, 2, 3])
-    assert cache.free_blocks == 4
-    engine.commit(one)
-    fork = cache.fork(one.id)
-    assert cache.free_blocks == 4
-    cache.release(fork)
-    with cache.pin_blocks(engine.table(one)[:1]):
-        engine.release(one)
-        assert cache.free_blocks == 7 == engine.free()
-    assert cache.free_blocks == 8
-    with cache.reserve(range(50, 59)):
-        assert cache.free_blocks == 5
-    assert cache.free_blocks == 8
-
-
 def test_exactly_as_many_can_be_taken(make: Make) -> None:
     for seed in range(10):
         print("seed", seed)

@@ -64,14 +64,6 @@ def test_a_part_that_a_batch_has_to_give_up_is_not_planned(make: Make) -> None:
     assert [one.cached for one in engine.add_batch([[1, 2, 3, 8], [1, 2, 3, 9]])] == [3, 0]
 
 
-def test_a_plan_has_the_head_of_a_batch_that_fits(make: Make) -> None:
-    engine = make(P=4, max_sequences=3)
-    planned = engine.cache.plan_batch([[1] * 5, [2] * 5, [3] * 5])
-    assert len(planned.cached_tokens) == planned.admitted == 2 and planned.blocks == 4
-    assert engine.cache.plan_batch([[i] for i in range(4)]).admitted == 3
-    assert engine.cache.plan_batch([]).blocks == 0
-
-
 def test_a_prompt_that_can_never_fit_holds_up_no_other(make: Make) -> None:
     planned = make(P=4).cache.plan_batch([[1], [2] * 40, [3]])
     assert planned.admitted == 2 and [*planned.refused] == [1] and planned.blocks == 2
@@ -90,37 +82,6 @@ def test_a_scheduler_can_wait_for_a_sequence_that_computes_the_same(make: Make) 
     engine.commit(running, 8)
     later = engine.cache.plan_batch([prompt])
     assert later.cached_tokens.tolist() == [8] and later.computing.tolist() == [-1]
-
-
-def test_the_sequence_that_computes_most_is_named(make: Make) -> None:
-    engine = make(P=16)
-    engine.add(range(5))
-    long = engine.add([*range(12), 7, 7])
-    engine.add([*range(8), 8, 8, 8, 8, 8])
-    assert engine.cache.plan_batch([list(range(20))]).computing.tolist() == [long.id]
-    # Tokens that were appended count like those of a prompt.
-    engine.append(long, list(range(14, 17)))
-    assert engine.cache.plan_batch([[*range(12), 7, 7, 14, 15, 16]]).computing_tokens.tolist() == [16]
-
-
-def test_what_is_computed_in_another_namespace_is_nobodys(make: Make) -> None:
-    engine = make(P=16)
-    engine.add(range(9), salt="a")
-    engine.add(range(100, 109), extra_ids=[1] * 9)
-    cache = engine.cache
-    plain = cache.plan_batch([list(range(9)), list(range(100, 109))])
-    assert plain.computing.tolist() == [-1, -1]
-    keys = [cache.block_keys(list(range(9)), salt="a"), cache.block_keys(list(range(100, 109)), extra_ids=[1] * 9)]
-    assert cache.plan_batch(keys).computing_tokens.tolist() == [8, 8]
-
-
-def test_states_are_waited_for_where_they_are_kept(open_: Open) -> None:
-    engine = open_(RECURRENT)
-    running = engine.add(range(40))
-    prompt = [*range(30), 99]
-    assert engine.cache.plan_batch([prompt]).computing_tokens.tolist() == [24]
-    engine.commit(running, 24)
-    assert engine.cache.match_prefix(prompt).tokens == 24
 
 
 def test_a_running_state_is_not_waited_for(open_: Open) -> None:
@@ -208,18 +169,6 @@ class Drawn:
             assert tokens % self.engine.T == 0 and tokens < len(prompt)
             if i >= 0:
                 assert int(self.engine.cache.committed_tokens(int(i))) < tokens
-
-
-@pytest.mark.parametrize("kinds", POOLS)
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_planned_is_what_is_got(open_: Open, kinds: str, seed: int) -> None:
-    print(f"seed {seed}")
-    engine = open_(*POOLS[kinds], max_sequences=5)
-    drawn = Drawn(engine, seed)
-    for _ in range(80):
-        drawn.step()
-    engine.cache.verify()
-    engine.cache.release(drawn.live)
 
 
 @pytest.mark.parametrize("kinds", POOLS)
