@@ -1,0 +1,88 @@
+"""Recorder: the lines that a digest is made of. All knowledge of inner modules of kvpool is in ``record_batches``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from kvpool import KVCacheManager
+
+DIRECTIONS = ("offload", "onboard", "within")
+
+
+class Recorder:
+    """Lines in the order in which things happened, and how often each kind of them did (``seen``)."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self._numbers: dict[bytes, int] = {}
+
+    def line(self, kind: str, *values: Any) -> None:
+        self.seen[kind] += 1
+        self.lines.append(f"{kind} {[self._plain(value) for value in values]}")
+
+    def numbers(self, keys: Iterable[Any]) -> list[int]:
+        """The numbers of keys, by their first appearance."""
+        raw = [key if isinstance(key, bytes) else np.asarray(key).tobytes() for key in keys]
+        return [self._numbers.setdefault(key, len(self._numbers)) for key in raw]
+
+    def outcome(self, verb: str, call: Callable[[], Any], show: Callable[[Any], Any] = lambda found: found) -> Any:
+        """Make a call and note what it returns, or the class of what it raises. Returns None if it raises."""
+        try:
+            found = call()
+        except Exception as error:
+            self.line(f"{verb} {type(error).__name__}")
+            return None
+        self.line(verb, show(found))
+        return found
+
+    def events(self, events: Iterable[Any]) -> None:
+        """Events of a pool, or of a keeper."""
+        for event in events:
+            keys = None if event.keys is None else self.numbers(event.keys)
+            parent = None if event.parent is None else self.numbers([event.parent])
+            self.line(
+                " ".join(filter(None, ("event", event.kind, event.tier))), event.number, keys, parent, event.tokens,
+                event.extra_ids, event.salt, event.adapter_id, event.priority, event.group, event.blocks,
+            )  # fmt: skip
+
+    def _plain(self, value: Any) -> Any:
+        """A value as builtins, whose text is the same in every process. Of the id of a sequence, its row and the number
+        of its first appearance, since ids differ from pool to pool."""
+        if isinstance(value, (np.ndarray, np.generic)):
+            return self._plain(value.tolist())
+        if isinstance(value, dict):
+            return sorted((str(key), self._plain(own)) for key, own in value.items())
+        if isinstance(value, (list, tuple)):
+            return [self._plain(own) for own in value]
+        assert value is None or isinstance(value, (int, str, bytes)), value
+        if isinstance(value, int) and value >= 1 << 32:
+            return f"sequence {self.numbers([b'%d' % value])[0]} in row {value & 0xFFFFFFFF}"
+        return value
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+
+
+def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
+    """Note each batch of moves as it was decided, in the order of tickets, before it is enqueued."""
+    transfer: Any = cache.core.transfer
+    enqueue = transfer._enqueue
+
+    def noted(batch: Any) -> Any:
+        moves, shifts = batch.moves.tolist(), batch.token_moves.tolist()
+        for *move, direction in moves:
+            recorder.line(DIRECTIONS[direction], batch.ticket, move)
+        if shifts:
+            recorder.line("token moves", batch.ticket, shifts)
+        if not moves and not shifts:
+            recorder.line("ticket", batch.ticket)
+        return enqueue(batch)
+
+    transfer._enqueue = noted
