@@ -9,7 +9,7 @@ from kvpool.state.accesses import ACCESSED, WROTE, emit_access
 from kvpool.state.codes import BAD_COUNT
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
-from kvpool.state.kinds import has_states, keeps_state, kept_from
+from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
 from kvpool.state.policy import BACK, nth_released, on_change, on_insert, on_release
 from kvpool.state.records import (
     KEYED,
@@ -29,6 +29,7 @@ from kvpool.state.records import (
 )
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
+from kvpool.state.row_tokens import name
 from kvpool.state.sequences import give_columns, slot_of, stream_of
 from kvpool.state.tiers import enter, forget_both
 
@@ -117,13 +118,18 @@ def retry_duplicates(h, slot):
 
 
 @jit
-def _give_passed(h, slot):
-    """Give back the blocks that no token after the committed ones sees."""
+def _give_passed(h, slot, before):
+    """Give back the blocks that no token after the committed ones sees, or the states from which nobody continues any
+    more. ``before`` tokens had been committed."""
     sequence = sequences_of(h)[slot]
-    last = kept_from(h, sequence.committed)
-    if last > sequence.first:
-        counters_of(h).passed_blocks += give_columns(h, slot, sequence.first, last, BACK)
-        sequence.first = last
+    if has_states(h):
+        first, last = max((before - 1) // h.width, 0), (sequence.committed - 1) // h.width
+    else:
+        first, last = np.int64(sequence.first), kept_from(h, sequence.committed)
+    if last > first:
+        counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)
+        if h.window:
+            sequence.first = last
 
 
 @jit
@@ -139,22 +145,26 @@ def commit_error(h, ids, counts):
 
 
 @jit
-def commit_blocks(h, ids, counts):
+def commit_rows(h, ids, counts):
     """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
     for i in range(ids.shape[0]):
         slot = slot_of(ids[i])
-        sequence = sequences_of(h)[slot]
+        sequence, row = sequences_of(h)[slot], table_of(h)[slot]
         retry_duplicates(h, slot)
-        before, first = sequence.committed, sequence.committed // h.width
+        before = np.int64(sequence.committed)
         sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
-        stream = stream_of(h, slot)
-        for at in range(first, blocks_for(h, sequence.committed) if sequence.committed > before else 0):
-            emit_access(h, WROTE, stream, np.int64(table_of(h)[slot, at]))
+        first, last, stream = before // h.width, sequence.committed // h.width, stream_of(h, slot)
+        end = state_at(h, slot, sequence.committed) + 1 if has_states(h) else blocks_for(h, sequence.committed)
+        for at in range(first, end if sequence.committed > before else 0):
+            if row[at] != NONE:
+                emit_access(h, WROTE, stream, np.int64(row[at]))
         if sequence.duplicates == NONE:
             sequence.removals = h.removals
-        publish_committed(h, slot, first, sequence.committed // h.width)
-        if h.window:
-            _give_passed(h, slot)
+        if has_states(h):
+            name(h, slot, first, last)
+        publish_committed(h, slot, first, last)
+        if h.window or has_states(h):
+            _give_passed(h, slot, before)
 
 
 @jit

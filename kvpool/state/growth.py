@@ -128,14 +128,19 @@ def rewind_need(h, ids, counts):
     return need
 
 
-@jit
-def rewind(h, ids, counts):
-    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible."""
-    for i in range(ids.shape[0]):
-        slot = slot_of(ids[i])
-        stream = stream_of(h, slot)
-        if counts[i] > 0:
-            rewind_one(h, slot, counts[i], stream)
+def rewinding(one):
+    """Make the function that drops the last ``counts`` tokens of each sequence by ``one(h, slot, count, stream)``. The
+    need was found possible."""
+
+    @jit
+    def rewind(h, ids, counts):
+        for i in range(ids.shape[0]):
+            slot = slot_of(ids[i])
+            stream = stream_of(h, slot)
+            if counts[i] > 0:
+                one(h, slot, counts[i], stream)
+
+    return rewind
 
 
 @jit(forceinline=True)
@@ -164,6 +169,9 @@ def rewind_one(h, slot, count, stream):
     sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
     if sequence.duplicates >= full:
         sequence.duplicates = NONE
+
+
+rewind = rewinding(rewind_one)
 
 
 # -- drafts --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from kvpool.jit import jit
-from kvpool.state.records import ATTENTION, CROSS, RECURRENT, head, request_at, sequences_of
+from kvpool.state.records import ATTENTION, CROSS, NONE, RECURRENT, head, request_at, sequences_of, table_of
 from kvpool.state.requests import blocks_for, reusable
 
 
@@ -64,6 +64,15 @@ def keeps_state(h, i, kept):
     """Whether the state after column ``i`` of a sequence is kept for others to find. ``kept`` is that column of its
     prompt."""
     return i == kept or (h.snapshot != 0 and (i + 1) % h.snapshot == 0)
+
+
+@jit(forceinline=True)
+def state_at(h, slot, count):
+    """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
+    i = (count - 1) // h.width
+    while i >= 0 and table_of(h)[slot, i] == NONE:
+        i += 1
+    return i
 
 
 @jit

@@ -14,17 +14,15 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
 from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LONG
-from kvpool.state.commit import publish_committed, retry_duplicates
-from kvpool.state.growth import gap_of, note_dropped
-from kvpool.state.kinds import keeps_state
-from kvpool.state.policy import BACK, FRONT, free_blocks
+from kvpool.state.growth import gap_of, note_dropped, rewinding
+from kvpool.state.kinds import keeps_state, state_at
+from kvpool.state.policy import FRONT, free_blocks
 from kvpool.state.records import (
     DEVICE,
     KEYED,
     NONE,
     PUBLISHED,
     blocks_of,
-    counters_of,
     drop_reference,
     head,
     no_extra,
@@ -34,7 +32,7 @@ from kvpool.state.records import (
     table_of,
 )
 from kvpool.state.requests import blocks_for
-from kvpool.state.row_tokens import name, note
+from kvpool.state.row_tokens import note
 from kvpool.state.sequences import give_columns, slot_of, stream_of, within
 from kvpool.state.sharing import make_writable, private_copy, restore_marked, unfull
 from kvpool.state.tiers import forget, take_for
@@ -135,47 +133,6 @@ def append(h, ids, counts, tokens):
         start += counts[k]
 
 
-# -- commit ------------------------------------------------------------------------------------------
-
-
-@jit(forceinline=True)
-def state_at(h, slot, count):
-    """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
-    i = (count - 1) // h.width
-    while i >= 0 and table_of(h)[slot, i] == NONE:
-        i += 1
-    return i
-
-
-@jit
-def commit(h, ids, counts):
-    """Publish the states in the first ``counts`` tokens of each sequence. ``commit.commit_error`` has found it
-    possible."""
-    for k in range(ids.shape[0]):
-        slot = slot_of(ids[k])
-        sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-        retry_duplicates(h, slot)
-        before, committed = np.int64(sequence.committed), counts[k] if counts.shape[0] else np.int64(sequence.length)
-        stream = stream_of(h, slot)
-        for i in range(before // h.width, state_at(h, slot, committed) + 1 if committed > before else 0):
-            if row[i] != NONE:
-                emit_access(h, WROTE, stream, np.int64(row[i]))
-        if sequence.duplicates == NONE:
-            sequence.removals = h.removals
-        first, last = before // h.width, committed // h.width
-        name(h, slot, first, last)
-        sequence.committed = committed
-        publish_committed(h, slot, first, last)
-        _give_passed(h, slot, before)
-
-
-@jit
-def _give_passed(h, slot, before):
-    """Give back the states from which nobody continues any more, last first. ``before`` tokens had been committed."""
-    last = (sequences_of(h)[slot].committed - 1) // h.width
-    counters_of(h).passed_blocks += give_columns(h, slot, max((before - 1) // h.width, 0), last, BACK)
-
-
 # -- rewind and keep -----------------------------------------------------------------------------------
 
 
@@ -247,14 +204,7 @@ def _rewind_one(h, slot, count, stream):
         sequence.duplicates = NONE
 
 
-@jit
-def rewind(h, ids, counts):
-    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible."""
-    for k in range(ids.shape[0]):
-        slot = slot_of(ids[k])
-        stream = stream_of(h, slot)
-        if counts[k] > 0:
-            _rewind_one(h, slot, counts[k], stream)
+rewind = rewinding(_rewind_one)
 
 
 @jit

@@ -12,7 +12,7 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of
 from kvpool.state import growth, recurrent, sharing
 from kvpool.state.codes import BAD_TOTAL, SHORT_OF_SEQUENCES
-from kvpool.state.commit import DROP, STORE, commit_blocks, commit_error, release_rows
+from kvpool.state.commit import DROP, STORE, commit_error, commit_rows, release_rows
 from kvpool.state.fill import onboard
 from kvpool.state.guards import TICKET_AT_LOSS
 from kvpool.state.index import device_copy, find_key, host_copy
@@ -26,6 +26,7 @@ from kvpool.state.records import (
     LOST,
     NONE,
     OFFLOAD,
+    ONBOARDING,
     PUBLISHED,
     RESERVED,
     SWAPPED,
@@ -229,7 +230,7 @@ def keep(heads, ids, lengths, accepted, counts, dropped, now):
 # -- what is left behind ----------------------------------------------------------------------------
 
 
-_commit_checked = _checked(commit_error, _fits, _by_kind(commit_blocks, recurrent.commit))
+_commit_checked = _checked(commit_error, _fits, commit_rows)
 
 
 @jit
@@ -379,7 +380,7 @@ def _offload(h, keys):
     The copies are held until the call ends, so that they do not evict each other.
     """
     blocks = blocks_of(h)
-    done, first = 0, np.int64(NONE)
+    done = 0
     for i in range(keys.shape[0]):
         b = find_key(h, keys[i, 0], keys[i, 1])
         if b == NONE or device_copy(h, b) == NONE or host_copy(h, b) != NONE:
@@ -392,25 +393,16 @@ def _offload(h, keys):
         add_reference(blocks, g)
         emit_move(h, b, g, h.width, OFFLOAD)
         emit(h, STORED, g)
-        blocks[g].next, blocks[g].prev = NONE, first
-        first = g
+        blocks[g].flags |= ONBOARDING
         done += 1
     counters_of(h).offloaded_blocks += done
-    _let_go_chain(h, first)
+    for i in range(keys.shape[0] if done else 0):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        g = np.int64(NONE if b == NONE else host_copy(h, b))
+        if g != NONE and blocks[g].flags & ONBOARDING:
+            blocks[g].flags &= ~ONBOARDING
+            let_go(h, g)
     return done
-
-
-@jit
-def _let_go_chain(h, last):
-    """Let go of held blocks that ``prev`` links, first to last."""
-    blocks = blocks_of(h)
-    while last != NONE and blocks[last].prev != NONE:
-        blocks[blocks[last].prev].next = last
-        last = blocks[last].prev
-    while last != NONE:
-        after = np.int64(blocks[last].next)
-        let_go(h, last)
-        last = after
 
 
 @jit
