@@ -3,8 +3,6 @@ bytes."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from failing import Rig
 from tests.sequences.test_forks import Make, append, beams, copied
 
@@ -20,20 +18,6 @@ def test_a_reorder_takes_no_block_and_frees_what_nobody_goes_on_from(make: Make)
     assert engine.free() == 5 and engine.order()[-1] == tables[1][1]
     append(engine, group, [[4], [5], [6]])
     assert engine.free() == 4 and copied(engine) == 3
-
-
-def test_block_tables_have_a_row_for_each_beam(make: Make) -> None:
-    engine = make()
-    group = beams(engine, [*range(6)], 3)
-    append(engine, group, [[1], [2] * 3, [3]])
-    ids = [one.id for one in group]
-    table = engine.cache.block_table(ids)
-    target = np.full((3, 4), -7, np.int32)
-    engine.cache.copy_batch_block_offsets(target, ids)
-    for row, one in enumerate(group):
-        own = engine.table(one)
-        assert table.dense()[row, : len(own)].tolist() == own and target[row].tolist() == own + [-1] * (4 - len(own))
-    assert table.csr().indptr.tolist() == [0, 2, 5, 7]
 
 
 def test_a_fork_publishes_what_its_parent_had_to_leave_to_another(make: Make) -> None:

@@ -151,20 +151,6 @@ def test_a_reservation_of_the_namespace_publishes_nothing(make: Make) -> None:
     assert not engine.cached() and engine.free() == 16
 
 
-def test_a_lease_keeps_its_bytes_and_its_block_is_empty_after_it(make: Make) -> None:
-    engine = make(T=4, P=8, S=8)
-    fill(engine, A, "both")
-    keys = engine.prompt(A)
-    with engine.cache.pin(keys, tier="host") as lease:
-        blocks = lease.blocks.tolist()
-        assert engine.cache.forget(keys) == 3
-        for i, block in enumerate(blocks):
-            engine.check_content(block, (None, None), [(token, 0) for token in A[: 4 * (i + 1)]], 4 * i)
-        assert engine.cache.stats().host.used == 3
-        engine.cache.verify()
-    assert engine.cache.stats().host.empty == 8
-
-
 def test_forgetting_is_told(make: Make) -> None:
     engine = make(T=4, P=8, S=8, event_capacity=100)
     fill(engine, A, "both")
@@ -257,16 +243,6 @@ def test_the_time_of_a_priority_begins_now_or_at_release(make: Make) -> None:
     assert engine.cache.refresh() == 0
 
 
-def test_the_copy_that_remains_takes_the_priority_over(make: Make) -> None:
-    engine = make(T=4, P=4, S=8)
-    fill(engine, A, "both")
-    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
-    engine.seed(list(range(200, 216)))  # the device copies go
-    cached = engine.cached("host")
-    own = [cached[key] for key in engine.keys(A)]
-    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in own] == [80] * 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [((101,), ValueError), ((-1,), ValueError), ((None,), TypeError), ((50, 0), ValueError), ((50, "x"), TypeError)],
@@ -306,26 +282,6 @@ def test_a_request_that_reuses_nothing_computes_all_and_leaves_it_to_others(
     assert engine.reusable(A) == 12, "what it computed is cached"
 
 
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_a_request_that_publishes_nothing_leaves_no_trace(open_: Open, kinds: list[dict[str, Any]]) -> None:
-    engine = open_(*kinds)
-    cache, options = engine.cache, encoder(engine)
-    engine.seed(A[:9], **options)
-    cached = cache.cached_blocks(engine.prompt(A)).tolist()
-    private = cache.block_keys(A, publish=False)
-    request = engine.admitted(cache.add_sequence(private, **options), A, **options)
-    assert request.cached == 8, "it reuses what is there"
-    engine.append(request, [1] * 9)
-    engine.commit(request)
-    (fork,) = engine.fork(request)
-    engine.append(fork, [2] * 7)
-    engine.finish(fork)
-    assert not cache.keys_of(request.id).publish if kinds == KINDS["full"] else True
-    engine.release(request)
-    assert cache.cached_blocks(engine.prompt(A)).tolist() == cached
-    assert engine.reusable([*A, *[1] * 9, *[2] * 7]) == 8
-
-
 def test_a_request_that_publishes_nothing_leaves_no_tail_either(make: Make) -> None:
     engine = make(T=4, P=8)
     engine.seed(A[:5])
@@ -340,22 +296,6 @@ def test_switches_are_flags(make: Make, name: str) -> None:
 
 
 # -- what is cached, and what could be brought -------------------------------------------------------------------------
-
-
-def test_cached_blocks_are_told_by_tier_and_group(open_: Open) -> None:
-    engine = open_({"host_blocks": 4}, {"host_blocks": 4, "kind": "recurrent"})
-    engine.seed(A)
-    keys = engine.prompt(A)
-    assert engine.cache.cached_blocks(keys).tolist() == [[True] * 3, [False, False, True]]
-    assert not engine.cache.cached_blocks(keys, tier="host").any()
-    assert engine.cache.offload(keys) == 4
-    assert engine.cache.cached_blocks(keys.keys, tier="host").tolist() == [[True] * 3, [False, False, True]]
-    assert (
-        engine.cache.cached_blocks([keys.keys[2].tobytes(), bytes(16)], tier="device").tolist() == [[True, False]] * 2
-    )
-    assert engine.cache.cached_blocks(A[:3]).shape == (2, 0)
-    with pytest.raises(ValueError, match="tier='disk'"):
-        engine.cache.cached_blocks(keys, tier="disk")
 
 
 def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:

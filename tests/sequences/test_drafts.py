@@ -111,17 +111,6 @@ def test_a_keep_that_is_refused_says_why_and_changes_nothing(
     assert everything(engine.cache) == before
 
 
-def test_one_bad_sequence_refuses_the_whole_batch(make: Make) -> None:
-    engine = make(T=4, P=8)
-    both = [engine.draft(engine.commit(engine.add([i, 2, 3])), [5, 6, 7], [-1, -1, 1]) for i in range(2)]
-    before = everything(engine.cache)
-    with pytest.raises(ValueError, match=r"accepted\[3\]"):
-        engine.cache.keep([s.id for s in both], [3, 3], [1, 2, 0, 3], [2, 2])
-    with pytest.raises(ValueError, match="named twice"):
-        engine.cache.keep([both[0].id] * 2, [3, 3], [1, 2], [2, 0])
-    assert everything(engine.cache) == before
-
-
 def test_a_copy_that_has_no_room_is_refused_and_changes_nothing(make: Make) -> None:
     engine = make(T=4, P=4)
     parent = engine.draft(engine.commit(engine.add([1, 2, 3])), TOKENS, TREE)

@@ -88,15 +88,6 @@ def test_without_a_block_for_every_copy_nothing_has_changed(make: Make) -> None:
     assert engine.free() == 0 and copied(engine) == 2
 
 
-def test_a_pin_alone_makes_no_copy(make: Make) -> None:
-    engine = make()
-    a, b = beams(engine, [*range(6)], 2)
-    with engine.cache.pin_blocks(engine.table(a)):
-        engine.append(b, [1])
-        engine.append(a, [2])
-    assert copied(engine) == 1
-
-
 # -- keys ------------------------------------------------------------------------------------------------
 
 

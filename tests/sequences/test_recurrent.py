@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -75,23 +74,6 @@ def test_a_prompt_and_what_it_will_decode_are_counted_together(open_: Open) -> N
     assert [engine.cache.blocks_needed(A[:6], new_tokens=n) for n in (0, 2, 3, 11, 26)] == [2, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_call_without_room_changes_nothing(open_: Open, seed: int) -> None:
-    draw = random.Random(seed)
-    engine = open_({"device_blocks": 60}, RECURRENT | {"device_blocks": 5, "snapshot_tokens": 4})
-    sequence = engine.add(A[:10])
-    (fork,) = engine.fork(sequence)
-    engine.append(fork, [1])
-    assert engine.free_blocks()[1] == 1
-    before = everything(engine)
-    with pytest.raises(OutOfBlocks) as raised:
-        engine.cache.append_tokens([fork.id, sequence.id], [7] * 20, draw.choice(([10, 10], [4, 16])))
-    assert (raised.value.group, raised.value.free) == (1, 1)
-    with pytest.raises(OutOfBlocks):
-        engine.cache.add_sequence(A[20:30])
-    assert everything(engine) == before
-
-
 def test_a_sequence_may_not_pass_the_end_of_its_row(open_: Open) -> None:
     engine = open_(RECURRENT, max_sequence_tokens=16)
     sequence = engine.add(A[:15])
@@ -116,17 +98,6 @@ def test_a_rewind_never_passes_what_is_committed(open_: Open) -> None:
     assert everything(engine) == before
     engine.rewind(sequence, 3)
     assert len(sequence) == 7
-
-
-def test_a_rewind_that_needs_a_copy_without_room_changes_nothing(open_: Open) -> None:
-    engine = open_(RECURRENT | {"device_blocks": 2})
-    sequence = engine.add(A[:7])
-    engine.fork(sequence)
-    assert columns(engine, sequence) == [0, 1]
-    before = everything(engine)
-    with pytest.raises(OutOfBlocks):
-        engine.cache.rewind(sequence.id, [1])
-    assert everything(engine) == before
 
 
 def test_a_path_is_not_kept_without_room_for_the_states_that_others_hold(open_: Open) -> None:
@@ -163,31 +134,6 @@ def test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both(open_: Open) -> 
 
 
 # -- loaders ---------------------------------------------------------------------------------------------
-
-
-def test_a_reservation_has_the_states_that_will_be_kept_and_can_be_taken_back(open_: Open) -> None:
-    engine = open_({}, RECURRENT | {"snapshot_tokens": 8})
-    engine.seed(A[:9])
-    before, order = engine.free_blocks(), [debug.lists(state)["device"] for state in engine.states()]
-    for tokens in (A[:20], A[:9], A[20:30]):
-        reservation = engine.cache.reserve(tokens)
-        assert reservation.skip_prefix_n_tokens == (8 if tokens[0] == 100 else 0)
-        engine.cache.verify()
-        reservation.abort()
-        assert engine.free_blocks() == before
-    assert sorted(order[1]) == sorted(debug.lists(engine.states()[1])["device"])
-    reservation = engine.cache.reserve(A[:20])
-    row = engine.reserved(reservation, 1)
-    assert [i for i, block in enumerate(row) if block >= 0] == [1, 3, 4]
-    for side in engine.sides:
-        engine.fill(
-            side,
-            engine.reserved(reservation, side.index),
-            engine.expected.of((None, None), [(t, 0) for t in A[:20]]),
-            8,
-        )
-    reservation.commit()
-    assert engine.reusable(A[:21]) == 20 and engine.add(A[:21]).cached == 20
 
 
 # -- what engines ask --------------------------------------------------------------------------------------

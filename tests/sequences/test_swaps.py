@@ -71,38 +71,6 @@ def test_what_others_compute_is_forgotten_but_not_what_a_swapped_sequence_holds(
 
 # -- kinds of groups ---------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, list[dict[str, Any]]] = {
-    "window": [{"window": 6, "sinks": 2}],
-    "full and window": [{}, {"window": 5}],
-    "recurrent": [{"kind": "recurrent", "snapshot_tokens": 8}],
-    "recurrent and full": [{"kind": "recurrent"}, {}],
-    "cross": [{}, {"kind": "cross"}],
-    "all": [{}, {"window": 4}, {"kind": "recurrent", "snapshot_tokens": 4}, {"kind": "cross"}],
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("committed", [5, 13, 17])
-def test_all_kinds_of_groups_take_along_what_they_keep(open_: Open, name: str, committed: int) -> None:
-    engine = open_(*({"host_blocks": 8} | group for group in KINDS[name]))
-    crosses = {"encoder_tokens": 7} if any(group.get("kind") == "cross" for group in KINDS[name]) else {}
-    sequence = engine.commit(engine.add(range(17), **crosses), committed)
-    before = [engine.cache.stats().groups[g].device.used for g in range(len(KINDS[name]))]
-    engine.swap_out(sequence)
-    stats = engine.cache.stats()
-    assert all(group.device.used == 0 for group in stats.groups)
-    assert [group.host.used for group in stats.groups] == before
-    if not crosses and len(KINDS[name]) == 1 and "kind" not in KINDS[name][0]:
-        crowd(engine)
-    engine.resume(sequence)
-    engine.commit(engine.append(sequence, range(6)))
-    child = engine.fork(sequence)[0]
-    engine.swap_out(child, sequence)
-    engine.resume(sequence)
-    engine.append(sequence, [3])
-    engine.resume(child)
-    engine.append(child, [4, 5])
-
 
 def test_a_group_that_is_short_is_named_and_no_group_has_changed(open_: Open) -> None:
     engine = open_({"host_blocks": 3}, {"host_blocks": 2})
@@ -136,22 +104,6 @@ def test_without_a_host_tier_nothing_is_swapped_out(make: Make) -> None:
     sequence = engine.add(range(5))
     with pytest.raises(OutOfBlocks, match="host tier: 2 blocks needed, 0 free"):
         engine.swap_out(sequence)
-
-
-def test_without_room_on_the_device_nothing_comes_back(make: Make) -> None:
-    engine = make(P=4, S=8)
-    sequence = engine.commit(engine.add(range(12)))
-    engine.swap_out(sequence)
-    other = engine.add([*range(8), 1])  # what both share is on the device
-    held = engine.add([9])
-    before = picture(engine)
-    with pytest.raises(OutOfBlocks) as raised:
-        engine.resume(sequence)
-    assert (raised.value.tier, raised.value.needed, raised.value.free) == ("device", 1, 0)
-    assert picture(engine) == before
-    engine.release(held)
-    assert engine.resume(sequence) == 1
-    engine.release(other)
 
 
 VERBS: dict[str, Callable[[Any, int], object]] = {

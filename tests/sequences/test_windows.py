@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import IntegrityError, KVCacheManager, OutOfBlocks
+from kvpool import IntegrityError, KVCacheManager
 from tests import debug
 from tests.failing import Rig
-from tests.loading import load
 
 Make = Callable[..., Engine]
 A = list(range(100, 140))
@@ -48,18 +47,6 @@ def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
     engine.commit(sequence)
     assert present(engine, sequence) == expected
     assert engine.cache.stats().passed_blocks == engine.free() == 5 - len(expected)
-
-
-def test_a_sequence_may_be_longer_than_the_device(make: Make) -> None:
-    engine = make(T=4, P=6, window=8, sinks=2, max_sequence_tokens=400)
-    sequence = engine.add(A[:8])
-    for i in range(60):
-        engine.commit(engine.append(sequence, range(6 * i, 6 * i + 6)))
-    assert len(sequence) == 368 and len(present(engine, sequence)) <= 4
-    with pytest.raises(ValueError, match="max_sequence_tokens=400"):
-        engine.append(sequence, range(33))
-    with pytest.raises(OutOfBlocks):
-        engine.append(sequence, range(32))
 
 
 def test_a_prompt_that_has_no_place_in_a_row_is_refused_as_such(make: Make) -> None:
@@ -126,25 +113,6 @@ def test_a_dense_table_keeps_its_columns_and_csr_leaves_holes_out(make: Make) ->
     engine.cache.copy_batch_block_offsets(target, ids, scale=10)
     np.testing.assert_array_equal(target[:, :8], np.where(dense < 0, -1, dense * 10))
     assert (target[:, 8] == -1).all()
-
-
-def test_a_loader_brings_what_is_behind_the_window(make: Make) -> None:
-    engine = make(T=4, P=16, window=8)
-    engine.seed(A[:16], committed=16)
-    reservation = engine.cache.reserve(A[:26])
-    assert (
-        reservation.skip_prefix_n_tokens == 16
-        and (reservation.blocks[:2] == -1).all()
-        and (reservation.blocks[2:] >= 0).all()
-    )
-    assert (reservation.slot_mapping >= 0).tolist() == [False] * 16 + [True] * 10
-    load(engine, reservation, A[:26])
-    reservation.commit()
-    sequence = engine.add(A[:27])
-    assert sequence.cached == 26
-    engine.commit(sequence)
-    (loadable,) = engine.cache.loadable(engine.append(sequence, A[27:30]).id)
-    assert (loadable.slot_mapping >= 0).tolist() == [False] * 27 + [True] * 3
 
 
 def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:
