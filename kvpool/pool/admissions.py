@@ -19,7 +19,7 @@ from kvpool.pool.core import Core
 from kvpool.pool.keys import Admission, BlockKeys, Plan, request_of, requests_of
 from kvpool.pool.refusals import refusal
 from kvpool.pool.retention import priority_argument, ttl_argument
-from kvpool.state import admission_plan, admit, kinds, records, verbs
+from kvpool.state import admit, kinds, records, verbs
 
 Rows = npt.NDArray[np.int64]
 Answer = TypeVar("Answer")
@@ -146,7 +146,7 @@ class Admissions:
         # The same call undoes its claims, so a handler that raises finds the call complete.
         with DeferSignals(), core.lock:
             core.check_open()
-            n = admission_plan.plan(core.states.heads, rows, out, blocks, computing)
+            n = admit.plan(core.states.heads, rows, out, blocks, computing)
         found, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:
             found, ahead = (_spread(each, kept, len(keys)) for each in (found, ahead))

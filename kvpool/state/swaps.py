@@ -15,10 +15,10 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_READ, WILL_WRITE, WROTE, emit_access
 from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_HOST_BLOCKS
-from kvpool.state.commit import forget_everywhere
+from kvpool.state.commit import give_back
 from kvpool.state.index import find_key
 from kvpool.state.kinds import has_states, keeps_state
-from kvpool.state.policy import BACK, free_blocks, nth_released, on_release, stop_clock
+from kvpool.state.policy import free_blocks, nth_released, stop_clock
 from kvpool.state.records import (
     DEVICE,
     EXTRA,
@@ -31,12 +31,10 @@ from kvpool.state.records import (
     ONBOARDING,
     PRIORITY_MAX,
     PUBLISHED,
-    REFS,
     SWAPPED,
     add_reference,
     blocks_of,
     counters_of,
-    drop_reference,
     head,
     sequences_of,
     swapped_of,
@@ -265,19 +263,14 @@ def give_up(h, ids, store):
 
 @jit
 def _give_up(h, slot, store):
-    blocks, sequence, away = blocks_of(h), sequences_of(h)[slot], swapped_of(h)[slot]
+    sequence, away = sequences_of(h)[slot], swapped_of(h)[slot]
     if store and sequence.duplicates != NONE:
         _publish_duplicates(h, slot)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
         b, away[i] = np.int64(away[i]), NONE
-        if b == NONE:
-            continue
-        word = drop_reference(blocks, b)
-        if not store and i >= sequence.reused and word & REFS == 0:
-            forget_everywhere(h, b)
-        if word == 0:
-            on_release(h, b, BACK)
+        if b != NONE:  # no stream uses host blocks
+            give_back(h, slot, i, b, NONE, store, NONE)
     sequence.live, sequence.blocks, sequence.duplicates = LIVE, 0, NONE
 
 

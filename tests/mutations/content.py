@@ -282,7 +282,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_is_published_beside_what_was_computed",
-        "publish",
+        "publish_taken",
         "b == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE",
         "b == NONE",
         "One content has two representatives.",
@@ -290,7 +290,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_is_not_pinned",
-        "take",
+        "take_missing",
         "change_word(blocks, np.int64(b), np.int64(0), np.int64(1))",
         "",
         "A host block is evicted into while an import writes it.",

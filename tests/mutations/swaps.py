@@ -64,9 +64,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_waits_on_the_host_is_not_forgotten",
-        "_give_up",
-        "if not store and i >= sequence.reused and word & REFS == 0:\n    forget_everywhere(h, b)",
-        "",
+        "commit.give_back",
+        "not store",
+        "not store and stream != NONE",
         "What a tenant asked to be forgotten is reused.",
         ("tests/sequences/test_swaps.py::test_a_swapped_sequence_is_released_beside_others[False]",),
     ),
