@@ -32,9 +32,9 @@ from kvpool.device.kernels.launch import Grid, Launch
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request
-from kvpool.state import debug
 from kvpool.stores import BlockNames, Job, MemoryStore, StoreQueue
 from steps import NAMES, arrays
+from tests import debug
 
 T = 4
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import BlockLayout, KVCacheManager
-from kvpool.state import debug
+from tests import debug
 
 Item = tuple[int, int]
 """One token: (token id, extra id), 0 where it has no extra id."""

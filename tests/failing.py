@@ -14,9 +14,9 @@ from engine import Clock, Engine, EventReplay, Item, Request, small_layout
 from kvpool import DeviceError, KVCacheManager
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cpu import CpuDevice
-from kvpool.state import debug
 from kvpool.state import records as fields
 from kvpool.state.verify import verify as verify_state
+from tests import debug
 from tests.device.faults import FaultyDevice
 
 T = 4

@@ -13,7 +13,7 @@ import numpy as np
 import kvpool
 from engine import Bytes, Clock, Engine, Item, Request, small_layout
 from kvpool import BlockLayout
-from kvpool.state import debug
+from tests import debug
 
 
 class Digests:

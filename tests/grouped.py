@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import BlockLayout, Event, KVCacheManager, LayerGroup
-from kvpool.state import debug
+from tests import debug
 
 T = 4
 TIERS = ("device", "host")

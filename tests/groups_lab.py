@@ -12,7 +12,7 @@ from engine import Bytes, TokenBytes
 from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, Loadable
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import SimDevice
-from kvpool.state import debug
+from tests import debug
 
 T = 4
 WIDE = BlockLayout(2, 2, 3, T, "uint16")

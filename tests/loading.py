@@ -9,7 +9,7 @@ import numpy as np
 
 from engine import Engine
 from kvpool import Loadable, PagedKV, Reservation, scatter_kv
-from kvpool.state import debug
+from tests import debug
 
 
 def kv(engine: Engine, tokens: Sequence[int]) -> np.ndarray:

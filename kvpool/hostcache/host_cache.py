@@ -30,7 +30,7 @@ from kvpool.pool import events as kv_events
 from kvpool.pool.config import clock_argument, secret_argument
 from kvpool.pool.core import MAX_MS
 from kvpool.pool.stats import Histogram
-from kvpool.state import hostcache, records
+from kvpool.state import hostcache, records, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
 from kvpool.state.hashing import namespace_root
 from kvpool.state.ring import CLEARED, CREATED
@@ -310,7 +310,7 @@ class HostCache:
         now = self._now()
         with DeferSignals(), self._lock:
             self._check_open()
-            return int(hostcache.refresh(self._heads, now))
+            return int(verbs.refresh(self._heads, now))
 
     # -- the cache as a whole --------------------------------------------------------------------------
 

@@ -51,6 +51,10 @@ class _Records:
     def __getitem__(self, place: Any) -> Any:
         return self._fields[place] if isinstance(place, str) else _Record(self._fields, place)
 
+    def __setitem__(self, place: int, record: Any) -> None:
+        for name, values in self._fields.items():
+            values[place] = getattr(record, name)
+
 
 def _plain_record_at(address: int, dtype: Any) -> Any:
     return _plain_array_at(int(address), (1,), dtype)[0]

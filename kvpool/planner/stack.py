@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.jit import jit
+from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED, RUNS, USED = range(8)
 """Places in ``Tables.counts``: distinct blocks with a key, the next position in time, and the bits that are set. Then,
@@ -242,7 +243,7 @@ def look_up(tables, access, ids):
 
 @jit
 def touch(tables, access, count):
-    """Make the request's blocks the last used ones, its last block first, as a release does."""
+    """Make the request's blocks the last used ones, in the order in which a release gives them to the policy."""
     bits, tree, counts = tables.bits, tables.tree, tables.counts
     word, removed = np.int64(-1), 0
     for at in range(count - 1, -1, -1):
@@ -265,8 +266,7 @@ def touch(tables, access, count):
     first_keyed = end - count
     for at in range(count):
         number = tables.found[at]
-        # The last block comes first.
-        tables.last[number] = first_keyed + count - 1 - at
+        tables.last[number] = first_keyed + nth_released(at, count)
         tables.seen[number] = access.request
     set_range(bits, tree, begin, end)
     counts[LIVE] += end - begin

@@ -26,7 +26,7 @@ from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Plan, Prompts, request_of, requests_of
-from kvpool.state import admission_plan, admit, kinds, lookup, records, verbs
+from kvpool.state import admit, kinds, lookup, records, verbs
 
 Rows = npt.NDArray[np.int64]
 
@@ -157,7 +157,7 @@ class Admissions:
         # The same call undoes its claims, so a handler that raises finds the call complete.
         with DeferSignals(), core.lock:
             core.check_open()
-            n = admission_plan.plan(core.states.heads, rows, out, blocks, computing)
+            n = admit.plan(core.states.heads, rows, out, blocks, computing)
         found, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:
             found, ahead = (_spread(each, kept, len(keys)) for each in (found, ahead))

@@ -337,7 +337,7 @@ def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
         blocks[field] = cached.blocks[field]
     blocks["kind"], blocks["tier"], blocks["group"] = STORED, cached.ids >= device_blocks, group
     blocks["extra"] = cached.blocks["flags"] & EXTRA != 0
-    order = _parents_first(blocks, cached.ids, cached.blocks["twin"])
+    order = _parents_first(blocks, cached.ids, cached.blocks["other_copy"])
     blocks = _whole(blocks, order)
     blocks["joined"][1:] = _continues(blocks[1:], blocks[:-1])
     return blocks, cached.tokens.take(order, axis=0), None if cached.extra is None else cached.extra[order]

@@ -14,6 +14,7 @@ from kvpool.pool.core import Core
 from kvpool.state.arrays import State, States
 from kvpool.state.records import (
     BINS,
+    CLEAN,
     COUNTERS,
     EMPTY,
     HOST_IDLE,
@@ -24,7 +25,6 @@ from kvpool.state.records import (
     LIVE,
     OFFLOAD,
     ONBOARD,
-    REDUNDANT,
     RESERVED,
     REUSE_GAP,
     SWAPPED,
@@ -219,7 +219,7 @@ _OF_PROMPTS = [name for name in COUNTERS if name not in (*_OF_GROUPS, "events_dr
 def _tier(state: State, tier: int, capacity: int, pinned: int) -> TierStats:
     lengths = state.lists[tier * LISTS_PER_TIER : (tier + 1) * LISTS_PER_TIER, 2]
     free, empty = int(lengths.sum()), int(lengths[EMPTY])
-    return TierStats(capacity, free, capacity - free, free - empty, pinned, empty, int(lengths[REDUNDANT]))
+    return TierStats(capacity, free, capacity - free, free - empty, pinned, empty, int(lengths[CLEAN]))
 
 
 def _group(

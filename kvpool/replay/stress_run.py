@@ -23,7 +23,8 @@ from kvpool.replay.schedule import worst_blocks
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 from kvpool.replay.victims import VictimWatch
-from kvpool.state import debug
+from kvpool.state.arrays import State
+from kvpool.state.records import PUBLISHED
 
 EVENTS = 1 << 16
 """The number of events that the pool keeps. One request of a long trace causes fewer."""
@@ -349,8 +350,8 @@ class Stress:
             contents.follow()
         except KVPoolError as error:
             failure = f"after the run: {type(error).__name__}: {error}"
-        stats, kept = self.cache.stats(), debug.cached(self.cache.core.tokens)
-        differ = sum(len(contents.cached[tier] ^ kept[tier].keys()) for tier in kept)
+        stats, kept = self.cache.stats(), _cached(self.cache.core.tokens)
+        differ = sum(len(contents.cached[tier] ^ kept[tier]) for tier in kept)
         figures: list[Figure] = []
 
         def at_least(name: str, value: int, bound: int) -> None:
@@ -390,3 +391,14 @@ def split(keys: np.ndarray[Any, np.dtype[np.uint64]]) -> list[bytes]:
     """Keys uint64[n, 2] as 16 bytes each."""
     raw = keys.tobytes()
     return [raw[at : at + 16] for at in range(0, len(raw), 16)]
+
+
+def _cached(state: State) -> dict[str, set[bytes]]:
+    """The keys of what is cached on each tier, as the state has them."""
+    kept: dict[str, set[bytes]] = {"device": set(), "host": set()}
+    for b in np.flatnonzero(state.blocks["flags"] & PUBLISHED):
+        block = state.blocks[b]
+        kept["device" if b < state.head.device_blocks else "host"].add(
+            block["key0"].tobytes() + block["key1"].tobytes()
+        )
+    return kept

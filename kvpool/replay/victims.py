@@ -11,12 +11,12 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import (
+    CLEAN,
     DEFAULT_PRIORITY,
     HOST,
     LISTS_PER_TIER,
     NONE,
     PUBLISHED,
-    REDUNDANT,
     blocks_of,
     counters_of,
     head,
@@ -24,10 +24,10 @@ from kvpool.state.records import (
 )
 
 # One host block. ``rank`` is the list that it is in, or would be in without its pins: 0 redundant, 1 content, NONE
-# neither. ``stamp`` orders the arrivals in a list. ``ticket`` and ``twin`` show that its content or its list changed.
-# ``pinned`` says that it is pinned, and ``gone`` that without its pins it would have been evicted.
+# neither. ``stamp`` orders the arrivals in a list. ``ticket`` and ``other_copy`` show that its content or its list
+# changed. ``pinned`` says that it is pinned, and ``gone`` that without its pins it would have been evicted.
 PLACE = np.dtype(
-    [("rank", "i8"), ("stamp", "i8"), ("ticket", "i8"), ("twin", "i8"), ("pinned", "i8"), ("gone", "i8")],
+    [("rank", "i8"), ("stamp", "i8"), ("ticket", "i8"), ("other_copy", "i8"), ("pinned", "i8"), ("gone", "i8")],
     align=True,
 )
 LOOKS, EVICTIONS, SHIELDED, CLOCK, SEEN_REDUNDANT, SEEN_FORGOTTEN, SEEN_COPIED, TOTALS = range(8)
@@ -42,12 +42,12 @@ def _shielded(h: Any, places: Any, redundant: int, forgotten: int) -> int:
     for place in places:
         if place.rank == 0 and not place.pinned:
             copies += 1
-    # A redundant copy that was made in this decision is not in the order, so its eviction proves nothing.
+    # A clean copy that was made in this decision is not in the order, so its eviction proves nothing.
     evictions = min(redundant, copies) + forgotten
     taken = 0
     for i in range(count):
         block = blocks[h.device_blocks + i]
-        if not places[i].pinned or places[i].gone or block.word >> 32 == 0 or block.twin != places[i].twin:
+        if not places[i].pinned or places[i].gone or block.word >> 32 == 0 or block.other_copy != places[i].other_copy:
             continue
         before = 0
         for place in places:
@@ -75,7 +75,7 @@ def _follow(h: Any, places: Any, totals: Any) -> None:
     """Give a stamp to each block that has entered a list, and keep the places of pinned blocks."""
     blocks, lists, origin = blocks_of(h), lists_of(h), h.device_blocks
     for rank in range(2):
-        b, last = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else REDUNDANT), 0], 0
+        b, last = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else CLEAN), 0], 0
         while b != NONE:
             i = b - origin
             # A block that stands after a later arrival has itself moved to the back.
@@ -89,13 +89,13 @@ def _follow(h: Any, places: Any, totals: Any) -> None:
             last, b = places[i].stamp, blocks[b].next
     for i in range(places.shape[0]):
         block = blocks[origin + i]
-        places[i].pinned, places[i].twin = 0, block.twin
+        places[i].pinned, places[i].other_copy = 0, block.other_copy
         if block.word >> 32 and block.flags & PUBLISHED:
             places[i].pinned = 1
-            rank = 0 if block.twin != NONE else 1
+            rank = 0 if block.other_copy != NONE else 1
             if places[i].rank != rank or places[i].ticket != block.ticket:
                 _arrive(places, totals, i, rank, block.ticket)
-        elif block.list != HOST * LISTS_PER_TIER + REDUNDANT and block.list != HOST * LISTS_PER_TIER + DEFAULT_PRIORITY:
+        elif block.list != HOST * LISTS_PER_TIER + CLEAN and block.list != HOST * LISTS_PER_TIER + DEFAULT_PRIORITY:
             places[i].rank = NONE
 
 

@@ -37,6 +37,11 @@ from kvpool.state.records import (
 )
 
 _POOLS = itertools.count(1)
+_OWN = (
+    "blocks tokens extra lists index children heap sequences rows table moves counters histograms accesses token_moves "
+    "row_tokens row_extra swapped"
+).split()
+"""The arrays of a group whose addresses are in its header."""
 Ids = npt.NDArray[np.int64]
 
 
@@ -148,31 +153,10 @@ class State:
 
     def _fill_header(self, sizes: GroupSizes, settings: Settings, ring: Ring) -> None:
         h = self.head
-        for name, array in (
-            ("blocks", self.blocks),
-            ("tokens", self.tokens),
-            ("extra", self.extra),
-            ("lists", self.lists),
-            ("index", self.index),
-            ("children", self.children),
-            ("heap", self.heap),
-            ("sequences", self.sequences),
-            ("rows", self.rows),
-            ("table", self.table),
-            ("moves", self.moves),
-            ("events", ring.events),
-            ("event_tokens", ring.tokens),
-            ("counters", self.counters),
-            ("histograms", self.histograms),
-            ("accesses", self.accesses),
-            ("event_extra", ring.extra),
-            ("ring", ring.numbers),
-            ("token_moves", self.token_moves),
-            ("row_tokens", self.row_tokens),
-            ("row_extra", self.row_extra),
-            ("swapped", self.swapped),
-        ):
-            h[f"{name}_at"] = array.ctypes.data
+        for name in _OWN:
+            h[f"{name}_at"] = getattr(self, name).ctypes.data
+        h.ring_at, h.events_at = ring.numbers.ctypes.data, ring.events.ctypes.data
+        h.event_tokens_at, h.event_extra_at = ring.tokens.ctypes.data, ring.extra.ctypes.data
         h.device_blocks, h.blocks, h.width = sizes.device_blocks, len(self.blocks), settings.width
         h.buckets, h.child_buckets = len(self.index), len(self.children)
         h.sequences, h.columns, h.free_rows = settings.sequences, settings.columns, settings.sequences
@@ -187,7 +171,7 @@ class State:
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:
         blocks, lists = self.blocks, self.lists
-        for name in ("twin", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
+        for name in ("other_copy", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
             blocks[name] = NONE
         blocks["priority"] = DEFAULT_PRIORITY
         self.sequences["duplicates"] = NONE
@@ -285,10 +269,8 @@ class States:
             return
         self.ring.extra = np.zeros(self.ring.tokens.shape, np.int64)
         for state in self.groups:
-            state.extra, state.row_extra = (
-                np.zeros(state.tokens.shape, np.int64),
-                np.zeros(state.row_tokens.shape, np.int64),
-            )
+            state.extra = np.zeros(state.tokens.shape, np.int64)
+            state.row_extra = np.zeros(state.row_tokens.shape, np.int64)
             state.head.row_extra_at = state.row_extra.ctypes.data
             state.head.extra_at, state.head.event_extra_at = state.extra.ctypes.data, self.ring.extra.ctypes.data
             state.head.has_extra = 1

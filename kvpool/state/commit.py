@@ -7,11 +7,11 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WROTE, emit_access
 from kvpool.state.codes import BAD_COUNT
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
-from kvpool.state.kinds import has_states, keeps_state
+from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
+from kvpool.state.policy import BACK, nth_released, on_change, on_insert, on_release
 from kvpool.state.records import (
-    EXTRA,
     KEYED,
     LOST,
     NONE,
@@ -21,7 +21,7 @@ from kvpool.state.records import (
     blocks_of,
     counters_of,
     drop_reference,
-    extra_of,
+    extra_in,
     rows_of,
     sequences_of,
     table_of,
@@ -29,9 +29,9 @@ from kvpool.state.records import (
 )
 from kvpool.state.requests import blocks_for
 from kvpool.state.ring import STORED, emit
-from kvpool.state.sequences import slot_of, stream_of
-from kvpool.state.tiers import BACK, enter, forget_both, reshelve, shelve, supersede
-from kvpool.state.windows import give_passed
+from kvpool.state.row_tokens import name
+from kvpool.state.sequences import give_columns, slot_of, stream_of
+from kvpool.state.tiers import enter, forget_both
 
 STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
 AHEAD = 4  # blocks whose place in the index is loaded ahead
@@ -51,23 +51,20 @@ def _publish(h, b):
     """Make a full block with a key the device copy of its content. Returns False if the content has a device copy
     already."""
     blocks = blocks_of(h)
-    extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
     found = find_key(h, blocks[b].key0, blocks[b].key1)
     if found == NONE:
         enter(h, b, PUBLISHED)
-        if h.child_buckets:
-            supersede(h, b)
         return True
-    if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):
+    if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0):
         return False  # other content has this key
     if device_copy(h, found) != NONE:
         return False
-    blocks[b].twin, blocks[found].twin = found, b
-    blocks[b].uses = max(1, blocks[found].uses)
-    blocks[b].stored_at = blocks[b].used_at = h.now & 0xFFFFFFFF
+    blocks[b].other_copy, blocks[found].other_copy = found, b
+    blocks[b].uses = blocks[found].uses
+    on_insert(h, b)
     blocks[b].flags |= PUBLISHED
     emit(h, STORED, b)
-    reshelve(h, found)
+    on_change(h, found)
     return True
 
 
@@ -88,10 +85,7 @@ def publish_range(h, slot, first, last):
             continue  # written again since it was committed, or about to become a later column
         if not blocks[b].flags & KEYED:
             parent0, parent1 = _parent(h, slot, i)
-            extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
-            blocks[b].key0, blocks[b].key1 = block_key(
-                tokens_of(h)[b], extra, h.secret0, h.secret1, parent0, parent1, h.guards
-            )
+            blocks[b].key0, blocks[b].key1 = key_in(h, tokens_of(h)[b], extra_in(h, b), parent0, parent1)
             blocks[b].parent0, blocks[b].parent1 = parent0, parent1
             blocks[b].flags |= KEYED
         if sequence.private or _publish(h, b):
@@ -124,11 +118,26 @@ def retry_duplicates(h, slot):
 
 
 @jit
+def _give_passed(h, slot, before):
+    """Give back the blocks that no token after the committed ones sees, or the states from which nobody continues any
+    more. ``before`` tokens had been committed."""
+    sequence = sequences_of(h)[slot]
+    if has_states(h):
+        first, last = max((before - 1) // h.width, 0), (sequence.committed - 1) // h.width
+    else:
+        first, last = np.int64(sequence.first), kept_from(h, sequence.committed)
+    if last > first:
+        counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)
+        if h.window:
+            sequence.first = last
+
+
+@jit
 def commit_error(h, ids, counts):
     """0 if the first ``counts`` tokens of each sequence (int64[0] = all tokens of all) can be published, else the
     error. The ids were checked."""
     for i in range(counts.shape[0]):
-        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        sequence = sequences_of(h)[slot_of(ids[i])]
         if counts[i] > sequence.length or counts[i] < sequence.committed:
             h.detail, h.bound = i, sequence.length if counts[i] > sequence.length else sequence.committed
             return BAD_COUNT
@@ -136,22 +145,26 @@ def commit_error(h, ids, counts):
 
 
 @jit
-def commit_blocks(h, ids, counts):
+def commit_rows(h, ids, counts):
     """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
-        sequence = sequences_of(h)[slot]
+        slot = slot_of(ids[i])
+        sequence, row = sequences_of(h)[slot], table_of(h)[slot]
         retry_duplicates(h, slot)
-        before, first = sequence.committed, sequence.committed // h.width
+        before = np.int64(sequence.committed)
         sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
-        stream = stream_of(h, slot)
-        for at in range(first, blocks_for(h, sequence.committed) if sequence.committed > before else 0):
-            emit_access(h, WROTE, stream, np.int64(table_of(h)[slot, at]))
+        first, last, stream = before // h.width, sequence.committed // h.width, stream_of(h, slot)
+        end = state_at(h, slot, sequence.committed) + 1 if has_states(h) else blocks_for(h, sequence.committed)
+        for at in range(first, end if sequence.committed > before else 0):
+            if row[at] != NONE:
+                emit_access(h, WROTE, stream, np.int64(row[at]))
         if sequence.duplicates == NONE:
             sequence.removals = h.removals
-        publish_committed(h, slot, first, sequence.committed // h.width)
-        if h.window:
-            give_passed(h, slot, stream)
+        if has_states(h):
+            name(h, slot, first, last)
+        publish_committed(h, slot, first, last)
+        if h.window or has_states(h):
+            _give_passed(h, slot, before)
 
 
 @jit
@@ -164,7 +177,6 @@ def _store_tail(h, slot, i, b):
     blocks[b].parent0, blocks[b].parent1 = _parent(h, slot, i)
     if rival_child(h, b, True) == NONE:
         enter(h, b, TAIL)
-        supersede(h, b)
 
 
 @jit(forceinline=True)
@@ -173,7 +185,7 @@ def forget_everywhere(h, b):
     that."""
     if not blocks_of(h)[b].flags & PUBLISHED:
         return
-    other = np.int64(blocks_of(h)[b].twin)
+    other = np.int64(blocks_of(h)[b].other_copy)
     if other == NONE or blocks_of(h)[other].word & REFS == 0:
         forget_both(h, b, other)
 
@@ -200,7 +212,7 @@ def give_back(h, slot, i, b, stream, store, tail):
     if word == 0:
         if i == tail and not blocks[b].flags & PUBLISHED:  # as a fork does that has committed more of it
             _store_tail(h, slot, i, b)
-        shelve(h, b, BACK)
+        on_release(h, b, BACK)
 
 
 @jit
@@ -209,7 +221,8 @@ def _release(h, slot, store):
     stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
     if store:
         retry_duplicates(h, slot)
-    for i in range(sequence.blocks - 1, -1, -1):
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
         b = np.int64(row[i])
         if b == NONE:
             continue
@@ -226,4 +239,4 @@ def release_rows(h, ids, store):
     """Give back the blocks of sequences, the last block of each first, so that leaves age first. The ids were
     checked."""
     for i in range(ids.shape[0]):
-        _release(h, slot_of(h, ids[i]), store)
+        _release(h, slot_of(ids[i]), store)

@@ -12,8 +12,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.index import begun_tail, device_copy, find_key
 from kvpool.state.kinds import finds, finds_parts
-from kvpool.state.lists import heap_remove, push_back, unlink
-from kvpool.state.policy import list_of
+from kvpool.state.policy import on_change, set_retention
 from kvpool.state.records import (
     INDEXED,
     KEYED,
@@ -22,8 +21,6 @@ from kvpool.state.records import (
     blocks_of,
     counters_of,
     head,
-    heap_of,
-    lists_of,
     request_at,
     sequences_of,
     swapped_of,
@@ -31,7 +28,7 @@ from kvpool.state.records import (
 )
 from kvpool.state.requests import parent_of, request_extra, request_tokens
 from kvpool.state.ring import UPDATED, emit
-from kvpool.state.tiers import begin, forget, forget_both, reshelve, start_clock
+from kvpool.state.tiers import begin, forget, forget_both
 
 
 @jit
@@ -40,10 +37,10 @@ def _erase(h, b):
     device = np.int64(device_copy(h, b))
     if device == NONE:
         forget(h, b, NONE)
-        reshelve(h, b)
+        on_change(h, b)
     else:
-        forget_both(h, device, np.int64(blocks_of(h)[device].twin))
-        reshelve(h, device)
+        forget_both(h, device, np.int64(blocks_of(h)[device].other_copy))
+        on_change(h, device)
     counters_of(h).forgotten_by_call_blocks += 1
 
 
@@ -157,23 +154,8 @@ def set_priority(heads, keys, priority, ttl, now):
             b = find_key(h, keys[i, 0], keys[i, 1])
             if b != NONE:
                 device = np.int64(device_copy(h, b))
-                _revalue(h, b if device == NONE else device, priority, ttl)
+                b = b if device == NONE else device
+                if set_retention(h, b, priority, ttl):
+                    emit(h, UPDATED, b)
                 done += 1
     return np.int64(done)
-
-
-@jit
-def _revalue(h, b, priority, ttl):
-    """A listed block whose priority has changed goes to the back of its new list, and its time to live begins anew."""
-    blocks, lists = blocks_of(h), lists_of(h)
-    moves, listed = blocks[b].priority != priority, blocks[b].list >= 0
-    heap_remove(blocks, heap_of(h), b)
-    if listed and moves:
-        unlink(blocks, lists, b)
-    blocks[b].priority, blocks[b].ttl = priority, ttl
-    if listed and moves:
-        push_back(blocks, lists, b, list_of(h, b))
-    if listed:
-        start_clock(h, b, NONE)
-    if moves:
-        emit(h, UPDATED, b)

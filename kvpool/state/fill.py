@@ -6,8 +6,8 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
-from kvpool.state.kinds import columns_for, finds, has_block, has_states, kept_column
-from kvpool.state.policy import hit
+from kvpool.state.kinds import columns_for, finds, has_block, has_states, kept_column, kept_from
+from kvpool.state.policy import on_hit
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     EXTRA,
@@ -33,8 +33,7 @@ from kvpool.state.records import (
 from kvpool.state.requests import request_extra, request_keys, request_tokens, retention_at, slot_for
 from kvpool.state.ring import STORED, UPDATED, emit
 from kvpool.state.row_tokens import note_prompt
-from kvpool.state.tiers import copy_content, emit_move, forget, let_go, record, take_device
-from kvpool.state.windows import kept_from
+from kvpool.state.tiers import copy_content, emit_move, forget, let_go, record, take_device, take_for
 
 
 @jit(forceinline=True)
@@ -74,13 +73,8 @@ def _fill_encoded(h, request, slot, out):
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     total = columns_for(h, request)
     for i in range(total):
-        row[i] = take_device(h)
-        add_reference(blocks, np.int64(row[i]))
-        blocks[row[i]].namespace, blocks[row[i]].priority, blocks[row[i]].ttl = (
-            request.namespace,
-            DEFAULT_PRIORITY,
-            NONE,
-        )
+        row[i] = take_for(h, request)
+        blocks[row[i]].priority, blocks[row[i]].ttl = DEFAULT_PRIORITY, NONE
         emit_access(h, WILL_WRITE, h.stream, np.int64(row[i]))
     out.id = (np.int64(sequence.generation) << 32) | slot
     begin_row(h, sequence, request)
@@ -95,7 +89,7 @@ def _reuse(h, request, b, i):
     blocks = blocks_of(h)
     if not request.reserves:
         record(h, REUSE_GAP, blocks[b].used_at)
-        hit(h, b)
+        on_hit(h, b)
     given, priority, ttl = retention_at(request, i * h.width)
     if given and (blocks[b].priority != priority or blocks[b].ttl != ttl):
         blocks[b].priority, blocks[b].ttl = priority, ttl
@@ -108,7 +102,7 @@ def onboard(h, host):
     blocks = blocks_of(h)
     b = take_device(h)
     copy_content(h, host, b)
-    blocks[b].twin, blocks[host].twin = host, b
+    blocks[b].other_copy, blocks[host].other_copy = host, b
     add_reference(blocks, b)
     emit_move(h, host, b, h.width, ONBOARD)
     emit(h, STORED, b)

@@ -1,33 +1,33 @@
-"""How admitted sequences grow and shrink: append and rewind."""
+"""How admitted sequences grow and shrink: append, rewind, and drafts, of which one path is kept and moved together."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
-from kvpool.state.codes import BAD_COUNT, PASSED, SHORT_OF_BLOCKS, TOO_LONG
+from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
+from kvpool.state.codes import BAD_ACCEPTED, BAD_COUNT, BAD_DRAFTS, PASSED, TOO_LONG
 from kvpool.state.fill import write_tokens
-from kvpool.state.lists import free_blocks
+from kvpool.state.kinds import least
+from kvpool.state.policy import FRONT, free_blocks
 from kvpool.state.records import (
     DEVICE,
+    EXTRA,
     KEYED,
     NONE,
     PUBLISHED,
-    add_reference,
     blocks_of,
-    counters_of,
-    drop_reference,
     extra_of,
-    lists_of,
+    no_extra,
     sequences_of,
     table_of,
+    token_moves_of,
+    tokens_of,
 )
 from kvpool.state.requests import blocks_for
-from kvpool.state.sequences import slot_of, stream_of
+from kvpool.state.sequences import give_columns, slot_of, stream_of, within
 from kvpool.state.sharing import copies, make_writable, private_copy
-from kvpool.state.tiers import FRONT, forget, shelve, take_device
-from kvpool.state.windows import least
+from kvpool.state.tiers import forget, take_for
 
 
 @jit
@@ -36,7 +36,7 @@ def append_need(h, ids, counts):
     checked."""
     need = forked = 0
     for i in range(ids.shape[0]):
-        sequence = sequences_of(h)[slot_of(h, ids[i])]
+        sequence = sequences_of(h)[slot_of(ids[i])]
         forked |= sequence.forked
         more = blocks_for(h, sequence.length + counts[i])
         if more > h.columns and (h.columns < h.device_blocks or h.window):
@@ -48,21 +48,19 @@ def append_need(h, ids, counts):
 
 @jit
 def _append(h, slot, tokens, start, count):
-    blocks, sequence, row, stream = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
+    sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
     done = 0
     if sequence.forked and count:
         make_writable(h, slot, stream)
     while done < count:
         at = sequence.length % h.width
         if at == 0:
-            b = take_device(h)
-            add_reference(blocks, b)
-            blocks[b].namespace, blocks[b].priority, blocks[b].ttl = sequence.namespace, sequence.priority, sequence.ttl
+            b = take_for(h, sequence)
             row[sequence.blocks] = b
             emit_access(h, WILL_WRITE, stream, b)
             sequence.blocks += 1
         n = min(count - done, h.width - at)
-        write_tokens(h, row[sequence.blocks - 1], at, tokens, extra_of(h)[0][:0], start + done, n)
+        write_tokens(h, row[sequence.blocks - 1], at, tokens, no_extra(h), start + done, n)
         sequence.length += n
         done += n
 
@@ -73,7 +71,7 @@ def append(h, ids, counts, tokens):
     ``append_need``."""
     start = 0
     for i in range(ids.shape[0]):
-        _append(h, slot_of(h, ids[i]), tokens, start, counts[i])
+        _append(h, slot_of(ids[i]), tokens, start, counts[i])
         start += counts[i]
 
 
@@ -92,12 +90,11 @@ def _shorten(h, slot, length):
     b = np.int64(row[i])
     if shared(h, slot, i):
         row[i] = private_copy(h, b, keep)
-        return 1
+        return
     if blocks[b].flags & PUBLISHED:
         forget(h, b, NONE)
     blocks[b].flags &= ~KEYED
     blocks[b].filled, blocks[b].uses = keep, 0
-    return 0
 
 
 @jit
@@ -113,9 +110,9 @@ def _returned(h, slot, keep):
 def rewind_need(h, ids, counts):
     """The blocks that dropping the last ``counts`` tokens of each sequence takes for copies, or the error. The ids were
     checked."""
-    need, free = 0, free_blocks(lists_of(h), DEVICE)
+    need, free = 0, free_blocks(h, DEVICE)
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         length = sequences_of(h)[slot].length
         if counts[i] > length:
             h.detail, h.bound = i, length
@@ -127,23 +124,23 @@ def rewind_need(h, ids, counts):
         free += _returned(h, slot, blocks_for(h, length))
         need += 1 if counts[i] > 0 and length % h.width and shared(h, slot, length // h.width) else 0
         if need > free:
-            h.detail, h.bound = need, free
-            return SHORT_OF_BLOCKS
+            return within(h, need, free)
     return need
 
 
-@jit
-def rewind(h, ids, counts):
-    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible. Returns blocks
-    copied."""
-    copied = 0
-    for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
-        stream = stream_of(h, slot)
-        if counts[i] > 0:
-            copied += rewind_one(h, slot, counts[i], stream)
-    counters_of(h).copied_blocks += copied
-    return copied
+def rewinding(one):
+    """Make the function that drops the last ``counts`` tokens of each sequence by ``one(h, slot, count, stream)``. The
+    need was found possible."""
+
+    @jit
+    def rewind(h, ids, counts):
+        for i in range(ids.shape[0]):
+            slot = slot_of(ids[i])
+            stream = stream_of(h, slot)
+            if counts[i] > 0:
+                one(h, slot, counts[i], stream)
+
+    return rewind
 
 
 @jit(forceinline=True)
@@ -162,14 +159,9 @@ def rewind_one(h, slot, count, stream):
     # copied.
     if length % h.width and blocks[row[keep - 1]].ticket != h.ticket:
         emit_access(h, WROTE, stream, np.int64(row[keep - 1]))
-    for i in range(sequence.blocks - 1, keep - 1, -1):
-        b, row[i] = np.int64(row[i]), NONE
-        emit_access(h, ACCESSED, stream, b)
-        if drop_reference(blocks, b) == 0:
-            shelve(h, b, FRONT)
-    copied = 0
+    give_columns(h, slot, keep, sequence.blocks, FRONT)
     if length % h.width:
-        copied = _shorten(h, slot, length)
+        _shorten(h, slot, length)
         emit_access(h, WILL_WRITE, stream, np.int64(row[keep - 1]))
     full = length // h.width
     sequence.length, sequence.blocks = length, keep
@@ -177,4 +169,160 @@ def rewind_one(h, slot, count, stream):
     sequence.committed, sequence.reused = min(sequence.committed, length), min(sequence.reused, full)
     if sequence.duplicates >= full:
         sequence.duplicates = NONE
-    return copied
+
+
+rewind = rewinding(rewind_one)
+
+
+# -- drafts --------------------------------------------------------------------------------------------
+
+
+@jit
+def draft_error(h, ids, drafts, accepted, counts):
+    """0, or an error. ``detail`` is the place of the offender in ``ids``, or for BAD_ACCEPTED in ``accepted``.
+    ``bound`` is the bound that it broke.
+
+    The ids were checked.
+    """
+    start = 0
+    for i in range(ids.shape[0]):
+        sequence = sequences_of(h)[slot_of(ids[i])]
+        if drafts[i] > sequence.length - sequence.committed:
+            h.detail, h.bound = i, sequence.length - sequence.committed
+            return BAD_DRAFTS
+        least = np.int64(0)
+        for j in range(start, start + counts[i]):
+            if accepted[j] < least or accepted[j] >= drafts[i]:
+                h.detail, h.bound = j, drafts[i]
+                return BAD_ACCEPTED
+            least = accepted[j] + 1
+        start += counts[i]
+    return 0
+
+
+@jit
+def gap_of(accepted, start, count):
+    """How many accepted drafts of a sequence stay where they are: those before the first rejected one."""
+    n = 0
+    while n < count and accepted[start + n] == n:
+        n += 1
+    return n
+
+
+@jit
+def _shared_between(h, slot, first, end):
+    """How many of the blocks of the tokens [first, end) others hold too."""
+    found = 0
+    for i in range(first // h.width, (end - 1) // h.width + 1 if end > first else 0):
+        found += 1 if shared(h, slot, i) else 0
+    return found
+
+
+@jit
+def _copies(h, ids, drafts, accepted, counts):
+    """How many blocks have to be copied because others hold them too, and whether any token has to move."""
+    need, start, moving = 0, 0, False
+    for i in range(ids.shape[0]):
+        slot, gap = slot_of(ids[i]), gap_of(accepted, start, counts[i])
+        base = sequences_of(h)[slot].length - drafts[i]
+        end = base + counts[i]
+        if gap < counts[i]:
+            moving = True
+            need += _shared_between(h, slot, base + gap, end)
+        elif counts[i] < drafts[i] and end % h.width:
+            need += _shared_between(h, slot, end - 1, end)
+        start += counts[i]
+    return need, moving
+
+
+@jit
+def _move_token(h, source, at, target, to):
+    """Move the id of a token, and its extra id. Token moves carry its bytes."""
+    blocks, tokens = blocks_of(h), tokens_of(h)
+    tokens[target, to] = tokens[source, at]
+    if not h.has_extra:
+        return
+    extra = extra_of(h)
+    own = extra[source, at] if blocks[source].flags & EXTRA else np.int64(0)
+    if own != 0 and not blocks[target].flags & EXTRA:
+        for i in range(h.width):
+            extra[target, i] = 0
+        blocks[target].flags |= EXTRA
+    if blocks[target].flags & EXTRA:
+        extra[target, to] = own
+
+
+@jit
+def _gather(h, slot, base, accepted, gap, stream):
+    """Move the accepted drafts, int64[n], from number ``gap`` on, to the places after those before them.
+
+    First, the sequence gets blocks of its own for all that will be written. A copy of a block has all of its tokens,
+    since it is also read from.
+    """
+    blocks, row, width = blocks_of(h), table_of(h)[slot], h.width
+    length = sequences_of(h)[slot].length
+    for i in range((base + gap) // width, (base + accepted.shape[0] - 1) // width + 1):
+        if shared(h, slot, i):
+            emit_access(h, WROTE, stream, np.int64(row[i]))
+            row[i] = private_copy(h, np.int64(row[i]), min(width, length - i * width))
+        if blocks[row[i]].flags & PUBLISHED:  # by a fork that has committed it, and has gone
+            forget(h, np.int64(row[i]), NONE)
+        blocks[row[i]].flags &= ~KEYED
+        blocks[row[i]].ticket = h.ticket  # if that decision fails, these tokens are lost
+        emit_access(h, WILL_WRITE, stream, np.int64(row[i]))
+    moves, n = token_moves_of(h), h.token_moves
+    if n + accepted.shape[0] - gap > h.token_moves_capacity:
+        raise RuntimeError("more token moves than one call can make")
+    for j in range(gap, accepted.shape[0]):
+        place, to = base + accepted[j], base + j
+        source, target = np.int64(row[place // width]), np.int64(row[to // width])
+        _move_token(h, source, place % width, target, to % width)
+        moves[n, 0], moves[n, 1] = stream, slot
+        moves[n, 2], moves[n, 3] = source * width + place % width, target * width + to % width
+        n += 1
+    h.token_moves = n
+
+
+@jit
+def _drop(h, ids, drafts, accepted, counts, moved):
+    """Drop the rejected drafts: with ``moved``, of the sequences in which a token moves, else of the others. Returns
+    blocks copied."""
+    start = 0
+    for i in range(ids.shape[0]):
+        slot = slot_of(ids[i])
+        if counts[i] < drafts[i] and (gap_of(accepted, start, counts[i]) < counts[i]) == moved:
+            rewind_one(h, slot, drafts[i] - counts[i], stream_of(h, slot))
+        start += counts[i]
+
+
+@jit
+def keep_need(h, ids, drafts, accepted, counts, dropped):
+    """The blocks that ``keep`` takes for copies, or the error. Called after ``draft_error``. ``dropped`` is
+    ``drafts - counts``."""
+    need, moving = _copies(h, ids, drafts, accepted, counts)
+    if not moving:
+        return rewind_need(h, ids, dropped)
+    # Blocks that this call gives back do not count. Tokens move out of them after all copies into fresh blocks.
+    return within(h, need, free_blocks(h, DEVICE))
+
+
+@jit
+def keep(h, ids, drafts, accepted, counts, dropped):
+    """Of the last ``drafts`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices among
+    them in rising order.
+
+    ``keep_need`` has found it possible.
+    """
+    if not _copies(h, ids, drafts, accepted, counts)[1]:
+        rewind(h, ids, dropped)
+        return
+    start = 0
+    for i in range(ids.shape[0]):
+        slot, gap = slot_of(ids[i]), gap_of(accepted, start, counts[i])
+        if gap < counts[i]:
+            base = sequences_of(h)[slot].length - drafts[i]
+            _gather(h, slot, base, accepted[start : start + counts[i]], gap, stream_of(h, slot))
+        start += counts[i]
+    # Sequences without a move come first: they may take a block.
+    _drop(h, ids, drafts, accepted, counts, False)
+    _drop(h, ids, drafts, accepted, counts, True)

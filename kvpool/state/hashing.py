@@ -85,6 +85,12 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     return np.int64(low), np.int64(v0 ^ v1 ^ v2 ^ v3)
 
 
+@jit(forceinline=True)
+def key_in(h, tokens, extra, parent0, parent1):
+    """``block_key`` under the secret of a pool, of which ``h`` is a header."""
+    return block_key(tokens, extra, h.secret0, h.secret1, parent0, parent1, h.guards)
+
+
 def _field(value: bytes | str | int | None) -> bytes:
     """One namespace field as bytes, such that different values, of one type or of two, have different bytes."""
     if value is None:

@@ -16,16 +16,25 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.codes import SHORT_OF_BLOCKS
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.pins import pin_block
-from kvpool.state.policy import hit, victim
+from kvpool.state.policy import (
+    BACK,
+    FRONT,
+    host_room,
+    is_room,
+    nth_released,
+    on_change,
+    on_hit,
+    on_insert,
+    on_release,
+    victim,
+)
 from kvpool.state.records import (
-    EMPTY,
     HOST,
     INDEXED,
     KEYED,
-    LISTS_PER_TIER,
     LOST,
     NONE,
     PENDING,
@@ -35,24 +44,12 @@ from kvpool.state.records import (
     change_word,
     constants,
     counters_of,
-    extra_of,
     head,
-    lists_of,
+    no_extra,
     tokens_of,
 )
 from kvpool.state.ring import STORED, emit, emit_cleared
-from kvpool.state.tiers import (
-    BACK,
-    EXPIRIES_PER_CALL,
-    FRONT,
-    begin,
-    expire,
-    forget,
-    record,
-    reshelve,
-    shelve,
-    take_host,
-)
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, forget, record, take_host
 
 KEY_BYTES = 64
 KEY_WORDS = 1 + KEY_BYTES // 4
@@ -86,16 +83,15 @@ def _write_words(data, sizes, words):
 @jit(forceinline=True)
 def _find(h, identity, words, found, i):
     """The block of key ``i``, or NONE. Its hash is in ``found``; the namespace and the words are compared as well."""
-    return find(h, found[i, 0], found[i, 1], identity[0], _flat(words), extra_of(h)[0][:0], i * KEY_WORDS)
+    return find(h, found[i, 0], found[i, 1], identity[0], _flat(words), no_extra(h), i * KEY_WORDS)
 
 
 @jit
 def locate(h, identity, data, sizes, words, found):
     """Write the words, the hash and the block of each key; NONE means no block."""
     _write_words(data, sizes, words)
-    none = extra_of(h)[0][:0]
     for i in range(words.shape[0]):
-        key = block_key(words[i], none, h.secret0, h.secret1, identity[1], identity[2], h.guards)
+        key = key_in(h, words[i], no_extra(h), identity[1], identity[2])
         found[i, 0], found[i, 1] = key[0], key[1]
         expect(h, key[0])
     for i in range(words.shape[0]):
@@ -131,16 +127,6 @@ def look(heads, identity, data, sizes, words, found):
 
 
 # -- pending ------------------------------------------------------------------------------------------
-
-
-@jit
-def _available(h, priority):
-    """Count the host blocks that content of a priority can take: empty ones, and listed ones of no higher priority."""
-    lists, first = lists_of(h), HOST * LISTS_PER_TIER
-    total = np.int64(lists[first + EMPTY, 2])
-    for p in range(priority + 1):
-        total += lists[first + p, 2]
-    return total
 
 
 @jit
@@ -183,19 +169,19 @@ def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evic
     locate(h, identity, data, sizes, words, found)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
-    need, free = np.int64(0), _available(h, priority)
+    need, free = np.int64(0), host_room(h, priority)
     for i in range(n):
         b = found[i, 2]
         if b == NONE:
             need += 1
-        elif blocks[b].list >= 0 and blocks[b].priority <= priority:
+        elif is_room(h, b, priority):
             free -= 1
     if need > free:
         found[0, 0], found[0, 1] = need, max(free, 0)
         return np.int64(SHORT_OF_BLOCKS)
     for i in range(n):
         if found[i, 2] != NONE and blocks[found[i, 2]].flags & PUBLISHED:
-            hit(h, found[i, 2])
+            on_hit(h, found[i, 2])
             pin_block(h, found[i, 2])
     count, taken = 0, np.int64(0)
     for i in range(n):
@@ -219,7 +205,7 @@ def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evic
 @jit(forceinline=True)
 def _unpin(h, b, front):
     if change_word(blocks_of(h), np.int64(b), np.int64(0), np.int64(-1)) == 0:
-        shelve(h, b, front)
+        on_release(h, b, front)
 
 
 @jit
@@ -242,55 +228,54 @@ def _locate_pending(h, identity, data, sizes, words, found):
 
 
 @jit
-def publish(heads, identity, data, sizes, words, found, now):
-    """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
-    published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
+def _end(heads, identity, data, sizes, words, found, publishes, now):
+    """End the wait of pending blocks. Returns how many were published, or dropped if it does not publish."""
     h = head(heads, 0)
     blocks = blocks_of(h)
     error = _locate_pending(h, identity, data, sizes, words, found)
     if error:
         return error
     begin(h, now)
-    published = 0
+    published = dropped = 0
     for i in range(words.shape[0]):
         b = found[i, 2]
         block = blocks[b]
         if not block.flags & PENDING:  # named twice
             found[i, 2] = NONE
-        elif block.flags & LOST:
-            _drop(h, b)
-            counters_of(h).forgotten_host_blocks += 1
-            found[i, 2] = NONE
-        else:
+        elif publishes and not block.flags & LOST:
             block.flags = (block.flags & ~PENDING) | PUBLISHED
-            block.uses = 1
-            block.stored_at = block.used_at = np.uint32(now)
+            on_insert(h, b)
             emit(h, STORED, b)
             published += 1
-    counters_of(h).offloaded_blocks += published
-    # The last key is listed first, so the end of a prompt is evicted before its beginning.
-    for i in range(words.shape[0] - 1, -1, -1):
+        else:
+            _drop(h, b)
+            found[i, 2] = NONE
+            dropped += 1
+    for n in range(words.shape[0]):
+        i = nth_released(n, words.shape[0])
         if found[i, 2] != NONE:
             _unpin(h, found[i, 2], BACK)
+    counters = counters_of(h)
+    if not publishes:
+        counters.lost_blocks += dropped
+        return np.int64(dropped)
+    counters.offloaded_blocks += published
+    counters.forgotten_host_blocks += dropped
     return np.int64(published)
+
+
+@jit
+def publish(heads, identity, data, sizes, words, found, now):
+    """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
+    published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
+    return _end(heads, identity, data, sizes, words, found, True, now)
 
 
 @jit
 def abort(heads, identity, data, sizes, words, found, now):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
     first such key ``i``, and changes nothing."""
-    h = head(heads, 0)
-    error = _locate_pending(h, identity, data, sizes, words, found)
-    if error:
-        return error
-    begin(h, now)
-    dropped = 0
-    for i in range(words.shape[0]):
-        if blocks_of(h)[found[i, 2]].flags & PENDING:
-            _drop(h, found[i, 2])
-            dropped += 1
-    counters_of(h).lost_blocks += dropped
-    return np.int64(dropped)
+    return _end(heads, identity, data, sizes, words, found, False, now)
 
 
 # -- here ---------------------------------------------------------------------------------------------
@@ -300,7 +285,7 @@ def abort(heads, identity, data, sizes, words, found, now):
 def _use(h, b):
     """Record the use of a block that is HERE."""
     record(h, REUSE_GAP, blocks_of(h)[b].used_at)
-    hit(h, b)
+    on_hit(h, b)
 
 
 @jit
@@ -330,7 +315,7 @@ def touch(heads, identity, data, sizes, words, found, now):
     for i in range(words.shape[0] - 1, -1, -1):
         if _answer(h, found[i, 2]) == HERE:
             _use(h, found[i, 2])
-            reshelve(h, found[i, 2])
+            on_change(h, found[i, 2])
             here += 1
     return np.int64(here)
 
@@ -344,7 +329,7 @@ def _forget(h, b):
         blocks[b].flags |= LOST
         return coming
     forget(h, b, NONE)
-    reshelve(h, b)
+    on_change(h, b)
     return True
 
 
@@ -375,15 +360,7 @@ def clear(heads, now):
             unlink_content(h, np.int64(b), NONE)
             blocks[b].flags &= ~INDEXED
             counters_of(h).forgotten_host_blocks += 1
-            reshelve(h, np.int64(b))
+            on_change(h, np.int64(b))
     h.generation += 1
     emit_cleared(h)
     return np.int64(0)
-
-
-@jit
-def refresh(heads, now):
-    """Move blocks whose time to live is over to the back of the default priority. Returns their number."""
-    h = head(heads, 0)
-    begin(h, now)
-    return np.int64(expire(h, h.blocks))

@@ -2,7 +2,7 @@
 and links inside the blocks.
 
 There are four buckets for each block, so most lookups end at the head. One block represents a cached content in both
-structures: its device copy or its host copy. That block is marked LINKED; ``twin`` leads to the other copy.
+structures: its device copy or its host copy. That block is marked LINKED; ``other_copy`` leads to the other copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import prefetch
 from kvpool.state.guards import NAMESPACE_AT_HIT, TOKENS_AT_HIT
-from kvpool.state.records import EXTRA, LINKED, NONE, TAIL, blocks_of, children_of, extra_of, index_of, tokens_of
+from kvpool.state.records import (
+    EXTRA,
+    LINKED,
+    NONE,
+    TAIL,
+    blocks_of,
+    children_of,
+    extra_in,
+    extra_of,
+    index_of,
+    tokens_of,
+)
 
 CANDIDATES = 16  # the most children that a lookup compares, most recent first
 
@@ -121,12 +132,12 @@ def find(h, key0, key1, namespace, tokens, extra, start):
 
 @jit(forceinline=True)
 def device_copy(h, b):
-    return b if b < h.device_blocks else blocks_of(h)[b].twin
+    return b if b < h.device_blocks else blocks_of(h)[b].other_copy
 
 
 @jit(forceinline=True)
 def host_copy(h, b):
-    return b if b >= h.device_blocks else blocks_of(h)[b].twin
+    return b if b >= h.device_blocks else blocks_of(h)[b].other_copy
 
 
 @jit(forceinline=True)
@@ -234,7 +245,7 @@ def rival_child(h, b, longer):
     which ``b`` begins."""
     blocks = blocks_of(h)
     tokens = tokens_of(h)[b]
-    extra = extra_of(h)[b] if blocks[b].flags & EXTRA else extra_of(h)[0][:0]
+    extra = extra_in(h, b)
     i = np.int64(children_of(h)[child_bucket(blocks[b].parent0, tokens[0], h.child_buckets)])
     seen = 0
     while i != NONE and seen < CANDIDATES:

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from kvpool.jit import jit
-from kvpool.state.records import ATTENTION, CROSS, RECURRENT, head, request_at
+from kvpool.state.records import ATTENTION, CROSS, NONE, RECURRENT, head, request_at, sequences_of, table_of
 from kvpool.state.requests import blocks_for, reusable
 
 
@@ -66,6 +66,15 @@ def keeps_state(h, i, kept):
     return i == kept or (h.snapshot != 0 and (i + 1) % h.snapshot == 0)
 
 
+@jit(forceinline=True)
+def state_at(h, slot, count):
+    """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
+    i = (count - 1) // h.width
+    while i >= 0 and table_of(h)[slot, i] == NONE:
+        i += 1
+    return i
+
+
 @jit
 def fresh_blocks(h, request, matched, columns):
     """How many blocks a prompt takes after ``matched`` columns, until it has ``columns``."""
@@ -94,3 +103,34 @@ def has_windows(heads, g):
     """Whether the rows of a group have blocks for all tokens that a window has not passed."""
     h = head(heads, g)
     return finds(h) and not has_states(h) and not needs_all(h)
+
+
+# -- windows -------------------------------------------------------------------------------------------
+#
+# A token at position p sees the tokens [p - WINDOW + 1, p] and those of the first SINKS blocks. The window has passed
+# the blocks [SINKS, first) of a sequence: its row has NONE there. Without a window, WINDOW and ``first`` are 0.
+
+
+@jit(forceinline=True)
+def kept_from(h, count):
+    """The first block after the sinks that is needed once ``count`` tokens are computed.
+
+    It is the first block that the next token sees, or the last full block if that comes before. The key of the last
+    full block is the parent of the next key, and a hit compares its tokens.
+    """
+    return max(h.sinks, min((count - h.window + 1) // h.width, count // h.width - 1))
+
+
+@jit(forceinline=True)
+def holes(h, slot):
+    """How many blocks a sequence has given back because its window has passed them."""
+    return max(sequences_of(h)[slot].first - h.sinks, 0)
+
+
+@jit(forceinline=True)
+def least(h, slot):
+    """How many tokens a sequence must keep, so that everything its next token sees is still there."""
+    if holes(h, slot) == 0:
+        return 0
+    first = sequences_of(h)[slot].first * h.width
+    return first + max(h.window - 1, h.width)

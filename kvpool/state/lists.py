@@ -91,14 +91,6 @@ def lowest(lists, tier):
 
 
 @jit
-def free_blocks(lists, tier):
-    total = 0
-    for which in range(tier * LISTS_PER_TIER, (tier + 1) * LISTS_PER_TIER):
-        total += lists[which, 2]
-    return total
-
-
-@jit
 def _sift_up(blocks, heap, place):
     b = heap[place]
     while place > 1 and blocks[heap[place >> 1]].deadline > blocks[b].deadline:

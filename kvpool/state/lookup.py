@@ -7,68 +7,68 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at
 from kvpool.state.index import best_child, device_copy, find
-from kvpool.state.kinds import finds, finds_parts, has_states, needs_all
+from kvpool.state.kinds import finds, finds_parts, has_states, kept_from, needs_all
 from kvpool.state.records import NONE, blocks_of, head, request_at
 from kvpool.state.requests import findable, parent_of, request_extra, request_keys, request_tokens
-from kvpool.state.windows import kept_from
 
 
-@jit
-def walk(h, request, limit, ids):
-    """Put the representatives of the first full blocks that are cached, at most ``limit``, into ``ids``. Returns how
-    many. Changes nothing."""
-    tokens, keys, extra = request_tokens(request), request_keys(h, request), request_extra(request)
-    i = 0
-    while i < limit:
-        b = find(h, keys[i, 0], keys[i, 1], request.namespace, tokens, extra, i * h.width)
-        if b == NONE:
-            break
-        ids[i] = b
-        i += 1
-    return i
+def _reach(there):
+    """Make the function that finds the longest prefix, in full blocks and at most ``limit``, that a group can reuse:
+    everything that its next token sees is there.
+
+    ``there(h, i, *args)`` says whether block ``i`` is. It is asked at most once for each block.
+    """
+
+    @jit
+    def reach(h, limit, *args):
+        if has_states(h):
+            while limit > 0 and not there(h, limit - 1, *args):
+                limit -= 1
+            return limit
+        full = limit if h.window == 0 else min(limit, h.sinks)
+        for i in range(full):
+            if not there(h, np.int64(i), *args):
+                return np.int64(i)
+        end, i = limit, limit - 1
+        while h.window != 0 and i >= kept_from(h, end * h.width):
+            if not there(h, i, *args):
+                end = i
+            i -= 1
+        return end
+
+    return reach
+
+
+@jit(forceinline=True)
+def is_needed(h, i, count):
+    """Whether a group needs block ``i`` to reuse the first ``count`` full blocks. A recurrent group needs the last
+    state."""
+    if has_states(h):
+        return i == count - 1
+    return i < count and (h.window == 0 or i < h.sinks or i >= kept_from(h, count * h.width))
+
+
+@jit(forceinline=True)
+def _cached(h, i, tokens, keys, extra, namespace, ids):
+    ids[i] = find(h, keys[i, 0], keys[i, 1], namespace, tokens, extra, i * h.width)
+    return ids[i] != NONE
+
+
+_reach_cached = _reach(_cached)
 
 
 @jit
 def longest(h, request, limit, ids):
-    """The longest prefix, in full blocks and at most ``limit``, that can be reused: everything that its next token sees
-    is cached.
+    """The longest prefix of a prompt, in full blocks and at most ``limit``, that a group can reuse.
 
-    The representatives go into ``ids``, NONE for a block that is not needed. Looks up no block twice. Changes nothing.
+    The representatives go into ``ids``, NONE for a block that is not needed. Changes nothing.
     """
-    if has_states(h):
-        return _last_state(h, request, limit, ids)
-    if h.window == 0:
-        return walk(h, request, limit, ids)
-    sinks = min(limit, h.sinks)
-    found = walk(h, request, sinks, ids)
-    if found < sinks:
-        return found
     tokens, keys, extra = request_tokens(request), request_keys(h, request), request_extra(request)
-    end, i = limit, limit - 1
-    while i >= kept_from(h, end * h.width):
-        b = find(h, keys[i, 0], keys[i, 1], request.namespace, tokens, extra, i * h.width)
-        ids[i] = b
-        if b == NONE:
-            end = i
-        i -= 1
-    for i in range(end, limit):
-        ids[i] = NONE
-    for i in range(sinks, min(end, kept_from(h, end * h.width))):
-        ids[i] = NONE
-    return end
-
-
-@jit
-def _last_state(h, request, limit, ids):
-    """``longest`` in a recurrent group. There the next token sees only the state after the last block."""
-    tokens, keys, extra = request_tokens(request), request_keys(h, request), request_extra(request)
-    for i in range(limit - 1, -1, -1):
-        ids[i] = find(h, keys[i, 0], keys[i, 1], request.namespace, tokens, extra, i * h.width)
-        if ids[i] != NONE:
-            for j in range(i):
-                ids[j] = NONE
-            return i + 1
-    return 0
+    count = _reach_cached(h, np.int64(limit), tokens, keys, extra, request.namespace, ids)
+    for i in range(0 if needs_all(h) else limit):
+        if not is_needed(h, i, count):
+            ids[i] = NONE
+    return count
 
 
 @jit
@@ -108,6 +108,36 @@ def matched_in(h, request, count, ids, out):
     out[3], out[4], out[5] = count, costless, source
 
 
+def agree(ask):
+    """Make the function that asks the groups in turn, ``ask(h, g, most, *args)``, until no group bounds the others."""
+
+    @jit
+    def agreed(heads, most, *args):
+        g = asked = 0
+        while asked < heads.shape[0]:
+            found = ask(head(heads, g), g, most, *args)
+            asked = asked + 1 if found == most else 1
+            most = found
+            g = (g + 1) % heads.shape[0]
+        return most
+
+    return agreed
+
+
+@jit
+def _longest_of(h, g, most, request, limit, ids, step):
+    return longest(h, request, most, array_at(ids + g * step, (limit,), np.int32))
+
+
+@jit
+def _ask_again(h, g, most, request, limit, ids, step):
+    """What a group answers that may need only a part of a prefix. Others were asked before."""
+    return _longest_of(h, g, most, request, limit, ids, step) if has_states(h) or h.window != 0 else most
+
+
+_agree_cached = agree(_ask_again)
+
+
 @jit
 def look(heads, request, limit, ids, step):
     """The longest prefix of a prompt, in full blocks and at most ``limit``, that every group can reuse. Changes
@@ -119,18 +149,9 @@ def look(heads, request, limit, ids, step):
     """
     most = np.int64(limit)
     for g in range(heads.shape[0]):
-        h = head(heads, g)
-        if needs_all(h):
-            most = longest(h, request, most, array_at(ids + g * step, (limit,), np.int32))
-    agreed = g = 0
-    while agreed < heads.shape[0]:
-        h = head(heads, g)
-        if has_states(h) or h.window != 0:
-            found = longest(h, request, most, array_at(ids + g * step, (limit,), np.int32))
-            if found < most:
-                most, agreed = found, 0
-        agreed += 1
-        g = (g + 1) % heads.shape[0]
+        if needs_all(head(heads, g)):
+            most = _longest_of(head(heads, g), g, most, request, limit, ids, step)
+    most = _agree_cached(heads, most, request, limit, ids, step)
     for g in range(heads.shape[0] if heads.shape[0] > 1 else 0):
         row = array_at(ids + g * step, (limit,), np.int32)
         for i in range(most, limit):
@@ -164,38 +185,20 @@ def match(heads, requests, ids, out):
 # -- what could be brought -----------------------------------------------------------------------------
 
 
-@jit
-def _reach(h, have, limit):
-    """The longest prefix, in full blocks and at most ``limit``, that could be reused if a group had the blocks in
-    ``have`` bool[n]. See ``longest``."""
-    if not finds(h):
-        return limit
-    if has_states(h):
-        while limit > 0 and not have[limit - 1]:
-            limit -= 1
-        return limit
-    full = limit if h.window == 0 else min(limit, h.sinks)
-    for i in range(full):
-        if not have[i]:
-            return i
-    end, i = limit, limit - 1
-    while h.window != 0 and i >= kept_from(h, end * h.width):
-        if not have[i]:
-            end = i
-        i -= 1
-    return end
+@jit(forceinline=True)
+def _has(h, i, have):
+    return have[i]
+
+
+_reach_had = _reach(_has)
 
 
 @jit
-def _agreed(heads, have, limit):
-    """``_reach`` of all groups together. ``have`` is bool[groups, n]."""
-    g, agreed = 0, 0
-    while agreed < heads.shape[0]:
-        found = _reach(head(heads, g), have[g], limit)
-        agreed = agreed + 1 if found == limit else 1
-        limit = found
-        g = (g + 1) % heads.shape[0]
-    return limit
+def _ask_had(h, g, most, have):
+    return _reach_had(h, most, have[g]) if finds(h) else most
+
+
+_agree_had = agree(_ask_had)
 
 
 @jit
@@ -207,15 +210,9 @@ def lacking(heads, requests, here, had):
     longer one. Returns the prefix in full blocks.
     """
     limit = findable(request_at(requests, 0)) // head(heads, 0).width
-    before, most = _agreed(heads, here, limit), _agreed(heads, had, limit)
+    before, most = _agree_had(heads, limit, here), _agree_had(heads, limit, had)
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        kept, sinks = np.int64(0), np.int64(0)
-        if has_states(h):
-            kept = np.int64(most - 1)
-        elif h.window != 0:
-            kept, sinks = kept_from(h, most * h.width), np.int64(h.sinks)
         for i in range(had.shape[1]):
-            needed = finds(h) and most > before and i < most and (i < sinks or i >= kept)
-            had[g, i] = needed and not here[g, i]
+            had[g, i] = finds(h) and most > before and is_needed(h, i, most) and not here[g, i]
     return np.int64(most)

@@ -1,4 +1,5 @@
-"""Pins: blocks that readers hold, by their pool ids, in all groups of layers."""
+"""Pins: blocks that readers hold, by their pool ids, in all groups of layers; and host blocks that wait, pinned,
+for the bytes of a prompt from elsewhere."""
 
 from __future__ import annotations
 
@@ -6,23 +7,27 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.codes import NOT_FOUND
+from kvpool.state.fill import write_tokens
 from kvpool.state.index import device_copy, find_key, host_copy
 from kvpool.state.kinds import needs_all
-from kvpool.state.lists import heap_remove, unlink
+from kvpool.state.policy import BACK, empty_blocks, on_release, stop_clock, unlist
 from kvpool.state.records import (
     DEVICE,
+    HOST,
     INDEXED,
+    KEYED,
     LOST,
     NONE,
+    PUBLISHED,
     blocks_of,
     change_word,
     head,
-    heap_of,
-    lists_of,
     place_of,
     pool_id,
+    request_at,
 )
-from kvpool.state.tiers import BACK, begin, shelve
+from kvpool.state.requests import parent_of, request_extra, request_keys, request_tokens
+from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, take_host
 
 ANY_TIER = -1
 
@@ -31,8 +36,8 @@ ANY_TIER = -1
 def pin_block(h, b):
     blocks = blocks_of(h)
     if change_word(blocks, np.int64(b), np.int64(0), np.int64(1)) == 1 << 32:
-        heap_remove(blocks, heap_of(h), b)
-        unlink(blocks, lists_of(h), b)
+        stop_clock(h, b)
+        unlist(h, b)
 
 
 @jit
@@ -119,4 +124,60 @@ def unpin(heads, ids, now):
     for i in range(ids.shape[0]):
         g, b = place_of(heads, ids[i])
         if change_word(blocks_of(head(heads, g)), b, np.int64(0), np.int64(-1)) == 0:
-            shelve(head(heads, g), b, BACK)
+            on_release(head(heads, g), b, BACK)
+
+
+# -- content that comes from elsewhere -----------------------------------------------------------------
+
+
+@jit
+def take_missing(heads, g, requests, first, priority, out, held, now):
+    """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has
+    room.
+
+    Ids go into ``out`` int64[n], NONE for a block that was not taken. Nobody can find these blocks. If something is
+    evicted for them, host copies of the prompt's other blocks are pinned too, so that the prompt does not evict itself:
+    their ids go into ``held`` int64[full blocks], which is all NONE before.
+    """
+    h, request = head(heads, g), request_at(requests, 0)
+    blocks, keys = blocks_of(h), request_keys(h, request)
+    begin(h, now)
+    expire(h, EXPIRIES_PER_CALL)
+    evicts = empty_blocks(h, HOST) < out.shape[0]
+    for i in range(held.shape[0] if evicts else 0):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        held[i] = NONE if b == NONE else host_copy(h, b)
+        if held[i] != NONE:
+            pin_block(h, held[i])
+    room = True
+    for i in range(out.shape[0]):
+        out[i] = NONE
+        if room and find_key(h, keys[first + i, 0], keys[first + i, 1]) == NONE:
+            b = take_host(h, priority)
+            room = b != NONE
+            if room:
+                blocks[b].filled, blocks[b].uses, blocks[b].ticket, blocks[b].ttl = 0, 0, NONE, NONE
+                change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
+                out[i] = b
+
+
+@jit
+def publish_taken(heads, g, requests, first, priority, ids, now):
+    """Publish the blocks that ``take_missing`` took, except those whose content has been cached meanwhile. Returns how
+    many."""
+    h, request = head(heads, g), request_at(requests, 0)
+    blocks, keys = blocks_of(h), request_keys(h, request)
+    begin(h, now)
+    published = 0
+    for i in range(ids.shape[0]):
+        b, at = ids[i], first + i
+        if b == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE:
+            continue
+        write_tokens(h, b, 0, request_tokens(request), request_extra(request), at * h.width, h.width)
+        blocks[b].key0, blocks[b].key1 = keys[at, 0], keys[at, 1]
+        blocks[b].parent0, blocks[b].parent1 = parent_of(h, request, at)
+        blocks[b].namespace, blocks[b].priority = request.namespace, priority
+        blocks[b].flags |= KEYED
+        enter(h, b, PUBLISHED)
+        published += 1
+    return np.int64(published)

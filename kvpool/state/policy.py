@@ -1,7 +1,12 @@
-"""All rules of eviction: which list a block is in while nobody holds it, what a hit changes, which block is the next
-victim, and whether its content is offloaded.
+"""The policy: which block is evicted next, what a use of a block changes, and whether evicted content is offloaded.
 
-``tiers`` moves blocks between lists by these rules. ``verify`` has its own version of ``list_of``, to check this one.
+A policy is this file. The state tells it what happens (``on_insert``, ``on_hit``, ``on_release``, ``on_change``,
+``on_only_copy``), and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of
+deadlines.
+
+This one is LRU by priority. Each tier has a list of empty blocks, one of clean host copies (the device has the content
+too), and one for each priority. A block that nobody holds is in one of them. ``verify`` has its own version of
+``list_of``, to check this one.
 """
 
 from __future__ import annotations
@@ -9,8 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.lists import lowest
+from kvpool.jit.intrinsics import array_at, prefetch
+from kvpool.state.index import expect, expect_child
+from kvpool.state.lists import heap_push, heap_remove, lowest, push_back, push_front, relink, unlink
 from kvpool.state.records import (
+    CLEAN,
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
@@ -19,86 +27,122 @@ from kvpool.state.records import (
     LISTS_PER_TIER,
     LOWEST,
     NONE,
-    REDUNDANT,
     TAIL,
+    TIE_BITS,
     USES_MAX,
     blocks_of,
+    heap_of,
     lists_of,
 )
+
+FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
+
+
+@jit(forceinline=True)
+def nth_released(n, count):
+    """Which of ``count`` blocks that one prompt covers is released as number ``n``: the last block first, so that
+    leaves age before what they continue."""
+    return count - 1 - n
+
+
+# -- lists and deadlines -------------------------------------------------------------------------------
 
 
 @jit(forceinline=True)
 def list_of(h, b):
-    """The list of a block while nobody holds it. Each tier has a list of empty blocks, one of redundant host copies
-    (the device has the content too), and one for each priority."""
+    """The list of a block while nobody holds it."""
     block = blocks_of(h)[b]
     first = np.int64(DEVICE if b < h.device_blocks else HOST) * LISTS_PER_TIER
     if not block.flags & INDEXED:
         return first + EMPTY
-    if b >= h.device_blocks and block.twin != NONE:
-        return first + REDUNDANT
+    if b >= h.device_blocks and block.other_copy != NONE:
+        return first + CLEAN
     return first + block.priority
 
 
 @jit(forceinline=True)
-def falls(h, b):
+def _demotes(h, b):
     """Whether the content of a listed block gets the default priority when its time to live is over. Content that has
-    that priority already does not, nor a redundant copy, which is one of the first victims anyway."""
+    that priority already does not, nor a clean copy, which is one of the first victims anyway."""
     block = blocks_of(h)[b]
-    return block.ttl != NONE and block.priority != DEFAULT_PRIORITY and (b < h.device_blocks or block.twin == NONE)
+    return (
+        block.ttl != NONE and block.priority != DEFAULT_PRIORITY and (b < h.device_blocks or block.other_copy == NONE)
+    )
 
 
 @jit(forceinline=True)
-def fall(h, b):
-    """Give a block the default priority, because its time to live is over."""
-    blocks_of(h)[b].priority, blocks_of(h)[b].ttl = DEFAULT_PRIORITY, NONE
+def _start_clock(h, b, deadline):
+    """Enter a listed block into the heap of deadlines, if its priority can change. Its time begins now, or ends at the
+    ``deadline`` that it already has.
 
-
-@jit(forceinline=True)
-def victim(h, tier, priority):
-    """The block of a tier that is taken next, its *victim*: an empty block, else on the host a redundant copy, else the
-    oldest block of the lowest priority.
-
-    Returns NONE if that priority is above ``priority``: then the host keeps its content. While an admission still has
-    to forget content on the host (``overflow``), it takes that content before redundant copies. The blocks that it
-    onboards become redundant copies, and could be overwritten only after their own copies; each such wait would add to
-    a chain. Changes only where the search starts.
+    Blocks with the same deadline expire in the order in which they came.
     """
-    lists, first = lists_of(h), tier * LISTS_PER_TIER
-    b = np.int64(lists[first + EMPTY, 0])
-    if b == NONE and tier == HOST and h.overflow == 0:
-        b = np.int64(lists[first + REDUNDANT, 0])
-    if b != NONE:
-        return b
-    b = np.int64(lowest(lists, tier))
-    return b if b != NONE and blocks_of(h)[b].priority <= priority else np.int64(NONE)
+    if _demotes(h, b):
+        if deadline == NONE:
+            h.clocks += 1
+            deadline = ((h.now + blocks_of(h)[b].ttl) << TIE_BITS) | (h.clocks & ((1 << TIE_BITS) - 1))
+        heap_push(blocks_of(h), heap_of(h), b, deadline)
 
 
 @jit(forceinline=True)
-def goes_down(h, b):
-    """Whether the content of an evicted device block that has no host copy is worth an offload."""
+def stop_clock(h, b):
+    """Remove a block from the heap of deadlines. Returns its deadline, NONE if it has none."""
     block = blocks_of(h)[b]
-    wanted = block.priority >= h.offload_priority and block.uses >= h.offload_reuse
-    return wanted and not block.flags & TAIL and h.device_blocks != h.blocks
-
-
-@jit
-def count_down(h, takes):
-    """Of the next ``takes`` device blocks that are taken, how many have to be offloaded because the host has no copy.
-    Changes nothing."""
-    blocks, lists = blocks_of(h), lists_of(h)
-    left, count = takes - lists[EMPTY, 2], 0
-    for which in range(lists[LOWEST + DEVICE, 0], EMPTY):
-        b = np.int64(lists[which, 0])
-        while b != NONE and left > 0:
-            count += 1 if blocks[b].twin == NONE and goes_down(h, b) else 0
-            left -= 1
-            b = np.int64(blocks[b].next)
-    return count
+    if block.heap == NONE:
+        return np.int64(NONE)
+    heap_remove(blocks_of(h), heap_of(h), b)
+    return np.int64(block.deadline)
 
 
 @jit(forceinline=True)
-def hit(h, b):
+def place(h, b, deadline):
+    """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
+    push_back(blocks_of(h), lists_of(h), b, list_of(h, b))
+    _start_clock(h, b, deadline)
+
+
+@jit(forceinline=True)
+def unlist(h, b):
+    """Take a block out of its list, because somebody holds it. Its deadline stays until ``stop_clock``: a heap cannot
+    be undone to the byte."""
+    unlink(blocks_of(h), lists_of(h), b)
+
+
+@jit(forceinline=True)
+def relist(h, b):
+    """Undo ``unlist`` to the byte. Call it in the reverse order."""
+    relink(blocks_of(h), lists_of(h), b)
+
+
+@jit(forceinline=True)
+def expired(h):
+    """Give the next block whose time to live is over the default priority, at the back of its list. NONE if there is
+    none."""
+    blocks, heap = blocks_of(h), heap_of(h)
+    if heap[0] == 0 or blocks[heap[1]].deadline >> TIE_BITS > h.now:
+        return np.int64(NONE)
+    b = np.int64(heap[1])
+    heap_remove(blocks, heap, b)
+    unlink(blocks, lists_of(h), b)
+    blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
+    push_back(blocks, lists_of(h), b, list_of(h, b))
+    return b
+
+
+# -- what happens --------------------------------------------------------------------------------------
+
+
+@jit(forceinline=True)
+def on_insert(h, b):
+    """A block becomes a copy of cached content. The one that computed it is its first use."""
+    block = blocks_of(h)[b]
+    if block.uses == 0:
+        block.uses = 1
+    block.stored_at = block.used_at = np.uint32(h.now)
+
+
+@jit(forceinline=True)
+def on_hit(h, b):
     """A prompt hits a block: count one more use, now."""
     block = blocks_of(h)[b]
     block.used_at = np.uint32(h.now)
@@ -107,10 +151,201 @@ def hit(h, b):
 
 
 @jit(forceinline=True)
-def inherit(h, b, other):
-    """A host copy has become the only one, and takes over the retention and uses of the device block. Returns whether
-    its priority has changed."""
-    block, device = blocks_of(h)[b], blocks_of(h)[other]
-    changed = block.priority != device.priority
-    block.priority, block.ttl, block.uses, block.used_at = device.priority, device.ttl, device.uses, device.used_at
+def on_release(h, b, front):
+    """Nobody holds a block any more. It becomes evictable: the last of its list, or with ``front`` the next one. What
+    is not cached leaves an empty block."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    blocks[b].used_at = np.uint32(h.now)
+    if blocks[b].flags & INDEXED:
+        _start_clock(h, b, NONE)
+    else:
+        blocks[b].flags = blocks[b].filled = 0
+    if front:
+        push_front(blocks, lists, b, list_of(h, b))
+    else:
+        push_back(blocks, lists, b, list_of(h, b))
+
+
+@jit
+def on_change(h, b):
+    """The content of a block has changed. If nobody holds it, it goes to the back of its present list."""
+    if blocks_of(h)[b].list >= 0:
+        stop_clock(h, b)
+        unlink(blocks_of(h), lists_of(h), b)
+        on_release(h, b, BACK)
+
+
+@jit(forceinline=True)
+def on_only_copy(h, b, device, deadline):
+    """A host copy has become the only one, and takes over the retention and uses of the device block. Unless it is
+    held, it is no clean copy any more. Returns whether its priority has changed."""
+    block, other = blocks_of(h)[b], blocks_of(h)[device]
+    changed = block.priority != other.priority
+    block.priority, block.ttl, block.uses, block.used_at = other.priority, other.ttl, other.uses, other.used_at
+    if block.list >= 0:
+        unlink(blocks_of(h), lists_of(h), b)
+        place(h, b, deadline)
     return changed
+
+
+@jit
+def set_retention(h, b, priority, ttl):
+    """Give content another priority and time to live, which begins anew. A listed block whose priority changes goes to
+    the back of its new list. Returns whether it changed."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    changed, listed = blocks[b].priority != priority, blocks[b].list >= 0
+    stop_clock(h, b)
+    if listed and changed:
+        unlink(blocks, lists, b)
+    blocks[b].priority, blocks[b].ttl = priority, ttl
+    if listed and changed:
+        push_back(blocks, lists, b, list_of(h, b))
+    if listed:
+        _start_clock(h, b, NONE)
+    return changed
+
+
+@jit
+def evict_next(h, b):
+    """Put a block that nobody holds in front of its list. Returns whether it is in one."""
+    which = blocks_of(h)[b].list
+    if which < 0:
+        return False
+    unlink(blocks_of(h), lists_of(h), b)
+    push_front(blocks_of(h), lists_of(h), b, which)
+    return True
+
+
+@jit
+def on_reset(h):
+    """All content is gone: every block that nobody holds is empty."""
+    for b in range(h.blocks):
+        if blocks_of(h)[b].list >= 0:
+            stop_clock(h, b)
+            unlink(blocks_of(h), lists_of(h), b)
+            blocks_of(h)[b].filled = 0
+            push_back(blocks_of(h), lists_of(h), b, list_of(h, b))
+
+
+# -- victims -------------------------------------------------------------------------------------------
+
+
+@jit(forceinline=True)
+def victim(h, tier, priority):
+    """The block of a tier that is taken next, its *victim*: an empty block, else on the host a clean copy, else the
+    oldest block of the lowest priority.
+
+    Returns NONE if that priority is above ``priority``: then the host keeps its content. While an admission still has
+    to forget content on the host (``overflow``), it takes that content before clean copies. The blocks that it onboards
+    become clean copies, and could be overwritten only after their own copies; each such wait would add to a chain.
+    Changes only where the search starts.
+    """
+    lists, first = lists_of(h), tier * LISTS_PER_TIER
+    b = np.int64(lists[first + EMPTY, 0])
+    if b == NONE and tier == HOST and h.overflow == 0:
+        b = np.int64(lists[first + CLEAN, 0])
+    if b != NONE:
+        return b
+    b = np.int64(lowest(lists, tier))
+    return b if b != NONE and blocks_of(h)[b].priority <= priority else np.int64(NONE)
+
+
+@jit(forceinline=True)
+def take_victim(h, tier, priority):
+    """Take the ``victim`` of a tier out of its list. Returns it, or NONE, and the deadline of its content, or NONE."""
+    b = victim(h, tier, priority)
+    cached = b != NONE and blocks_of(h)[b].flags & INDEXED != 0
+    if tier == HOST and h.overflow and (b == NONE or cached):
+        h.overflow -= 1
+    if b == NONE:
+        return b, np.int64(NONE)
+    unlink(blocks_of(h), lists_of(h), b)
+    if tier == DEVICE and cached:
+        _expect_victims(h, b)
+    return b, stop_clock(h, b)
+
+
+@jit(forceinline=True)
+def _expect_victims(h, b):
+    """Begin to load what the evictions after that of ``b`` will touch: the index two ahead, the block itself three
+    ahead."""
+    blocks = blocks_of(h)
+    for _ in range(2):
+        b = np.int64(blocks[b].next)
+        if b == NONE:
+            return
+    expect(h, blocks[b].key0)
+    expect_child(h, b)
+    b = np.int64(blocks[b].next)
+    if b != NONE:
+        prefetch(blocks, b)
+        prefetch(blocks["parent0"], b)
+        prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), b * h.width)
+
+
+@jit(forceinline=True)
+def should_offload(h, b):
+    """Whether the content of an evicted device block that has no host copy is worth an offload."""
+    block = blocks_of(h)[b]
+    wanted = block.priority >= h.offload_priority and block.uses >= h.offload_reuse
+    return wanted and not block.flags & TAIL and h.device_blocks != h.blocks
+
+
+@jit
+def overflow(h, takes, onboards):
+    """How many contents the host forgets while an admission takes ``takes`` device blocks and onboards ``onboards``
+    contents.
+
+    Each eviction needs a host block. Empty blocks, clean copies and the sources of the onboards serve some of them;
+    the rest is the result. Changes nothing.
+    """
+    room = empty_blocks(h, HOST) + lists_of(h)[HOST * LISTS_PER_TIER + CLEAN, 2] + onboards
+    return max(0, _offloads(h, takes) - room) if onboards and takes > room else 0
+
+
+@jit
+def _offloads(h, takes):
+    """Of the next ``takes`` victims of the device, how many have to be offloaded because the host has no copy. Changes
+    nothing."""
+    blocks, lists = blocks_of(h), lists_of(h)
+    left, count = takes - empty_blocks(h, DEVICE), 0
+    for which in range(lists[LOWEST + DEVICE, 0], EMPTY):
+        b = np.int64(lists[which, 0])
+        while b != NONE and left > 0:
+            count += 1 if blocks[b].other_copy == NONE and should_offload(h, b) else 0
+            left -= 1
+            b = np.int64(blocks[b].next)
+    return count
+
+
+# -- how many ------------------------------------------------------------------------------------------
+
+
+@jit
+def free_blocks(h, tier):
+    """How many blocks of a tier nobody holds."""
+    total = 0
+    for which in range(tier * LISTS_PER_TIER, (tier + 1) * LISTS_PER_TIER):
+        total += lists_of(h)[which, 2]
+    return total
+
+
+@jit(forceinline=True)
+def empty_blocks(h, tier):
+    """How many of them have no content."""
+    return np.int64(lists_of(h)[tier * LISTS_PER_TIER + EMPTY, 2])
+
+
+@jit
+def host_room(h, priority):
+    """How many host blocks content of a priority can take: empty ones, and listed ones of no higher priority."""
+    total = empty_blocks(h, HOST)
+    for p in range(priority + 1):
+        total += lists_of(h)[HOST * LISTS_PER_TIER + p, 2]
+    return total
+
+
+@jit(forceinline=True)
+def is_room(h, b, priority):
+    """Whether content of a priority can take the block ``b``, which is cached."""
+    return blocks_of(h)[b].list >= 0 and blocks_of(h)[b].priority <= priority

@@ -37,8 +37,8 @@ REFS = 0xFFFFFFFF
 TIE_BITS = 20
 
 # One block. Ids [0, device_blocks) are device blocks, the rest host blocks. One block represents a cached content (a
-# key) in the index and among the children of its parent: its device copy or its host copy. `twin` links it to the other
-# copy.
+# key) in the index and among the children of its parent: its device copy or its host copy. `other_copy`
+# links it to the other one.
 BLOCK = np.dtype(
     [
         ("word", "i8"),  # references in the low half, pins in the high half; first, since atomics address it
@@ -48,7 +48,7 @@ BLOCK = np.dtype(
         ("prev", "i4"),
         ("next", "i4"),
         ("chain", "i4"),  # next block in the same bucket of the index
-        ("twin", "i4"),  # the copy of this content on the other tier
+        ("other_copy", "i4"),  # the copy of this content on the other tier
         ("list", "i2"),  # which list it is in; below zero: ~ of the list that it left, because somebody holds it
         ("filled", "i2"),  # tokens with known content
         ("uses", "u2"),  # sequences that computed or reused the content, saturating
@@ -117,19 +117,9 @@ OFFLOAD, ONBOARD, WITHIN = constants(*range(DIRECTIONS))
 LIVE, RESERVED, SWAPPED = 1, 2, 4
 
 EVENT = np.dtype(
-    [
-        ("kind", "i1"),
-        ("tier", "i1"),
-        ("priority", "i1"),
-        ("joined", "i1"),  # 1 = continues the stored event before it
-        ("group", "i1"),
-        ("extra", "i1"),  # 1 = some token has an extra id
-        ("key0", "i8"),
-        ("key1", "i8"),
-        ("parent0", "i8"),
-        ("parent1", "i8"),
-        ("namespace", "i8"),
-    ],
+    # kind; tier; priority; 1 = continues the stored event before it; group; 1 = some token has an extra id
+    [(name, "i1") for name in "kind tier priority joined group extra".split()]
+    + [(name, "i8") for name in "key0 key1 parent0 parent1 namespace".split()],
     align=True,
 )
 
@@ -141,7 +131,7 @@ HEAD = _numbers(
     " device_blocks blocks width buckets child_buckets sequences columns free_rows moves moves_capacity token_moves"
     " token_moves_capacity need accesses accesses_capacity stream ticket now offload_priority offload_reuse secret0 "
     "secret1 guards"
-    " generation event_capacity removals has_extra shelved window sinks kind group block_tokens device_first "
+    " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
     " detail bound detail_group overflow"
 )
@@ -168,33 +158,14 @@ REQUEST = _numbers(
 # The result of an admission for one request. The last fields are the admission's own notes between its phases.
 OUTCOME = _numbers("id cached device_tokens host_tokens partial missed matched onboards source takes")
 
-COUNTERS = (
-    "prompt_tokens",
-    "reused_device_tokens",
-    "reused_host_tokens",
-    "partial_tokens",
-    "reused_device_blocks",
-    "reused_host_blocks",
-    "partial_blocks",
-    "missed_blocks",
-    "offloaded_blocks",
-    "onboarded_blocks",
-    "forgotten_device_blocks",
-    "forgotten_host_blocks",
-    "offloads_saved",
-    "copied_blocks",
-    "lost_blocks",
-    "events_dropped",
-    "redundant_dropped",
-    "expired_blocks",
-    "evicted_by_rule_blocks",
-    "evicted_host_full_blocks",
-    "passed_blocks",
-    "forgotten_by_call_blocks",
-    "appended_tokens",
-    "dropped_tokens",
-    "recomputed_tokens",
-    "bypassed_tokens",
+COUNTERS = tuple(
+    (
+        "prompt_tokens reused_device_tokens reused_host_tokens partial_tokens reused_device_blocks reused_host_blocks "
+        "partial_blocks missed_blocks offloaded_blocks onboarded_blocks forgotten_device_blocks forgotten_host_blocks "
+        "offloads_saved copied_blocks lost_blocks events_dropped redundant_dropped expired_blocks "
+        "evicted_by_rule_blocks evicted_host_full_blocks passed_blocks forgotten_by_call_blocks appended_tokens "
+        "dropped_tokens recomputed_tokens bypassed_tokens"
+    ).split()
 )
 COUNTED = _numbers(" ".join(COUNTERS))
 LIFETIME, IDLE, HOST_LIFETIME, HOST_IDLE, REUSE_GAP = constants(*range(5))
@@ -214,7 +185,7 @@ USES_MAX = 65535
 PRIORITY_MAX = 100
 
 LISTS_PER_TIER = 103
-EMPTY, REDUNDANT = 101, 102
+EMPTY, CLEAN = 101, 102
 # rows LOWEST + tier of the lists array: no list of that tier below this priority has a block
 LOWEST = 2 * LISTS_PER_TIER
 
@@ -250,6 +221,18 @@ def tokens_of(h):
 def extra_of(h):
     """Extra ids, int64[blocks, T]. No row may be touched unless ``has_extra``."""
     return array_at(h.extra_at, (h.blocks, h.width), np.int64)
+
+
+@jit(inline="always")
+def no_extra(h):
+    """Extra ids of tokens that have none: int64[0]."""
+    return extra_of(h)[0][:0]
+
+
+@jit(inline="always")
+def extra_in(h, b):
+    """The extra ids of block ``b``, int64[T], or int64[0] if no token has one."""
+    return extra_of(h)[b] if blocks_of(h)[b].flags & EXTRA else no_extra(h)
 
 
 @jit(inline="always")

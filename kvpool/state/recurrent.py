@@ -12,35 +12,30 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import ACCESSED, WILL_WRITE, WROTE, emit_access
-from kvpool.state.codes import BAD_COUNT, PASSED, SHORT_OF_BLOCKS, TOO_LONG
-from kvpool.state.commit import publish_committed, retry_duplicates
-from kvpool.state.drafts import gap_of
-from kvpool.state.growth import note_dropped
-from kvpool.state.kinds import keeps_state
-from kvpool.state.lists import free_blocks
+from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
+from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LONG
+from kvpool.state.growth import gap_of, note_dropped, rewinding
+from kvpool.state.kinds import keeps_state, state_at
+from kvpool.state.policy import FRONT, free_blocks
 from kvpool.state.records import (
     DEVICE,
     KEYED,
     NONE,
     PUBLISHED,
-    add_reference,
     blocks_of,
-    counters_of,
     drop_reference,
-    extra_of,
     head,
-    lists_of,
+    no_extra,
     row_extra_of,
     row_tokens_of,
     sequences_of,
     table_of,
 )
 from kvpool.state.requests import blocks_for
-from kvpool.state.row_tokens import name, note
-from kvpool.state.sequences import slot_of, stream_of
+from kvpool.state.row_tokens import note
+from kvpool.state.sequences import give_columns, slot_of, stream_of, within
 from kvpool.state.sharing import make_writable, private_copy, restore_marked, unfull
-from kvpool.state.tiers import FRONT, forget, let_go, shelve, take_device
+from kvpool.state.tiers import forget, take_for
 
 # -- growth ------------------------------------------------------------------------------------------
 
@@ -88,12 +83,12 @@ def append_need(h, ids, counts):
     """
     blocks, sequences = blocks_of(h), sequences_of(h)
     for i in range(ids.shape[0]):
-        if blocks_for(h, sequences[slot_of(h, ids[i])].length + counts[i]) > h.columns:
+        if blocks_for(h, sequences[slot_of(ids[i])].length + counts[i]) > h.columns:
             h.detail = i
             return np.int64(TOO_LONG)
     need = np.int64(0)
     for i in range(ids.shape[0]):
-        slot = slot_of(h, ids[i])
+        slot = slot_of(ids[i])
         if counts[i] > 0:
             more, copied = _growth_of(h, sequences[slot], table_of(h)[slot], counts[i])
             need += more
@@ -113,10 +108,7 @@ def _open_column(h, slot, i):
         row[i - 1] = NONE
         blocks[b].flags &= ~KEYED
         return b
-    b = take_device(h)
-    add_reference(blocks, b)
-    blocks[b].namespace, blocks[b].priority, blocks[b].ttl = sequence.namespace, sequence.priority, sequence.ttl
-    return b
+    return take_for(h, sequence)
 
 
 @jit
@@ -125,13 +117,13 @@ def append(h, ids, counts, tokens):
     ``append_need``."""
     start = 0
     for k in range(ids.shape[0]):
-        slot = slot_of(h, ids[k])
+        slot = slot_of(ids[k])
         sequence, stream = sequences_of(h)[slot], stream_of(h, slot)
         if counts[k] and (
             sequence.forked or (sequence.blocks and _is_copied(h, sequence, table_of(h)[slot, sequence.blocks - 1]))
         ):
             make_writable(h, slot, stream)
-        note(h, slot, sequence.length, tokens, extra_of(h)[0][:0], start, counts[k])
+        note(h, slot, sequence.length, tokens, no_extra(h), start, counts[k])
         sequence.length += counts[k]
         for i in range(sequence.blocks, blocks_for(h, sequence.length)):
             table_of(h)[slot, i] = _open_column(h, slot, i)
@@ -139,53 +131,6 @@ def append(h, ids, counts, tokens):
             emit_access(h, WILL_WRITE, stream, np.int64(table_of(h)[slot, i]))
         sequence.blocks = blocks_for(h, sequence.length)
         start += counts[k]
-
-
-# -- commit ------------------------------------------------------------------------------------------
-
-
-@jit(forceinline=True)
-def state_at(h, slot, count):
-    """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
-    i = (count - 1) // h.width
-    while i >= 0 and table_of(h)[slot, i] == NONE:
-        i += 1
-    return i
-
-
-@jit
-def commit(h, ids, counts):
-    """Publish the states in the first ``counts`` tokens of each sequence. ``commit.commit_error`` has found it
-    possible."""
-    for k in range(ids.shape[0]):
-        slot = slot_of(h, ids[k])
-        sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-        retry_duplicates(h, slot)
-        before, committed = np.int64(sequence.committed), counts[k] if counts.shape[0] else np.int64(sequence.length)
-        stream = stream_of(h, slot)
-        for i in range(before // h.width, state_at(h, slot, committed) + 1 if committed > before else 0):
-            if row[i] != NONE:
-                emit_access(h, WROTE, stream, np.int64(row[i]))
-        if sequence.duplicates == NONE:
-            sequence.removals = h.removals
-        first, last = before // h.width, committed // h.width
-        name(h, slot, first, last)
-        sequence.committed = committed
-        publish_committed(h, slot, first, last)
-        _give_passed(h, slot, before, stream)
-
-
-@jit
-def _give_passed(h, slot, before, stream):
-    """Give back the states from which nobody continues any more, last first. ``before`` tokens had been committed."""
-    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-    last = (sequence.committed - 1) // h.width
-    for i in range(last - 1, max((before - 1) // h.width, 0) - 1, -1):
-        if row[i] != NONE:
-            b, row[i] = np.int64(row[i]), NONE
-            emit_access(h, ACCESSED, stream, b)
-            let_go(h, b)
-            counters_of(h).passed_blocks += 1
 
 
 # -- rewind and keep -----------------------------------------------------------------------------------
@@ -205,14 +150,14 @@ def rewind_need(h, ids, counts):
     checked."""
     blocks = blocks_of(h)
     for k in range(ids.shape[0]):
-        sequence = sequences_of(h)[slot_of(h, ids[k])]
+        sequence = sequences_of(h)[slot_of(ids[k])]
         if counts[k] > sequence.length - sequence.committed:
             too_many = counts[k] > sequence.length
             h.detail, h.bound = k, sequence.length if too_many else sequence.length - sequence.committed
             return np.int64(BAD_COUNT) if too_many else np.int64(PASSED)
-    need, free = np.int64(0), np.int64(free_blocks(lists_of(h), DEVICE))
+    need, free = np.int64(0), np.int64(free_blocks(h, DEVICE))
     for k in range(ids.shape[0]):
-        slot = slot_of(h, ids[k])
+        slot = slot_of(ids[k])
         if counts[k] == 0:
             continue
         length, row = sequences_of(h)[slot].length - counts[k], table_of(h)[slot]
@@ -221,8 +166,7 @@ def rewind_need(h, ids, counts):
             free += 1 if row[i] != NONE and i != at and blocks[row[i]].word == 1 else 0
         need += 1 if written and blocks[row[at]].word != 1 else 0
         if need > free:
-            h.detail, h.bound = need, free
-            return np.int64(SHORT_OF_BLOCKS)
+            return within(h, need, free)
     return need
 
 
@@ -234,7 +178,6 @@ def _own(h, b, stream):
         if blocks[b].ticket != h.ticket:  # the engine did not write what this same call has copied there
             emit_access(h, WROTE, stream, b)
         b = private_copy(h, b, h.width)
-        counters_of(h).copied_blocks += 1
     elif blocks[b].flags & PUBLISHED:  # by a fork that has committed it, and has gone
         forget(h, b, NONE)
     blocks[b].flags &= ~KEYED
@@ -244,46 +187,36 @@ def _own(h, b, stream):
 
 @jit
 def _rewind_one(h, slot, count, stream):
-    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
     length = sequence.length - count
     columns, full = blocks_for(h, length), length // h.width
     at, written = _written(h, slot, length)
-    for i in range(sequence.blocks - 1, columns - 1, -1):
-        if row[i] != NONE and i != at:
-            b, row[i] = np.int64(row[i]), NONE
-            emit_access(h, ACCESSED, stream, b)
-            if drop_reference(blocks, b) == 0:
-                shelve(h, b, FRONT)
+    state = np.int64(NONE)
     if written:
-        b = np.int64(row[at])
+        state = np.int64(row[at])
         row[at] = NONE
-        row[columns - 1] = _own(h, b, stream)
+    give_columns(h, slot, columns, sequence.blocks, FRONT)
+    if written:
+        row[columns - 1] = _own(h, state, stream)
     sequence.length, sequence.blocks, sequence.reused = length, columns, min(sequence.reused, full)
     note_dropped(sequence, count)
     if sequence.duplicates >= full:
         sequence.duplicates = NONE
 
 
-@jit
-def rewind(h, ids, counts):
-    """Drop the last ``counts`` tokens of each sequence. ``rewind_need`` has found it possible."""
-    for k in range(ids.shape[0]):
-        slot = slot_of(h, ids[k])
-        stream = stream_of(h, slot)
-        if counts[k] > 0:
-            _rewind_one(h, slot, counts[k], stream)
+rewind = rewinding(_rewind_one)
 
 
 @jit
 def keep_need(h, ids, drafts, accepted, counts, dropped):
-    """The blocks that ``keep`` takes for copies, or the error. Called after ``drafts.draft_error``. ``dropped`` is
+    """The blocks that ``keep`` takes for copies, or the error. Called after ``growth.draft_error``. ``dropped`` is
     ``drafts - counts``."""
     need = rewind_need(h, ids, dropped)
     if need < 0:
         return need
     start, shared = 0, 0
     for k in range(ids.shape[0]):
-        slot, gap = slot_of(h, ids[k]), gap_of(accepted, start, counts[k])
+        slot, gap = slot_of(ids[k]), gap_of(accepted, start, counts[k])
         base, row = sequences_of(h)[slot].length - drafts[k], table_of(h)[slot]
         start += counts[k]
         if gap == counts[k]:
@@ -291,11 +224,7 @@ def keep_need(h, ids, drafts, accepted, counts, dropped):
         at, written = _written(h, slot, base + counts[k])
         for i in range((base + gap) // h.width, at + (0 if written else 1)):
             shared += 1 if row[i] != NONE and blocks_of(h)[row[i]].word != 1 else 0
-    free = free_blocks(lists_of(h), DEVICE)
-    if shared and need + shared > free:
-        h.detail, h.bound = need + shared, free
-        return np.int64(SHORT_OF_BLOCKS)
-    return need + shared
+    return within(h, need + shared, free_blocks(h, DEVICE)) if shared else need
 
 
 @jit
@@ -309,7 +238,7 @@ def keep(h, ids, drafts, accepted, counts, dropped):
     rewind(h, ids, dropped)
     start = 0
     for k in range(ids.shape[0]):
-        slot, gap = slot_of(h, ids[k]), gap_of(accepted, start, counts[k])
+        slot, gap = slot_of(ids[k]), gap_of(accepted, start, counts[k])
         sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
         base = sequence.length - counts[k]
         for j in range(gap, counts[k]):

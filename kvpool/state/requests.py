@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.records import DEFAULT_PRIORITY, NONE, head, request_at, rows_of
 
 
@@ -79,9 +79,7 @@ def hash_request(heads, requests, first):
     parent0, parent1 = parent_of(h, request, first)
     for i in range(first, keys.shape[0]):
         own = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
-        parent0, parent1 = block_key(
-            tokens[i * width : (i + 1) * width], own, h.secret0, h.secret1, parent0, parent1, h.guards
-        )
+        parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], own, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
     return max(keys.shape[0] - first, 0)
 

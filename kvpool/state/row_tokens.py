@@ -1,6 +1,7 @@
-"""Notes beside the rows of a recurrent group, which have no blocks for most columns.
+"""The tokens and keys of the rows of live sequences, and notes beside the rows of a recurrent group, which have no
+blocks for most columns.
 
-For each sequence they are the key of its full committed columns, and the ids of all tokens after these.
+For each sequence these notes are the key of its full committed columns, and the ids of all tokens after these.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.records import (
     EXTRA,
     KEYED,
     NONE,
     blocks_of,
     extra_of,
+    head,
+    no_extra,
     row_extra_of,
     row_tokens_of,
     sequences_of,
@@ -86,8 +89,8 @@ def reorder_rows(h, slots, parents, column):
 def column_key(h, slot, i, parent0, parent1):
     """The key of column ``i`` of a sequence, whose tokens are noted, given the key of the columns before."""
     at = i * h.width
-    extra = row_extra_of(h)[slot][at : at + h.width] if h.has_extra else extra_of(h)[0][:0]
-    return block_key(row_tokens_of(h)[slot][at : at + h.width], extra, h.secret0, h.secret1, parent0, parent1, h.guards)
+    extra = row_extra_of(h)[slot][at : at + h.width] if h.has_extra else no_extra(h)
+    return key_in(h, row_tokens_of(h)[slot][at : at + h.width], extra, parent0, parent1)
 
 
 @jit
@@ -129,3 +132,29 @@ def name(h, slot, first, last):
             blocks[b].flags |= KEYED
             _write_ids(h, slot, i, b)
     sequence.chain0, sequence.chain1 = key0, key1
+
+
+@jit
+def read_row(heads, g, slot, tokens, extra, keys):
+    """Copy a row of group ``g``. Returns how many leading ``keys`` it had, or NONE if a column has no block.
+
+    ``tokens`` int32[length]; ``extra`` int64[length], or int64[0] if no token of the pool has one; ``keys`` uint64[full
+    blocks, 2]. A full block that is not committed has no key yet, unless it is of the prompt.
+    """
+    h = head(heads, g)
+    blocks, row, width = blocks_of(h), table_of(h)[slot], h.width
+    known = 0
+    for i in range(sequences_of(h)[slot].blocks):
+        b = row[i]
+        if b == NONE:
+            return NONE
+        own = tokens_of(h)[b]
+        for j in range(min(width, tokens.shape[0] - i * width)):
+            tokens[i * width + j] = own[j]
+        if extra.shape[0] and blocks[b].flags & EXTRA:
+            for j in range(min(width, tokens.shape[0] - i * width)):
+                extra[i * width + j] = extra_of(h)[b, j]
+        if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:
+            keys[i, 0], keys[i, 1] = blocks[b].key0, blocks[b].key1
+            known += 1
+    return known

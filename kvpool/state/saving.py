@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from kvpool.jit import jit
 from kvpool.state.index import find_key, host_copy
-from kvpool.state.lists import push_front, unlink
-from kvpool.state.records import NONE, blocks_of, head, lists_of
+from kvpool.state.policy import evict_next
+from kvpool.state.records import NONE, blocks_of, head
 from kvpool.state.tiers import begin
 
 
@@ -23,18 +23,14 @@ def uses(heads, g, keys, out):
 @jit
 def evict_first(heads, g, keys, alone, now):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
-    the next victims there. Redundant copies only, or with ``alone`` also those that are the only ones. Held blocks stay
+    the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay
     as they are. Returns how many were put in front."""
     h = head(heads, g)
-    blocks, lists = blocks_of(h), lists_of(h)
     begin(h, now)
     moved = 0
     for i in range(keys.shape[0] - 1, -1, -1):
         b = find_key(h, keys[i, 0], keys[i, 1])
         b = NONE if b == NONE else host_copy(h, b)
-        if b != NONE and blocks[b].list >= 0 and (alone or blocks[b].twin != NONE):
-            which = blocks[b].list
-            unlink(blocks, lists, b)
-            push_front(blocks, lists, b, which)
+        if b != NONE and (alone or blocks_of(h)[b].other_copy != NONE) and evict_next(h, b):
             moved += 1
     return moved

@@ -6,25 +6,22 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import FOLLOWS, emit_access
-from kvpool.state.codes import DUPLICATE, FAILED, IS_SWAPPED, NOT_SWAPPED, UNKNOWN
-from kvpool.state.records import LIVE, NONE, SWAPPED, head, sequences_of
+from kvpool.state.accesses import ACCESSED, FOLLOWS, emit_access
+from kvpool.state.codes import DUPLICATE, FAILED, IS_SWAPPED, NOT_SWAPPED, SHORT_OF_BLOCKS, UNKNOWN
+from kvpool.state.policy import on_release
+from kvpool.state.records import LIVE, NONE, SWAPPED, blocks_of, drop_reference, head, sequences_of, table_of
 
 
-@jit
-def slot_of(h, sequence_id):
-    """The row of a running sequence, or NONE."""
-    slot = sequence_id & 0xFFFFFFFF
-    if sequence_id < 0 or slot >= h.sequences:
-        return NONE
-    sequence = sequences_of(h)[slot]
-    return slot if sequence.live == LIVE and sequence.generation == sequence_id >> 32 else NONE
+@jit(forceinline=True)
+def slot_of(sequence_id):
+    """The row of a sequence whose id was checked."""
+    return sequence_id & 0xFFFFFFFF
 
 
 @jit
 def row_of(h, sequence_id):
     """The row of a sequence, running or swapped out, or NONE."""
-    slot = sequence_id & 0xFFFFFFFF
+    slot = slot_of(sequence_id)
     if sequence_id < 0 or slot >= h.sequences:
         return NONE
     sequence = sequences_of(h)[slot]
@@ -54,7 +51,7 @@ def check_rows(h, ids, usable, kinds):
         sequences[slot].mark = 1
         n += 1
     for i in range(n):
-        sequences[row_of(h, ids[i])].mark = 0
+        sequences[slot_of(ids[i])].mark = 0
     return error
 
 
@@ -68,11 +65,8 @@ def check(h, ids, usable):
 def refuse(heads, g, error):
     """Put the details of an error from group ``g`` into the first header, where the caller looks for them. Returns the
     error."""
-    head(heads, 0).detail, head(heads, 0).bound, head(heads, 0).detail_group = (
-        head(heads, g).detail,
-        head(heads, g).bound,
-        g,
-    )
+    first, refused = head(heads, 0), head(heads, g)
+    first.detail, first.bound, first.detail_group = refused.detail, refused.bound, g
     return np.int64(error)
 
 
@@ -93,7 +87,7 @@ def check_ids(heads, ids, usable):
 def follow(h, ids):
     """Note that the engine continues with these sequences, which were checked, on the stream of the call."""
     for i in range(ids.shape[0]):
-        stream_of(h, slot_of(h, ids[i]))
+        stream_of(h, slot_of(ids[i]))
 
 
 @jit
@@ -116,3 +110,27 @@ def stream_of(h, slot):
             emit_access(h, FOLLOWS, h.stream, sequence.stream)
         sequence.stream = h.stream
     return np.int64(sequence.stream)
+
+
+@jit
+def within(h, need, free):
+    """``need``, if there are so many ``free`` blocks. Else SHORT_OF_BLOCKS, with both numbers as its details."""
+    if need <= free:
+        return np.int64(need)
+    h.detail, h.bound = need, free
+    return np.int64(SHORT_OF_BLOCKS)
+
+
+@jit
+def give_columns(h, slot, first, last, front):
+    """Give back the blocks in the columns [first, last) of a row, the last one first. Work that is enqueued on the
+    sequence's stream may still use them. Returns how many there were."""
+    row, stream, count = table_of(h)[slot], stream_of(h, slot), 0
+    for i in range(last - 1, first - 1, -1):
+        if row[i] != NONE:
+            b, row[i] = np.int64(row[i]), NONE
+            emit_access(h, ACCESSED, stream, b)
+            if drop_reference(blocks_of(h), b) == 0:
+                on_release(h, b, front)
+            count += 1
+    return count

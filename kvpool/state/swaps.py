@@ -15,10 +15,10 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import ACCESSED, WILL_READ, WILL_WRITE, WROTE, emit_access
 from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_HOST_BLOCKS
-from kvpool.state.commit import forget_everywhere
+from kvpool.state.commit import give_back
 from kvpool.state.index import find_key
 from kvpool.state.kinds import has_states, keeps_state
-from kvpool.state.lists import free_blocks, heap_remove
+from kvpool.state.policy import free_blocks, nth_released, stop_clock
 from kvpool.state.records import (
     DEVICE,
     EXTRA,
@@ -31,23 +31,18 @@ from kvpool.state.records import (
     ONBOARDING,
     PRIORITY_MAX,
     PUBLISHED,
-    REFS,
     SWAPPED,
     add_reference,
     blocks_of,
     counters_of,
-    drop_reference,
     head,
-    heap_of,
-    lists_of,
     sequences_of,
     swapped_of,
     table_of,
 )
 from kvpool.state.ring import STORED, emit
-from kvpool.state.sequences import check_kinds, refuse, stream_of
+from kvpool.state.sequences import check_kinds, refuse, slot_of, stream_of
 from kvpool.state.tiers import (
-    BACK,
     EXPIRIES_PER_CALL,
     begin,
     copy_content,
@@ -56,8 +51,6 @@ from kvpool.state.tiers import (
     expire,
     hold,
     let_go,
-    shelve,
-    supersede,
     take_device,
     take_host,
     unhold,
@@ -84,7 +77,7 @@ def _claim(h, slot, tier):
     marked."""
     blocks, here, there, need = blocks_of(h), _here(h, slot, tier), _there(h, slot, tier), np.int64(0)
     for i in range(sequences_of(h)[slot].blocks):
-        there[i] = blocks[here[i]].twin if here[i] != NONE else NONE
+        there[i] = blocks[here[i]].other_copy if here[i] != NONE else NONE
         if there[i] != NONE:
             hold(h, np.int64(there[i]))
         elif here[i] != NONE and not blocks[here[i]].flags & ONBOARDING:
@@ -111,7 +104,7 @@ def _untime(h, slot, tier):
     there = _there(h, slot, tier)
     for i in range(sequences_of(h)[slot].blocks):
         if there[i] != NONE:
-            heap_remove(blocks_of(h), heap_of(h), np.int64(there[i]))
+            stop_clock(h, np.int64(there[i]))
 
 
 @jit
@@ -120,9 +113,9 @@ def _copy(h, b, copy, tokens, tier):
     ``b`` can."""
     blocks = blocks_of(h)
     copy_content(h, b, copy)
-    blocks[b].twin = copy
+    blocks[b].other_copy = copy
     if blocks[b].flags & PUBLISHED:
-        blocks[copy].twin = b
+        blocks[copy].other_copy = b
         emit(h, STORED, copy)
     else:
         blocks[copy].flags, blocks[copy].filled = blocks[b].flags & (KEYED | EXTRA), blocks[b].filled
@@ -144,7 +137,7 @@ def _copy_rest(h, slot, tier):
             tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)
             _copy(h, b, take_device(h) if tier == DEVICE else take_host(h, np.int64(PRIORITY_MAX)), tokens, tier)
             copied += 1
-        there[i] = blocks[b].twin
+        there[i] = blocks[b].other_copy
         add_reference(blocks, np.int64(there[i]))
     return copied
 
@@ -153,24 +146,19 @@ def _copy_rest(h, slot, tier):
 def _leave(h, slot, tier):
     """Give back the old blocks of a sequence, the last block first."""
     blocks, sequence, here = blocks_of(h), sequences_of(h)[slot], _here(h, slot, tier)
-    for i in range(sequence.blocks - 1, -1, -1):
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
         b, here[i] = np.int64(here[i]), NONE
         if b == NONE:
             continue
         if not blocks[b].flags & PUBLISHED:
-            blocks[b].twin = NONE
+            blocks[b].other_copy = NONE
         if tier == HOST:
             emit_access(h, ACCESSED, np.int64(sequence.stream), b)
         let_go(h, b)
 
 
 # -- both ways -------------------------------------------------------------------------------------------------------
-
-
-@jit(forceinline=True)
-def _slot(sequence_id):
-    """The row of a sequence, which was checked."""
-    return sequence_id & 0xFFFFFFFF
 
 
 @jit
@@ -182,13 +170,13 @@ def _short(heads, ids, tier):
         h = head(heads, g)
         h.need = 0
         for k in range(ids.shape[0]):
-            h.need += _claim(h, _slot(ids[k]), tier)
-        free = free_blocks(lists_of(h), tier)
+            h.need += _claim(h, slot_of(ids[k]), tier)
+        free = free_blocks(h, tier)
         if h.need > free and short == NONE:
             h.detail, h.bound, short = h.need, free, g
     for g in range(heads.shape[0] if short != NONE else 0):
         for k in range(ids.shape[0] - 1, -1, -1):
-            _unclaim(head(heads, g), _slot(ids[k]), tier)
+            _unclaim(head(heads, g), slot_of(ids[k]), tier)
     return short
 
 
@@ -198,55 +186,49 @@ def _change_tier(h, ids, tier, now):
     copied."""
     copied = np.int64(0)
     for k in range(ids.shape[0]):
-        _untime(h, _slot(ids[k]), tier)
+        if tier == HOST:
+            _note_written(h, slot_of(ids[k]))
+        _untime(h, slot_of(ids[k]), tier)
     begin(h, now)
     expire(h, EXPIRIES_PER_CALL)
     for k in range(ids.shape[0]):
-        copied += _copy_rest(h, _slot(ids[k]), tier)
+        copied += _copy_rest(h, slot_of(ids[k]), tier)
     for k in range(ids.shape[0]):
-        _leave(h, _slot(ids[k]), tier)
-        sequences_of(h)[_slot(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
+        _leave(h, slot_of(ids[k]), tier)
+        sequences_of(h)[slot_of(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
+        if tier == DEVICE:
+            _note_use(h, slot_of(ids[k]))
+    if tier == HOST:
+        counters_of(h).offloaded_blocks += copied
+    else:
+        counters_of(h).onboarded_blocks += copied
+    return copied
+
+
+@jit
+def _swap(heads, ids, tier, now):
+    error = check_kinds(heads, ids, True, LIVE if tier == HOST else SWAPPED)
+    if error:
+        return error
+    short = _short(heads, ids, tier)
+    if short != NONE:
+        return refuse(heads, short, SHORT_OF_HOST_BLOCKS if tier == HOST else SHORT_OF_BLOCKS)
+    copied = np.int64(0)
+    for g in range(heads.shape[0]):
+        copied += _change_tier(head(heads, g), ids, tier, now)
     return copied
 
 
 @jit
 def swap_out(heads, ids, now):
     """Move running sequences to the host, where they wait. Returns blocks copied, or an error with nothing changed."""
-    error = check_kinds(heads, ids, True, LIVE)
-    if error:
-        return error
-    short = _short(heads, ids, HOST)
-    if short != NONE:
-        return refuse(heads, short, SHORT_OF_HOST_BLOCKS)
-    copied = np.int64(0)
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        for k in range(ids.shape[0]):
-            _note_written(h, _slot(ids[k]))
-        done = _change_tier(h, ids, HOST, now)
-        counters_of(h).offloaded_blocks += done
-        copied += done
-    return copied
+    return _swap(heads, ids, HOST, now)
 
 
 @jit
 def resume(heads, ids, now):
     """Have sequences that were swapped out run again. Returns blocks copied, or an error with nothing changed."""
-    error = check_kinds(heads, ids, True, SWAPPED)
-    if error:
-        return error
-    short = _short(heads, ids, DEVICE)
-    if short != NONE:
-        return refuse(heads, short, SHORT_OF_BLOCKS)
-    copied = np.int64(0)
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        done = _change_tier(h, ids, DEVICE, now)
-        for k in range(ids.shape[0]):
-            _note_use(h, _slot(ids[k]))
-        counters_of(h).onboarded_blocks += done
-        copied += done
-    return copied
+    return _swap(heads, ids, DEVICE, now)
 
 
 @jit
@@ -275,24 +257,20 @@ def give_up(h, ids, store):
     """Give back the host blocks of those of these sequences that are swapped out. They are then running sequences
     without blocks."""
     for k in range(ids.shape[0]):
-        if sequences_of(h)[_slot(ids[k])].live == SWAPPED:
-            _give_up(h, _slot(ids[k]), store)
+        if sequences_of(h)[slot_of(ids[k])].live == SWAPPED:
+            _give_up(h, slot_of(ids[k]), store)
 
 
 @jit
 def _give_up(h, slot, store):
-    blocks, sequence, away = blocks_of(h), sequences_of(h)[slot], swapped_of(h)[slot]
+    sequence, away = sequences_of(h)[slot], swapped_of(h)[slot]
     if store and sequence.duplicates != NONE:
         _publish_duplicates(h, slot)
-    for i in range(sequence.blocks - 1, -1, -1):
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
         b, away[i] = np.int64(away[i]), NONE
-        if b == NONE:
-            continue
-        word = drop_reference(blocks, b)
-        if not store and i >= sequence.reused and word & REFS == 0:
-            forget_everywhere(h, b)
-        if word == 0:
-            shelve(h, b, BACK)
+        if b != NONE:  # no stream uses host blocks
+            give_back(h, slot, i, b, NONE, store, NONE)
     sequence.live, sequence.blocks, sequence.duplicates = LIVE, 0, NONE
 
 
@@ -308,5 +286,3 @@ def _publish_duplicates(h, slot):
             continue
         if find_key(h, blocks[b].key0, blocks[b].key1) == NONE:
             enter(h, b, PUBLISHED)
-            if h.child_buckets:
-                supersede(h, b)

@@ -10,29 +10,53 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of
-from kvpool.state import drafts, forks, growth, recurrent, upkeep
-from kvpool.state.codes import BAD_TOTAL, SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES
-from kvpool.state.commit import DROP, STORE, commit_blocks, commit_error, release_rows
+from kvpool.state import growth, recurrent, sharing
+from kvpool.state.codes import BAD_TOTAL, SHORT_OF_SEQUENCES
+from kvpool.state.commit import DROP, STORE, commit_error, commit_rows, release_rows
+from kvpool.state.fill import onboard
+from kvpool.state.guards import TICKET_AT_LOSS
+from kvpool.state.index import device_copy, find_key, host_copy
 from kvpool.state.kinds import finds, has_states, needs_all
-from kvpool.state.lists import free_blocks
 from kvpool.state.lookup import look
+from kvpool.state.policy import free_blocks, on_change, on_reset, stop_clock
 from kvpool.state.records import (
     DEVICE,
+    INDEXED,
     LIVE,
+    LOST,
+    NONE,
+    OFFLOAD,
+    ONBOARDING,
+    PUBLISHED,
     RESERVED,
     SWAPPED,
+    add_reference,
+    blocks_of,
+    children_of,
     counters_of,
     head,
-    lists_of,
+    index_of,
     place_of,
     request_at,
     sequences_of,
+    swapped_of,
+    table_of,
 )
 from kvpool.state.requests import findable
-from kvpool.state.ring import emit_cleared
-from kvpool.state.sequences import check_ids, check_kinds, follow, refuse
+from kvpool.state.ring import STORED, emit, emit_cleared
+from kvpool.state.sequences import check_ids, check_kinds, follow, refuse, slot_of, within
 from kvpool.state.swaps import give_up
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire
+from kvpool.state.tiers import (
+    EXPIRIES_PER_CALL,
+    begin,
+    copy_content,
+    emit_move,
+    expire,
+    hold,
+    let_go,
+    take_host,
+    unpublish,
+)
 
 
 def _checked(need, fits, change):
@@ -41,6 +65,7 @@ def _checked(need, fits, change):
 
     ``need(h, ids, *args)`` returns the blocks that it takes in a group, or the error. ``fits(h, args)`` returns 0 or
     the error, after every group has counted its need, which is in its header. ``change(h, ids, *args)`` cannot fail.
+    The encoder's content never changes: in its group, the engine only goes on, on the stream of the call.
     """
 
     @jit(forceinline=True)
@@ -50,7 +75,7 @@ def _checked(need, fits, change):
             return error
         for g in range(heads.shape[0]):
             h = head(heads, g)
-            h.need = need(h, ids, *args)
+            h.need = need(h, ids, *args) if finds(h) else 0
             if h.need < 0:
                 return refuse(heads, g, h.need)
         for g in range(heads.shape[0]):
@@ -62,10 +87,22 @@ def _checked(need, fits, change):
             begin(h, now)
             if h.need:
                 expire(h, EXPIRIES_PER_CALL)
-            change(h, ids, *args)
+            follow(h, ids)
+            if finds(h):
+                change(h, ids, *args)
         return np.int64(0)
 
     return verb
+
+
+def _by_kind(attention, states):
+    """What a verb does in a group: ``attention`` where blocks have tokens, ``states`` where they are states."""
+
+    @jit(forceinline=True)
+    def part(h, ids, *args):
+        return states(h, ids, *args) if has_states(h) else attention(h, ids, *args)
+
+    return part
 
 
 @jit
@@ -77,11 +114,13 @@ def _fits(h, args):
 # -- grow and shrink ------------------------------------------------------------------------------
 
 
+_tokens_need = _by_kind(growth.append_need, recurrent.append_need)
+_add_tokens = _by_kind(growth.append, recurrent.append)
+
+
 @jit
 def _append_need(h, ids, counts, tokens):
-    if not finds(h):
-        return np.int64(0)
-    return recurrent.append_need(h, ids, counts) if has_states(h) else growth.append_need(h, ids, counts)
+    return _tokens_need(h, ids, counts)
 
 
 @jit
@@ -93,23 +132,13 @@ def _append_fits(h, args):
     if total != tokens.shape[0]:
         h.detail, h.bound = total, tokens.shape[0]
         return np.int64(BAD_TOTAL)
-    free = free_blocks(lists_of(h), DEVICE)
-    if h.need > free:
-        h.detail, h.bound = h.need, free
-        return np.int64(SHORT_OF_BLOCKS)
-    return np.int64(0)
+    return min(within(h, h.need, free_blocks(h, DEVICE)), 0)
 
 
 @jit
 def _append(h, ids, counts, tokens):
-    if not finds(h):
-        follow(h, ids)
-    elif has_states(h):
-        recurrent.append(h, ids, counts, tokens)
-    else:
-        growth.append(h, ids, counts, tokens)
-    if finds(h):
-        counters_of(h).appended_tokens += tokens.shape[0]
+    _add_tokens(h, ids, counts, tokens)
+    counters_of(h).appended_tokens += tokens.shape[0]
 
 
 _append_checked = _checked(_append_need, _append_fits, _append)
@@ -125,14 +154,14 @@ def append(heads, ids, counts, tokens, now):
 @jit
 def free_device_blocks(heads):
     """How many device blocks of the first group nobody holds."""
-    return np.int64(free_blocks(lists_of(head(heads, 0)), DEVICE))
+    return np.int64(free_blocks(head(heads, 0), DEVICE))
 
 
 @jit
 def free_in_groups(heads, found):
     """How many device blocks of each group nobody holds, into ``found`` int64[groups]."""
     for g in range(heads.shape[0]):
-        found[g] = free_blocks(lists_of(head(heads, g)), DEVICE)
+        found[g] = free_blocks(head(heads, g), DEVICE)
 
 
 @jit
@@ -143,30 +172,19 @@ def growth_needs(heads, ids, counts, needs):
     if error:
         return error
     for g in range(heads.shape[0]):
-        needs[g] = _append_need(head(heads, g), ids, counts, ids)
+        h = head(heads, g)
+        needs[g] = _tokens_need(h, ids, counts) if finds(h) else 0
         if needs[g] < 0:
             return refuse(heads, g, needs[g])
     return np.int64(0)
 
 
-@jit
-def _rewind_need(h, ids, counts):
-    if not finds(h):
-        return np.int64(0)
-    return recurrent.rewind_need(h, ids, counts) if has_states(h) else growth.rewind_need(h, ids, counts)
+_keep_path_need = _by_kind(growth.keep_need, recurrent.keep_need)
+_keep_path = _by_kind(growth.keep, recurrent.keep)
 
 
-@jit
-def _rewind(h, ids, counts):
-    if not finds(h):
-        follow(h, ids)
-    elif has_states(h):
-        recurrent.rewind(h, ids, counts)
-    else:
-        growth.rewind(h, ids, counts)
-
-
-_rewind_checked = _checked(_rewind_need, _fits, _rewind)
+_rewind_need = _by_kind(growth.rewind_need, recurrent.rewind_need)
+_rewind_checked = _checked(_rewind_need, _fits, _by_kind(growth.rewind, recurrent.rewind))
 
 
 @jit
@@ -186,25 +204,13 @@ def _count_dropped(h, counts):
 
 @jit
 def _keep_need(h, ids, lengths, accepted, counts, dropped):
-    if not finds(h):
-        return np.int64(0)
-    error = drafts.draft_error(h, ids, lengths, accepted, counts)
-    if error:
-        return np.int64(error)
-    if has_states(h):
-        return recurrent.keep_need(h, ids, lengths, accepted, counts, dropped)
-    return drafts.keep_need(h, ids, lengths, accepted, counts, dropped)
+    error = np.int64(growth.draft_error(h, ids, lengths, accepted, counts))
+    return error if error else _keep_path_need(h, ids, lengths, accepted, counts, dropped)
 
 
 @jit
 def _keep(h, ids, lengths, accepted, counts, dropped):
-    follow(h, ids)
-    if not finds(h):
-        return
-    if has_states(h):
-        recurrent.keep(h, ids, lengths, accepted, counts, dropped)
-    else:
-        drafts.keep(h, ids, lengths, accepted, counts, dropped)
+    _keep_path(h, ids, lengths, accepted, counts, dropped)
     _count_dropped(h, dropped)
 
 
@@ -224,22 +230,7 @@ def keep(heads, ids, lengths, accepted, counts, dropped, now):
 # -- what is left behind ----------------------------------------------------------------------------
 
 
-@jit
-def _commit_need(h, ids, counts):
-    return np.int64(commit_error(h, ids, counts)) if finds(h) else np.int64(0)
-
-
-@jit
-def _commit(h, ids, counts):
-    if not finds(h):
-        follow(h, ids)
-    elif has_states(h):
-        recurrent.commit(h, ids, counts)
-    else:
-        commit_blocks(h, ids, counts)
-
-
-_commit_checked = _checked(_commit_need, _fits, _commit)
+_commit_checked = _checked(commit_error, _fits, commit_rows)
 
 
 @jit
@@ -275,7 +266,7 @@ def fork(heads, ids, out):
         first.detail, first.bound = out.size, first.free_rows
         return refuse(heads, 0, SHORT_OF_SEQUENCES)
     for g in range(heads.shape[0]):
-        forks.fork(head(heads, g), ids, out)
+        sharing.fork(head(heads, g), ids, out)
     return np.int64(0)
 
 
@@ -284,14 +275,14 @@ def reorder(heads, ids, parents, store, now, before, scratch):
     """Sequence ``ids[i]`` continues from the present state of ``ids[parents[i]]``. Returns 0, or an error with nothing
     changed.
 
-    ``before`` and ``scratch`` are as in ``forks.reorder``.
+    ``before`` and ``scratch`` are as in ``sharing.reorder``.
     """
     error = check_ids(heads, ids, True)
     if error:
         return error
     for g in range(heads.shape[0]):
         begin(head(heads, g), now)
-        forks.reorder(head(heads, g), ids, parents, store, before, scratch)
+        sharing.reorder(head(heads, g), ids, parents, store, before, scratch)
     return np.int64(0)
 
 
@@ -330,7 +321,7 @@ def abort_reserved(heads, ids, counts, now):
     _become(heads, ids[0], LIVE)
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        sequence = sequences_of(h)[ids[0] & 0xFFFFFFFF]
+        sequence = sequences_of(h)[slot_of(ids[0])]
         sequence.failed = 0  # nobody uses it any more
         if finds(h):
             counts[0] = sequence.length - sequence.reused * h.width
@@ -340,6 +331,136 @@ def abort_reserved(heads, ids, counts, now):
 
 
 # -- between requests ----------------------------------------------------------------------------
+
+
+@jit
+def _prefetch(h, matched, ids):
+    """Onboard those of the ``matched`` cached blocks ``ids`` int32 that are only on the host, as far as there are
+    device blocks.
+
+    Holds nothing afterwards. Returns blocks onboarded. The ids are scratch.
+    """
+    for i in range(matched):
+        if ids[i] == NONE:
+            continue
+        b, device = np.int64(ids[i]), device_copy(h, np.int64(ids[i]))
+        if device != NONE:
+            ids[i] = b = device
+        hold(h, b)
+        stop_clock(h, b)
+    expire(h, EXPIRIES_PER_CALL)
+    done = 0
+    for i in range(matched):
+        if ids[i] >= h.device_blocks:
+            if free_blocks(h, DEVICE) == 0:
+                matched = _drop_rest(h, ids, i, matched)
+                break
+            host = np.int64(ids[i])
+            ids[i] = onboard(h, host)
+            let_go(h, host)
+            done += 1
+    _drop_rest(h, ids, 0, matched)
+    return done
+
+
+@jit
+def _drop_rest(h, ids, first, last):
+    """Let go of ``ids[first:last]``, the last block first. Returns ``first``."""
+    for i in range(last - 1, first - 1, -1):
+        if ids[i] != NONE:
+            let_go(h, np.int64(ids[i]))
+    return first
+
+
+@jit
+def _offload(h, keys):
+    """Copy device blocks by key (int64[n, 2]) to the host, as far as it has room. The device blocks stay. Returns
+    blocks copied.
+
+    The copies are held until the call ends, so that they do not evict each other.
+    """
+    blocks = blocks_of(h)
+    done = 0
+    for i in range(keys.shape[0]):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        if b == NONE or device_copy(h, b) == NONE or host_copy(h, b) != NONE:
+            continue
+        g = take_host(h, np.int64(blocks[b].priority))
+        if g == NONE:
+            break
+        copy_content(h, b, g)
+        blocks[b].other_copy, blocks[g].other_copy = g, b
+        add_reference(blocks, g)
+        emit_move(h, b, g, h.width, OFFLOAD)
+        emit(h, STORED, g)
+        blocks[g].flags |= ONBOARDING
+        done += 1
+    counters_of(h).offloaded_blocks += done
+    for i in range(keys.shape[0] if done else 0):
+        b = find_key(h, keys[i, 0], keys[i, 1])
+        g = np.int64(NONE if b == NONE else host_copy(h, b))
+        if g != NONE and blocks[g].flags & ONBOARDING:
+            blocks[g].flags &= ~ONBOARDING
+            let_go(h, g)
+    return done
+
+
+@jit
+def _lose(h, b, ticket):
+    """Take the content of a block whose copy failed, unless a later decision than ``ticket`` has put other content
+    there.
+
+    A block in a list becomes empty. A held block is marked LOST, and its sequences fail (``lose``). Returns
+    whether there was content.
+    """
+    blocks = blocks_of(h)
+    stale = blocks[b].ticket != ticket and h.guards & TICKET_AT_LOSS != 0
+    if stale or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
+        return False
+    unpublish(h, b, NONE)
+    if blocks[b].list >= 0:
+        on_change(h, b)
+    else:
+        blocks[b].flags = LOST
+    counters_of(h).lost_blocks += 1
+    return True
+
+
+@jit
+def _lost_one(h, slot):
+    """Whether a live sequence or reservation has lost a block in this group."""
+    if sequences_of(h)[slot].live:
+        row = (swapped_of(h) if sequences_of(h)[slot].live == SWAPPED else table_of(h))[slot]
+        for i in range(sequences_of(h)[slot].blocks):
+            b = np.int64(row[i])
+            if b != NONE and blocks_of(h)[b].flags & LOST:
+                return True
+    return False
+
+
+@jit
+def _reset(h, ids, now):
+    """Drop all content, without an event, and ``ids``, which are all live sequences and reservations.
+
+    Pinned blocks lose their keys and keep their bytes until the last unpin.
+    """
+    blocks, index, children = blocks_of(h), index_of(h), children_of(h)
+    for i in range(index.shape[0]):
+        index[i] = NONE
+    for i in range(h.child_buckets):
+        children[i] = NONE
+    for b in range(h.blocks):
+        if blocks[b].flags & PUBLISHED and b < h.device_blocks:
+            h.removals += 1
+        blocks[b].flags &= LOST
+        blocks[b].other_copy = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
+    begin(h, now)
+    give_up(h, ids, DROP)
+    for i in range(ids.shape[0]):
+        sequences_of(h)[slot_of(ids[i])].live = LIVE
+    release_rows(h, ids, DROP)
+    on_reset(h)
+    h.generation += 1
 
 
 @jit
@@ -362,7 +483,7 @@ def prefetch(heads, requests, ids, now):
         h = head(heads, g)
         if finds(h):
             begin(h, now)
-            done += upkeep.prefetch(h, matched, ids[g])
+            done += _prefetch(h, matched, ids[g])
     return np.int64(done)
 
 
@@ -373,7 +494,7 @@ def offload(heads, keys, now):
     done = 0
     for g in range(heads.shape[0]):
         begin(head(heads, g), now)
-        done += upkeep.offload(head(heads, g), keys)
+        done += _offload(head(heads, g), keys)
     return np.int64(done)
 
 
@@ -382,7 +503,8 @@ def refresh(heads, now):
     """Give blocks whose time to live is over the default priority, at the back of its list. Returns how many."""
     done = 0
     for g in range(heads.shape[0]):
-        done += upkeep.refresh(head(heads, g), now)
+        begin(head(heads, g), now)
+        done += expire(head(heads, g), head(heads, g).blocks)
     return np.int64(done)
 
 
@@ -399,11 +521,11 @@ def lose(heads, targets):
         begin(head(heads, g), head(heads, g).now)
     for i in range(targets.shape[0]):
         g, b = place_of(heads, targets[i, 0])
-        lost += 1 if upkeep.lose(head(heads, g), b, targets[i, 1]) else 0
+        lost += 1 if _lose(head(heads, g), b, targets[i, 1]) else 0
     for slot in range(head(heads, 0).sequences):
         failed = False
         for g in range(heads.shape[0]):
-            failed |= upkeep.lost_one(head(heads, g), slot)
+            failed |= _lost_one(head(heads, g), slot)
         for g in range(heads.shape[0] if failed else 0):
             sequences_of(head(heads, g))[slot].failed = 1
     return np.int64(lost)
@@ -416,5 +538,5 @@ def reset(heads, ids, now):
     Pinned blocks lose their keys and keep their bytes until the last unpin.
     """
     for g in range(heads.shape[0]):
-        upkeep.reset(head(heads, g), ids, now)
+        _reset(head(heads, g), ids, now)
     emit_cleared(head(heads, 0))

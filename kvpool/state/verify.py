@@ -4,6 +4,7 @@ the state lock."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +12,16 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
-from kvpool.state.hashing import block_key
+from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
+from kvpool.state.kinds import kept_from
 from kvpool.state.records import (
     ATTENTION,
+    CLEAN,
     CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
-    EXTRA,
     HOST,
     INDEXED,
     KEYED,
@@ -32,12 +34,11 @@ from kvpool.state.records import (
     PENDING,
     PUBLISHED,
     RECURRENT,
-    REDUNDANT,
     SWAPPED,
     TAIL,
     blocks_of,
     children_of,
-    extra_of,
+    extra_in,
     head,
     index_of,
     lists_of,
@@ -46,7 +47,6 @@ from kvpool.state.records import (
     tokens_of,
 )
 from kvpool.state.row_tokens import column_key
-from kvpool.state.windows import kept_from
 
 IntArray = npt.NDArray[np.integer]
 
@@ -119,11 +119,10 @@ def _walk_windows(heads, g, seen):
 def _wrong_key(heads, g):
     """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
     h = head(heads, g)
-    blocks, tokens, extra = blocks_of(h), tokens_of(h), extra_of(h)
+    blocks, tokens = blocks_of(h), tokens_of(h)
     for b in range(blocks.shape[0]):
         if blocks[b].flags & (PUBLISHED | PENDING):
-            own = extra[b] if blocks[b].flags & EXTRA else extra[0][:0]
-            key = block_key(tokens[b], own, h.secret0, h.secret1, blocks[b].parent0, blocks[b].parent1, h.guards)
+            key = key_in(h, tokens[b], extra_in(h, b), blocks[b].parent0, blocks[b].parent1)
             if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
                 return b
     return NONE
@@ -156,37 +155,34 @@ def _wrong_chain(heads, g):
 
 
 Finding = tuple[str, str]
+Check = tuple[str, Any, str]
+"""A check, for which blocks or rows it is wrong (or whether), and a text that names the first one."""
 
 
-def _first(name: str, wrong: npt.NDArray[np.bool_], text: str) -> Iterator[Finding]:
-    """A finding that names the first block for which ``wrong`` holds."""
-    if wrong.any():
-        yield name, text.format(int(np.flatnonzero(wrong)[0]))
-
-
-def _lists(state: State) -> Iterator[Finding]:
+def _lists(state: State) -> Iterator[Check]:
     blocks, device = state.blocks, int(state.head.device_blocks)
     seen = np.zeros(len(blocks), np.int32)
     bad = _walk_lists(state.heads, state.group, seen)
     if bad != NONE:
-        yield "list links", f"links, list or length disagree at block {bad}"
+        yield "list links", True, f"links, list or length disagree at block {bad}"
         return
     held = blocks["word"] != 0
-    yield from _first("listed or held", (seen == 1) == held, "block {} is held and listed, or neither")
-    yield from _first(
-        "listed or held", (blocks["list"] < 0) != held, "block {} says that it is in a list and is held, or neither"
-    )
+    yield "listed or held", (seen == 1) == held, "block {} is held and listed, or neither"
+    yield "listed or held", (blocks["list"] < 0) != held, "block {} says that it is in a list and is held, or neither"
     for name, part in (("device", slice(0, device)), ("host", slice(device, None))):
-        if seen[part].sum() + held[part].sum() != len(blocks[part]):
-            yield "capacity", f"{name}: listed + held is not the capacity"
+        yield (
+            "capacity",
+            seen[part].sum() + held[part].sum() != len(blocks[part]),
+            f"{name}: listed + held is not the capacity",
+        )
     # The rule is repeated here. Asking the policy would check it against itself.
     on_host = np.arange(len(blocks)) >= device
-    content = [(blocks["flags"] & INDEXED) == 0, on_host & (blocks["twin"] != NONE)]
+    content = [(blocks["flags"] & INDEXED) == 0, on_host & (blocks["other_copy"] != NONE)]
     tier = np.where(on_host, HOST, DEVICE)
-    expected = tier * LISTS_PER_TIER + np.select(content, [EMPTY, REDUNDANT], blocks["priority"])
+    expected = tier * LISTS_PER_TIER + np.select(content, [EMPTY, CLEAN], blocks["priority"])
     other = blocks["list"] // LISTS_PER_TIER != tier
-    yield from _first("tier of list", ~held & other, "block {} is in a list of the other tier")
-    yield from _first(
+    yield "tier of list", ~held & other, "block {} is in a list of the other tier"
+    yield (
         "list of content",
         ~held & (blocks["list"] != expected),
         "block {} is in a list that its content does not belong to",
@@ -194,43 +190,37 @@ def _lists(state: State) -> Iterator[Finding]:
     for row in (DEVICE, HOST):
         filled = np.flatnonzero(state.lists[row * LISTS_PER_TIER : row * LISTS_PER_TIER + EMPTY, 2])
         if len(filled) and filled[0] < state.lists[LOWEST + row, 0]:
-            yield "lowest priority", f"priority {filled[0]} of tier {row} has blocks but would not be looked at"
+            yield "lowest priority", True, f"priority {filled[0]} of tier {row} has blocks but would not be looked at"
 
 
-def _index(state: State) -> Iterator[Finding]:
+def _index(state: State) -> Iterator[Check]:
     blocks, device = state.blocks, int(state.head.device_blocks)
-    flags, twin = blocks["flags"], blocks["twin"]
+    flags, other_id = blocks["flags"], blocks["other_copy"]
     published, linked, tail = (flags & PUBLISHED) != 0, (flags & LINKED) != 0, (flags & TAIL) != 0
     pending = (flags & PENDING) != 0
-    has = twin != NONE
-    outside = has & ((twin < 0) | (twin >= len(blocks)))
+    has = other_id != NONE
+    outside = has & ((other_id < 0) | (other_id >= len(blocks)))
     if outside.any():
-        yield from _first("copies", outside, "the copy of block {} is no block")
+        yield "copies", outside, "the copy of block {} is no block"
         return
-    yield from _first("copies", has & ~published, "block {} has a copy but is not published")
-    other = blocks[twin]
+    yield "copies", has & ~published, "block {} has a copy but is not published"
+    other = blocks[other_id]
     is_device = np.arange(len(blocks)) < device
-    mutual = (other["twin"] == np.arange(len(blocks))) & (is_device != is_device[twin])
+    mutual = (other["other_copy"] == np.arange(len(blocks))) & (is_device != is_device[other_id])
     same = (
         (other["key0"] == blocks["key0"])
         & (other["key1"] == blocks["key1"])
         & (other["namespace"] == blocks["namespace"])
     )
-    yield from _first(
-        "copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers"
-    )
-    yield from _first(
-        "copies", has & (state.tokens != state.tokens[twin]).any(axis=1), "block {} and its copy differ in tokens"
-    )
+    yield "copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers"
+    yield "copies", has & (state.tokens != state.tokens[other_id]).any(axis=1), "block {} and its copy differ in tokens"
     alone = published & ~has & ~linked
-    both = has & (linked == linked[twin])
-    yield from _first("representative", alone | both, "the content of block {} has none or two in the index")
-    yield from _first("representative", linked & ~published & ~tail & ~pending, "block {} is linked but caches nothing")
-    yield from _first("published", published & (flags & KEYED == 0), "block {} is published without a key")
+    both = has & (linked == linked[other_id])
+    yield "representative", alone | both, "the content of block {} has none or two in the index"
+    yield "representative", linked & ~published & ~tail & ~pending, "block {} is linked but caches nothing"
+    yield "published", published & (flags & KEYED == 0), "block {} is published without a key"
     wrong = pending & (published | ~linked | (blocks["word"] != 1 << 32) | (blocks["uses"] != 0))
-    yield from _first(
-        "pending", wrong, "block {} waits for its bytes, and is not linked, is published, or is held by others"
-    )
+    yield "pending", wrong, "block {} waits for its bytes, and is not linked, is published, or is held by others"
     for name, walk, members in (
         ("index", _walk_index, linked & (published | pending)),
         ("children", _walk_children, linked if len(state.children) else linked & False),
@@ -238,22 +228,20 @@ def _index(state: State) -> Iterator[Finding]:
         seen = np.zeros(len(blocks), np.int32)
         bad = walk(state.heads, state.group, seen)
         if bad != NONE:
-            yield name, f"links or bucket are wrong at block {bad}"
+            yield name, True, f"links or bucket are wrong at block {bad}"
         else:
-            yield from _first(name, (seen == 1) != members, "block {} can be reached but should not be, or the reverse")
+            yield name, (seen == 1) != members, "block {} can be reached but should not be, or the reverse"
     members = np.flatnonzero(linked & (published | pending))
     keys = np.stack([blocks["key0"][members], blocks["key1"][members]], axis=1)
-    if len(np.unique(keys, axis=0)) != len(keys):
-        yield "index", "two contents have one key"
+    yield "index", len(np.unique(keys, axis=0)) != len(keys), "two contents have one key"
     bad = _wrong_key(state.heads, state.group)
-    if bad != NONE:
-        yield "key", f"the key of block {bad} is not that of its tokens"
+    yield "key", bad != NONE, f"the key of block {bad} is not that of its tokens"
     width = state.tokens.shape[1]
     wrong = (published & (blocks["filled"] != width)) | (tail & ((blocks["filled"] < 1) | (blocks["filled"] >= width)))
-    yield from _first("filled", wrong, "block {} has the wrong number of tokens")
+    yield "filled", wrong, "block {} has the wrong number of tokens"
 
 
-def _sequences(state: State) -> Iterator[Finding]:
+def _sequences(state: State) -> Iterator[Check]:
     blocks, sequences = state.blocks, state.sequences
     live, device, away = sequences["live"] != 0, int(state.head.device_blocks), sequences["live"] == SWAPPED
     table = _rows(state, away)
@@ -263,10 +251,8 @@ def _sequences(state: State) -> Iterator[Finding]:
     if state.head.kind == RECURRENT:
         yield from _recurrent(state, table, length)
         used &= table != NONE
-    yield from _first(
-        "table", away & (state.table != NONE).any(axis=1), "row {} has ids though its sequence is swapped out"
-    )
-    yield from _first(
+    yield "table", away & (state.table != NONE).any(axis=1), "row {} has ids though its sequence is swapped out"
+    yield (
         "table",
         ((table != NONE) != used).any(axis=1),
         "row {} has ids behind its end, or holes that no window has passed",
@@ -275,24 +261,20 @@ def _sequences(state: State) -> Iterator[Finding]:
         seen = np.zeros(len(sequences), np.int64)
         _walk_windows(state.heads, state.group, seen)
         wrong = live & (sequences["first"] > seen)
-        yield from _first("window", wrong, "sequence {} has given back what its next token sees")
+        yield "window", wrong, "sequence {} has given back what its next token sees"
     ids = table[used]
     if ids.size and (ids.min() < 0 or ids.max() >= len(blocks) or ((table >= device) != away[:, None])[used].any()):
-        yield "table", "a live sequence names a block that is not on the device, or a swapped one a block that is"
+        yield "table", True, "a live sequence names a block that is not on the device, or a swapped one a block that is"
         return
     refs = np.bincount(ids, minlength=len(blocks))
-    yield from _first(
-        "references", refs != (blocks["word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it"
-    )
+    yield "references", refs != (blocks["word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it"
     width = state.tokens.shape[1]
     wrong = live & (
         (sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"])
     )
-    yield from _first("length", wrong, "sequence {}: length, committed and blocks disagree")
+    yield "length", wrong, "sequence {}: length, committed and blocks disagree"
     lost = (blocks["flags"][np.where(used, table, 0)] & LOST != 0) & used
-    yield from _first(
-        "lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block"
-    )
+    yield "lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block"
     keyed = (blocks["flags"][np.where(used, table, 0)] & KEYED) != 0
     full = (
         (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None])
@@ -300,24 +282,19 @@ def _sequences(state: State) -> Iterator[Finding]:
         & (sequences["failed"] == 0)[:, None]
     )
     if state.head.kind == ATTENTION:
-        yield from _first(
-            "committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key"
-        )
+        yield "committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key"
     if state.head.kind == CROSS:
-        yield from _first(
-            "cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key"
-        )
-        yield from _first(
-            "cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder"
-        )
+        yield "cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key"
+        yield "cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder"
     shared = (blocks["word"][np.where(used, table, 0)] & 0xFFFFFFFF > 1) & used
     unfull = np.arange(table.shape[1]) == (sequences["length"] // width)[:, None]
-    yield from _first(
-        "forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly"
-    )
+    yield "forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly"
     free = state.rows[: int(state.head.free_rows)]
-    if sorted(free.tolist()) != np.flatnonzero(~live).tolist():
-        yield "rows", "the free rows are not those without a sequence"
+    yield (
+        "rows",
+        sorted(free.tolist()) != np.flatnonzero(~live).tolist(),
+        "the free rows are not those without a sequence",
+    )
 
 
 def _rows(state: State, away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
@@ -330,64 +307,60 @@ def _rows(state: State, away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
     return rows
 
 
-def _recurrent(state: State, table: npt.NDArray[np.int32], length: IntArray) -> Iterator[Finding]:
+def _recurrent(state: State, table: npt.NDArray[np.int32], length: IntArray) -> Iterator[Check]:
     """Which columns of a recurrent group have a state: the last one, snapshots that are not passed, and perhaps some
     between."""
     sequences, place = state.sequences, np.arange(table.shape[1])
     some, width, every = length > 0, state.tokens.shape[1], int(state.head.snapshot)
     passed = ((sequences["committed"].astype(np.int64) - 1) // width)[:, None]
     running = table[np.arange(len(table)), np.clip(length - 1, 0, table.shape[1] - 1)]
-    yield from _first("states", some & (running == NONE), "sequence {} has no running state")
+    yield "states", some & (running == NONE), "sequence {} has no running state"
     early = some[:, None] & (place < passed) & (table != NONE)
-    yield from _first("states", early.any(axis=1), "sequence {} holds a state that it has passed")
+    yield "states", early.any(axis=1), "sequence {} holds a state that it has passed"
     if every:
         kept = (place >= passed) & (place < length[:, None]) & ((place + 1) % every == 0)
-        yield from _first("states", (kept & (table == NONE)).any(axis=1), "sequence {} lacks a snapshot")
+        yield "states", (kept & (table == NONE)).any(axis=1), "sequence {} lacks a snapshot"
     bad = _wrong_chain(state.heads, state.group)
-    if bad != NONE:
-        yield "chain", f"the key or the tokens noted for sequence {bad} are not those of its blocks"
+    yield "chain", bad != NONE, f"the key or the tokens noted for sequence {bad} are not those of its blocks"
 
 
-def _expiries(state: State) -> Iterator[Finding]:
+def _expiries(state: State) -> Iterator[Check]:
     blocks, heap = state.blocks, state.heap
     size = int(heap[0])
     members = heap[1 : size + 1]
     inside = np.zeros(len(blocks), bool)
     if not 0 <= size <= len(blocks) or (members < 0).any() or (members >= len(blocks)).any():
-        yield "expiries", "the heap is out of bounds"
+        yield "expiries", True, "the heap is out of bounds"
         return
     inside[members] = True
-    yield from _first(
-        "expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and does not say so, or the reverse"
-    )
-    if (blocks["heap"][members] != np.arange(1, size + 1)).any():
-        yield "expiries", "a place in the heap is wrong"
+    yield "expiries", inside != (blocks["heap"] != NONE), "block {} is in the heap and does not say so, or the reverse"
+    yield "expiries", (blocks["heap"][members] != np.arange(1, size + 1)).any(), "a place in the heap is wrong"
     place = np.arange(2, size + 1)
-    if (blocks["deadline"][heap[place]] < blocks["deadline"][heap[place >> 1]]).any():
-        yield "expiries", "the heap is out of order"
+    yield (
+        "expiries",
+        (blocks["deadline"][heap[place]] < blocks["deadline"][heap[place >> 1]]).any(),
+        "the heap is out of order",
+    )
     timed = (blocks["list"] >= 0) & (blocks["list"] % LISTS_PER_TIER < EMPTY) & (blocks["ttl"] != NONE)
-    yield from _first(
+    yield (
         "expiries",
         inside != (timed & (blocks["priority"] != DEFAULT_PRIORITY)),
         "block {} should have a deadline, or not",
     )
 
 
-def _pins(state: State, leased: IntArray) -> Iterator[Finding]:
+def _pins(state: State, leased: IntArray) -> Iterator[Check]:
     pins = np.bincount(leased, minlength=len(state.blocks))
-    yield from _first("pins", pins != (state.blocks["word"] >> 32), "block {}: pins are not those of the live leases")
+    yield "pins", pins != (state.blocks["word"] >> 32), "block {}: pins are not those of the live leases"
 
 
-def _scratch(state: State) -> Iterator[Finding]:
-    yield from _first("scratch", state.sequences["mark"] != 0, "sequence row {} is still marked by a call")
-    yield from _first(
-        "scratch", state.blocks["flags"] & ONBOARDING != 0, "block {} is still marked as the source of an onboard"
-    )
+def _scratch(state: State) -> Iterator[Check]:
+    yield "scratch", state.sequences["mark"] != 0, "sequence row {} is still marked by a call"
+    yield "scratch", state.blocks["flags"] & ONBOARDING != 0, "block {} is still marked as the source of an onboard"
 
 
-def _moves(state: State) -> Iterator[Finding]:
-    if state.head.moves != 0:
-        yield "moves", f"{state.head.moves} decided moves were not handed to transfer"
+def _moves(state: State) -> Iterator[Check]:
+    yield "moves", state.head.moves != 0, f"{state.head.moves} decided moves were not handed to transfer"
 
 
 def findings(state: State, leased: IntArray) -> list[Finding]:
@@ -401,7 +374,8 @@ def findings(state: State, leased: IntArray) -> list[Finding]:
         _scratch(state),
         _moves(state),
     )
-    return [finding for check in checks for finding in check]
+    found = (one for check in checks for one in check if np.any(one[1]))
+    return [(name, text.format(int(np.flatnonzero(wrong)[0]))) for name, wrong, text in found]
 
 
 def verify(state: State, leased: IntArray) -> None:

@@ -25,9 +25,9 @@ from kvpool.device.tables import host_table
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL
+from kvpool.state.kinds import holes
 from kvpool.state.records import H, head, sequences_of
 from kvpool.state.sequences import check, stream_of, use
-from kvpool.state.windows import holes
 from kvpool.tables.snapshot import HandOver, check_streams, used_blocks
 from kvpool.tables.staging import Buffer
 

@@ -19,7 +19,8 @@ from engine import Clock
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
 from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
 from kvpool.device.base import SOURCE, TARGET
-from kvpool.state import debug, pins, verbs
+from kvpool.state import pins, verbs
+from tests import debug
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
-from kvpool.state import debug
+from tests import debug
 from tests.emulated import lab
 from tests.emulated.lab import Driver
 

@@ -230,9 +230,9 @@ def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
         assert engine.cache.offload(keys) == 8
     state, own = engine.cache.core.states[group], engine.cache.groups[group]
     twins = {
-        state.blocks[b]["key0"]: int(state.blocks[b]["twin"])
+        state.blocks[b]["key0"]: int(state.blocks[b]["other_copy"])
         for b in range(own.device_blocks)
-        if state.blocks[b]["twin"] >= 0
+        if state.blocks[b]["other_copy"] >= 0
     }
     target.append(twins[np.int64(keys[2, 0].view(np.int64))] + own.first_host_block - own.device_blocks)
     with pytest.raises(BlockNotFound, match=keys[2].tobytes().hex() if by_key else f"block {target[0]} is unknown"):

@@ -11,7 +11,7 @@ import pytest
 
 from engine import Engine
 from kvpool import BlockKeys, DeviceError, PoolClosed
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 SECRET = bytes(range(32))

@@ -27,8 +27,9 @@ from kvpool import (
 from kvpool.device.base import Event
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
-from kvpool.state import debug, verbs
+from kvpool.state import verbs
 from loading import picture
+from tests import debug
 
 Make = Callable[..., Engine]
 

@@ -11,7 +11,8 @@ from hypothesis import note
 from engine import Clock, EventReplay, Request
 from group_engine import Side, open_groups
 from kvpool import operations as op
-from kvpool.state import debug, records
+from kvpool.state import records
+from tests import debug
 
 from .groups import GroupsModel
 from .model import Model
@@ -43,7 +44,7 @@ COUNTERS = (
 )
 
 
-KINDS_OF_LIST = (records.EMPTY, records.REDUNDANT)
+KINDS_OF_LIST = (records.EMPTY, records.CLEAN)
 
 
 class Failed:

@@ -163,7 +163,7 @@ class Store:
     def host_victim(self, priority: int) -> Block | None:
         """The empty, redundant or no more important host block that is taken next.
 
-        What the call under way has to forget in any case goes before redundant copies.
+        What the call under way has to forget in any case goes before clean copies.
         """
         spare = [*self.host.empty, *(self.host.redundant if not self.overflow else ())]
         others = [block for blocks in self.host.by_priority[: priority + 1] for block in blocks]

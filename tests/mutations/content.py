@@ -74,7 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_loss_ignores_its_ticket",
-        "lose",
+        "_lose",
         "blocks[b].ticket != ticket",
         "False",
         "A failure that is reported late takes the content of whoever has the block now.",
@@ -148,16 +148,15 @@ MUTATIONS = (
     Mutation(
         "a_collision_is_published",
         "_publish",
-        "if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):\n"
-        "    return False  # other content has this key",
-        "if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra, 0):\n    pass",
+        "not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0)",
+        "False",
         "Of two contents under one key, one is taken for the host copy of the other.",
         ("tests/state/test_safety.py::test_content_whose_key_collides_is_not_published",),
     ),
     Mutation(
         "a_host_copy_of_what_is_computed_again_stays_a_victim_like_others",
         "_publish",
-        "emit(h, STORED, b)\nreshelve(h, found)",
+        "emit(h, STORED, b)\non_change(h, found)",
         "emit(h, STORED, b)",
         "The host evicts what is nowhere else, and keeps what the device has as well.",
         ("tests/state/test_scenarios_tiers.py::test_content_that_is_computed_again_makes_its_host_copy_redundant",),
@@ -188,9 +187,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_tail_is_stored_twice",
-        "_store_tail",
-        "enter(h, b, TAIL)\nsupersede(h, b)",
-        "enter(h, b, TAIL)",
+        "enter",
+        "if h.child_buckets:\n    _supersede(h, b)",
+        "if h.child_buckets and flag == PUBLISHED:\n    _supersede(h, b)",
         "Every turn of a chat leaves its unfull end behind, until lookups no longer see the right one.",
         ("tests/state/test_scenarios_reuse.py::test_a_longer_tail_replaces_the_one_that_it_starts_with",),
     ),
@@ -283,7 +282,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_is_published_beside_what_was_computed",
-        "publish",
+        "publish_taken",
         "b == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE",
         "b == NONE",
         "One content has two representatives.",
@@ -291,7 +290,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_is_not_pinned",
-        "take",
+        "take_missing",
         "change_word(blocks, np.int64(b), np.int64(0), np.int64(1))",
         "",
         "A host block is evicted into while an import writes it.",

@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         "forgetting_leaves_the_host_copy",
         "_erase",
-        "forget_both(h, device, np.int64(blocks_of(h)[device].twin))",
+        "forget_both(h, device, np.int64(blocks_of(h)[device].other_copy))",
         "forget(h, device, NONE)",
         "Content that was to be forgotten comes back from the host.",
         (f"{_CONTROL}test_forgetting_is_told",),
@@ -54,8 +54,8 @@ MUTATIONS = (
     Mutation(
         "a_fork_publishes_what_its_parent_must_not",
         "_become",
-        "sequence.priority, sequence.ttl, sequence.private = other.priority, other.ttl, other.private",
-        "sequence.priority, sequence.ttl = other.priority, other.ttl",
+        "sequences[row].generation = generation",
+        "sequences[row].generation = generation\nsequences[row].private = 0",
         "A request that was to leave no trace leaves that of its beams.",
         (f"{_CONTROL}test_a_fork_of_a_withdrawn_sequence_publishes_nothing_either",),
     ),
@@ -77,8 +77,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_priority_that_is_given_later_never_ends",
-        "_revalue",
-        "if listed:\n    start_clock(h, b, NONE)",
+        "set_retention",
+        "if listed:\n    _start_clock(h, b, NONE)",
         "",
         "Content that was to be kept for a minute is kept for ever, and the expiries are wrong.",
         (f"{_CONTROL}test_the_time_of_a_priority_begins_now_or_at_release",),
@@ -123,8 +123,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_loader_is_not_told_of_sinks",
-        "lacking",
-        "i < sinks",
+        "is_needed",
+        "i < h.sinks",
         "False",
         "What was fetched of a windowed group is no prefix that can be reused.",
         (f"{_REMOTE}test_a_group_gets_what_the_prefix_needs_of_it_and_no_more",),

@@ -60,9 +60,9 @@ MUTATIONS = (
     ),
     Mutation(
         "states_that_nobody_goes_on_from_stay",
-        "_give_passed",
-        "let_go(h, b)",
-        "",
+        "commit._give_passed",
+        "counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
+        "if not has_states(h):\n    counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "Every commit costs a block for good.",
         ("tests/sequences/test_recurrent.py::test_a_state_goes_back_once_what_is_behind_it_is_committed",),
     ),

@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_block_goes_under_the_key_of_the_next_one",
-        "publish",
+        "publish_taken",
         "b, at = ids[i], first + i",
         "b, at = ids[i], first + i + (i == 0)",
         "An import stores KV of one part of a prompt as that of another.",

@@ -48,7 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lost_copy_on_the_host_is_not_noticed",
-        "lost_one",
+        "_lost_one",
         "row = (swapped_of(h) if sequences_of(h)[slot].live == SWAPPED else table_of(h))[slot]",
         "row = table_of(h)[slot]",
         "A sequence comes back with KV that never arrived on the host.",
@@ -64,9 +64,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_waits_on_the_host_is_not_forgotten",
-        "_give_up",
-        "if not store and i >= sequence.reused and word & REFS == 0:\n    forget_everywhere(h, b)",
-        "",
+        "commit.give_back",
+        "not store",
+        "not store and stream != NONE",
         "What a tenant asked to be forgotten is reused.",
         ("tests/sequences/test_swaps.py::test_a_swapped_sequence_is_released_beside_others[False]",),
     ),

@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         "a_pinned_block_stays_a_victim",
         "pin_block",
-        "unlink(blocks, lists_of(h), b)",
+        "unlist(h, b)",
         "",
         "A block is evicted under its reader.",
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         "a_pinned_block_stays_among_the_expiries",
         "pin_block",
-        "heap_remove(blocks, heap_of(h), b)",
+        "stop_clock(h, b)",
         "",
         "A block expires while it is pinned, and is in two lists.",
         ("tests/state/test_scenarios_eviction.py::test_a_pinned_block_does_not_expire",),

@@ -133,7 +133,7 @@ MUTATIONS = (
         "not self._transfer.guards & guards.STAGED_BUFFERS_RETIRE_BY_EVENT",
         "True",
         "A sequence's table on the device has the rows of another.",
-        ("tests/race/test_staging.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),
+        ("tests/race/test_handovers.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),
     ),
     Mutation(
         "what_was_copied_from_a_lost_block_counts_as_there",

@@ -18,9 +18,9 @@ from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.device.cpu import CpuDevice
 from kvpool.observe.metrics import DEFINITIONS, PoolMetrics
 from kvpool.pool.stats import Histogram, TierStats
-from kvpool.state import debug
 from kvpool.state.arrays import GroupSizes, Settings, States
 from kvpool.state.records import OFFLOAD, ONBOARD, WITHIN
+from tests import debug
 
 OF_GROUPS = [field.name for field in fields(GroupStats)]
 

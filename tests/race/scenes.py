@@ -22,8 +22,9 @@ from engine import Engine, Request, small_layout
 from kvpool import KVCacheManager
 from kvpool.jit import intrinsics as atomics
 from kvpool.pool.leases import Lease
-from kvpool.state import debug, guards
+from kvpool.state import guards
 from kvpool.state import records as fields
+from tests import debug
 from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 
 _PACKAGE = Path(kvpool.__file__).parent

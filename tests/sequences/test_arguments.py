@@ -22,8 +22,8 @@ from kvpool import (
     PoolClosed,
     UnknownSequence,
 )  # fmt: skip
-from kvpool.state import debug
 from kvpool.state import records as fields
+from tests import debug
 
 
 class Stranger:

@@ -11,7 +11,7 @@ import pytest
 from engine import Engine
 from group_engine import GroupsEngine
 from kvpool import KVCacheManager, PoolClosed
-from kvpool.state import debug
+from tests import debug
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]
@@ -108,14 +108,6 @@ def test_the_stored_tail_of_a_prompt_goes_with_it(make: Make) -> None:
     assert engine.reusable(A) == 4
 
 
-def test_tails_of_a_namespace_go_with_it(make: Make) -> None:
-    engine = make(T=4, P=16)
-    engine.seed(A[:7], salt="A")
-    engine.seed(A[:7])
-    assert engine.cache.forget(namespace=("A", None)) == 2
-    assert engine.reusable(A, salt="A") == 0 and engine.reusable(A) == 6
-
-
 @pytest.mark.parametrize("how", ["prompt", "namespace"])
 def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: Make, how: str) -> None:
     engine = make(T=4, P=16, event_capacity=100)
@@ -159,20 +151,6 @@ def test_a_reservation_of_the_namespace_publishes_nothing(make: Make) -> None:
     assert not engine.cached() and engine.free() == 16
 
 
-def test_a_lease_keeps_its_bytes_and_its_block_is_empty_after_it(make: Make) -> None:
-    engine = make(T=4, P=8, S=8)
-    fill(engine, A, "both")
-    keys = engine.prompt(A)
-    with engine.cache.pin(keys, tier="host") as lease:
-        blocks = lease.blocks.tolist()
-        assert engine.cache.forget(keys) == 3
-        for i, block in enumerate(blocks):
-            engine.check_content(block, (None, None), [(token, 0) for token in A[: 4 * (i + 1)]], 4 * i)
-        assert engine.cache.stats().host.used == 3
-        engine.cache.verify()
-    assert engine.cache.stats().host.empty == 8
-
-
 def test_forgetting_is_told(make: Make) -> None:
     engine = make(T=4, P=8, S=8, event_capacity=100)
     fill(engine, A, "both")
@@ -180,16 +158,6 @@ def test_forgetting_is_told(make: Make) -> None:
     assert engine.cache.forget(engine.prompt(A)) == 3
     told = [(event.kind, event.tier, len(event.keys)) for event in engine.cache.events() if event.kind == "removed"]
     assert sorted(told) == [("removed", "device", 1)] * 3 + [("removed", "host", 1)] * 3
-
-
-def test_forgetting_counts_what_is_left_nowhere(make: Make) -> None:
-    engine = make(T=4, P=8, S=8)
-    fill(engine, A, "both")
-    fill(engine, B, "device")
-    assert engine.cache.forget(engine.prompt(A)) + engine.cache.forget(engine.prompt(B)) == 6
-    stats = engine.cache.stats()
-    assert stats.forgotten_device_blocks + stats.forgotten_host_blocks == stats.forgotten_by_call_blocks == 6
-    assert stats.evicted_host_blocks == stats.lifetime_ms.count == 0, "that is no eviction"
 
 
 @pytest.mark.parametrize(
@@ -254,28 +222,6 @@ def test_an_emptied_block_is_not_written_before_its_last_reader_has_run(without:
 # -- priorities --------------------------------------------------------------------------------------------------------
 
 
-def test_content_is_kept_longer_or_goes_first_as_it_is_valued_later(make: Make) -> None:
-    engine = make(T=4, P=8)
-    engine.seed(A)
-    engine.seed(B)
-    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
-    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in engine.order()] == [35] * 5 + [80] * 3
-    engine.seed(list(range(200, 220)))
-    assert engine.reusable(A) == 12 and engine.reusable(B) == 0
-    assert engine.cache.set_priority(engine.prompt(A).keys[1:2], 0) == 1
-    engine.seed(list(range(300, 304)))
-    assert engine.reusable(A) == 4 and engine.cache.cached_blocks(engine.prompt(A)).tolist() == [[True, False, True]]
-
-
-def test_a_block_with_the_same_priority_keeps_its_place(make: Make) -> None:
-    engine = make(T=4, P=8)
-    engine.seed(A)
-    engine.seed(B)
-    before = engine.order()
-    assert engine.cache.set_priority(engine.prompt(A), 35, ttl_ms=5) == 3
-    assert engine.order() == before
-
-
 def test_the_time_of_a_priority_begins_now_or_at_release(make: Make) -> None:
     engine = make(T=4, P=8)
     engine.seed(A)
@@ -295,38 +241,6 @@ def test_the_time_of_a_priority_begins_now_or_at_release(make: Make) -> None:
     assert engine.cache.set_priority(engine.prompt(A), 80) == 3, "for ever"
     engine.clock.now = 1000
     assert engine.cache.refresh() == 0
-
-
-def test_what_is_on_the_host_alone_is_valued_there_and_takes_it_along(make: Make) -> None:
-    engine = make(T=4, P=4, S=8)
-    fill(engine, A, "host")
-    fill(engine, B[:9], "host")
-    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
-    on_host = engine.order("host")
-    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in on_host][-3:] == [80] * 3
-    request = engine.add(A)
-    assert engine.priorities(request)[:3] == [80] * 3
-    engine.release(request)
-
-
-def test_the_copy_that_remains_takes_the_priority_over(make: Make) -> None:
-    engine = make(T=4, P=4, S=8)
-    fill(engine, A, "both")
-    assert engine.cache.set_priority(engine.prompt(A), 80) == 3
-    engine.seed(list(range(200, 216)))  # the device copies go
-    cached = engine.cached("host")
-    own = [cached[key] for key in engine.keys(A)]
-    assert [int(engine.cache.core.tokens.blocks["priority"][b]) for b in own] == [80] * 3
-
-
-def test_a_priority_is_told_once(make: Make) -> None:
-    engine = make(T=4, P=8, event_capacity=100)
-    engine.seed(A)
-    engine.cache.events()
-    engine.cache.set_priority(engine.prompt(A), 80)
-    engine.cache.set_priority(engine.prompt(A), 80)
-    told = [(event.kind, event.tier, event.priority) for event in engine.cache.events()]
-    assert told == [("updated", "device", 80)] * 3
 
 
 @pytest.mark.parametrize(
@@ -368,48 +282,11 @@ def test_a_request_that_reuses_nothing_computes_all_and_leaves_it_to_others(
     assert engine.reusable(A) == 12, "what it computed is cached"
 
 
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_a_request_that_publishes_nothing_leaves_no_trace(open_: Open, kinds: list[dict[str, Any]]) -> None:
-    engine = open_(*kinds)
-    cache, options = engine.cache, encoder(engine)
-    engine.seed(A[:9], **options)
-    cached = cache.cached_blocks(engine.prompt(A)).tolist()
-    private = cache.block_keys(A, publish=False)
-    request = engine.admitted(cache.add_sequence(private, **options), A, **options)
-    assert request.cached == 8, "it reuses what is there"
-    engine.append(request, [1] * 9)
-    engine.commit(request)
-    (fork,) = engine.fork(request)
-    engine.append(fork, [2] * 7)
-    engine.finish(fork)
-    assert not cache.keys_of(request.id).publish if kinds == KINDS["full"] else True
-    engine.release(request)
-    assert cache.cached_blocks(engine.prompt(A)).tolist() == cached
-    assert engine.reusable([*A, *[1] * 9, *[2] * 7]) == 8
-
-
 def test_a_request_that_publishes_nothing_leaves_no_tail_either(make: Make) -> None:
     engine = make(T=4, P=8)
     engine.seed(A[:5])
     engine.finish(engine.admitted(engine.cache.add_sequence(engine.cache.block_keys(A[:8], publish=False)), A[:8]))
     assert engine.reusable(A) == 4
-
-
-def test_a_batch_mixes_them(make: Make) -> None:
-    engine = make(T=4, P=32)
-    engine.seed(A)
-    prompts = [engine.cache.block_keys(A, reuse=reuse, publish=reuse) for reuse in (True, False, True)]
-    admitted = engine.cache.add_sequence_batch(prompts)
-    assert admitted.cached_tokens.tolist() == [12, 0, 12]
-    engine.cache.release(admitted.ids)
-
-
-def test_a_loader_that_reuses_nothing_gets_blocks_for_all(make: Make) -> None:
-    engine = make(T=4, P=16)
-    engine.seed(A)
-    with engine.cache.reserve(engine.cache.block_keys(A, reuse=False)) as reservation:
-        assert reservation.skip_prefix_n_tokens == 0
-        reservation.abort()
 
 
 @pytest.mark.parametrize("name", ["reuse", "publish"])
@@ -419,22 +296,6 @@ def test_switches_are_flags(make: Make, name: str) -> None:
 
 
 # -- what is cached, and what could be brought -------------------------------------------------------------------------
-
-
-def test_cached_blocks_are_told_by_tier_and_group(open_: Open) -> None:
-    engine = open_({"host_blocks": 4}, {"host_blocks": 4, "kind": "recurrent"})
-    engine.seed(A)
-    keys = engine.prompt(A)
-    assert engine.cache.cached_blocks(keys).tolist() == [[True] * 3, [False, False, True]]
-    assert not engine.cache.cached_blocks(keys, tier="host").any()
-    assert engine.cache.offload(keys) == 4
-    assert engine.cache.cached_blocks(keys.keys, tier="host").tolist() == [[True] * 3, [False, False, True]]
-    assert (
-        engine.cache.cached_blocks([keys.keys[2].tobytes(), bytes(16)], tier="device").tolist() == [[True, False]] * 2
-    )
-    assert engine.cache.cached_blocks(A[:3]).shape == (2, 0)
-    with pytest.raises(ValueError, match="tier='disk'"):
-        engine.cache.cached_blocks(keys, tier="disk")
 
 
 def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:

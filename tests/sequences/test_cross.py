@@ -10,8 +10,9 @@ import pytest
 
 from group_engine import GroupsEngine
 from kvpool import IntegrityError, OutOfBlocks
-from kvpool.state import debug, records
+from kvpool.state import records
 from kvpool.state.verify import verify
+from tests import debug
 
 Open = Callable[..., GroupsEngine]
 A = list(range(100, 148))
@@ -22,45 +23,6 @@ RECURRENT = {"kind": "recurrent"}
 def everything(engine: GroupsEngine) -> list[bytes]:
     """Every byte that a decision depends on, in each group."""
     return [debug.dump(state) for state in engine.states()]
-
-
-@pytest.mark.parametrize("other", [{}, {"window": 8}, RECURRENT])
-def test_blocks_of_an_encoder_stay_what_they_are_until_the_sequence_goes(open_: Open, other: dict[str, Any]) -> None:
-    engine = open_(other, CROSS) if other != RECURRENT else open_(CROSS, other)
-    g = 1 if other != RECURRENT else 0
-    sequence = engine.add(A[:6], encoder_tokens=10)
-    row = engine.table(sequence, g)
-    assert len(row) == 3
-    engine.append(sequence, A[6:17])
-    engine.commit(sequence, 9)
-    engine.rewind(sequence, 3)
-    engine.draft(sequence, [1, 2, 3], [-1, 0, 0])
-    engine.keep(sequence, 3, [0, 2])
-    engine.commit(sequence)
-    assert engine.table(sequence, g) == row
-    assert engine.cache.block_table(sequence.id, group=g).lengths.tolist() == [10]
-    assert engine.cache.sequence_length(sequence.id) == 16
-    engine.release(sequence)
-    assert engine.free_blocks()[g] == 12
-    assert not debug.cached(engine.states()[g])["device"]
-
-
-def test_an_encoder_has_no_say_in_what_is_reused(open_: Open) -> None:
-    engine = open_({}, CROSS)
-    engine.release(engine.commit(engine.add(A[:10], encoder_tokens=5)))
-    again = engine.add(A[:10], encoder_tokens=17)
-    assert again.cached == 9 and len(engine.table(again, 1)) == 5
-    assert not engine.states()[1].counters.any()
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 48])
-def test_blocks_needed_of_an_encoder_are_those_that_are_taken(open_: Open, tokens: int) -> None:
-    engine = open_({}, CROSS)
-    needed = engine.cache.blocks_needed(A[:6], group=1, encoder_tokens=tokens, new_tokens=9)
-    sequence = engine.add(A[:6], encoder_tokens=tokens)
-    assert 12 - engine.free_blocks()[1] == needed == -(-tokens // 4)
-    assert engine.cache.blocks_needed(sequences=sequence.id, new_tokens=9, group=1) == 0
-    assert engine.cache.blocks_needed(A[:6], group=0, new_tokens=9) == 4
 
 
 def test_who_asks_for_blocks_names_the_encoder_exactly_where_it_counts(open_: Open) -> None:
@@ -123,22 +85,6 @@ def test_wrong_lengths_of_encoders_are_refused_by_name(open_: Open, value: Any, 
     assert everything(engine) == before
 
 
-def test_beams_share_the_blocks_of_their_encoder_whoever_goes_first(open_: Open) -> None:
-    engine = open_({"device_blocks": 20}, CROSS)
-    one, other = engine.add(A[:6], encoder_tokens=5), engine.add(A[:6], encoder_tokens=9)
-    first, second = engine.table(one, 1), engine.table(other, 1)
-    beam, third = engine.fork(one, 2)
-    engine.reorder([one, beam, other], [2, 1, 2])
-    assert [engine.table(each, 1) for each in (one, beam, third, other)] == [second, first, first, second]
-    engine.append(one, [1])
-    engine.append(other, [2])
-    for each in (one, beam, other):
-        engine.release(each)
-    assert engine.free_blocks()[1] == 10
-    engine.release(third)
-    assert engine.free_blocks()[1] == 12
-
-
 def test_tables_of_an_encoder_are_handed_over_with_its_own_lengths(open_: Open) -> None:
     engine = open_({}, CROSS)
     pair = [engine.add(A[:6], encoder_tokens=9), engine.add(A[:30], encoder_tokens=4)]
@@ -150,14 +96,6 @@ def test_tables_of_an_encoder_are_handed_over_with_its_own_lengths(open_: Open) 
     indptr, indices, last = np.zeros(3, np.int32), np.zeros(4, np.int32), np.zeros(2, np.int32)
     engine.cache.copy_batch_block_csr(indptr, indices, last, ids, group=1)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 4], rows[0] + rows[1], [1, 4])
-
-
-def test_a_forced_reset_gives_the_blocks_of_encoders_back(open_: Open) -> None:
-    engine = open_({}, CROSS)
-    engine.add(A[:6], encoder_tokens=9)
-    engine.cache.reset(force=True)
-    engine.live.clear()
-    assert engine.free_blocks() == [12, 12]
 
 
 @pytest.mark.parametrize(

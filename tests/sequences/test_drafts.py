@@ -14,7 +14,7 @@ from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PoolClosed, Unknown
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
+from tests import debug
 
 Make = Callable[..., Engine]
 # A tree: 0 and 1 are roots; 0 -> 2, 3; 1 -> 4; 3 -> 5; 4 -> 6; 5 -> 7.
@@ -64,26 +64,6 @@ def test_the_accepted_path_has_its_bytes_and_is_found_under_its_tokens(
     assert engine.add([*kept, 70, 71]).cached == len(kept) + 1
 
 
-def test_all_drafts_may_stay_and_all_may_go(make: Make) -> None:
-    engine = make(T=4, P=8)
-    sequence = engine.draft(engine.commit(engine.add([1, 2])), [5, 6, 7], [-1, 0, 1])
-    engine.keep(sequence, 3, [0, 1, 2])
-    assert engine.cache.sequence_length(sequence.id) == 5
-    engine.keep(sequence, 3, [])
-    assert engine.cache.sequence_length(sequence.id) == 2
-
-
-def test_a_batch_keeps_what_each_of_its_sequences_accepted(make: Make) -> None:
-    engine = make(T=4, P=16)
-    sequences = [engine.draft(engine.commit(engine.add([i] * (i + 2))), TOKENS, TREE) for i in range(4)]
-    paths = [[1, 4, 6], [], [0], [0, 3, 5, 7]]
-    engine.cache.keep(
-        [s.id for s in sequences], [len(TREE)] * 4, [i for path in paths for i in path], [len(path) for path in paths]
-    )
-    for sequence, path in zip(sequences, paths, strict=True):
-        engine.kept(sequence, len(TREE), path)
-
-
 def test_a_batch_moves_in_one_launch_and_accepted_prefixes_in_none() -> None:
     device = Counting()
     cache = KVCacheManager(small_layout(4), device_blocks=16, device=device)
@@ -98,19 +78,6 @@ def test_a_batch_moves_in_one_launch_and_accepted_prefixes_in_none() -> None:
     cache.verify()
     cache.release(ids)
     cache.close()
-
-
-def test_extra_ids_move_with_their_tokens(make: Make) -> None:
-    engine = make(T=2, P=8)
-    sequence = engine.add([1, 2, 3, 4, 5, 6], extra_ids=[0, 0, 0, 9, 0, 8])
-    # What an engine has not committed may be a draft, also of a prompt. The bytes are not what this is about.
-    engine.cache.keep(sequence.id, 5, [2, 4])
-    engine.cache.append_tokens(sequence.id, [7])
-    engine.cache.commit(sequence.id)
-    engine.cache.release(sequence.id)
-    del engine.live[sequence.id]
-    assert engine.reusable([1, 4, 6, 7, 7]) == 1
-    assert engine.reusable([1, 4, 6, 7, 7], extra_ids=[0, 9, 8, 0, 0]) == 4
 
 
 WRONG = [
@@ -142,43 +109,6 @@ def test_a_keep_that_is_refused_says_why_and_changes_nothing(
     with pytest.raises(error, match=message):
         engine.cache.keep(**arguments)
     assert everything(engine.cache) == before
-
-
-def test_one_bad_sequence_refuses_the_whole_batch(make: Make) -> None:
-    engine = make(T=4, P=8)
-    both = [engine.draft(engine.commit(engine.add([i, 2, 3])), [5, 6, 7], [-1, -1, 1]) for i in range(2)]
-    before = everything(engine.cache)
-    with pytest.raises(ValueError, match=r"accepted\[3\]"):
-        engine.cache.keep([s.id for s in both], [3, 3], [1, 2, 0, 3], [2, 2])
-    with pytest.raises(ValueError, match="named twice"):
-        engine.cache.keep([both[0].id] * 2, [3, 3], [1, 2], [2, 0])
-    assert everything(engine.cache) == before
-
-
-@pytest.mark.parametrize("path", PATHS, ids=str)
-def test_blocks_that_others_hold_are_copied_before_tokens_are_moved_in_them(make: Make, path: list[int]) -> None:
-    engine = make(T=4, P=12)
-    parent = engine.draft(engine.commit(engine.add([1, 2, 3])), TOKENS, TREE)
-    child = fork(engine, parent)
-    engine.keep(child, len(TREE), path)
-    engine.check(parent)
-    engine.append(child, [80])
-    engine.keep(parent, len(TREE), [1, 4, 6])
-    engine.check(child)
-
-
-@pytest.mark.parametrize("path", [[0, 3, 5, 7], [1], [0], []], ids=str)
-def test_sequences_that_share_blocks_may_be_kept_in_one_call(make: Make, path: list[int]) -> None:
-    engine = make(T=4, P=12)
-    parent = engine.draft(engine.commit(engine.add([1, 2, 3])), TOKENS, TREE)
-    both = [parent, fork(engine, parent)]
-    for paths in ([[1, 4, 6], path], [path[:0], path[:0]]):
-        drafts = len(TREE) if paths[0] else 0
-        engine.cache.keep(
-            [s.id for s in both], [drafts] * 2, [i for one in paths for i in one], [len(one) for one in paths]
-        )
-        for sequence, one in zip(both, paths, strict=True):
-            engine.kept(sequence, drafts, one)
 
 
 def test_a_copy_that_has_no_room_is_refused_and_changes_nothing(make: Make) -> None:
@@ -222,35 +152,3 @@ def test_a_device_that_fails_for_good_while_tokens_move_closes_the_pool() -> Non
     with pytest.raises(PoolClosed, match="told to"):
         cache.commit(sequence)
     cache.close()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_steps_end_as_a_list_of_tokens_would(make: Make, seed: int) -> None:
-    print(f"seed {seed}")
-    random = np.random.default_rng(seed)
-    engine = make(T=int(random.integers(1, 6)), P=24, S=8)
-    live = [engine.commit(engine.add(random.integers(0, 9, random.integers(1, 9)).tolist())) for _ in range(3)]
-    for _ in range(30):
-        each = []
-        for sequence in live:
-            count = int(random.integers(0, 9))
-            parents = [int(random.integers(-1, i)) if i else -1 for i in range(count)]
-            engine.draft(sequence, random.integers(0, 9, count).tolist(), parents)
-            path, at = [], count - 1 if count and random.random() < 0.8 else -1
-            while at >= 0:
-                path.append(at)
-                at = parents[at]
-            each.append((sequence, count, path[::-1]))
-        engine.cache.keep(
-            [s.id for s in live],
-            [n for _, n, _ in each],
-            [i for _, _, p in each for i in p],
-            [len(p) for _, _, p in each],
-        )
-        for sequence, count, path in each:
-            engine.kept(sequence, count, path)
-            if random.random() < 0.5:
-                engine.commit(sequence)
-        if sum(map(len, live)) > 50:
-            engine.release(engine.commit(live.pop(0)))
-            live.append(engine.commit(engine.add(random.integers(0, 9, random.integers(1, 9)).tolist())))

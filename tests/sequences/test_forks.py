@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,8 @@ import pytest
 from engine import Engine, Request
 from failing import Rig, on_host_only
 from kvpool import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
-from kvpool.state import debug, verbs
+from kvpool.state import verbs
+from tests import debug
 
 Make = Callable[..., Engine]
 
@@ -51,15 +50,6 @@ def test_a_fork_takes_no_block_and_has_all_that_its_parent_has(make: Make) -> No
         assert told == [6, 5, 0] and engine.table(engine.forked(parent, new)) == engine.table(parent)
 
 
-def test_several_sequences_are_forked_in_one_call(make: Make) -> None:
-    engine = make()
-    parents = engine.add_batch([range(5), range(10, 12)])
-    ids = engine.cache.fork([one.id for one in parents], 2)
-    assert ids.shape == (2, 2) and len({*ids.ravel().tolist(), *(one.id for one in parents)}) == 6
-    for parent, new in zip(parents, ids.tolist(), strict=True):
-        assert all(engine.table(engine.forked(parent, i)) == engine.table(parent) for i in new)
-
-
 def test_each_writer_copies_the_shared_end_and_the_last_holder_writes_in_place(make: Make) -> None:
     engine = make()
     a, b, c = beams(engine, [*range(6)], 3)
@@ -68,38 +58,6 @@ def test_each_writer_copies_the_shared_end_and_the_last_holder_writes_in_place(m
     assert engine.table(b)[0] == shared and engine.table(b)[1] != end and copied(engine) == 1
     append(engine, [c, a], [[8], [9]])
     assert engine.table(c)[1] != end and engine.table(a) == [shared, end] and copied(engine) == 2
-
-
-def test_full_blocks_are_never_copied(make: Make) -> None:
-    engine = make()
-    append(engine, beams(engine, [*range(8)], 3), [[1], [2], [3]])
-    assert copied(engine) == 0 and engine.free() == 3
-
-
-def test_appending_nothing_copies_nothing(make: Make) -> None:
-    engine = make()
-    a, b = beams(engine, [*range(6)], 2)
-    append(engine, [b, a], [[], [1]])
-    assert copied(engine) == 1 and engine.free() == 5
-
-
-def test_forks_of_forks_share_until_they_write(make: Make) -> None:
-    engine = make()
-    (first,) = beams(engine, [1, 2], 1)
-    second = engine.fork(engine.append(engine.fork(first)[0], [3]))[0]
-    engine.append(second, [4, 5])
-    assert [len(engine.table(one)) for one in engine.live.values()] == [1, 1, 2] and copied(engine) == 2
-
-
-def test_sampling_may_fork_before_the_prompt_is_computed(make: Make) -> None:
-    engine = make()
-    prompt = engine.add(range(6))
-    forked = engine.fork(prompt, 2)
-    engine.commit(prompt)
-    for i, one in enumerate(forked):
-        engine.commit(engine.append(engine.commit(one), [i, 9, 9]))
-    engine.release(prompt, *forked)
-    assert engine.reusable([*range(6), 1, 9, 9]) == 8 and engine.free() == 8
 
 
 def test_a_copy_keeps_namespace_extra_ids_and_priority(make: Make) -> None:
@@ -116,21 +74,6 @@ def test_a_copy_keeps_namespace_extra_ids_and_priority(make: Make) -> None:
 # -- what is counted -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_growth_takes_as_many_blocks_as_were_announced(make: Make, seed: int) -> None:
-    random = Random(seed)
-    engine = make(T=3, P=60)
-    for first in range(3):
-        beams(engine, [first] * random.randint(1, 7), random.randint(1, 5))
-    for _ in range(6):
-        some = random.sample([*engine.live.values()], random.randint(1, len(engine.live)))
-        new = [[random.randrange(100) for _ in range(random.choice((0, 1, 2, 5)))] for _ in some]
-        needed = engine.cache.blocks_needed(sequences=[one.id for one in some], new_tokens=[len(each) for each in new])
-        before = engine.free()
-        append(engine, some, new)
-        assert before - engine.free() == needed, f"seed {seed}"
-
-
 def test_without_a_block_for_every_copy_nothing_has_changed(make: Make) -> None:
     engine = make(P=4)
     group = beams(engine, [*range(6)], 4)
@@ -145,48 +88,7 @@ def test_without_a_block_for_every_copy_nothing_has_changed(make: Make) -> None:
     assert engine.free() == 0 and copied(engine) == 2
 
 
-def test_copies_may_evict_and_offload_in_the_same_call(make: Make) -> None:
-    """A copy and an offload for each sequence: as many moves as a call of one token each can make."""
-    engine = make(P=40, S=40, max_sequences=64)
-    group = beams(engine, [1, 2], 39)
-    for i in range(39):
-        engine.seed([100 + i] * 4, committed=4)
-    before = engine.cache.stats().offloaded_blocks
-    append(engine, group, [[i] for i in range(39)])
-    assert copied(engine) == 38 and engine.cache.stats().offloaded_blocks - before == 38
-
-
-def test_blocks_that_forks_keep_are_not_evictable_by_a_release(make: Make) -> None:
-    engine = make()
-    a, b = beams(engine, [*range(6)], 2)
-    engine.append(b, [1])
-    assert [engine.cache.evictable_if_released(ids) for ids in (a.id, b.id, [a.id, b.id])] == [1, 1, 3]
-
-
-def test_a_pin_alone_makes_no_copy(make: Make) -> None:
-    engine = make()
-    a, b = beams(engine, [*range(6)], 2)
-    with engine.cache.pin_blocks(engine.table(a)):
-        engine.append(b, [1])
-        engine.append(a, [2])
-    assert copied(engine) == 1
-
-
 # -- keys ------------------------------------------------------------------------------------------------
-
-
-def test_what_forks_share_is_published_once(make: Make) -> None:
-    engine = make(event_capacity=100)
-    a = engine.add(range(3))
-    b = engine.fork(engine.append(a, [3, 4]))[0]
-    assert engine.cached() == {}
-    for one in (a, b):
-        engine.commit(one)
-        assert [len(event.keys) for event in engine.cache.events() if event.kind == "stored"] == (
-            [1] if one is a else []
-        )
-    engine.release(a, b)
-    assert engine.reusable(range(6)) == 5
 
 
 def test_equal_ends_of_forks_are_published_once(make: Make) -> None:
@@ -216,34 +118,6 @@ def test_a_rewind_into_shared_blocks_leaves_them_to_the_others(make: Make, commi
 
 
 # -- the end ---------------------------------------------------------------------------------------------
-
-
-def test_releases_in_any_order_leak_nothing(make: Make) -> None:
-    for order in itertools.permutations(range(4)):
-        engine = make()
-        group = beams(engine, [*range(6)], 3)
-        engine.commit(engine.append(group[1], [6, 7, 8]))
-        group += engine.fork(group[1])
-        for i in order:
-            engine.release(group[i])
-        assert engine.free() == 8 and engine.reusable(range(10)) == 9
-
-
-def test_the_last_holder_stores_the_shared_end(make: Make) -> None:
-    engine = make()
-    a, b = beams(engine, [*range(6)], 2)
-    engine.release(a)
-    assert engine.reusable(range(7)) == 4
-    engine.release(b)
-    assert engine.reusable(range(7)) == 6
-
-
-def test_a_forced_reset_ends_forks_too(make: Make) -> None:
-    engine = make()
-    beams(engine, [*range(6)], 3)
-    engine.live.clear()
-    engine.cache.reset(force=True)
-    assert engine.free() == 8
 
 
 def test_arguments_of_forks_are_checked_before_anything_changes(make: Make) -> None:

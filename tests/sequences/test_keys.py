@@ -260,20 +260,6 @@ def test_full_blocks_that_are_not_committed_are_hashed(make: Make, hashed: list[
     assert hashed[0] == 2, "the blocks of the prompt have their keys from the start"
 
 
-def test_several_are_asked_at_once_and_forks_are_what_they_have_become(make: Make) -> None:
-    engine = make(T=4, P=16)
-    one = engine.add(list(range(6)), salt="A")
-    (two,) = engine.fork(one)
-    engine.append(one, [1, 1, 1])
-    engine.append(two, [2, 2, 2])
-    found = engine.cache.keys_of([two.id, one.id])
-    assert [keys.tokens[6:].tolist() for keys in found] == [[2] * 3, [1] * 3]
-    assert [keys.salt for keys in found] == ["A", "A"]
-    engine.rewind(two, 4)
-    assert engine.cache.keys_of(two.id).tokens.tolist() == list(range(5))
-    assert engine.cache.keys_of([]) == []
-
-
 def test_sequences_without_tokens_and_unknown_ones_are_named(make: Make) -> None:
     engine = make(T=4)
     request = engine.add([1, 2])
@@ -284,21 +270,6 @@ def test_sequences_without_tokens_and_unknown_ones_are_named(make: Make) -> None
         engine.cache.keys_of([77 << 32])
     with pytest.raises(ValueError, match="named twice"):
         engine.cache.keys_of([request.id] * 2)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_windows_have_keys_while_they_have_all_tokens_and_beside_a_group_that_has_them(
-    open_: Open, several: bool
-) -> None:
-    engine = open_({"window": 6}, *[{}] * several)
-    request = engine.add(list(range(10)))
-    assert engine.cache.keys_of(request.id).tokens.tolist() == list(range(10))
-    engine.commit(request)
-    if several:
-        assert same(engine.cache.keys_of(request.id), engine.prompt(list(range(10))))
-    else:
-        with pytest.raises(ValueError, match="a window has passed tokens"):
-            engine.cache.keys_of(request.id)
 
 
 def test_states_alone_have_no_keys(open_: Open) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from engine import Engine, small_layout
 from failing import Rig
-from group_engine import GroupsEngine
 from kvpool import (
     BlockNotFound,
     KVCacheManager,
@@ -25,11 +24,10 @@ from kvpool import (
     UnknownSequence,
 )
 from kvpool import operations as op
-from kvpool.state import debug
+from tests import debug
 from tests.race.lab import Lab
 
 Make = Callable[..., Engine]
-Open = Callable[..., GroupsEngine]
 T = 4
 
 
@@ -196,34 +194,6 @@ def test_a_list_does_what_its_verbs_do_or_nothing(groups: str, seed: int) -> Non
     assert [told(one) for one in twin.leases] == [told(one) for one in drawn.pool.leases]
     for one in (twin.cache, cache):
         one.close()
-
-
-def test_results_are_those_of_the_verbs(make: Make) -> None:
-    engine = make(P=8, S=4)
-    engine.seed(range(8), committed=8)
-    cache, keys = engine.cache, engine.prompt(range(8)).keys
-    matched, lease, added, none, released = cache.apply(
-        [op.match([*range(8), 1]), op.pin(keys), op.add([[*range(8), 1]]), op.commit([]), op.release([])], stream=0
-    )
-    sequence = engine.admitted(int(added.ids[0]), [*range(8), 1])
-    assert matched == (8, 0, 0, 0) and lease.blocks.tolist() == engine.table(sequence)[:2]
-    assert none is None and released is None and added.cached_tokens.tolist() == [8]
-    assert cache.apply([op.unpin(lease)]) == [None] and lease.closed
-    assert cache.apply([]) == []
-
-
-def test_each_operation_finds_what_those_before_it_did(make: Make) -> None:
-    engine = make(P=4)
-    first = engine.add(range(8))
-    found = engine.cache.apply(
-        [
-            op.match([*range(8), 1]), op.commit(first.id), op.release(first.id), op.match([*range(8), 1]),
-            op.add([list(range(12))]),
-        ]
-    )  # fmt: skip
-    assert found[0].tokens == 0 and found[3].tokens == 8 and found[4].cached_tokens.tolist() == [8]
-    engine.live.clear()
-    engine.admitted(int(found[4].ids[0]), range(12))
 
 
 # -- refused as a whole ------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import IntegrityError, KVCacheManager, OutOfBlocks
-from kvpool.state import debug
+from kvpool import IntegrityError, KVCacheManager
+from tests import debug
 from tests.failing import Rig
-from tests.loading import load
 
 Make = Callable[..., Engine]
 A = list(range(100, 140))
@@ -50,65 +49,6 @@ def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
     assert engine.cache.stats().passed_blocks == engine.free() == 5 - len(expected)
 
 
-def test_the_window_moves_with_what_is_committed(make: Make) -> None:
-    engine = make(T=4, P=10, window=8)
-    sequence = engine.add(A[:16])
-    engine.append(sequence, A[16:30])
-    assert present(engine, sequence) == [*range(8)]
-    engine.commit(sequence, 15)
-    assert present(engine, sequence) == [*range(2, 8)]
-    engine.commit(sequence, 15)
-    engine.commit(sequence, 30)
-    assert present(engine, sequence) == [5, 6, 7]
-
-
-def test_passed_blocks_go_back_at_their_own_priority_the_last_first_and_stay_reusable(make: Make) -> None:
-    engine = make(T=4, P=8, window=4)
-    sequence = engine.add(A[:32], retention=[(4, 8, 80, None), (8, 12, 10, None)])
-    engine.commit(sequence)
-    table = engine.table(sequence)
-    assert table[:7] == [-1] * 7
-    ids = [engine.cached()[key] for key in engine.keys(A[:32])]
-    assert engine.order() == [ids[2], ids[6], ids[5], ids[4], ids[3], ids[0], ids[1]]
-    assert engine.reusable(A[:9]) == 8
-    other = engine.add(A[:9])
-    assert present(engine, other) == [1, 2]
-
-
-def test_a_block_that_others_hold_stays_until_they_let_go(make: Make) -> None:
-    engine = make(T=4, P=12, window=4)
-    first = engine.commit(engine.add(A[:8]))
-    second = engine.add(A[:9])
-    assert engine.table(second)[1] == engine.table(first)[1]
-    block = engine.table(first)[1]
-    engine.commit(engine.append(first, A[8:16]))
-    assert engine.table(first)[1] == -1 and block not in engine.order()
-    engine.release(second)
-    assert block in engine.order()
-
-
-def test_a_pinned_block_that_was_passed_stays_until_the_last_unpin(make: Make) -> None:
-    engine = make(T=4, P=8, window=4)
-    sequence = engine.commit(engine.add(A[:5]))
-    block = engine.table(sequence)[0]
-    with engine.cache.pin(engine.prompt(A[:4]).keys):
-        engine.commit(engine.append(sequence, A[5:16]))
-        assert engine.table(sequence)[0] == -1 and block not in engine.order()
-    assert block in engine.order()
-
-
-def test_a_sequence_may_be_longer_than_the_device(make: Make) -> None:
-    engine = make(T=4, P=6, window=8, sinks=2, max_sequence_tokens=400)
-    sequence = engine.add(A[:8])
-    for i in range(60):
-        engine.commit(engine.append(sequence, range(6 * i, 6 * i + 6)))
-    assert len(sequence) == 368 and len(present(engine, sequence)) <= 4
-    with pytest.raises(ValueError, match="max_sequence_tokens=400"):
-        engine.append(sequence, range(33))
-    with pytest.raises(OutOfBlocks):
-        engine.append(sequence, range(32))
-
-
 def test_a_prompt_that_has_no_place_in_a_row_is_refused_as_such(make: Make) -> None:
     engine = make(T=4, P=6, window=8, max_sequence_tokens=400)
     with pytest.raises(ValueError, match="max_sequence_tokens=400"):
@@ -126,73 +66,12 @@ def evict(engine: Engine, block: int) -> None:
     engine.release(*taken, store=False)
 
 
-def test_a_prefix_is_reused_though_its_ancestors_are_gone(make: Make) -> None:
-    engine = make(T=4, P=10, window=8)
-    engine.seed(A[:32], committed=32, retention=[(0, 20, 10, None)])
-    blocks = engine.cached()
-    evict(engine, blocks[engine.keys(A[:32])[0]])
-    kept = [key in engine.cached() for key in engine.keys(A[:32])]
-    assert not kept[0] and all(kept[6:])
-    sequence = engine.add(A[:34])
-    assert sequence.cached == 32 and present(engine, sequence) == [6, 7, 8]
-
-
-@pytest.mark.parametrize(("gone", "cached"), [(0, 32), (5, 32), (6, 24), (7, 28)])
-def test_the_longest_prefix_of_which_all_is_there_that_its_next_token_sees(make: Make, gone: int, cached: int) -> None:
-    engine = make(T=4, P=10, window=8)
-    engine.seed(A[:32], committed=32, retention=[(4 * gone, 4 * gone + 4, 10, None)])
-    evict(engine, engine.cached()[engine.keys(A[:32])[gone]])
-    assert engine.reusable(A[:34]) == cached
-    sequence = engine.add(A[:34])
-    assert sequence.cached == cached and present(engine, sequence) == [*range(cached // 4 - 2, 9)]
-
-
 def test_a_missing_sink_ends_what_can_be_reused(make: Make) -> None:
     engine = make(T=4, P=10, window=8, sinks=6)
     engine.seed(A[:32], committed=32, retention=[(4, 8, 10, None)])
     assert engine.reusable(A[:34]) == 32
     evict(engine, engine.cached()[engine.keys(A[:32])[1]])
     assert engine.reusable(A[:34]) == 4
-
-
-def test_a_part_of_a_block_is_copied_behind_a_window(make: Make) -> None:
-    engine = make(T=4, P=12, window=8)
-    engine.seed(A[:32], committed=32)
-    sequence = engine.add([*A[:18], 1, 2, 3])
-    assert sequence.cached == 18 and present(engine, sequence) == [2, 3, 4, 5]
-
-
-def test_only_what_an_admission_would_hold_is_onboarded(make: Make) -> None:
-    engine = make(T=4, P=8, S=16, window=8)
-    engine.seed(A[:32], committed=32)
-    engine.release(engine.add(range(30)), store=False)
-    assert not engine.cached()
-    assert engine.cache.prefetch(A[:32]) == 2
-    assert set(engine.cached()) == set(engine.keys(A[:32])[5:7])
-    sequence = engine.add(A[:32])
-    assert sequence.cached == 31 and engine.cache.stats().onboarded_blocks == 2
-
-
-def test_blocks_that_are_not_needed_cost_nothing(make: Make) -> None:
-    engine = make(T=4, P=8, S=0, window=8, max_sequence_tokens=200)
-    sequence = engine.add(A[:20])
-    for start in (20, 28, 36):
-        engine.commit(sequence)
-        engine.append(sequence, A[start : start + 8])
-    engine.finish(sequence, 40)
-    prompt = [*A, 1]
-    assert engine.cache.match_prefix(prompt) == (40, 0, 0, 0)
-    assert engine.cache.blocks_needed(prompt) == 3
-    held = [engine.add([9000 + i]) for i in range(5)]
-    assert engine.add(prompt).cached == 40 and engine.free() == 0
-    engine.release(*held)
-
-
-def test_what_a_sequence_computed_is_forgotten_but_for_what_had_been_passed(make: Make) -> None:
-    engine = make(T=4, P=8, window=4)
-    sequence = engine.commit(engine.add(A[:24]))
-    engine.release(sequence, store=False)
-    assert set(engine.cached()) == set(engine.keys(A[:24])[:5])
 
 
 # -- rewind ----------------------------------------------------------------------------------------
@@ -212,13 +91,6 @@ def test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused(make: Make, w
     engine.rewind(sequence, 8)  # what was not committed can always go
     engine.rewind(sequence, 30 - fewest)
     engine.release(engine.commit(engine.append(sequence, range(9))))
-
-
-def test_a_sequence_without_holes_is_rewound_as_far_as_one_likes(make: Make) -> None:
-    engine = make(T=4, P=10, window=20, sinks=2)
-    sequence = engine.commit(engine.add(A[:14]))
-    engine.rewind(sequence, 14)
-    engine.finish(engine.append(sequence, A[:6]))
 
 
 # -- tables, loaders, failures ---------------------------------------------------------------------
@@ -241,33 +113,6 @@ def test_a_dense_table_keeps_its_columns_and_csr_leaves_holes_out(make: Make) ->
     engine.cache.copy_batch_block_offsets(target, ids, scale=10)
     np.testing.assert_array_equal(target[:, :8], np.where(dense < 0, -1, dense * 10))
     assert (target[:, 8] == -1).all()
-
-
-def test_a_loader_brings_what_is_behind_the_window(make: Make) -> None:
-    engine = make(T=4, P=16, window=8)
-    engine.seed(A[:16], committed=16)
-    reservation = engine.cache.reserve(A[:26])
-    assert (
-        reservation.skip_prefix_n_tokens == 16
-        and (reservation.blocks[:2] == -1).all()
-        and (reservation.blocks[2:] >= 0).all()
-    )
-    assert (reservation.slot_mapping >= 0).tolist() == [False] * 16 + [True] * 10
-    load(engine, reservation, A[:26])
-    reservation.commit()
-    sequence = engine.add(A[:27])
-    assert sequence.cached == 26
-    engine.commit(sequence)
-    (loadable,) = engine.cache.loadable(engine.append(sequence, A[27:30]).id)
-    assert (loadable.slot_mapping >= 0).tolist() == [False] * 27 + [True] * 3
-
-
-def test_an_aborted_loader_leaves_what_was_there(make: Make) -> None:
-    engine = make(T=4, P=16, window=8)
-    engine.seed(A[:16], committed=16)
-    cached = engine.cached()
-    engine.cache.reserve(A[:26]).abort()
-    assert engine.cached() == cached and engine.free() == 16
 
 
 def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from grouped import pool_of, seed
 from kvpool import IntegrityError
-from kvpool.state import debug
 from kvpool.state.records import EMPTY
+from tests import debug
 
 
 @pytest.mark.parametrize("group", [0, 1, 2])

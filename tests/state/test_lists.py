@@ -10,8 +10,8 @@ import pytest
 
 from kvpool.state import lists
 from kvpool.state.arrays import GroupSizes, Settings, State, States
-from kvpool.state.debug import dump
 from kvpool.state.verify import findings
+from tests.debug import dump
 
 
 @pytest.fixture

@@ -13,28 +13,6 @@ from engine import Engine
 Make = Callable[..., Engine]
 
 
-def test_free_counts_are_what_nobody_holds(make: Make) -> None:
-    engine = make(P=8, S=4)
-    assert (engine.free(), engine.free("host")) == (8, 4)
-    sequence = engine.add([1])
-    assert (engine.free(), engine.free("host")) == (7, 4)
-    engine.release(sequence)
-    engine.seed(range(5))
-    assert engine.cache.offload(list(range(4))) == 1
-    lease = engine.cache.pin(engine.prompt(range(4)).keys)
-    assert (engine.free(), engine.free("host")) == (8, 3)
-    lease.close()
-    assert (engine.free(), engine.free("host")) == (8, 4)
-
-
-def test_looking_at_the_next_victim_changes_nothing(make: Make) -> None:
-    engine = make(P=8, S=4)
-    engine.seed(range(9))
-    assert engine.order() == engine.order()
-    first = engine.order()[0]
-    assert engine.table(engine.add([1])) == [first]
-
-
 def test_rewound_blocks_go_to_the_front_and_released_ones_to_the_back(make: Make) -> None:
     engine = make()
     sequence = engine.add(range(8))
@@ -43,14 +21,6 @@ def test_rewound_blocks_go_to_the_front_and_released_ones_to_the_back(make: Make
     assert engine.order()[0] == second
     engine.release(sequence)
     assert engine.order()[-1] == first
-
-
-def test_the_tail_of_a_sequence_ages_first(make: Make) -> None:
-    engine = make(P=3)
-    engine.seed(range(12), committed=12)
-    assert [engine.cached()[key] for key in engine.keys(range(12))] == engine.order()[::-1]
-    engine.add([50])
-    assert engine.reusable(range(13)) == 8
 
 
 def test_empty_blocks_are_taken_before_content_and_never_offloaded(make: Make) -> None:
@@ -100,18 +70,6 @@ def test_a_ttl_ends_in_the_default_list(make: Make) -> None:
     assert engine.cache.refresh(200) == 0
 
 
-def test_expired_blocks_queue_behind_the_default_ones(make: Make) -> None:
-    engine = make(P=2)
-    engine.clock.now = 5
-    engine.seed(range(4), committed=4, retention=[(0, None, 80, 3)])
-    engine.seed(range(10, 14), committed=4, retention=[(0, None, 50, 8)])
-    (b1, b2) = (engine.cached()[engine.keys(tokens)[0]] for tokens in (range(4), range(10, 14)))
-    engine.cache.refresh(5)
-    assert engine.order() == [b2, b1]
-    engine.cache.refresh(9)
-    assert engine.order() == [b1, b2]
-
-
 def test_a_pinned_block_does_not_expire(make: Make) -> None:
     """Its time begins when nobody holds it."""
     engine = make(P=2)
@@ -120,19 +78,6 @@ def test_a_pinned_block_does_not_expire(make: Make) -> None:
         assert engine.cache.refresh(10) == 0
         engine.clock.now = 10
     assert engine.cache.refresh(12) == 0 and engine.cache.refresh(13) == 1
-
-
-def test_equal_expiry_times_both_expire(make: Make) -> None:
-    engine = make(P=2)
-    engine.seed(range(8), committed=8, retention=[(0, None, 80, 3)])
-    assert engine.cache.refresh(3) == 2
-
-
-def test_blocks_that_expire_together_keep_their_order(make: Make) -> None:
-    engine = make(P=9)
-    engine.seed(range(36), committed=36, retention=[(0, None, 80, 3)])
-    before = engine.order()
-    assert engine.cache.refresh(3) == 9 and engine.order() == before, "leaves first, as they were released"
 
 
 def on_the_host_alone(engine: Engine) -> int:
@@ -213,64 +158,12 @@ def test_a_plain_hit_keeps_priority_and_ttl(make: Make) -> None:
     assert engine.cache.refresh(4) == 0 and engine.cache.refresh(5) == 1
 
 
-def test_allocation_applies_expiries(make: Make) -> None:
-    engine = make(P=2)
-    engine.seed(range(4), committed=4, retention=[(0, None, 80, 3)])
-    engine.seed(range(10, 14), committed=4, retention=[(0, None, 50, None)])
-    engine.clock.now = 3
-    engine.add([99])
-    assert engine.reusable(range(5)) == 0 and engine.reusable(range(10, 15)) == 4
-
-
-@pytest.mark.parametrize(
-    ("T", "length", "ranges", "expected"),
-    [
-        (64, 256, [(0, 64, 80), (64, 128, 50)], [80, 50, 35, 35]),
-        (32, 127, [(0, 63, 80), (63, 127, 30)], [80, 80, 30, 30]),
-        (32, 128, [(0, 1, 80), (1, 2, 5)], [80, 35, 35, 35]),
-        (64, 192, [(0, 65, 80), (65, 129, 30)], [80, 80, 30]),
-        (64, 192, [(65, None, 30), (0, 65, 80)], [80, 80, 30]),
-    ],
-)
-def test_a_block_takes_the_range_of_its_first_token(
-    make: Make, T: int, length: int, ranges: list[tuple[int, int, int]], expected: list[int]
-) -> None:
-    engine = make(T=T)
-    assert engine.priorities(engine.add(range(length), retention=[(*r, None) for r in ranges])) == expected
-
-
-def test_decoded_blocks_have_a_priority_of_their_own(make: Make) -> None:
-    engine = make()
-    sequence = engine.add(range(4), retention=[(0, None, 80, None)], decode_priority=20)
-    engine.append(sequence, range(4, 9))
-    assert engine.priorities(sequence) == [80, 20, 20]
-
-
-def test_decoded_blocks_have_a_ttl_of_their_own(make: Make) -> None:
-    engine = make(P=3)
-    sequence = engine.add(range(4), decode_priority=80, decode_ttl_ms=7)
-    engine.append(sequence, range(4, 8))
-    engine.clock.now = 10
-    engine.finish(sequence, committed=8)
-    assert engine.cache.refresh(16) == 0 and engine.cache.refresh(17) == 1
-
-
 @pytest.mark.parametrize("ranges", [[(0, None), (4, 8)], [(4, 4)], [(5, 4)], [(0, 5), (4, 8)], [(-1, 4)]])
 def test_ranges_that_make_no_sense_are_refused(make: Make, ranges: list[tuple[int, int | None]]) -> None:
     engine = make()
     with pytest.raises(ValueError):
         engine.cache.add_sequence([1, 2, 3], retention=[(*r, 80, None) for r in ranges])
     assert engine.free() == 8
-
-
-def test_priorities_decide_who_stays(make: Make) -> None:
-    engine = make(P=4)
-    engine.seed(range(8), retention=[(0, 4, 90, None), (4, 8, 10, None)])
-    engine.seed(range(10, 18))
-    engine.seed(range(20, 28), retention=[(0, None, 20, None)], decode_priority=20)
-    assert engine.seed(range(10, 18)) == 4
-    assert engine.seed(range(8)) == 4
-    assert engine.reusable(range(20, 28)) == 0
 
 
 def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
@@ -281,22 +174,6 @@ def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
     engine.cache.refresh()
     engine.seed(range(40, 52))
     assert engine.add(range(20, 32)).cached == 11
-
-
-def test_a_child_outlives_its_parent(make: Make) -> None:
-    engine = make(P=5)
-    engine.seed(range(8), committed=8, retention=[(0, 4, 0, None), (4, 8, 90, None)])
-    engine.add(range(100, 116))
-    parent, child = engine.keys(range(8))
-    assert list(engine.cached()) == [child]
-    assert engine.reusable(range(9)) == 0, "not to be found while the parent is missing"
-
-
-def test_a_parent_outlives_its_leaf(make: Make) -> None:
-    engine = make(P=2)
-    engine.seed(range(8), committed=8, retention=[(0, 4, 90, None), (4, 8, 0, None)])
-    engine.release(engine.add(range(50, 54)), store=False)
-    assert engine.add([0, 1, 2, 3, 200, 201, 202, 203]).cached == 4
 
 
 def test_two_threads_keep_every_invariant(make: Make) -> None:

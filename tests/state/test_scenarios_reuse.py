@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 from engine import Engine
 from kvpool.errors import OutOfBlocks, UnknownSequence
-from kvpool.state import debug
 from kvpool.state.index import child_bucket
+from tests import debug
 
 Make = Callable[..., Engine]
-
-
-def test_blocks_are_taken_and_returned_at_block_borders(make: Make) -> None:
-    engine = make(T=64, P=16, layout={"layers": 1, "kv_heads": 1, "head_dim": 1})
-    sequence = engine.add(range(575))
-    assert len(engine.table(sequence)) == 9
-    engine.append(sequence, [1, 2])
-    tenth = engine.table(sequence)[9]
-    engine.append(sequence, [3, 4, 5])
-    assert len(engine.table(sequence)) == 10
-    engine.rewind(sequence, 4)
-    assert len(engine.table(sequence)) == 9 and engine.order()[0] == tenth
 
 
 def test_a_call_that_raises_changes_nothing(make: Make) -> None:
@@ -49,43 +36,6 @@ def test_a_call_that_raises_changes_nothing(make: Make) -> None:
         assert debug.dump(engine.cache.core.tokens) == before and engine.free() == free
 
 
-def test_a_full_pool_comes_back_whole(make: Make) -> None:
-    engine = make(P=10)
-    running = []
-    with pytest.raises(OutOfBlocks):
-        while True:
-            running.append(engine.add(range(100 * len(running), 100 * len(running) + 9)))
-    assert len(running) == 3 and engine.free() == 1
-    with pytest.raises(OutOfBlocks):
-        for sequence in running:
-            for token in range(5):
-                engine.append(sequence, [token])
-    for sequence in running:
-        engine.finish(sequence)
-    assert engine.free() == 10
-
-
-def test_a_scheduler_knows_what_the_next_step_needs(make: Make) -> None:
-    engine = make(T=16, P=64)
-    assert engine.cache.blocks_needed(list(range(136))) == 9
-    assert engine.cache.blocks_needed(list(range(512))) == 32
-    sequence = engine.add(range(302))
-    assert engine.cache.blocks_needed(sequences=[sequence.id], new_tokens=2) == 0
-    assert engine.cache.blocks_needed(sequences=[sequence.id], new_tokens=2 + 3) == 1
-
-
-def test_unused_cached_blocks_count_as_free_in_the_need(make: Make) -> None:
-    engine = make(T=16, P=16)
-    engine.seed(range(64))
-    assert engine.cache.match_prefix(list(range(64))).full_tokens == 48
-    assert engine.cache.blocks_needed(list(range(64))) == 4
-    user = engine.add(range(64))
-    assert engine.cache.blocks_needed(list(range(64))) == 1
-    other = engine.add(range(64))
-    assert engine.cache.evictable_if_released([user.id]) == 1
-    assert engine.cache.evictable_if_released([user.id, other.id]) == 5
-
-
 def test_whole_blocks_are_reused_and_the_last_token_never(make: Make) -> None:
     engine = make()
     sequence = engine.add(range(9))
@@ -102,36 +52,6 @@ def test_whole_blocks_are_reused_and_the_last_token_never(make: Make) -> None:
     assert engine.add(range(5)).cached == 4
     single = engine.add([0])
     assert (single.cached, len(engine.table(single))) == (0, 1)
-
-
-def test_a_stored_tail_is_copied_and_stays_cached(make: Make) -> None:
-    engine = make(P=16)
-    engine.seed([*range(10), 77])
-    assert engine.add(range(10)).cached == 9
-    assert engine.add([*range(10), 11]).cached == 10
-    assert engine.add([*range(10), 12]).cached == 10
-
-
-def test_full_and_partial_tokens_are_reported_apart(make: Make) -> None:
-    engine = make()
-    engine.seed([*range(10), 77])
-    match = engine.cache.match_prefix([*range(10), 11])
-    assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (8, 0, 2)
-    assert (match.full_tokens, match.tokens) == (8, 10)
-    engine = make(partial_reuse=False)
-    engine.seed([*range(10), 77])
-    assert engine.cache.match_prefix([*range(10), 11]).tokens == 8
-
-
-def test_statistics_of_two_equal_requests(make: Make) -> None:
-    engine = make(P=16)
-    engine.seed(range(9))
-    stats = engine.cache.stats()
-    assert (stats.reused_device_blocks, stats.missed_blocks, stats.prompt_tokens) == (0, 3, 9)
-    engine.add(range(9))
-    stats = engine.cache.stats()
-    assert (stats.reused_device_blocks, stats.missed_blocks, stats.prompt_tokens) == (2, 4, 18)
-    assert stats.hit_rate == pytest.approx(2 / 6)
 
 
 def test_extra_ids_are_part_of_the_content(make: Make) -> None:
@@ -161,48 +81,6 @@ def test_extra_ids_are_part_of_the_key(make: Make) -> None:
     assert [engine.reusable(range(5), extra_ids=extra) for extra in images] == [4] * 5
 
 
-def test_adapters_share_nothing(make: Make) -> None:
-    engine = make(P=16)
-    engine.seed(range(9), adapter_id=1)
-    assert engine.add(range(9), adapter_id=1).cached == 8
-    assert engine.add(range(9), adapter_id=2).cached == 0
-
-
-def test_salts_share_nothing(make: Make) -> None:
-    engine = make(P=32)
-    for salt, cached in ((None, 0), ("A", 0), ("A", 8), ("B", 0), (None, 8)):
-        names: dict[str, Any] = {} if salt is None else {"salt": salt}
-        assert engine.seed(range(9), **names) == cached
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])
-@pytest.mark.parametrize("order", ["layer_first", "block_first"])
-@pytest.mark.parametrize("tokens", ["NHD", "HND"])
-@pytest.mark.parametrize("planes", [1, 2])
-def test_a_partial_copy_holds_the_shared_tokens_and_no_more(
-    make: Make, dtype: str, order: str, tokens: str, planes: int
-) -> None:
-    engine = make(T=8, layout={"dtype": dtype, "order": order, "tokens": tokens, "planes": planes, "layers": 3})
-    engine.seed(range(17))
-    target = engine.order()[0]
-    engine.block(target)[:] = 0xA5
-    prompt = [*range(11), 99]
-    new = engine.cache.add_sequence(prompt)
-    first, second = engine.cache.block_table(new).dense()[0].tolist()
-    assert (engine.cache.cached_tokens(new), second) == (11, target)
-    assert first in engine.cached().values() and second not in engine.cached().values()
-    assert np.all(engine.block(target)[:, :, 3:] == 0xA5), "tokens behind the match are not touched"
-    engine.admitted(new, prompt)
-
-
-def test_released_without_storing_leaves_nothing(make: Make) -> None:
-    engine = make()
-    sequence = engine.add(range(9))
-    engine.commit(sequence)
-    engine.release(sequence, store=False)
-    assert engine.free() == 8 and not engine.cached() and engine.reusable(range(9)) == 0
-
-
 def test_release_without_storing_keeps_what_others_stored(make: Make) -> None:
     engine = make()
     engine.seed(range(5))
@@ -210,23 +88,6 @@ def test_release_without_storing_keeps_what_others_stored(make: Make) -> None:
     engine.commit(sequence)
     engine.release(sequence, store=False)
     assert engine.reusable(range(9)) == 4
-
-
-def test_nothing_is_published_before_commit(make: Make) -> None:
-    engine = make()
-    sequence = engine.add(range(9))
-    assert engine.reusable(range(9)) == 0
-    engine.commit(sequence, 7)
-    assert engine.reusable(range(9)) == 4
-    engine.commit(sequence, 8)
-    assert engine.reusable(range(9)) == 8
-
-
-def test_a_partial_source_is_never_the_cause_of_failure(make: Make) -> None:
-    engine = make(P=3)
-    engine.seed(range(9), committed=9)
-    assert engine.free() == 3
-    assert engine.add(range(9)).cached >= 8
 
 
 def test_short_of_blocks_a_request_takes_the_source_itself(make: Make) -> None:
@@ -248,20 +109,6 @@ def test_a_writer_gives_up_the_key_of_a_rewound_block(make: Make) -> None:
     engine.commit(sequence)
     assert engine.reusable([12, 13, 14, 15, 0]) == 2, "its first tokens serve a partial match"
     assert engine.reusable([12, 13, 70, 71, 0]) == 4
-
-
-def test_a_reader_keeps_a_block_that_its_writer_rewinds(make: Make) -> None:
-    engine = make()
-    writer = engine.add([12, 13, 14, 15])
-    engine.commit(writer)
-    reader = engine.add([12, 13, 14, 15, 16])
-    assert reader.cached == 4
-    shared = engine.table(reader)[0]
-    engine.rewind(writer, 2)
-    assert engine.table(reader)[0] == shared != engine.table(writer)[0]
-    engine.append(writer, [70, 71])
-    engine.check_all()
-    assert engine.cached()[engine.keys([12, 13, 14, 15])[0]] == shared
 
 
 def test_a_duplicate_takes_over_when_the_published_block_is_gone(make: Make) -> None:
@@ -311,12 +158,3 @@ def test_the_same_tail_behind_two_beginnings_is_two_tails(make: Make) -> None:
     for beginning in (prompt, other):
         engine.seed([*beginning, 9, 8, 7], committed=6)
     assert engine.reusable([*prompt, 9, 8, 1]) == engine.reusable([*other, 9, 8, 1]) == 6
-
-
-def test_matching_changes_nothing(make: Make) -> None:
-    engine = make(S=2)
-    engine.seed(range(9))
-    before = debug.dump(engine.cache.core.tokens)
-    engine.cache.match_prefix(list(range(9)))
-    engine.cache.blocks_needed(list(range(9)), new_tokens=3)
-    assert debug.dump(engine.cache.core.tokens) == before

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool.errors import BlockNotFound, LeaseExpired, OutOfBlocks, PoolBusy
-from kvpool.state import debug
+from kvpool.errors import LeaseExpired, OutOfBlocks, PoolBusy
+from tests import debug
 
 Make = Callable[..., Engine]
 
@@ -24,16 +24,6 @@ def seed_block(engine: Engine, first: int, **options: Any) -> bytes:
 
 def host_view(engine: Engine, block: int) -> Any:
     return engine.cache.host_pool[block - engine.cache.device_blocks]
-
-
-def test_counts_stay_within_the_tiers(make: Make) -> None:
-    engine = make(P=8, S=4)
-    for round_ in range(40):
-        engine.seed(range(100 * round_, 100 * round_ + 13), committed=13)
-        stats = engine.cache.stats()
-        for tier, capacity in ((stats.device, 8), (stats.host, 4)):
-            assert 0 <= tier.free <= capacity and tier.used == capacity - tier.free == 0
-    assert stats.offloaded_blocks > 0 and stats.device.capacity == 8 and stats.host.capacity == 4
 
 
 @pytest.mark.parametrize(("priority", "offloaded"), [(29, 0), (30, 1)])
@@ -97,16 +87,6 @@ def test_an_unfull_end_is_forgotten_and_not_offloaded(make: Make) -> None:
     engine.release(engine.add(range(100, 108)), store=False)
     assert set(engine.cached("host")) == {engine.keys(range(4))[0]} and engine.cache.stats().offloaded_blocks == 1
     assert engine.reusable(range(6)) == 4
-
-
-def test_two_evictions_into_one_host_block_leave_the_second_whole(make: Make) -> None:
-    engine = make(P=2, S=1)
-    seed_block(engine, 0)
-    second = seed_block(engine, 10)
-    batch = engine.add_batch([[50], [60]])
-    assert list(engine.cached("host")) == [second]
-    engine.release(*batch)
-    assert engine.add([10, 11, 12, 13, 5]).cached == 4
 
 
 def test_a_kept_host_copy_saves_the_second_offload(make: Make) -> None:
@@ -191,34 +171,6 @@ def test_a_host_block_that_a_batch_hits_twice_is_onboarded_once(make: Make) -> N
     assert (stats.onboarded_blocks, stats.reused_host_blocks) == (1, 2)
 
 
-def test_a_partial_source_may_come_from_the_host(make: Make) -> None:
-    engine = make(P=4, S=4)
-    seed_block(engine, 0)
-    engine.release(engine.add(range(100, 116)))
-    match = engine.cache.match_prefix([0, 1, 2, 9])
-    assert (match.host_tokens, match.partial_tokens) == (0, 3)
-    assert engine.add([0, 1, 2, 9]).cached == 3
-
-
-def test_a_partial_copy_sees_the_bytes_of_a_block_still_on_its_way(make: Make) -> None:
-    engine = make(T=8, P=8, S=8)
-    engine.seed(range(17), committed=16)
-    engine.release(engine.add(range(100, 164)))
-    full, part = engine.add_batch([list(range(17)), [*range(11), 99]])
-    assert (full.cached, part.cached) == (16, 11)
-
-
-def test_prefetch_publishes_without_holding(make: Make) -> None:
-    engine = make(P=4, S=4)
-    engine.seed(range(9), committed=8)
-    engine.release(engine.add(range(100, 116)))
-    assert engine.cache.prefetch(list(range(8))) == 2
-    engine.cache.verify()
-    assert engine.free() == 4
-    assert engine.cache.match_prefix(list(range(9))).device_tokens == 8
-    assert engine.cache.prefetch(list(range(8))) == 0
-
-
 def test_offload_keeps_the_device_copy(make: Make) -> None:
     engine = make(P=4, S=1)
     engine.seed(range(9), committed=8)
@@ -288,18 +240,6 @@ def test_a_batch_that_has_no_room_for_its_onboards_is_refused(make: Make) -> Non
 # -- pins --------------------------------------------------------------------------------------
 
 
-def test_pinned_blocks_are_not_free(make: Make) -> None:
-    engine = make(P=4)
-    sequence = engine.add(range(8))
-    engine.commit(sequence)
-    lease = engine.cache.pin_blocks(engine.table(sequence), owner="reader")
-    engine.release(sequence)
-    assert engine.free() == 2 and engine.cache.stats().device.pinned == 2
-    assert [held.owner for held in engine.cache.leases] == ["reader"]
-    lease.close()
-    assert engine.free() == 4 and engine.cache.leases == []
-
-
 def test_a_hit_on_a_pinned_block_leaves_it_pinned(make: Make) -> None:
     engine = make(P=2)
     engine.seed(range(4), committed=4)
@@ -312,70 +252,6 @@ def test_a_hit_on_a_pinned_block_leaves_it_pinned(make: Make) -> None:
     assert engine.free() == 0 and engine.cache.stats().device.pinned == 0
     engine.release(sequence)
     assert engine.free() == 2
-
-
-def test_an_unpinned_block_is_handed_out_once(make: Make) -> None:
-    engine = make(P=4)
-    seed_block(engine, 0)
-    free = engine.free()
-    with engine.cache.pin(engine.prompt(range(4)).keys) as lease:
-        assert engine.free() == free - 1
-        pinned = int(lease.blocks[0])
-    assert engine.free() == free
-    assert sorted(engine.table(engine.add(range(100, 116)))).count(pinned) == 1
-
-
-def test_find_and_pin_host_finds_only_what_is_on_the_host(make: Make) -> None:
-    engine = make(P=4, S=2)
-    keys = engine.prompt(range(4)).keys
-    assert engine.cache.find_and_pin_host(keys[0]) is None
-    seed_block(engine, 0)
-    assert engine.cache.find_and_pin_host(keys[0]) is None, "device only"
-    engine.cache.offload(list(range(4)))
-    (block,) = engine.cached("host").values()
-    lease = engine.cache.find_and_pin_host(keys[0])
-    assert lease.blocks.tolist() == [block] and engine.free("host") == 1
-    address = int(lease.addresses[0])
-    assert address == host_view(engine, block).ctypes.data
-    engine.check_content(block, (None, None), [(t, 0) for t in range(4)], 0)
-    second = engine.cache.find_and_pin_host(keys[0])
-    lease.close()
-    assert engine.free("host") == 1, "two leases need two closes"
-    with pytest.raises(LeaseExpired):
-        lease.close()
-    assert engine.free("host") == 1
-    second.close()
-    assert engine.free("host") == 2
-
-
-def test_pinning_what_is_missing_changes_nothing(make: Make) -> None:
-    engine = make(P=4, S=2)
-    seed_block(engine, 0)
-    keys = np.concatenate([engine.prompt(range(4)).keys, engine.prompt(range(50, 54)).keys])
-    before = debug.dump(engine.cache.core.tokens)
-    with pytest.raises(BlockNotFound):
-        engine.cache.pin(keys)
-    with pytest.raises(BlockNotFound):
-        engine.cache.pin(keys[:1], tier="host")
-    assert debug.dump(engine.cache.core.tokens) == before
-
-
-def test_a_request_that_hits_a_pinned_host_block_gets_its_own(make: Make) -> None:
-    engine = make(P=4, S=1)
-    seed_block(engine, 0)
-    engine.cache.offload(list(range(4)))
-    lease = engine.cache.find_and_pin_host(engine.prompt(range(4)).keys[0])
-    pinned = int(lease.blocks[0])
-    before = host_view(engine, pinned).copy()
-    for start in (100, 200, 300):
-        engine.seed(range(start, start + 16), committed=16)
-    assert engine.cache.match_prefix(list(range(5))).host_tokens == 4
-    sequence = engine.add(range(5))
-    assert sequence.cached == 4 and engine.table(sequence)[0] != pinned
-    assert (
-        np.array_equal(host_view(engine, pinned), before) and engine.cached("host")[engine.keys(range(4))[0]] == pinned
-    )
-    lease.close()
 
 
 def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:

@@ -19,6 +19,7 @@ from kvpool.state import records as fields
 from kvpool.state import verify as verification
 from kvpool.state.arrays import State
 from kvpool.state.records import (
+    CLEAN,
     DEVICE,
     EMPTY,
     HOST,
@@ -31,7 +32,6 @@ from kvpool.state.records import (
     ONBOARDING,
     PENDING,
     PUBLISHED,
-    REDUNDANT,
     TAIL,
 )
 
@@ -79,7 +79,7 @@ class View:
         self.held = self.word != 0
         self.empty = ~self.held & (self.flags & fields.INDEXED == 0)
         self.published, self.tail, self.linked = (self.flags & flag != 0 for flag in (PUBLISHED, TAIL, LINKED))
-        self.twinned = blocks["twin"] != NONE
+        self.twinned = blocks["other_copy"] != NONE
         self.timed = blocks["heap"] != NONE
 
 
@@ -207,7 +207,7 @@ def exchanged_heap(state: State) -> None:
 def crossed_copies(state: State) -> None:
     """Two contents, each on both tiers, whose copies name one another's."""
     a, b = (number(state, lambda v: v.twinned & ~v.host, i) for i in (0, 1))
-    copies = state.blocks["twin"]
+    copies = state.blocks["other_copy"]
     copies[[a, b]] = copies[[b, a]]
     copies[copies[[a, b]]] = a, b
 
@@ -257,13 +257,13 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("tier of list", "a host block among the device's", move(host_only, list_of(DEVICE, 35))),
     ("list of content", "content among the empty", move(listed, list_of(DEVICE, EMPTY))),
     ("list of content", "an empty block among content", move(empty, list_of(DEVICE, 35))),
-    ("list of content", "the only copy among the redundant", move(host_only, list_of(HOST, REDUNDANT))),
+    ("list of content", "the only copy among the redundant", move(host_only, list_of(HOST, CLEAN))),
     ("list of content", "priority", add("priority", 1, listed)),
     ("lowest priority", "device", lists(LOWEST + DEVICE, 0, EMPTY)),
     ("lowest priority", "host", lists(LOWEST + HOST, 0, EMPTY)),
-    ("copies", "one side only", put("twin", NONE, lambda v: v.twinned & ~v.host)),
-    ("copies", "of what is not published", put("twin", 0, duplicate)),
-    ("copies", "on one tier", put("twin", 0, lambda v: alone(v) & ~v.host & (np.arange(len(v.flags)) > 0))),
+    ("copies", "one side only", put("other_copy", NONE, lambda v: v.twinned & ~v.host)),
+    ("copies", "of what is not published", put("other_copy", 0, duplicate)),
+    ("copies", "on one tier", put("other_copy", 0, lambda v: alone(v) & ~v.host & (np.arange(len(v.flags)) > 0))),
     ("copies", "crossed", crossed_copies),
     ("copies", "keys differ", add("key1", 1, lambda v: v.twinned & v.host)),
     ("copies", "namespaces differ", add("namespace", 1, lambda v: v.twinned & v.host)),
@@ -368,7 +368,7 @@ def test_every_check_is_tested() -> None:
 @pytest.mark.parametrize(
     "corrupt",
     [
-        pytest.param(put("twin", 1 << 20, alone), id="a copy outside"),
+        pytest.param(put("other_copy", 1 << 20, alone), id="a copy outside"),
         pytest.param(head_of("index", 1 << 28), id="a head of the index outside"),
         pytest.param(put("chain", 1 << 28, alone), id="a chain that leads outside"),
         pytest.param(

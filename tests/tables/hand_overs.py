@@ -12,8 +12,8 @@ from kvpool import DeviceError, KVCacheManager
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import debug
 from steps import GARBAGE, arrays, check, expected
+from tests import debug
 
 
 class Form(NamedTuple):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvpool.state.arrays import State, States
-from kvpool.state.records import EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, REDUNDANT, SWAPPED
+from kvpool.state.records import CLEAN, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, SWAPPED
 
 
 def lists(state: State) -> dict[str, list[int]]:
     """The evictable blocks of each tier in the order in which they would be taken."""
     result = {}
     for tier, name in enumerate(("device", "host")):
-        order = [EMPTY, *([REDUNDANT] if tier == HOST else []), *range(EMPTY)]
+        order = [EMPTY, *([CLEAN] if tier == HOST else []), *range(EMPTY)]
         ids: list[int] = []
         for which in order:
             b = int(state.lists[tier * LISTS_PER_TIER + which, 0])

@@ -1,0 +1,182 @@
+"""What is handed over on streams that run late, as rows of a table, as CSR and as the tables of a step: what was staged
+is what arrives, and no buffer is taken before it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import small_layout
+from kvpool import KVCacheManager
+from kvpool.device.sim import ScheduleFailed, SimDevice, explore
+from steps import GARBAGE, NAMES, arrays, check, expected
+from tests.race.lab import Lab
+
+GUARD = "staged_buffers_retire_by_event"
+RUNS = [(seed, progress) for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3)]
+
+
+class Rows:
+    """Memory into which one sequence is handed over, and what it should be then."""
+
+    launch = "stage_rows"
+
+    def __init__(self) -> None:
+        self.arrays = [np.full((1, 6), GARBAGE, np.int32)]
+
+    def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
+        cache.copy_batch_block_offsets(self.arrays[0], sequence, **stream)
+
+    def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
+        return cache.block_table(sequence).dense(6).tolist()
+
+    def is_right(self, wanted: Any) -> bool:
+        return bool(self.arrays[0].tolist() == wanted)
+
+
+class Csr(Rows):
+    launch = "stage_vectors"
+
+    def __init__(self) -> None:
+        self.arrays = [np.full(size, GARBAGE, np.int32) for size in (2, 5, 1)]
+
+    def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
+        cache.copy_batch_block_csr(*self.arrays, sequence, **stream)
+
+    def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
+        return [part.tolist() for part in cache.block_table(sequence).csr()]
+
+    def is_right(self, wanted: Any) -> bool:
+        return [one[one != GARBAGE].tolist() for one in self.arrays] == wanted
+
+
+class Steps(Rows):
+    launch = "stage_step"
+
+    def __init__(self) -> None:
+        self.tables = arrays(1, 6, 5, 5)
+        self.arrays = [getattr(self.tables, name) for name in NAMES]
+
+    def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
+        cache.copy_step_tables(self.tables, sequence, **stream)
+
+    def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
+        return expected(cache, sequence, [0], [int(cache.sequence_length(sequence))])
+
+    def is_right(self, wanted: Any) -> bool:
+        try:
+            check(self.tables, wanted)
+        except AssertionError:
+            return False
+        return True
+
+
+KINDS = pytest.mark.parametrize("kind", [Rows, Csr, Steps])
+
+
+def stalled(kind: type[Rows], seed: int, progress: float, guard: str | None) -> tuple[list[int], list[str]]:
+    """Stage A, release it, give its row and blocks to B, stage B, all behind a closed gate: which of the two is wrong,
+    and what else is."""
+    lab = Lab(3, 0, seed=seed, progress=progress, guard=guard)
+    cache, both = lab.cache, (kind(), kind())
+    a = lab.add([1, 2, 3, 4, 5])
+    row, wanted = a.id & 0xFFFFFFFF, [both[0].wanted(cache, a.id)]
+    gate = lab.sim.stall(lab.a)
+    both[0].send(cache, a.id)
+    cache.release(lab.live.pop(a.id).id, store=False)
+    b = cache.add_sequence([11, 12, 13, 14, 15, 16], stream=lab.a)
+    assert b & 0xFFFFFFFF == row, "B has the row of A"
+    wanted.append(both[1].wanted(cache, b))
+    both[1].send(cache, b)
+    assert all((one == GARBAGE).all() for given in both for one in given.arrays)
+    gate.open()
+    lab.sim.run()
+    return [i for i, given in enumerate(both) if not given.is_right(wanted[i])], lab.findings()
+
+
+@KINDS
+def test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile(kind: type[Rows]) -> None:
+    for seed, progress in RUNS:
+        assert stalled(kind, seed, progress, None) == ([], []), f"seed {seed}, progress {progress}"
+
+
+@KINDS
+def test_a_buffer_that_is_taken_at_once_gives_a_sequence_what_is_anothers(kind: type[Rows]) -> None:
+    """The proof bites: without the rule both the tables and the order of accesses are wrong, in every run."""
+    for seed, progress in RUNS:
+        wrong, found = stalled(kind, seed, progress, GUARD)
+        assert wrong, f"seed {seed}, progress {progress}"
+        assert any("RaceError" in one and kind.launch in one for one in found), f"seed {seed}: {found}"
+
+
+def small_case(kind: type[Rows], guard: str | None) -> Callable[[SimDevice], None]:
+    """Two hand-overs with a release between; a kernel behind them reads what they write."""
+
+    def body(device: SimDevice) -> None:
+        cache = KVCacheManager(
+            small_layout(1), device_blocks=2, host_blocks=0, device=device, max_sequences=1, secret=bytes(32)
+        )
+        engine, first, second, seen = device.create_stream("engine"), kind(), kind(), list[bool]()
+        try:
+            if guard is not None:
+                cache.core.disable_guard(guard)
+            a = cache.add_sequence([1, 2], stream=engine)
+            first.send(cache, a)
+            wanted = [first.wanted(cache, a)]
+            cache.release(a, store=False)
+            b = cache.add_sequence([3], stream=engine)
+            second.send(cache, b)
+            wanted.append(second.wanted(cache, b))
+            device.launch(
+                engine,
+                lambda: seen.extend([first.is_right(wanted[0]), second.is_right(wanted[1])]),
+                loads=first.arrays + second.arrays,
+            )
+            device.synchronize()
+            assert seen == [True, True]
+            cache.verify()
+        finally:
+            cache.close()
+
+    return body
+
+
+@KINDS
+def test_a_small_case_is_right_in_every_schedule(kind: type[Rows]) -> None:
+    count = explore(small_case(kind, None), limit=20_000)
+    print(f"{count} schedules")
+    assert count > 50
+
+
+@KINDS
+def test_a_small_case_is_wrong_in_some_schedule_without_the_guard(kind: type[Rows]) -> None:
+    with pytest.raises(ScheduleFailed):
+        explore(small_case(kind, GUARD), limit=20_000)
+
+
+@KINDS
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_array_that_others_use_without_an_order_is_a_race(kind: type[Rows], ordered: bool) -> None:
+    for number in range(len(kind().arrays)):
+        lab, given = Lab(8, 0), kind()
+        given.send(lab.cache, lab.add([1]).id)
+        if ordered:
+            lab.sim.wait(lab.b, lab.sim.record(lab.a))
+        lab.sim.launch(lab.b, lambda: None, loads=[given.arrays[number]])
+        found = lab.findings()
+        assert not found if ordered else any("RaceError" in one and "array" in one for one in found), found
+
+
+@KINDS
+def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on(kind: type[Rows]) -> None:
+    for seed, progress in RUNS:
+        lab = Lab(8, 0, seed=seed, progress=progress)
+        a, given = lab.add([1, 2, 3]), kind()
+        given.send(lab.cache, a.id, stream=lab.b)
+        lab._streams[a.id] = lab.b
+        lab.check(a)  # reads on b what was written on a
+        lab.sim.launch(lab.b, lambda: None, loads=given.arrays)
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
