@@ -141,7 +141,7 @@ class Export:
     # -- protocols -------------------------------------------------------------------------------
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._lending.device.dlpack_device(self.tier)
+        return self._lending.device.views.places[self.tier]
 
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
@@ -221,7 +221,7 @@ class Export:
         place = StridedArray(
             view.__array_interface__["data"][0], (view.nbytes,), 1, owner=self._lending.lend(self._place)
         )
-        return self._lending.device.as_pinned_memory(place)
+        return self._lending.device.views.pinned(place)
 
     @property
     def _memory(self) -> str:
@@ -234,4 +234,4 @@ class Export:
         place = StridedArray(
             address, found.shape, found.itemsize, found.strides, self._memory, kind, self.writable, loan
         )
-        return self._lending.device.as_array(place)
+        return self._lending.device.views.array(place)

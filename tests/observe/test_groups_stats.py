@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from grouped import MIXES, T, cached, churn, encoded, pool_of, seed
 from kvpool import GroupStats
-from kvpool.copying.traffic import Moved
+from kvpool.copying.transfer import Moved
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.device.cpu import CpuDevice
 from kvpool.observe.metrics import DEFINITIONS, PoolMetrics

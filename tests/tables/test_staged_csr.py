@@ -14,6 +14,7 @@ from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.tables import StagedVectors
+from kvpool.device.work import Work
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.state import debug
 
@@ -156,12 +157,13 @@ class Late(WrappedDevice):
         super().__init__(CpuDevice())
         self.synchronous, self.done, self.refusals = False, set[Event](), 0
 
-    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+        assert isinstance(work, StagedVectors)
         self.refusals -= 1
         if self.refusals >= 0:
-            super().stage_vectors(staged._replace(pieces=staged.pieces[:1]), stream)
+            super().enqueue(work._replace(pieces=work.pieces[:1]), stream)
             raise DeviceError("staging refused")
-        super().stage_vectors(staged, stream)
+        super().enqueue(work, stream)
 
     def record(self, stream: Stream) -> Event:
         return Event()

@@ -14,7 +14,7 @@ from group_engine import GroupsEngine
 from kvpool import DeviceError, KVCacheManager, PoolClosed, StepTables, UnknownSequence
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
-from kvpool.device.steps import StagedStep, StepTargets
+from kvpool.device.work import Work
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.state import debug
 from steps import GARBAGE, NAMES, arrays, check, expected, same, spans
@@ -382,11 +382,11 @@ class Late(WrappedDevice):
         super().__init__(CpuDevice())
         self.synchronous, self.done, self.refusals = False, set[Event](), 0
 
-    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self.refusals -= 1
         if self.refusals >= 0:
             raise DeviceError("staging refused")
-        super().stage_step(targets, staged, stream)
+        super().enqueue(work, stream)
 
     def record(self, stream: Stream) -> Event:
         return Event()
