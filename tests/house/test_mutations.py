@@ -14,7 +14,8 @@ import pytest
 
 from kvpool.state import guards
 from tests.mutations import MUTATIONS, PARTS
-from tests.mutations.__main__ import main
+from tests.mutations.__main__ import main, unfit
+from tests.mutations.anchors import Package
 from tests.mutations.bench import bench
 from tests.mutations.mutation import ROOT, Mutation
 
@@ -28,11 +29,16 @@ def defined_in(path: Path) -> frozenset[str]:
     )
 
 
+@functools.cache
+def package() -> Package:
+    return Package(ROOT / "kvpool")
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.name)
-def test_a_mutation_fits_its_file_and_names_tests_that_exist(mutation: Mutation) -> None:
-    text = (ROOT / "kvpool" / mutation.file).read_text(encoding="utf-8")
-    changed = mutation.applied_to(text)
-    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), "it changes nothing"
+def test_a_mutation_fits_its_function_and_names_tests_that_exist(mutation: Mutation) -> None:
+    ast.parse(package().applied(mutation)[1])
+    before, after = ([ast.dump(node) for node in nodes] for nodes in mutation.code())
+    assert before != after, "it changes nothing"
     assert mutation.tests and mutation.harm.endswith(".")
     for test in mutation.tests:
         file, _, name = test.partition("::")
@@ -59,13 +65,13 @@ def test_some_mutations_are_killed() -> None:
 
 def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> None:
     test = "tests/state/test_index.py::test_every_key_has_a_bucket"
-    harmless = Mutation("harmless", "state/guards.py", '"""The guards: named', '"""The guards:', "None.", (test,))
+    harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
     before = (ROOT / "kvpool" / "state" / "guards.py").read_bytes()
     with bench() as copy:
         assert copy.run(harmless).lived == (test,)
         with pytest.raises(RuntimeError, match="did not run"):
             copy.run(harmless._replace(tests=("tests/state/test_index.py::test_of_nothing",)))
-        with pytest.raises(ValueError, match="harmless: kvpool/state/guards.py has 0 times"):
+        with pytest.raises(ValueError, match="harmless: LEVELS has 0 times"):
             copy.run(harmless._replace(before="what is not there"))
         assert (copy.folder / "kvpool" / "state" / "guards.py").read_bytes() == before
     assert (ROOT / "kvpool" / "state" / "guards.py").read_bytes() == before and not copy.folder.exists()
@@ -73,7 +79,7 @@ def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> No
 
 def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.MonkeyPatch) -> None:
     test = "tests/state/test_index.py::test_every_key_has_a_bucket"
-    harmless = Mutation("harmless", "state/guards.py", '"""The guards: named', '"""The guards:', "None.", (test,))
+    harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
     with bench() as copy:
         copy.check([harmless])
         path = copy.folder / "tests" / "state" / "test_index.py"
@@ -92,3 +98,23 @@ def test_the_command_lists_mutations_and_refuses_names_that_are_none() -> None:
         with pytest.raises(SystemExit) as raised:
             main(wrong)
         assert raised.value.code == 2
+
+
+def test_a_mutation_follows_its_code_to_another_function_and_one_without_code_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.py").write_text("def first(a):\n    return 1\n\n\ndef take(a):\n    return a\n")
+    (tmp_path / "new.py").write_text(
+        "class Lists:\n    def take(self, a):\n        if (a > 1\n            ): return 2\n"
+    )
+    moved = Mutation("moved", "lists.drop", "a > 1", "False", "None.", ())
+    gone = moved._replace(name="gone", before="a > 2")
+    fits = moved._replace(name="fits", function="old.take", before="return a")
+    (tmp_path / "lists.py").write_text('Mutation(\n    "moved",\n    "lists.drop",\n)\n')
+    package = Package(tmp_path)
+    assert unfit(package, [moved, gone, fits], None) == [moved, gone]
+    assert unfit(package, [moved, gone, fits], tmp_path) == [gone]
+    assert (tmp_path / "lists.py").read_text() == 'Mutation(\n    "moved",\n    "Lists.take",\n)\n'
+    assert capsys.readouterr().out == "moved: lists.drop -> Lists.take\n"
+    assert package.applied(moved._replace(function="take"))[1].endswith("if False:\n            return 2")
+    assert package.anchored(fits._replace(function="Gone.take")) == fits._replace(function="take")

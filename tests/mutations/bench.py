@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutations.anchors import Package
 from tests.mutations.mutation import ROOT, Mutation
 
 _COPIED = ("kvpool", "tests", "cuda", "examples", "setup.cfg")
@@ -38,9 +40,14 @@ class Bench:
                 shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, folder / name)
+        self._package = Package(folder / "kvpool")
 
     def check(self, mutations: Iterable[Mutation]) -> None:
-        """Raise RuntimeError where a test of these fails with no mutation made: it would kill any."""
+        """Raise RuntimeError where a test of these fails with no mutation made: it would kill any. The files are
+        written as they are with a mutation: without comments, each statement in a line."""
+        mutations = list(mutations)
+        for path in {self._package.place(mutation).owner.file for mutation in mutations}:
+            path.write_text(ast.unparse(self._package.trees[path]), encoding="utf-8")
         files: dict[tuple[str, bool], set[str]] = {}
         for mutation in mutations:
             for test in mutation.tests:
@@ -51,11 +58,11 @@ class Bench:
                 raise RuntimeError(f"without a mutation fail {', '.join(failed)}:\n{said}")
 
     def run(self, mutation: Mutation) -> Verdict:
-        """Make a mutation, run its tests, take it back. Raises ValueError for one that fits its file no more,
+        """Make a mutation, run its tests, take it back. Raises ValueError for one that fits its function no more,
         RuntimeError where the tests did not run, or not on the copy."""
-        path = self.folder / "kvpool" / mutation.file
+        path, changed = self._package.applied(mutation)
         text = path.read_text(encoding="utf-8")
-        path.write_text(mutation.applied_to(text), encoding="utf-8")
+        path.write_text(changed, encoding="utf-8")
         try:
             failed, said = self.failed(mutation.tests, mutation.compiled)
         finally:

@@ -8,9 +8,9 @@ TESTS = "tests/engines/test_transfers.py::"
 MUTATIONS = (
     Mutation(
         "a_load_brings_what_nobody_stored",
-        "engines/transfers.py",
-        "if not self._has(part, checked)",
-        "if False",
+        "Transfers.load",
+        "not self._has(part, checked)",
+        "False",
         "A prompt gets the KV that a host block had before, or none at all.",
         (
             f"{TESTS}test_a_host_block_that_no_store_has_filled_is_not_loaded",
@@ -21,7 +21,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_a_store_has_brought_is_not_loaded",
-        "engines/transfers.py",
+        "Transfers._has",
         "written if checked is None else written | ~np.isin(hosts, checked)",
         "written",
         "A host block that once held a chunk in part is refused for ever, though a store has filled it.",
@@ -29,23 +29,23 @@ MUTATIONS = (
     ),
     Mutation(
         "a_chunk_keeps_the_places_of_the_last_one",
-        "engines/transfers.py",
-        "            self._written[part.host_blocks] = False\n",
-        "            pass\n",
+        "Transfers.store",
+        "self._written[part.host_blocks] = False",
+        "pass",
         "A prompt gets the KV of the chunk that was in the host block before.",
         (f"{TESTS}test_a_chunk_that_is_stored_again_has_nothing_of_what_was_there",),
     ),
     Mutation(
         "a_failed_store_counts_as_stored",
-        "engines/transfers.py",
-        "if job.store and error is None:",
-        "if job.store:",
+        "Transfers._end",
+        "error is None",
+        "True",
         "A prompt gets the KV that a host block had before.",
         (f"{TESTS}test_a_load_of_what_a_failed_store_should_have_brought_fails",),
     ),
     Mutation(
         "a_job_is_over_with_its_first_copy",
-        "engines/transfers.py",
+        "_is_over",
         "return all(copy.done for copy in job.copies)",
         "return True",
         "The engine computes with KV that has not come.",
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_load_in_the_middle_of_a_chunk_begins_at_its_start",
-        "engines/transfers.py",
+        "Transfers.parts",
         "placed[first % per :] = blocks[at : at + count]",
         "placed[:count] = blocks[at : at + count]",
         "A prompt gets the KV of tokens before its own.",

@@ -15,23 +15,23 @@ _MODEL = ("tests/hostcache/test_model.py::test_a_cache_does_what_its_model_does[
 MUTATIONS = (
     Mutation(
         "what_is_pending_is_here",
-        "state/hostcache.py",
-        "        return ABSENT if flags & LOST else WAITING\n",
-        "        return HERE\n",
+        "_answer",
+        "return ABSENT if flags & LOST else WAITING",
+        "return HERE",
         "A reader gets a block that nobody has written yet: whatever was there before.",
         (_index("test_a_key_is_pending_until_its_bytes_are_published"), *_MODEL),
     ),
     Mutation(
         "content_has_the_times_of_what_its_block_had_before",
-        "state/hostcache.py",
-        "            block.stored_at = block.used_at = np.uint32(now)\n",
+        "publish",
+        "block.stored_at = block.used_at = np.uint32(now)",
         "",
         "An operator is told that keys stay for hours in a host cache that is too small to keep them for seconds.",
         (_index("test_times_are_those_of_the_content_and_not_of_its_block"),),
     ),
     Mutation(
         "the_identity_is_not_in_the_key",
-        "hostcache/host_cache.py",
+        "HostCache.__init__",
         "namespace_root(own, self.identity.content, None)",
         'namespace_root(own, b"", None)',
         "Two models that share a secret have the same hashes for the same keys.",
@@ -39,48 +39,52 @@ MUTATIONS = (
     ),
     Mutation(
         "a_victim_is_what_the_call_offers",
-        "state/hostcache.py",
-        "            hit(h, found[i, 2])\n            pin_block(h, found[i, 2])\n    count, taken",
-        "            hit(h, found[i, 2])\n    count, taken",
+        "reserve",
+        "pin_block(h, found[i, 2])",
+        "",
         "A store evicts what the same request was told to be there.",
         (_index("test_what_is_offered_is_not_evicted_by_the_same_call"),),
     ),
     Mutation(
         "a_forgotten_write_is_published",
-        "state/hostcache.py",
-        "        elif block.flags & LOST:\n",
-        "        elif False:\n",
+        "publish",
+        "block.flags & LOST",
+        "False",
         "What was cleared, since the weights are other ones now, is found again.",
         (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[clear]"),),
     ),
     Mutation(
         "a_forgotten_write_gives_its_key_to_another_writer",
-        "state/hostcache.py",
-        "        coming = blocks[b].flags & LOST == 0\n        blocks[b].flags |= LOST\n",
-        "        coming = True\n        _drop(h, b)\n",
+        "_forget",
+        "coming = blocks[b].flags & LOST == 0\n"
+        "blocks[b].flags |= LOST",
+        "coming = True\n"
+        "_drop(h, b)",
         "Two writers have one block: a prompt gets bytes of both.",
         (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[forget]"),),
     ),
     Mutation(
         "a_host_cache_takes_the_newest",
-        "state/hostcache.py",
-        "    for i in range(words.shape[0] - 1, -1, -1):\n        if _answer(h, found[i, 2]) == HERE:",
-        "    for i in range(words.shape[0]):\n        if _answer(h, found[i, 2]) == HERE:",
+        "touch",
+        "range(words.shape[0] - 1, -1, -1)",
+        "range(words.shape[0])",
         "The beginning of a prompt is evicted before its end, which then is of no use.",
         (_index("test_the_end_of_a_prompt_goes_before_its_beginning"),),
     ),
     Mutation(
         "a_key_is_the_hash_alone",
-        "state/index.py",
-        "    if not h.guards & TOKENS_AT_HIT:\n        return True\n",
-        "    if not h.guards & TOKENS_AT_HIT or h.device_blocks == 0:\n        return True\n",
+        "has_content",
+        "if not h.guards & TOKENS_AT_HIT:\n"
+        "    return True",
+        "if not h.guards & TOKENS_AT_HIT or h.device_blocks == 0:\n"
+        "    return True",
         "Whoever finds two keys with one hash reads another's KV.",
         (_index("test_a_hash_alone_is_never_a_hit"),),
     ),
     Mutation(
         "a_copy_does_not_wait_for_the_engine",
-        "hostcache/host_copies.py",
-        "        device.wait(stream, device.record(after))\n",
+        "HostCopies._enqueue",
+        "device.wait(stream, device.record(after))",
         "",
         "The host keeps what stood in the block before the engine's kernel wrote it.",
         (
@@ -91,58 +95,68 @@ MUTATIONS = (
     ),
     Mutation(
         "done_before_it_is_enqueued",
-        "hostcache/host_copies.py",
-        "        device.copy_fragments(fragments, stream)\n        return device.record(stream)\n",
-        "        event = device.record(stream)\n"
-        "        device.copy_fragments(fragments, stream)\n        return event\n",
+        "HostCopies._enqueue",
+        "device.copy_fragments(fragments, stream)\n"
+        "return device.record(stream)",
+        "event = device.record(stream)\n"
+        "device.copy_fragments(fragments, stream)\n"
+        "return event",
         "A key is published, and a block reused, while its bytes are on their way.",
         ("tests/hostcache/test_copies_sim.py::test_a_prompt_goes_down_and_comes_back[0-0.0]",),
     ),
     Mutation(
         "a_skip_is_cut_to_whole_blocks",
-        "hostcache/pages.py",
-        "max(span.first_token - i * width, 0),",
-        "0,",
+        "_cut",
+        "max(span.first_token - i * width, 0)",
+        "0",
         "A load overwrites tokens that the engine has computed and others are reading.",
         ("tests/hostcache/test_copies.py::test_tokens_are_exact_and_counted_over_all_blocks_of_a_call[L | P B T H D]",),
     ),
     Mutation(
         "slots_of_another_cache_are_copied",
-        "hostcache/host_copies.py",
-        "if host_blocks.fingerprint != self.tier.fingerprint:",
-        "if False:",
+        "HostCopies._host_blocks",
+        "host_blocks.fingerprint != self.tier.fingerprint",
+        "False",
         "A worker reads the blocks of another model.",
         ("tests/hostcache/test_copies.py::test_bad_arguments_copy_nothing[arguments13-options13-ValueError-these slots "
          "are of another model]",),
     ),
     Mutation(
         "a_skip_counts_anew_in_each_staging",
-        "memory/kv_copy.py",
-        "        first, end = max(skip, begin), begin + staging.tokens\n",
-        "        first, end = begin + min(skip, staging.tokens), begin + staging.tokens\n",
+        "_pieces",
+        "first, end = max(skip, begin), begin + staging.tokens",
+        "first, end = begin + min(skip, staging.tokens), begin + staging.tokens",
         "Of each chunk of a prompt the first tokens are missing.",
         ("tests/kernels/test_kv_stagings.py::test_the_skip_is_exact_to_the_token_over_all_stagings"
          "[cpu-vllm_flash_attention-True]",),
     ),
     Mutation(
         "a_worker_is_not_told_of_a_revoke",
-        "hostcache/host_leases.py",
-        "        if kind is None or not self.closed:\n",
-        "        if not self.closed:\n",
+        "HostLease.__exit__",
+        "kind is None",
+        "False",
         "A worker whose lease was revoked gives the engine bytes of other keys.",
         (_index("test_who_reads_under_a_lease_learns_that_it_was_revoked_meanwhile"),),
     ),
     Mutation(
         "a_lease_is_closed_in_halves",
-        "hostcache/host_leases.py",
-        "        with DeferSignals(), self.lock:\n",
-        "        with self.lock:\n",
+        "HostLeases.close_at",
+        "with DeferSignals(), self.lock:\n"
+        "    _, ids = self._open.pop(lease.id, (None, None))\n"
+        "    if ids is None:\n"
+        '        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")\n'
+        "    pins.unpin(self._states.heads, ids, now)",
+        "with self.lock:\n"
+        "    _, ids = self._open.pop(lease.id, (None, None))\n"
+        "    if ids is None:\n"
+        '        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")\n'
+        "    pins.unpin(self._states.heads, ids, now)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),
     Mutation(
         "a_store_that_hangs_is_not_told_if_another_does_not",
-        "keepers/hostkeeper.py",
+        "HostKeeper.close",
         "over = line.queue.close(timeout) and over",
         "over = line.queue.close(timeout)",
         "Memory is used again into which a store may still write.",
@@ -150,7 +164,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no_tokens_are_some",
-        "hostcache/host_copies.py",
+        "_tokens",
         "(first, end) if first < end else (0, 0)",
         "(first, end)",
         "A copy of nothing is refused for a block that it does not touch, and has a GPU copy no bytes.",

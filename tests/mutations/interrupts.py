@@ -9,41 +9,47 @@ _EXACT, _CHILDREN = "tests/copying/test_signals_exact.py::", "tests/copying/test
 MUTATIONS = (
     Mutation(
         "two_signals_at_once_end_the_deferral",
-        "entry/interrupt.py",
-        "                _current = None\n                try:\n",
-        "                try:\n",
+        "DeferSignals.__enter__",
+        "_current = None",
+        "",
         "After Ctrl-C and a timeout at once, no later call of the process is protected.",
         (f"{_EXACT}test_deferring_goes_on_after_two_signals_at_once",),
     ),
     Mutation(
         "a_signal_behind_the_end_undoes_nothing",
-        "entry/interrupt.py",
-        "        if self._outermost and self.undo is not None:\n",
-        "        if False:\n",
+        "DeferSignals.take_back",
+        "self._outermost and self.undo is not None",
+        "False",
         "A timeout leaves a sequence that nobody has, whose blocks are held for ever.",
         (f"{_EXACT}test_a_signal_before_any_instruction_finds_the_call_undone_or_whole[pin]",),
     ),
     Mutation(
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
-        "entry/process.py",
-        "        if why:\n",
-        "        if False:\n",
+        "ForkGuard.after_fork",
+        "if why:\n"
+        '    lost = LostLock(f"{why}: make one of its own after os.fork()")\n'
+        "    for part, name, _ in found:\n"
+        "        setattr(part, name, lost)",
+        "if False:\n"
+        '    lost = LostLock(f"{why}: make one of its own after os.fork()")\n'
+        "    for part, name, _ in found:\n"
+        "        setattr(part, name, lost)",
         "A child that uses the pool hangs for ever.",
         (f"{_CHILDREN}test_a_pool_in_whose_call_another_thread_was_refuses_a_child",),
     ),
     Mutation(
         "addresses_of_shared_memory_are_free_in_a_child",
-        "device/shared.py",
-        "        if _mmap(address, nbytes, _NO_ACCESS, _PLACE, -1, 0) != address:\n",
-        "        if False:\n",
+        "_after_fork",
+        "_mmap(address, nbytes, _NO_ACCESS, _PLACE, -1, 0) != address",
+        "False",
         "A child crashes: memory that it uses is unmapped.",
         (f"{_CHILDREN}test_what_a_child_maps_is_not_where_its_parent_has_shared_memory",),
     ),
     Mutation(
         "a_keeper_answers_a_child",
-        "keepers/hostkeeper.py",
-        "            return found\n        self._process.check(self)\n",
-        "            return found\n",
+        "HostKeeper._answer",
+        "self._process.check(self)",
+        "",
         "A key is PENDING for ever in a child.",
         (f"{_CHILDREN}test_a_host_keeper_refuses_a_child_and_keeps_its_parent",),
     ),

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+Nodes = list[ast.expr] | list[ast.stmt]
 
 
 class Mutation(NamedTuple):
-    """In ``file``, a path in the package, ``before`` stands once and becomes ``after``; ``harm`` is what a user would
-    see of it.
+    """In ``function``, the code ``before`` stands once and becomes ``after``; ``harm`` is what a user would see of it.
+
+    ``function`` is the end of a dotted name in the package, as long as it must be to mean one place: a
+    function, ``Class.method``, a class, or a constant, with modules before it if need be. ``before`` and ``after`` are
+    statements, or both are an expression; an empty ``after`` takes statements out. Comments, line breaks and
+    needless parentheses do not matter.
 
     Every one of ``tests``, node ids of pytest, must then fail. They run in the interpreter (NUMBA_DISABLE_JIT), where a
     changed module costs nothing, unless the mutation is ``compiled``: what only machine code shows.
     """
 
     name: str
-    file: str
+    function: str
     before: str
     after: str
     harm: str
     tests: tuple[str, ...]
     compiled: bool = False
 
-    def applied_to(self, text: str) -> str:
-        """The text of its file with the mutation made. Raises ValueError where what it replaces does not stand there
-        exactly once."""
-        found = text.count(self.before)
-        if found != 1:
-            raise ValueError(f"{self.name}: kvpool/{self.file} has {found} times, and not once: {self.before!r}")
-        return text.replace(self.before, self.after)
+    def code(self) -> tuple[Nodes, Nodes]:
+        """What is replaced, and what replaces it."""
+        before, after = ast.parse(self.before).body, ast.parse(self.after).body
+        match before, after:
+            case [ast.Expr(old)], [ast.Expr(new)]:
+                return [old], [new]
+        return before, after

@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "a_published_state_moves_on",
-        "state/recurrent.py",
+        "_moves_on",
         "blocks_of(h)[b].word == 1 and not blocks_of(h)[b].flags & PUBLISHED",
         "blocks_of(h)[b].word == 1",
         "A state that others find is overwritten with that of a longer prefix.",
@@ -15,9 +15,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_state_that_others_hold_moves_on",
-        "state/recurrent.py",
-        "return blocks_of(h)[b].word == 1 and not",
-        "return not",
+        "_moves_on",
+        "blocks_of(h)[b].word == 1",
+        "True",
         "A reader, or a fork, has the state of a longer prefix than it was promised.",
         (
             "tests/sequences/test_recurrent.py::test_a_state_that_a_reader_pins_is_not_moved",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_pinned_state_is_overwritten",
-        "state/recurrent.py",
+        "_is_copied",
         "sequence.length % h.width != 0 and blocks_of(h)[b].word != 1",
         "False",
         "A reader's state changes under it.",
@@ -34,17 +34,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a_shared_state_is_written_again",
-        "state/recurrent.py",
-        "    if blocks[b].word != 1:\n        if blocks[b].ticket",
-        "    if False:\n        if blocks[b].ticket",
+        "_own",
+        "blocks[b].word != 1",
+        "False",
         "A rewind of one beam changes the state of the others.",
         ("tests/sequences/test_groups.py::test_a_rewind_leaves_a_state_to_the_forks_that_hold_it",),
     ),
     Mutation(
         "a_state_that_is_written_again_stays_findable",
-        "state/recurrent.py",
-        "    elif blocks[b].flags & PUBLISHED:  # by a fork",
-        "    elif False:  # by a fork",
+        "_own",
+        "blocks[b].flags & PUBLISHED",
+        "False",
         "Others find a state under the key of a prefix that it is not behind.",
         (
             "tests/sequences/test_groups.py::test_a_state_that_a_fork_has_published_is_forgotten_before_it_is_written_again",
@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_state_is_rewound_behind_what_was_committed",
-        "state/recurrent.py",
+        "rewind_need",
         "counts[k] > sequence.length - sequence.committed",
         "counts[k] > sequence.length",
         "A sequence goes on from a state that is gone.",
@@ -60,15 +60,15 @@ MUTATIONS = (
     ),
     Mutation(
         "states_that_nobody_goes_on_from_stay",
-        "state/recurrent.py",
-        "            let_go(h, b)\n            counters",
-        "            counters",
+        "_give_passed",
+        "let_go(h, b)",
+        "",
         "Every commit costs a block for good.",
         ("tests/sequences/test_recurrent.py::test_a_state_goes_back_once_what_is_behind_it_is_committed",),
     ),
     Mutation(
         "states_that_others_hold_need_no_room",
-        "state/recurrent.py",
+        "keep_need",
         "shared += 1 if row[i] != NONE and blocks_of(h)[row[i]].word != 1 else 0",
         "shared += 0",
         "A path of drafts is kept by half, since there is no block for the copy of a state.",

@@ -15,63 +15,71 @@ _WINDOW = "test_blocks_that_a_window_has_passed_are_holes_and_left_out_of_the_pa
 MUTATIONS = (
     Mutation(
         "a_step_may_name_tokens_that_are_not_there",
-        "tables/step_tables.py",
-        " or count > length - begin:",
-        ":",
+        "_number",
+        "count > length - begin",
+        "False",
         "A kernel writes K and V of a token into a block of another sequence, or outside of the pool.",
         _tables(_REFUSED),
     ),
     Mutation(
         "a_step_may_name_tokens_before_the_first",
-        "tables/step_tables.py",
-        "if begin < 0 or begin > length",
-        "if begin > length",
+        "_number",
+        "begin < 0",
+        "False",
         "A kernel writes K and V into a block of another sequence.",
         _tables(_REFUSED),
     ),
     Mutation(
         "a_step_may_name_tokens_that_a_window_has_passed",
-        "tables/step_tables.py",
-        "if gone and begin < (h.sinks + gone) * h.width:",
-        "if False:",
+        "_number",
+        "gone and begin < (h.sinks + gone) * h.width",
+        "False",
         "The slots of tokens whose block was given back are negative, and a kernel writes before the pool.",
         _tables("test_tokens_that_a_window_has_passed_have_no_slots"),
     ),
     Mutation(
         "an_array_that_is_too_small_for_a_step_is_written_all_the_same",
-        "tables/step_tables.py",
-        "if needed > limits[limit]:",
-        "if False:",
+        "_number",
+        "needed > limits[limit]",
+        "False",
         "The call writes behind the end of the caller's array.",
         _tables("test_bad_arrays_are_named_and_nothing_is_written[table: accepted are 3 columns or more]"),
     ),
     Mutation(
         "columns_behind_the_last_block_keep_what_they_had",
-        "device/steps.py",
-        "        rest[c] = -1\n",
-        "        pass\n",
+        "_write_row",
+        "rest[c] = -1",
+        "pass",
         "A kernel that reads whole rows reads blocks of the step before.",
         _tables("test_tables_of_a_step_are_those_of_the_reference"),
     ),
     Mutation(
         "blocks_that_a_window_has_passed_are_staged_with_the_others",
-        "tables/step_tables.py",
-        "        if gone:\n            memcpy(place, row, 4 * h.sinks)",
-        "        if False:\n            memcpy(place, row, 4 * h.sinks)",
+        "stage_step",
+        "if gone:\n"
+        "    memcpy(place, row, 4 * h.sinks)\n"
+        "    memcpy(place + 4 * h.sinks, row + 4 * (h.sinks + gone), 4 * (count - h.sinks))\n"
+        "else:\n"
+        "    memcpy(place, row, 4 * count)",
+        "if False:\n"
+        "    memcpy(place, row, 4 * h.sinks)\n"
+        "    memcpy(place + 4 * h.sinks, row + 4 * (h.sinks + gone), 4 * (count - h.sinks))\n"
+        "else:\n"
+        "    memcpy(place, row, 4 * count)",
         "Attention with a window reads block -1, and not the last blocks.",
         _tables(_WINDOW),
     ),
     Mutation(
         "pages_of_a_chunk_are_those_of_the_whole_sequence",
-        "device/steps.py",
-        "used, begin = (length + width - 1) // width, ids_at",
-        "used, begin = length // width + 1, ids_at",
+        "write_step",
+        "(length + width - 1) // width",
+        "length // width + 1",
         "An attention library that counts pages sees a block too many.",
         _tables("test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_behind"),
     ),
     Mutation(
         "a_step_that_names_a_stream_is_not_ordered_on_it",
-        "tables/step_tables.py",
+        "HostStep.write",
         "return int(use(heads, ids)) if follow else 0",
         "return 0",
         "Kernels on the stream that was named read what another stream has not written yet.",
@@ -82,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "free_blocks_of_each_group_are_those_of_the_first",
-        "state/verbs.py",
+        "free_in_groups",
         "found[g] = free_blocks(lists_of(head(heads, g)), DEVICE)",
         "found[g] = free_blocks(lists_of(head(heads, 0)), DEVICE)",
         "A scheduler admits what one group has no room for.",

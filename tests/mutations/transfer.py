@@ -14,7 +14,7 @@ MUTATIONS = (
     # -- each of kvpool.state.guards about copies, taken out of the code and not by its switch ------------
     Mutation(
         "copies_read_before_copies_wrote",
-        "copying/waits.py",
+        "_need_of_copies",
         "guards & g.COPY_READS_AFTER_COPIES != 0",
         "False",
         "An onboard reads a host block before the offload that fills it: another prompt's KV.",
@@ -22,7 +22,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_read_before_the_engine_wrote",
-        "copying/waits.py",
+        "_need_of_copies",
         "guards & g.COPY_READS_AFTER_ENGINE != 0",
         "False",
         "An offload keeps what stood in the block before the engine's kernel wrote it.",
@@ -30,7 +30,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_write_before_copies_read",
-        "copying/waits.py",
+        "_need_of_copies",
         "guards & g.COPY_WRITES_AFTER_COPIES != 0",
         "False",
         "An offload overwrites a host block that an onboard is still reading.",
@@ -38,7 +38,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_write_before_the_engine_read",
-        "copying/waits.py",
+        "_need_of_copies",
         "guards & g.COPY_WRITES_AFTER_ENGINE != 0",
         "False",
         "An onboard overwrites a block under the kernel of its last reader.",
@@ -46,7 +46,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_engine_reads_before_copies_wrote",
-        "copying/waits.py",
+        "_need_of_accesses",
         "guards & g.ENGINE_READS_AFTER_COPIES != 0",
         "False",
         "A kernel attends to a block before the onboard has brought it.",
@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_engine_reads_before_another_stream_wrote",
-        "copying/waits.py",
+        "_need_of_accesses",
         "guards & g.ENGINE_READS_AFTER_ENGINE != 0",
         "False",
         "A hit on another stream reads KV that its writer has not written yet.",
@@ -62,7 +62,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_engine_writes_before_copies_read",
-        "copying/waits.py",
+        "_need_of_accesses",
         "guards & g.ENGINE_WRITES_AFTER_COPIES != 0",
         "False",
         "A new sequence overwrites an evicted block before its offload has read it.",
@@ -70,7 +70,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_engine_writes_before_another_stream_read",
-        "copying/waits.py",
+        "_need_of_accesses",
         "guards & g.ENGINE_WRITES_AFTER_ENGINE != 0",
         "False",
         "A released block is overwritten while a kernel of its last sequence reads it.",
@@ -78,7 +78,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_batch_is_one_level",
-        "copying/transfer.py",
+        "Transfer._enqueue",
         "self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]",
         "[batch.moves]",
         "Two evictions into one host block in one step leave either content under either key.",
@@ -86,7 +86,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_pin_waits_for_its_own_batch_alone",
-        "copying/transfer.py",
+        "Transfer.waiting",
         "bool(self.guards & guards.OTHERS_BATCHES_TOO)",
         "False",
         "A lease is given before another thread has enqueued the copy that fills its block.",
@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         "batches_in_any_order",
-        "copying/transfer.py",
+        "Transfer._enqueue_next",
         "self._enqueued + 1 if self.guards & guards.TICKET_ORDER else max(self._queue, default=-1)",
         "max(self._queue, default=-1)",
         "A copy is enqueued before an earlier decision's copy that fills its source.",
@@ -102,7 +102,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_reader_does_not_wait",
-        "copying/transfer.py",
+        "Transfer.pending",
         "self.order is None or not self.guards & guards.READER_WAITS",
         "True",
         "A reader on the host gets a lease of bytes that are still on their way.",
@@ -113,15 +113,15 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lost_stays_findable",
-        "copying/transfer.py",
-        "if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:",
-        "if False:",
+        "Transfer._acknowledge",
+        "len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN",
+        "False",
         "A prompt hits a block whose copy failed: whatever stood there is its KV.",
         ("tests/race/test_races.py::test_a_failure_at_each_move_of_a_batch_hands_out_nothing_that_never_came",),
     ),
     Mutation(
         "tokens_are_overwritten_before_they_moved",
-        "copying/transfer.py",
+        "Transfer._move_tokens",
         "self.guards & guards.TOKENS_MOVE_BEFORE_REUSE",
         "False",
         "A block that accepted drafts are moved out of is another's before they were read.",
@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "staged_buffers_are_taken_at_once",
-        "tables/staging.py",
+        "Staging.retain",
         "not self._transfer.guards & guards.STAGED_BUFFERS_RETIRE_BY_EVENT",
         "True",
         "A sequence's table on the device has the rows of another.",
@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_copied_from_a_lost_block_counts_as_there",
-        "copying/transfer.py",
+        "Transfer._copy",
         "stale = self._lost.get(source) == moves[i, TICKET]",
         "stale = False",
         "A block is found whose bytes were copied from one that never came.",
@@ -146,7 +146,7 @@ MUTATIONS = (
     # -- order ---------------------------------------------------------------------------------------
     Mutation(
         "a_stream_that_is_busy_gives_its_number_away",
-        "copying/waits.py",
+        "Order._reusable",
         "(self._complete == self._points) & idle()[:known]",
         "idle()[:known]",
         "Of many streams, one takes the number of another that still works: waits for it are waits for nobody.",
@@ -154,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_stream_in_use_gives_its_number_away",
-        "copying/waits.py",
+        "Order._reusable",
         "(self._complete == self._points) & idle()[:known]",
         "self._complete == self._points",
         "A sequence goes on on a stream of somebody else.",
@@ -163,25 +163,25 @@ MUTATIONS = (
     # -- levels ----------------------------------------------------------------------------------------
     Mutation(
         "a_partial_copy_counts_as_the_whole_block",
-        "copying/levels.py",
-        "if _is_whole(moves[i], width, states):",
-        "if True:",
+        "_drop_overwritten",
+        "_is_whole(moves[i], width, states)",
+        "True",
         "A move is dropped whose target a later one overwrites only in part.",
         ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
     ),
     Mutation(
         "a_target_that_is_read_counts_as_unread",
-        "copying/levels.py",
-        "        scratch[source, 0] = _LIVE\n",
+        "_drop_overwritten",
+        "scratch[source, 0] = _LIVE",
         "",
         "A move is dropped though another of its batch reads what it writes.",
         ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
     ),
     Mutation(
         "levels_forget_reads",
-        "copying/levels.py",
-        "scratch[target, 0], scratch[target, 1]) + 1",
-        "scratch[target, 0]) + 1",
+        "_assign",
+        "max(scratch[source, 0], scratch[target, 0], scratch[target, 1])",
+        "max(scratch[source, 0], scratch[target, 0])",
         "A block is overwritten in the level in which it is read.",
         ("tests/state/test_levels.py::test_moves_of_one_level_do_not_depend_on_each_other",),
     ),

@@ -1,0 +1,82 @@
+"""Every folder has a budget of net lines, and names are given once. A folder that grows past its line is a decision
+that somebody takes here."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.house.counter import ROOT, report, sizes, totals
+
+PACKAGE = ROOT / "kvpool"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LINES = {}
+"""The most net lines of each folder."""
+DENSITY = {"kvpool": 10.0, "tests": 11.2}
+"""The most tokens of a line, over all of them."""
+FILES = 270
+ANY = 0.17
+"""The most of all annotated arguments that are ``Any``."""
+COMMANDS = {"plan.py", "replay.py", "stress.py"}
+"""Modules of commands are named by their command."""
+
+
+def test_every_folder_keeps_its_budget() -> None:
+    table = sizes()
+    print(report(table))
+    assert table.keys() == LINES.keys(), "every folder has a line here, and every line a folder"
+    over = [
+        f"{name}: {size.lines} lines, {LINES[name]} allowed" for name, size in table.items() if size.lines > LINES[name]
+    ]
+    assert not over, "; ".join(over)
+
+
+@pytest.mark.parametrize("top", DENSITY)
+def test_lines_are_no_denser_than_they_were(top: str) -> None:
+    assert totals(sizes())[top].density <= DENSITY[top] + 0.05
+
+
+def test_the_package_has_few_files_and_no_file_name_twice() -> None:
+    names = Counter(path.name for path in MODULES if path.stem not in ("__init__", "__main__"))
+    own = [path for path in MODULES if path.parent.name != "commands" or path.name not in COMMANDS]
+    twice = [name for name in names if sum(path.name == name for path in own) > 1]
+    assert not twice, twice
+    assert len(MODULES) <= FILES
+
+
+def test_no_class_name_stands_twice_in_the_package() -> None:
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: files for name, files in found.items() if len(files) > 1}
+    assert not twice, twice
+
+
+def arguments_of(path: Path) -> list[ast.arg]:
+    """The annotated arguments of all functions of a file."""
+    functions = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
+    ]
+    everything = [
+        argument
+        for function in functions
+        for argument in (
+            *function.args.posonlyargs,
+            *function.args.args,
+            *function.args.kwonlyargs,
+            *filter(None, (function.args.vararg, function.args.kwarg)),
+        )
+    ]
+    return [argument for argument in everything if argument.annotation is not None]
+
+
+def test_few_arguments_may_be_anything() -> None:
+    annotated = [argument for path in MODULES for argument in arguments_of(path)]
+    anything = [one for one in annotated if ast.unparse(one.annotation or one) in ("Any", "typing.Any", "object")]
+    print(f"{len(anything)} of {len(annotated)}")
+    assert len(anything) <= ANY * len(annotated)
