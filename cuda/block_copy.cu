@@ -5,7 +5,7 @@
 // token_bytes`. Runs are cut into pieces, and a warp copies one piece at a time. Every move has the same number of
 // pieces, some of which may be empty.
 #include "copy.cuh"
-#include "plan.cuh"  // made of kvpool.device.block_copy.Plan
+#include "plan.cuh"  // made of kvpool.device.block_copy.CopyPlan
 
 constexpr int WARP = 32;
 constexpr int IN_FLIGHT = 8;

@@ -59,7 +59,7 @@ def _count(moves: Any, heads: Any, token_bytes: Any, nanoseconds: int, totals: A
             totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))
 
 
-class Moved:
+class Traffic:
     """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
 
     ``heads`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
@@ -127,7 +127,7 @@ class Transfer:
         self.order = None if device.synchronous else Order(device, states.blocks)
         if self.order is not None:
             states.note_accesses()
-        self.moved = Moved(states.heads, token_bytes)
+        self.moved = Traffic(states.heads, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         # Parts with locks of their own add them.

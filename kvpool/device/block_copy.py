@@ -39,7 +39,7 @@ class Tier(NamedTuple):
     inner_stride: int
 
 
-class Plan(NamedTuple):
+class CopyPlan(NamedTuple):
     """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``. The first n tokens of a block
     are ``outer * inner`` runs of ``n * token_bytes``. In each tier, the strides say how far apart the runs lie.
 
@@ -70,23 +70,23 @@ class Plan(NamedTuple):
 def plan_of(v):  # type: ignore[no-untyped-def]
     """The plan that has this vector."""
     device, host = Tier(v[0], v[1], v[2], v[3], v[4]), Tier(v[5], v[6], v[7], v[8], v[9])
-    return Plan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
+    return CopyPlan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
 
 
-PLAN_FIELDS = 2 * len(Tier._fields) + len(Plan._fields) - 2
+PLAN_FIELDS = 2 * len(Tier._fields) + len(CopyPlan._fields) - 2
 
 
 def cuda_plan() -> str:
-    """``Plan`` as a struct of the CUDA sources: its vector."""
+    """``CopyPlan`` as a struct of the CUDA sources: its vector."""
     return (
         f"constexpr int PIECE_BYTES = {PIECE_BYTES};\nstruct Tier {{ Int {', '.join(Tier._fields)}; }};\n"
-        f"struct Plan {{ Tier {', '.join(Plan._fields[:2])}; Int {', '.join(Plan._fields[2:])}; }};\n"
+        f"struct Plan {{ Tier {', '.join(CopyPlan._fields[:2])}; Int {', '.join(CopyPlan._fields[2:])}; }};\n"
     )
 
 
 def make_plan(
     layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
-) -> Plan:
+) -> CopyPlan:
     """Merge the contiguous dimensions of a block, and choose how to copy. Done once."""
     strides = [layout.device_strides(device_blocks), layout.host_strides(host_blocks)]
     layers_planes = [(layout.layers, *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
@@ -104,7 +104,7 @@ def make_plan(
     streaming = device_pool.nbytes + host_pool.nbytes > CACHED_BYTES_MAX and all(n % LINE == 0 for n in lined_up)
     blocks, token_bytes = device_blocks + host_blocks, strides[0].token  # Heads that were not merged have own runs.
     numbers = blocks, layout.tokens_per_block, int(streaming), runs, run_bytes, outer, inner, token_bytes
-    return Plan(device, host, device_blocks, *numbers)
+    return CopyPlan(device, host, device_blocks, *numbers)
 
 
 def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int, ...]], int]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.block_copy import Plan, Tier, make_plan
+from kvpool.device.block_copy import CopyPlan, Tier, make_plan
 from kvpool.device.kernels.launch import Grid
 from kvpool.device.kernels.launches import MOVES, TOKEN_MOVES, token_moves
 from kvpool.device.work import TokenMoves
@@ -63,6 +63,6 @@ def test_shim_takes_an_argument_that_every_driver_passes() -> None:
 
 def test_kernels_refuse_more_slots_than_they_count() -> None:
     tier = Tier(1, 1, 1, 1, 1)
-    plan = Plan(tier, tier, 1 << 20, 1 << 20, 1 << 12, 0, 1, 1, 1, 1, 1)
+    plan = CopyPlan(tier, tier, 1 << 20, 1 << 20, 1 << 12, 0, 1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="device_blocks"):
         next(token_moves(plan, TokenMoves(np.zeros((1, 2), np.int64), np.array([0, 1])), Grid(1)))

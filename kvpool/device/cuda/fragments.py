@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
-from kvpool.device.block_copy import Plan, locate, plan_of
+from kvpool.device.block_copy import CopyPlan, locate, plan_of
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.jit import jit
 
@@ -92,7 +92,7 @@ class Cutter:
     ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """
 
-    def __init__(self, plan: Plan, host_bytes: int, chunk_bytes: int) -> None:
+    def __init__(self, plan: CopyPlan, host_bytes: int, chunk_bytes: int) -> None:
         self.plan, self._vector = plan, plan.vector()
         self.token_bytes = plan.outer * plan.inner * plan.token_bytes
         self._host = np.array([plan.host.base, plan.host.base + host_bytes, chunk_bytes], np.int64)

@@ -93,7 +93,7 @@ def cuda_sources() -> Path:
 
 def cuda_source(name: str) -> str:
     """A file of the CUDA sources with its own includes inserted: the whole text that a compiler, or a cache of compiled
-    code, has to see. ``plan.cuh`` is no file: it is what ``block_copy.Plan`` says."""
+    code, has to see. ``plan.cuh`` is no file: it is what ``block_copy.CopyPlan`` says."""
     text = cuda_plan() if name == "plan.cuh" else (cuda_sources() / name).read_text(encoding="utf-8")
     return re.sub(
         r'^#include "(.*)".*$',

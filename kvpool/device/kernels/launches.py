@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.block_copy import PIECE_BYTES, PLAN_FIELDS, Plan
+from kvpool.device.block_copy import PIECE_BYTES, PLAN_FIELDS, CopyPlan
 from kvpool.device.kernels.launch import THREADS, Grid, Launch, word_bytes
 from kvpool.device.tables import OFFSET, SCALE, START, StagedRows, staged_arrays
 from kvpool.device.work import TokenMoves
@@ -163,7 +163,7 @@ def move_table(moves: Int64s) -> npt.NDArray[np.uint32]:
 
 
 def block_copies(
-    plan: Plan, moves: int, count: int, *, whole: bool, host: bool, grid: Grid, chosen: int | None = None
+    plan: CopyPlan, moves: int, count: int, *, whole: bool, host: bool, grid: Grid, chosen: int | None = None
 ) -> Iterator[Launch]:
     """The launches, one unless there are very many moves, that make block copies which do not depend on each other.
 
@@ -194,7 +194,7 @@ def block_copies(
         yield Launch("block_copy.cu", f"block_copy_{width}", thread_blocks, THREADS, record)
 
 
-def token_moves(plan: Plan, work: TokenMoves, grid: Grid) -> Iterator[Launch]:
+def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch]:
     """The launches that move tokens, each with up to ``MOVES`` moves, in order. Raises ValueError for pools of more
     slots than the kernel can count."""
     if plan.device_blocks * plan.block_tokens >= 2**32:
