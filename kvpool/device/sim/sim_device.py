@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from kvpool.device.regions import Regions
 from kvpool.device.shared import allocate_shared, free_shared
 from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
-from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
 from kvpool.device.sim.order import LANE_BITS, NO_ROWS, HostAccess, Rows, Waits, joined, rows_of_moves
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import (
@@ -53,6 +53,7 @@ from kvpool.device.sim.scheduler import (
 from kvpool.device.steps import StagedStep
 from kvpool.device.tables import StagedRows, StagedVectors
 from kvpool.device.work import Fragments, TokenMoves, Work
+from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import PoolClosed
 
 _KINDS: dict[type, str] = {
@@ -66,6 +67,80 @@ _FAIR_QUERIES = 16
 # If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
 # end.
 _VAIN_QUERIES = 100_000
+
+
+class EntryLock:
+    """A lock that code inside a call may not take again: where that would wait for itself, it is a RuntimeError.
+
+    ``first`` is called each time the lock has been taken. Signal handlers wait until it is free.
+    """
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._lock, self._inside, self._first = threading.Lock(), 0, first
+        self._signals = DeferSignals()
+
+    def __enter__(self) -> None:
+        if self._inside == threading.get_ident():
+            raise RuntimeError(
+                "this thread is inside a call of the device: a launched function may touch memory and nothing else"
+            )
+        self._take(blocking=True)
+
+    def _take(self, blocking: bool) -> bool:
+        """Take the lock. Returns whether it was free. ``__exit__`` releases what this has taken."""
+        signals = DeferSignals()
+        signals.__enter__()
+        if not self._lock.acquire(blocking=blocking):
+            signals.__exit__(None, None, None)
+            return False
+        self._inside, self._signals = threading.get_ident(), signals
+        try:
+            self._first()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signals, self._inside = self._signals, 0
+        self._lock.release()
+        signals.__exit__(kind, error, trace)
+
+    def pass_through(self) -> None:
+        """Take and release the lock, if it is free."""
+        if self._take(blocking=False):
+            self.__exit__(None, None, None)
+
+
+class Gate:
+    """Holds back what was enqueued on a stream after ``SimDevice.stall``, until it is opened. It orders no accesses.
+    Thread-safe."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+
+    def open(self) -> None:
+        """Let the stream go on. A second call does nothing."""
+        self._release()
+
+
+class HostSpan:
+    """A context manager: from entry to exit a thread reads and writes what it declared to ``SimDevice.host_access``."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        with DeferSignals() as signals:
+            self._begin()
+            signals.undo = self._end
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
 
 
 class SimDevice(Device):
