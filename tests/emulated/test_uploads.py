@@ -33,7 +33,7 @@ def device(driver: Driver) -> Iterator[CudaDevice]:
 
 
 def under_way(device: Any) -> int:
-    return int(device._launcher.uploads_under_way)
+    return int(device._launcher.uploads.under_way)
 
 
 def test_threads_and_streams_that_are_gone_leave_the_kernels_in_use(
