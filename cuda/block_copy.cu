@@ -5,18 +5,13 @@
 // token_bytes`. Runs are cut into pieces, and a warp copies one piece at a time. Every move has the same number of
 // pieces, some of which may be empty.
 #include "copy.cuh"
+#include "plan.cuh"  // made of kvpool.device.block_copy.CopyPlan
 
 constexpr int WARP = 32;
 constexpr int IN_FLIGHT = 8;
-constexpr int PIECE_BYTES = 4096;
-
-struct Tier {
-    Int base, block_stride, run_stride, outer_stride, inner_stride;
-};
 
 struct BlockCopy {
-    Tier device, host;
-    Int device_blocks, blocks, tokens_per_block, streaming, runs, run_bytes, outer, inner, token_bytes;
+    Plan plan;
     Int moves, count, pieces;
 };
 
@@ -26,9 +21,9 @@ __device__ __forceinline__ uint4 load_move(const BlockCopy& copy, unsigned item)
 }
 
 template <class Word>
-__device__ __forceinline__ void copy_piece(const BlockCopy& copy, const uint4& move, unsigned piece) {
+__device__ __forceinline__ void copy_piece(const Plan& copy, const uint4& move, unsigned piece) {
     const Int source = move.x, target = move.y, tokens = move.z;
-    const bool whole = tokens == copy.tokens_per_block;
+    const bool whole = tokens == copy.block_tokens;
     const Int run_bytes = whole ? copy.run_bytes : tokens * copy.token_bytes;
     const unsigned cuts = (unsigned)((run_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
     const unsigned run = piece / cuts, inner = (unsigned)copy.inner;
@@ -73,7 +68,7 @@ template <class Word> __device__ __forceinline__ void copy_blocks(const BlockCop
     while (true) {
         const unsigned next = item + warps;
         const uint4 next_move = next < items ? load_move(copy, next) : move;
-        copy_piece<Word>(copy, move, item % (unsigned)copy.pieces);
+        copy_piece<Word>(copy.plan, move, item % (unsigned)copy.pieces);
         if (next >= items) return;
         item = next, move = next_move;
     }

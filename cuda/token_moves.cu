@@ -5,28 +5,31 @@
 // token, in one run of a block, and makes all moves of a group for it: what it overwrites, it alone has read. The moves
 // are part of the argument, so that nothing of the caller's is read later.
 #include "copy.cuh"
+#include "plan.cuh"  // made of kvpool.device.block_copy.CopyPlan
 
 constexpr int MOVES = 320;
 constexpr int IN_FLIGHT = 4;
 
 struct TokenMoves {
-    Int base, block_stride, outer_stride, inner_stride, tokens_per_block, outer, inner, token_bytes, groups;
+    Plan plan;
+    Int groups;
     unsigned ends[MOVES];  // of each group
     unsigned source[MOVES], target[MOVES];
 };
 
-__device__ __forceinline__ Int place(const TokenMoves& job, unsigned slot) {
-    const unsigned width = (unsigned)job.tokens_per_block;
-    return slot / width * job.block_stride + slot % width * job.token_bytes;
+__device__ __forceinline__ Int place(const Plan& plan, unsigned slot) {
+    const unsigned width = (unsigned)plan.block_tokens;
+    return slot / width * plan.device.block_stride + slot % width * plan.token_bytes;
 }
 
 template <class Word> __device__ __forceinline__ void move_tokens(const TokenMoves& job) {
-    const unsigned words = (unsigned)job.token_bytes / (unsigned)sizeof(Word), inner = (unsigned)job.inner;
-    const Int columns = job.outer * job.inner * words, step = (Int)gridDim.x * blockDim.x;
+    const Plan& plan = job.plan;
+    const unsigned words = (unsigned)plan.token_bytes / (unsigned)sizeof(Word), inner = (unsigned)plan.inner;
+    const Int columns = plan.outer * plan.inner * words, step = (Int)gridDim.x * blockDim.x;
     for (Int item = (Int)blockIdx.x * blockDim.x + threadIdx.x; item < job.groups * columns; item += step) {
         const unsigned group = (unsigned)(item / columns), column = (unsigned)(item % columns), run = column / words;
         const Int base =
-            job.base + run / inner * job.outer_stride + run % inner * job.inner_stride +
+            plan.device.base + run / inner * plan.device.outer_stride + run % inner * plan.device.inner_stride +
             column % words * (Int)sizeof(Word);
         const unsigned end = job.ends[group];
         for (unsigned i = group ? job.ends[group - 1] : 0; i < end; i += IN_FLIGHT) {
@@ -34,11 +37,11 @@ template <class Word> __device__ __forceinline__ void move_tokens(const TokenMov
             Word word[IN_FLIGHT];
 #pragma unroll
             for (int k = 0; k < IN_FLIGHT; ++k) {
-                if (i + k < end) word[k] = load<Word>(base + place(job, job.source[i + k]));
+                if (i + k < end) word[k] = load<Word>(base + place(plan, job.source[i + k]));
             }
 #pragma unroll
             for (int k = 0; k < IN_FLIGHT; ++k) {
-                if (i + k < end) store<Word>(base + place(job, job.target[i + k]), word[k]);
+                if (i + k < end) store<Word>(base + place(plan, job.target[i + k]), word[k]);
             }
         }
     }

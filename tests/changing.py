@@ -583,22 +583,6 @@ CASES = [
         )
         for name in ("copy_in", "copy_out")
     ),
-    Case(
-        "Device.copy_blocks",
-        Nothing,
-        lambda scene, given: scene.device.copy_blocks(**given),
-        {"moves": ([[0, 4, T, 0], [1, 5, T, 0]], [[0, 4, T, 0], [1, FAR, T, 0]])},
-        {},
-        ARRAY,
-    ),
-    Case(
-        "Device.move_tokens",
-        Nothing,
-        lambda scene, given: scene.device.move_tokens(**given),
-        {"moves": ([[0, 4], [1, 5]], [[0, 4], [1, FAR]]), "starts": ([0, 1, 2], [0, MANY, 2])},
-        {},
-        ARRAY,
-    ),
     *(
         Case(f"HostCache.{name}", Hosted, _opaque("cache", name), {"keys": (_named(*before), _named(*after))}, {}, LIST)
         for name, before, after in (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheManager, StepTables
-from kvpool.device import reference
+from tests.device import reference
 
 NAMES = ("slot_mapping", "seq_lens", "query_start_loc", "last_page_len", "table", "indptr", "indices")
 GARBAGE = 1234567

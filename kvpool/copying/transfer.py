@@ -23,15 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.copying.levels import Levels
-from kvpool.copying.traffic import Moved
 from kvpool.copying.waits import Order
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, Device, Event, Stream
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Stream
+from kvpool.device.work import TokenMoves
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import DeviceError
+from kvpool.jit import jit
 from kvpool.state import guards, records, verbs
 from kvpool.state.accesses import ACCESSED, collect
 from kvpool.state.arrays import States
-from kvpool.state.records import DIRECTION, H
+from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
 
 NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
@@ -40,7 +41,52 @@ Moves = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int64]
 
 
-class Batch(NamedTuple):
+@jit
+def _count(moves: Any, heads: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
+    """Add the bytes of moves, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last part
+    is scratch."""
+    moved, total = totals[2], 0
+    moved[:] = 0
+    for i in range(moves.shape[0]):
+        # No block is copied from one group to another.
+        g = place_of(heads, moves[i, TARGET])[0] if heads.shape[0] > 1 else 0
+        nbytes = moves[i, TOKENS] * token_bytes[g]
+        moved[g, moves[i, DIRECTION]] += nbytes
+        total += nbytes
+    for g in range(heads.shape[0]):
+        for direction in range(DIRECTIONS):
+            totals[0, g, direction] += moved[g, direction]
+            totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))
+
+
+class Traffic:
+    """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
+
+    ``heads`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
+    token in each group.
+    """
+
+    def __init__(self, heads: npt.NDArray[np.int64], token_bytes: Sequence[int]) -> None:
+        self._heads, self._token_bytes = heads, np.array(token_bytes, np.int64)
+        self._totals: npt.NDArray[np.int64] = np.zeros((3, len(heads), DIRECTIONS), np.int64)
+
+    def add(self, moves: npt.NDArray[np.int64], nanoseconds: int) -> None:
+        """Count moves int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by their
+        bytes."""
+        _count(moves, self._heads, self._token_bytes, nanoseconds, self._totals)
+
+    @property
+    def nbytes(self) -> list[list[int]]:
+        """Bytes by [group][direction]."""
+        return self._totals[0].tolist()
+
+    @property
+    def nanoseconds(self) -> list[list[int]]:
+        """Nanoseconds by [group][direction]."""
+        return self._totals[1].tolist()
+
+
+class Decision(NamedTuple):
     """One decision: moves int64[n, 5] (source, target, tokens, ticket of the source's content, direction), token moves
     int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the moves.
 
@@ -70,8 +116,8 @@ class Transfer:
         bases = range(0, states.heads.size, records.HEADER)
         self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
         self._lock = threading.Lock()
-        self._queue: dict[int, Batch] = {}
-        self._held_back: dict[int, Batch] | None = None
+        self._queue: dict[int, Decision] = {}
+        self._held_back: dict[int, Decision] | None = None
         self._notes: deque[npt.NDArray[np.int64]] = deque()
         self._draining = 0
         self._lost: dict[int, int] = {}
@@ -81,7 +127,7 @@ class Transfer:
         self.order = None if device.synchronous else Order(device, states.blocks)
         if self.order is not None:
             states.note_accesses()
-        self.moved = Moved(states.heads, token_bytes)
+        self.moved = Traffic(states.heads, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         # Parts with locks of their own add them.
@@ -128,7 +174,7 @@ class Transfer:
             ticket = int(collect(self._states.heads, moves, shifted, own))
             if ticket >= 0:
                 behind, self._behind = self._behind, None
-                batch = Batch(ticket, moves, shifted, self._with_notes(own), behind)
+                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind)
                 if self._held_back is not None:
                     self._held_back[ticket] = batch
                 else:
@@ -142,7 +188,7 @@ class Transfer:
         decisions, for a caller that undoes them, tickets included. Inside, no device is asked about a stream. The
         caller holds the state lock."""
         self.collect()
-        held: dict[int, Batch] = {}
+        held: dict[int, Decision] = {}
         self._held_back = held
 
         def forget() -> None:
@@ -161,12 +207,6 @@ class Transfer:
     def is_together(self) -> bool:
         """Whether decisions are being made together. The caller holds the state lock."""
         return self._held_back is not None
-
-    def check_streams(self, ids: npt.NDArray[np.int64]) -> None:
-        """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
-        to name another stream."""
-        if self.order is not None:
-            self._check_streams(ids)
 
     def _with_notes(self, accesses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         while self._notes:
@@ -198,25 +238,16 @@ class Transfer:
             with self._lock:
                 self._draining = threading.get_ident()
                 try:
-                    more = self._enqueue_next()
+                    in_order = self.guards & guards.TICKET_ORDER
+                    batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
+                    if batch is None:
+                        return  # The thread that decided it will enqueue it.
+                    self._acknowledge(batch, self._enqueue(batch))
+                    leaving, self._exit = self._exit, None
+                    if leaving is not None:
+                        raise leaving
                 finally:
                     self._draining = 0
-            if not more:
-                return
-
-    def _enqueue_next(self) -> bool:
-        """Enqueue one batch. Returns False if the next one is not queued yet: the thread that decided it will enqueue
-        it."""
-        batch = self._queue.get(
-            self._enqueued + 1 if self.guards & guards.TICKET_ORDER else max(self._queue, default=-1)
-        )
-        if batch is None:
-            return False
-        self._acknowledge(batch, self._enqueue(batch))
-        leaving, self._exit = self._exit, None
-        if leaving is not None:
-            raise leaving
-        return True
 
     def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
@@ -242,17 +273,18 @@ class Transfer:
         heads = self._states.heads
         before = heads[0, records.H.stream]
         if stream is None and ids is not None and not self.is_together:
-            self._check_streams(ids)
+            self.check_streams(ids)
         try:
             heads[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
             return verb(heads, *args)
         finally:
             heads[:, records.H.stream] = before
 
-    def _check_streams(self, ids: npt.NDArray[np.int64]) -> None:
+    def check_streams(self, ids: npt.NDArray[np.int64]) -> None:
         """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
         to name another stream."""
-        assert self.order is not None
+        if self.order is None:
+            return
         used = self._states[0].sequences["stream"]
         for slot in set(used[(ids & 0xFFFFFFFF) % len(used)].tolist()):
             self.as_stream(self.order.stream(slot))
@@ -278,7 +310,7 @@ class Transfer:
         idle[sequences["stream"][sequences["live"] != 0]] = False
         return idle
 
-    def _acknowledge(self, batch: Batch, lost: npt.NDArray[np.int64]) -> None:
+    def _acknowledge(self, batch: Decision, lost: npt.NDArray[np.int64]) -> None:
         """Count a batch as enqueued. The moves to ``lost`` targets (block, ticket) were not enqueued: these blocks lose
         their content."""
         with self._state_lock:
@@ -289,17 +321,15 @@ class Transfer:
             if not self._queue:
                 self._lost.clear()
 
-    def _enqueue(self, batch: Batch) -> npt.NDArray[np.int64]:
+    def _enqueue(self, batch: Decision) -> npt.NDArray[np.int64]:
         """Hand a batch to the device. Returns (block, ticket) of each target whose move was not enqueued."""
         order = self.order
         if order is not None and len(batch.accesses):
             self._attempt_order(order.accessed, batch.accesses)
         if len(batch.moves):
             for level in self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]:
-                if order is None:
-                    self._copy(level, batch.ticket, records.ONBOARD)
-                else:
-                    self._copy_by_direction(level, batch.ticket)
+                for direction, some in [(records.ONBOARD, level)] if order is None else _by_direction(level):
+                    self._copy(some, batch.ticket, direction)
         if order is not None and len(batch.accesses):
             self._attempt_order(order.hold_back, batch.accesses, self.guards)
         if len(batch.token_moves):
@@ -309,46 +339,32 @@ class Transfer:
         lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
         return np.array(lost, np.int64) if lost else NO_LOST
 
-    def _copy_by_direction(self, moves: Moves, ticket: int) -> None:
-        for direction in range(records.DIRECTIONS):
-            which = moves[:, DIRECTION] == direction
-            if which.any():
-                self._copy(moves if which.all() else moves[which], ticket, direction)
-
     def _copy(self, moves: Moves, ticket: int, stream: int) -> None:
         """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others
         are enqueued one by one, except those that read a lost block."""
-        first = 0
-        if not self._lost:
-            first = self._attempt_copies(moves, stream)
-            if first < len(moves):
-                self._lost[int(moves[first, TARGET])] = ticket
-                first += 1
-        for i in range(first, len(moves)):
-            source, target = int(moves[i, SOURCE]), int(moves[i, TARGET])
-            stale = self._lost.get(source) == moves[i, TICKET]
-            if stale or self._attempt_copies(moves[i : i + 1], stream) == 0:
-                self._lost[target] = ticket
-
-    def _attempt_copies(self, moves: Moves, stream: int) -> int:
-        """Enqueue moves. Returns how many of them the device accepted."""
-        order = self.order
-        if order is not None:
-            self._attempt_order(order.before_copies, moves, stream, self.guards)
+        order, first = self.order, 0
         on = NULL_STREAM if order is None else order.stream(stream)
-        completed, begun = len(moves), perf_counter_ns()
-        try:
-            self._attempt(self._device.copy_blocks, moves[:, :DIRECTION], on)
-        except DeviceError as error:
-            completed = error.completed
-            if error.sticky:
-                self.broken = error
-                return completed
-        if self.broken is None:
-            self.moved.add(moves[:completed], perf_counter_ns() - begun)
-        if order is not None:
-            self._attempt_order(order.after_copies, moves, stream)
-        return completed if self.broken is None else 0
+        while first < len(moves):
+            some = moves[first : first + 1] if self._lost else moves
+            stale = bool(self._lost) and self._lost.get(int(some[0, SOURCE])) == some[0, TICKET]
+            if order is not None and not stale:
+                self._attempt_order(order.before_copies, some, stream, self.guards)
+            completed, begun = 0, perf_counter_ns()
+            try:
+                if self.broken is None and not stale:
+                    self._device.copy_blocks(np.ascontiguousarray(some[:, :DIRECTION]), on)
+                    completed = len(some)
+            except BaseException as error:
+                completed = self._failed(error).completed
+            if self.broken is None and not stale:
+                self.moved.add(some[:completed], perf_counter_ns() - begun)
+                if order is not None:
+                    self._attempt_order(order.after_copies, some, stream)
+                    completed = completed if self.broken is None else 0
+            if completed < len(some):
+                self._lost[int(some[completed, TARGET])] = ticket
+                completed += 1
+            first += completed
 
     def _move_tokens(self, moves: Moves, ticket: int) -> None:
         """Enqueue token moves, each on the stream of its sequence. If some fail, the blocks that they should have
@@ -358,12 +374,11 @@ class Transfer:
             mine = moves[moves[:, 0] == slot]
             starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))
             try:
-                self._attempt(
-                    self._device.move_tokens, mine[:, 2:], starts, NULL_STREAM if order is None else order.stream(slot)
-                )
-            except DeviceError as error:
-                if error.sticky:
-                    self.broken = error
+                if self.broken is None:
+                    on = NULL_STREAM if order is None else order.stream(slot)
+                    self._device.enqueue(TokenMoves(np.ascontiguousarray(mine[:, 2:]), starts), on)
+            except BaseException as error:
+                self._failed(error)
                 self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
             if order is not None and self.guards & guards.TOKENS_MOVE_BEFORE_REUSE:
                 # The slots that were dropped may already belong to other sequences. Their work must come after this as
@@ -371,27 +386,35 @@ class Transfer:
                 read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]
                 self._attempt_order(order.accessed, np.array(read, np.int64))
 
-    def _attempt_order(self, call: Any, *args: Any) -> None:
-        """If streams cannot be ordered, the device counts as broken, since somebody would read too early or be
-        overwritten."""
-        try:
-            self._attempt(call, *args)
-        except DeviceError as error:
-            self.broken = error
+    def _attempt_order(self, call: Callable[..., object], *args: Any) -> None:
+        """Call the device, if it still works. If streams cannot be ordered, it counts as broken, since somebody would
+        read too early or be overwritten."""
+        if self.broken is None:
+            try:
+                call(*args)
+            except BaseException as error:
+                self.broken = self._failed(error)
 
-    def _attempt(self, call: Any, *args: Any) -> None:
-        """Call the device, if it still works. After any error but DeviceError nobody knows what was done, so the device
+    def _failed(self, error: BaseException) -> DeviceError:
+        """What an error of the device means. After any error but DeviceError nobody knows what was done, so the device
         counts as broken."""
-        if self.broken is not None:
-            return
-        try:
-            call(*args)
-        except DeviceError:
-            raise
-        except BaseException as error:
-            self.broken = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
+        if isinstance(error, DeviceError):
+            found = error
+        else:
+            found = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
             if not isinstance(error, Exception):
                 self._exit = error
+        if found.sticky:
+            self.broken = found
+        return found
+
+
+def _by_direction(moves: Moves) -> Iterator[tuple[int, Moves]]:
+    """The moves of each direction that has any: each has a stream."""
+    for direction in range(DIRECTIONS):
+        which = moves[:, DIRECTION] == direction
+        if which.any():
+            yield direction, moves if which.all() else moves[which]
 
 
 def _states_of(states: States) -> npt.NDArray[np.int64]:

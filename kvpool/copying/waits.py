@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream
-from kvpool.errors import DeviceError
+from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream, StreamGone
 from kvpool.jit import jit
 from kvpool.state import guards as g
 from kvpool.state.accesses import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
@@ -222,13 +221,11 @@ class Order:
     def _event_behind(self, stream: Stream) -> Event:
         try:
             return self._device.record(stream)
-        except DeviceError as error:
-            if error.sticky or self._device.exists(stream):
-                raise
-        # The stream was destroyed, but its work goes on. Only a wait for the whole device shows its end. This is the
-        # one wait that holds the transfer lock.
-        self._device.synchronize()
-        return NULL_EVENT
+        except StreamGone:
+            # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
+            # transfer lock.
+            self._device.synchronize()
+            return NULL_EVENT
 
     def _forget_complete(self, stream: int) -> None:
         events = self._events[stream]
@@ -247,8 +244,6 @@ class Order:
         if stream != other and point > self._complete[other]:
             try:
                 self._device.wait(self._streams[stream], self._event(other, point))
-            except DeviceError as error:
-                # No more work comes on a stream that has been destroyed.
-                if error.sticky or self._device.exists(self._streams[stream]):
-                    raise
+            except StreamGone:
+                pass  # No more work comes on it.
             self._waited[stream, other] = point

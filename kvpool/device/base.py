@@ -6,19 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arrays import dlpack
 from kvpool.arrays.layout import BlockLayout, integer_argument
-from kvpool.arrays.strided import StridedArray, as_strided
-from kvpool.device.shared import GpuMemory, MainMemory
-from kvpool.device.steps import StagedStep, StepTargets
-from kvpool.device.tables import StagedRows, StagedVectors, Table, host_table
+from kvpool.arrays.strided import StridedArray
+from kvpool.device.views import HostViews
+from kvpool.errors import DeviceError
+
+if TYPE_CHECKING:
+    from kvpool.device.work import Work
 
 TIERS = ("device", "host")
+STAGING = "staging"
+BOUND_ALREADY = "device: already bound to a pool; every pool needs a device of its own"
+NOT_BOUND = "device: not bound to a pool"
 ALIGNMENT = 4096
 """In bytes. Every allocation starts at a multiple of it, so that a block of whole pages lies on whole pages."""
 
@@ -53,6 +57,10 @@ class Event:
 
 NULL_EVENT = Event()
 """Complete from the start, on every device."""
+
+
+class StreamGone(DeviceError):
+    """A stream was destroyed by its owner. Its work goes on; no more comes on it."""
 
 
 class Part(NamedTuple):
@@ -96,10 +104,12 @@ class Device(ABC):
     before the call returns, so its streams and events mean nothing.
 
     Thread-safety. One thread at a time enqueues: the one that holds the transfer lock. The calls that enqueue are
-    ``copy_blocks``, ``copy_fragments``, ``move_tokens``, ``stage_rows``, ``stage_vectors``, ``stage_step``, ``record``
-    and ``wait``. On a synchronous device, several threads may copy at a time. Any thread may call ``query``,
-    ``synchronize``, ``as_table``, ``as_step`` and ``allocate`` at any time, and ``free`` for memory that is not bound.
-    Everything else may be called only while nobody enqueues.
+    ``copy_blocks``, ``enqueue``, ``record`` and ``wait``. On a synchronous device, several threads may copy at a time.
+    Any thread may call ``query``, ``synchronize``, ``allocate`` and ``views`` at any time, and ``free`` for memory that
+    is not bound. Everything else may be called only while nobody enqueues.
+
+    What is copied and written is not checked: the pool has made it. After ``close``, all calls but ``close`` and
+    ``query`` raise PoolClosed.
     """
 
     name: str
@@ -107,68 +117,37 @@ class Device(ABC):
     """Whether everything is done when the call returns."""
     one_memory: bool
     """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
+    views: HostViews = HostViews()
+    """Arrays on the memory of this device, and of arrays the memory that it can write."""
 
     @abstractmethod
-    def allocate(self, nbytes: int, tier: str) -> Any:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
         """Take zeroed memory for a tier: uint8[nbytes] that starts at a multiple of ``ALIGNMENT``.
 
         The host tier is a NumPy array. The device tier is an array of the device's own package; where it is not main
         memory, it has ``__cuda_array_interface__`` and DLPack. Pages are not touched where the system gives memory on
-        first use. Raises MemoryError.
+        first use. ``views.handle`` accepts memory that is ``shared``.
+
+        The tier ``STAGING`` is main memory for small buffers that copies and kernels read: uint8[nbytes] with any
+        content. Neither this call nor ``free`` of such a buffer waits for the device, once as many buffers exist as are
+        used at a time.
+
+        Raises MemoryError, DeviceError, and ValueError for shared memory on a device that cannot share any.
         """
-
-    def allocate_shared(self, nbytes: int, tier: str) -> Any:
-        """Take memory as ``allocate`` does, such that ``ipc_handle`` accepts it. Raises MemoryError, and ValueError on
-        a device that cannot share memory."""
-        raise ValueError(f"shared=True: the {self.name} device has no memory that processes share; accepted is False")
-
-    def allocate_staging(self, nbytes: int) -> NDArray[np.uint8]:
-        """Take main memory for small buffers that copies and kernels read: uint8[nbytes] with any content.
-
-        Neither this call nor ``free`` of the buffer waits for the device, once as many buffers exist as are used at a
-        time. Raises DeviceError, MemoryError.
-        """
-        found: NDArray[np.uint8] = self.allocate(nbytes, "host")
-        return found
-
-    def ipc_handle(self, array: Any, tier: str) -> MainMemory | GpuMemory:
-        """The handle by which another process opens memory of a tier. Raises DeviceError, and ValueError for memory
-        that no other process can open."""
-        raise ValueError(f"{tier} tier: the {self.name} device has no memory that processes share")
 
     @abstractmethod
     def free(self, array: Any) -> None:
-        """Give back memory of ``allocate`` or ``allocate_staging``. If the device was bound to it, the device is
-        unbound. Views stay readable on the CPU."""
+        """Give back memory of ``allocate`` or ``adopt``. If the device was bound to it, the device is unbound. Views
+        stay readable on the CPU."""
 
-    def adopt(self, memory: StridedArray, tier: str) -> Any:
-        """Use memory of the caller, uint8[nbytes], for a tier; returns what ``allocate`` would return.
+    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Any:
+        """Use existing memory, uint8[nbytes], for a tier; returns what ``allocate`` would return.
 
-        The device keeps the memory alive until ``free``, and never gives it back to the system. Its content may be
-        anything. Raises ValueError where this device cannot use it.
+        The device keeps the memory alive until ``free``, and never gives it back to the system. Its content stays. With
+        ``pin``, it is main memory from the start of a page, which the device may pin until ``free``; without, it is the
+        caller's, for either tier. Raises ValueError where this device cannot use it, DeviceError, MemoryError.
         """
         raise ValueError(f"{tier}_memory: the {self.name} device takes no memory of the caller's; accepted is None")
-
-    def pin(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Use existing main memory, uint8[nbytes] from the start of a page, for the host tier; returns what
-        ``allocate`` would return. Its content stays. ``free`` unpins the memory, which stays too. Raises ValueError,
-        DeviceError, MemoryError."""
-        found: NDArray[np.uint8] = self.adopt(as_strided("memory", memory), "host")
-        return found
-
-    def as_array(self, memory: StridedArray) -> Any:
-        """The same elements as an array of the type that ``allocate`` returns for that memory. The array keeps
-        ``owner`` alive."""
-        return memory.host_view()
-
-    def as_pinned_memory(self, memory: StridedArray) -> Any:
-        """Pinned memory of this device, bytes without gaps, as an object of the device's own package. It keeps
-        ``owner`` alive."""
-        raise TypeError(f"the {self.name} device has no pinned memory")
-
-    def dlpack_device(self, tier: str) -> tuple[int, int]:
-        """A tier's place in the terms of DLPack: the type of the device, and its index."""
-        return dlpack.CPU, 0
 
     @abstractmethod
     def available_bytes(self, tier: str) -> int | None:
@@ -184,13 +163,13 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def create_stream(self, name: str) -> Stream:
+        """Make a stream for the pool itself. No default stream waits for it. ``name`` is for people."""
+
+    @abstractmethod
     def bind(self, regions: Sequence[Region]) -> None:
         """Learn where the blocks lie: in the memory of one or more regions. That memory is kept alive until any of it
-        is freed.
-
-        Raises TypeError or ValueError for objects that are not regions, for memory of the wrong size or type, and for a
-        device that is bound already.
-        """
+        is freed. Raises ValueError for a device that is bound already, DeviceError."""
 
     @abstractmethod
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
@@ -205,96 +184,28 @@ class Device(ABC):
         tokens of every layer, plane and head are copied, and the rest of the target keeps its content. The device
         ignores the ticket.
 
-        Raises TypeError or ValueError for rows that are no moves of this pool; nothing has been copied then. Raises
-        DeviceError where the device fails: the first ``completed`` rows have been enqueued, and any of the others may
-        have been. It does no harm to copy those again.
+        Raises DeviceError where the device fails: the first ``completed`` rows have been enqueued, and any of the
+        others may have been. It does no harm to copy those again.
         """
 
     @abstractmethod
-    def copy_fragments(self, fragments: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: ``fragments`` int64[n, 3] of (source address, target address, bytes).
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+        """Enqueue anything but copies of blocks on ``stream``. Its effect is that of ``work.run``.
 
-        Fragments are not checked. The caller ensures that none writes what another one reads or writes, so the device
-        may make them in any order and at the same time. Each lies in memory that the device can reach: memory that
-        ``bind`` got, memory of its GPU, pinned memory, or, on a device without a GPU, any main memory. The caller keeps
-        that memory alive as long as the device is bound. The array may be changed when this returns. Raises ValueError
-        for a device that is not bound. Raises DeviceError where the device fails: any fragment may have been copied.
+        The arrays of ``work.Fragments`` and ``work.TokenMoves`` may be changed when this returns. A staging buffer is
+        read when the work is done, not before. Until then the caller does not change the buffer, and keeps alive the
+        buffer and what is written. Raises DeviceError where the device fails: any part of the work may have been done.
         """
-
-    @abstractmethod
-    def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: move tokens to other slots of device blocks, in all parts, layers, planes and heads.
-
-        ``moves`` is int64[n, 2] with rows (source, target) inside one region. A slot is block id * width + token, where
-        width is the most tokens that a block of any region has. Tokens of regions whose blocks have fewer tokens than
-        that do not move.
-
-        Group g of the rows is [starts[g], starts[g + 1]); ``starts`` is int64[groups + 1], from 0 to n. The rows of a
-        group are made in order. The caller ensures two rules. Inside a group, a row may write what an earlier row
-        reads, but may not read what an earlier row writes. No group writes what another group reads or writes.
-
-        Raises TypeError or ValueError for rows that are no token moves of this pool; nothing has been moved then.
-        Raises DeviceError where the device fails: any target may have been written.
-        """
-
-    def as_table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
-        """The memory that a public call names by its argument ``name``: int32[..., rows, columns] that this device can
-        write.
-
-        The elements of a row follow each other without gaps. A ``vector`` is int32[n] without gaps; n may be 0. Raises
-        TypeError or ValueError, which name the argument, for anything else.
-        """
-        return host_table(target, name, vector, itemsize)
-
-    def as_step(self, arrays: Any) -> StepTargets:
-        """The memory that a public call names by ``arrays``, a ``StepTables``; attributes that are None are left out.
-
-        Also loads the kernel that will write it. Raises DeviceError, and the errors of ``as_table``.
-        """
-        found: StepTargets = arrays.targets(host_table)
-        return found
-
-    @abstractmethod
-    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: write staged block ids into rows of a table, as ``kvpool.device.tables.write_rows``
-        does.
-
-        The device reads the buffer when the work is done, not before. Until then the caller does not change the buffer,
-        and keeps buffer and table alive. The device does not check what is staged: ``kvpool.tables.snapshot`` has made
-        it, to fit the table. Raises DeviceError.
-        """
-
-    @abstractmethod
-    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: write staged numbers into vectors, as ``kvpool.device.tables.write_vectors`` does.
-
-        The rest is as in ``stage_rows``. When this raises DeviceError, some of the pieces may have been enqueued.
-        """
-
-    @abstractmethod
-    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
-        """Enqueue on ``stream``: write the tables of a staged step, as ``kvpool.device.steps.write_step`` does.
-
-        ``targets`` is a result of ``as_step``. The rest is as in ``stage_rows``.
-        """
-
-    @abstractmethod
-    def create_stream(self, name: str) -> Stream:
-        """Make a stream for the pool itself. No default stream waits for it. ``name`` is for people."""
-
-    def exists(self, stream: Stream) -> bool:
-        """Whether ``stream`` still exists. Its owner may have destroyed it, if the driver knows it by a number only."""
-        return True
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
         """Make an event that is complete once everything enqueued on ``stream`` so far is done. Raises DeviceError
-        where the device fails."""
+        where the device fails, StreamGone for a stream that its owner has destroyed."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for ``event``. The caller does not wait. Raises
-        DeviceError."""
+        DeviceError, StreamGone."""
 
     @abstractmethod
     def query(self, event: Event) -> bool:
@@ -365,14 +276,3 @@ def tier_argument(tier: Any) -> None:
     """Raise ValueError unless ``tier`` names one."""
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
-
-
-def moves_argument(moves: Any) -> NDArray[np.int64]:
-    """``moves`` as a private int64[n, 4]. The ids and counts in it are not checked."""
-    if not isinstance(moves, np.ndarray) or moves.dtype != np.int64:
-        found = moves.dtype if isinstance(moves, np.ndarray) else type(moves).__name__
-        raise TypeError(f"moves: an int64 array is needed, not {found}")
-    own = np.array(moves, np.int64, order="C")
-    if own.ndim != 2 or own.shape[1] != 4:
-        raise ValueError(f"moves: shape [n, 4] is needed, not {list(own.shape)}")
-    return own

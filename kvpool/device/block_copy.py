@@ -25,9 +25,11 @@ LINE = 64
 _CHUNK = 16 * LINE
 # How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.
 AHEAD = 4096
+PIECE_BYTES = 4096
+"""How much of a run a warp of a kernel copies at a time."""
 
 
-class _Tier(NamedTuple):
+class Tier(NamedTuple):
     """Where a tier lies, and its strides, in bytes."""
 
     base: int
@@ -37,16 +39,18 @@ class _Tier(NamedTuple):
     inner_stride: int
 
 
-class Plan(NamedTuple):
+class CopyPlan(NamedTuple):
     """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``. The first n tokens of a block
     are ``outer * inner`` runs of ``n * token_bytes``. In each tier, the strides say how far apart the runs lie.
+
+    All who copy blocks have the plan from here: jitted functions by ``plan_of``, kernels by ``cuda_plan``.
 
     Jitted functions pass a plan by value. An array argument would change a reference count, and an atomic instruction
     waits for all streamed lines.
     """
 
-    device: _Tier
-    host: _Tier
+    device: Tier
+    host: Tier
     device_blocks: int
     blocks: int
     block_tokens: int
@@ -62,9 +66,27 @@ class Plan(NamedTuple):
         return np.array([*self.device, *self.host, *self[2:]], dtype=np.int64)
 
 
+@jit(forceinline=True)
+def plan_of(v):  # type: ignore[no-untyped-def]
+    """The plan that has this vector."""
+    device, host = Tier(v[0], v[1], v[2], v[3], v[4]), Tier(v[5], v[6], v[7], v[8], v[9])
+    return CopyPlan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
+
+
+PLAN_FIELDS = 2 * len(Tier._fields) + len(CopyPlan._fields) - 2
+
+
+def cuda_plan() -> str:
+    """``CopyPlan`` as a struct of the CUDA sources: its vector."""
+    return (
+        f"constexpr int PIECE_BYTES = {PIECE_BYTES};\nstruct Tier {{ Int {', '.join(Tier._fields)}; }};\n"
+        f"struct Plan {{ Tier {', '.join(CopyPlan._fields[:2])}; Int {', '.join(CopyPlan._fields[2:])}; }};\n"
+    )
+
+
 def make_plan(
     layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
-) -> Plan:
+) -> CopyPlan:
     """Merge the contiguous dimensions of a block, and choose how to copy. Done once."""
     strides = [layout.device_strides(device_blocks), layout.host_strides(host_blocks)]
     layers_planes = [(layout.layers, *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
@@ -76,24 +98,13 @@ def make_plan(
     (outer, *outer_strides), (inner, *inner_strides) = [(1, 0, 0)] * (2 - len(part)) + part
     bases = [as_strided("pool", pool).address for pool in (device_pool, host_pool)]
     device, host = (
-        _Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2)
+        Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2)
     )
     lined_up = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
     streaming = device_pool.nbytes + host_pool.nbytes > CACHED_BYTES_MAX and all(n % LINE == 0 for n in lined_up)
-    return Plan(
-        device,
-        host,
-        device_blocks,
-        device_blocks + host_blocks,
-        layout.tokens_per_block,
-        int(streaming),
-        runs,
-        run_bytes,
-        outer,
-        inner,
-        # Heads that could not be merged have runs of their own.
-        strides[0].token,
-    )
+    blocks, token_bytes = device_blocks + host_blocks, strides[0].token  # Heads that were not merged have own runs.
+    numbers = blocks, layout.tokens_per_block, int(streaming), runs, run_bytes, outer, inner, token_bytes
+    return CopyPlan(device, host, device_blocks, *numbers)
 
 
 def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int, ...]], int]:
@@ -156,26 +167,9 @@ def fence(typingctx: Any) -> Any:
 
 
 @jit
-def first_bad_move(moves, blocks, block_tokens):  # type: ignore[no-untyped-def]
-    """The index of the first row that is no move between two of ``blocks`` blocks of ``block_tokens`` tokens, or -1."""
-    for i in range(moves.shape[0]):
-        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
-        if not (0 <= source < blocks and 0 <= target < blocks and source != target and 1 <= tokens <= block_tokens):
-            return i
-    return -1
-
-
-@jit
 def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
-    """Check all moves, then copy them in order. Returns -1, or the index of the first bad move; nothing has been copied
-    then."""
-    v = plan_vector
-    device, host = _Tier(v[0], v[1], v[2], v[3], v[4]), _Tier(v[5], v[6], v[7], v[8], v[9])
-    plan = Plan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
-    count = moves.shape[0]
-    bad = first_bad_move(moves, plan.blocks, plan.block_tokens)
-    if bad >= 0:
-        return bad
+    """Copy moves in order."""
+    plan, count = plan_of(plan_vector), moves.shape[0]
     # Fetching starts `AHEAD` bytes before the copy: that is so many runs, and so many whole blocks.
     runs_ahead = max(1, AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
@@ -191,11 +185,10 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
             _copy_full(source, target, plan)
     if plan.streaming:
         fence()
-    return -1
 
 
 @jit
-def _locate(block, plan):  # type: ignore[no-untyped-def]
+def locate(block, plan):  # type: ignore[no-untyped-def]
     """The address of a block, and its tier."""
     if block < plan.device_blocks:
         return plan.device.base + block * plan.device.block_stride, plan.device
@@ -204,8 +197,8 @@ def _locate(block, plan):  # type: ignore[no-untyped-def]
 
 @jit
 def _copy_full(source_block, target_block, plan):  # type: ignore[no-untyped-def]
-    source, source_tier = _locate(source_block, plan)
-    target, target_tier = _locate(target_block, plan)
+    source, source_tier = locate(source_block, plan)
+    target, target_tier = locate(target_block, plan)
     for _ in range(plan.runs):
         memcpy(target, source, plan.run_bytes)
         source += source_tier.run_stride
@@ -215,8 +208,8 @@ def _copy_full(source_block, target_block, plan):  # type: ignore[no-untyped-def
 @jit
 def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-untyped-def]
     """Copy the first tokens of a block. The rest of the target keeps its content."""
-    source, source_tier = _locate(source_block, plan)
-    target, target_tier = _locate(target_block, plan)
+    source, source_tier = locate(source_block, plan)
+    target, target_tier = locate(target_block, plan)
     for outer in range(plan.outer):
         for inner in range(plan.inner):
             memcpy(
@@ -234,15 +227,15 @@ def _stream_full(source_block, target_block, near_block, far_block, first_run_ah
     `far_block`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
     nothing.
     """
-    source, source_tier = _locate(source_block, plan)
-    target, target_tier = _locate(target_block, plan)
-    ahead, ahead_tier = _locate(near_block, plan)
+    source, source_tier = locate(source_block, plan)
+    target, target_tier = locate(target_block, plan)
+    ahead, ahead_tier = locate(near_block, plan)
     ahead += first_run_ahead * ahead_tier.run_stride
     # A long run fetches ahead inside itself. Only near its end does it fetch from another run.
     within = max(0, plan.run_bytes - AHEAD)
     for run in range(plan.runs):
         if run == plan.runs - first_run_ahead:
-            ahead, ahead_tier = _locate(far_block, plan)
+            ahead, ahead_tier = locate(far_block, plan)
         if within > 0:
             stream_run(target, source, source + AHEAD, within)
         stream_run(target + within, source + within, ahead, plan.run_bytes - within)
@@ -280,14 +273,9 @@ def stream_bytes(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
     memcpy(target + head + lines, source + head + lines, nbytes - head - lines)
 
 
-def goes_around_caches(pool_bytes: int) -> bool:
-    """Whether copies in pools of so many bytes are best made around the caches."""
-    return pool_bytes > CACHED_BYTES_MAX
-
-
 @jit
 def copy_fragments(fragments, streaming):  # type: ignore[no-untyped-def]
-    """Copy fragments as in ``Device.copy_fragments``, with ``streaming`` around the caches."""
+    """Copy ``work.Fragments``, with ``streaming`` around the caches."""
     count, total = fragments.shape[0], 0
     if not streaming:
         for i in range(count):
@@ -301,3 +289,22 @@ def copy_fragments(fragments, streaming):  # type: ignore[no-untyped-def]
         ahead = fragments[min(i + later, count - 1), FROM]
         stream_bytes(fragments[i, TO], fragments[i, FROM], ahead, fragments[i, BYTES])
     fence()
+
+
+@jit
+def move_tokens(moves, plan_vector):  # type: ignore[no-untyped-def]
+    """Move tokens as in ``work.TokenMoves``, in all layers, planes and heads, one after the other."""
+    plan = plan_of(plan_vector)
+    for i in range(moves.shape[0]):
+        source, target = _token(moves[i, 0], plan), _token(moves[i, 1], plan)
+        for outer in range(plan.outer):
+            for inner in range(plan.inner):
+                place = outer * plan.device.outer_stride + inner * plan.device.inner_stride
+                memcpy(target + place, source + place, plan.token_bytes)
+
+
+@jit
+def _token(slot, plan):  # type: ignore[no-untyped-def]
+    """The address of a token of the device tier."""
+    block, token = slot // plan.block_tokens, slot % plan.block_tokens
+    return plan.device.base + block * plan.device.block_stride + token * plan.token_bytes

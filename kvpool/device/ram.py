@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import ALIGNMENT
 
 
 def allocate_ram(nbytes: int) -> NDArray[np.uint8]:
     """Allocate zeroed uint8[nbytes] that starts at a multiple of ``ALIGNMENT``. Its pages are not touched. Raises
-    MemoryError, ValueError."""
-    nbytes = integer_argument("nbytes", nbytes, 0, sys.maxsize - ALIGNMENT)
+    MemoryError."""
     try:
         raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
     except ValueError:  # more than an array may have

@@ -7,15 +7,13 @@ import fcntl
 import mmap
 import os
 import secrets
-import sys
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
 
 # A process that attaches the memory cannot shrink it. A page that is gone would end every process that reads it.
@@ -51,7 +49,6 @@ class SharedMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        nbytes = integer_argument("nbytes", nbytes, 1, sys.maxsize)
         name = f"kvpool-{secrets.token_hex(16)}"
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -68,32 +65,33 @@ class SharedMemory:
         self.handle, self.close = MainMemory(fd, name), weakref.finalize(self.array, os.close, fd)
 
 
-class SharedMemories:
-    """The shared memory that one device has allocated and not freed. Thread-safe as dictionaries are."""
+_given: dict[int, tuple[MainMemory, Callable[[], object]]] = {}
+"""By the identity of its array: the shared memory that devices have allocated and not freed."""
 
-    def __init__(self) -> None:
-        self._given: dict[int, tuple[MainMemory, Callable[[], object]]] = {}
 
-    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocate zeroed uint8[nbytes]. Its pages are not touched. Raises MemoryError."""
-        if nbytes == 0:
-            return np.zeros(0, np.uint8)
-        memory = SharedMemory(nbytes)
-        key = id(memory.array)
-        self._given[key] = memory.handle, memory.close
-        weakref.finalize(memory.array, self._given.pop, key, None)
-        return memory.array
+def allocate_shared(nbytes: int) -> NDArray[np.uint8]:
+    """Allocate zeroed uint8[nbytes], whose handle ``handle_of`` knows. Its pages are not touched. Raises
+    MemoryError."""
+    if nbytes == 0:
+        return np.zeros(0, np.uint8)
+    memory = SharedMemory(nbytes)
+    key = id(memory.array)
+    _given[key] = memory.handle, memory.close
+    weakref.finalize(memory.array, _given.pop, key, None)
+    return memory.array
 
-    def handle(self, array: NDArray[np.uint8]) -> MainMemory:
-        """Where other processes find an array. Raises ValueError for an array that ``allocate`` did not return."""
-        if id(array) not in self._given:
-            raise ValueError("this memory cannot be shared: accepted is what a pool with shared=True took itself")
-        return self._given[id(array)][0]
 
-    def free(self, array: NDArray[np.uint8]) -> None:
-        """Let no process open the array from now on, if it is one of these."""
-        if id(array) in self._given:
-            self._given.pop(id(array))[1]()
+def handle_of(array: NDArray[np.uint8]) -> MainMemory:
+    """Where other processes find an array of ``allocate_shared``. Raises ValueError for any other."""
+    if id(array) not in _given:
+        raise ValueError("this memory cannot be shared: accepted is what a pool with shared=True took itself")
+    return _given[id(array)][0]
+
+
+def free_shared(array: Any) -> None:
+    """Let no process open the array from now on, if ``allocate_shared`` gave it."""
+    if id(array) in _given:
+        _given.pop(id(array))[1]()
 
 
 def is_there(pid: int, handle: MainMemory) -> bool:

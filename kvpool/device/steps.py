@@ -92,7 +92,7 @@ def _check_apart(tables: dict[str, Table]) -> None:
 
 
 class StagedStep(NamedTuple):
-    """A step on its way into its targets, in one buffer of the host tier that belongs to this hand-over alone.
+    """A step on its way into ``targets``, in one buffer of the host tier that belongs to this hand-over alone.
 
     ``buffer`` and ``address`` are as in ``StagedRows``. From the address on, the buffer holds:
 
@@ -105,12 +105,35 @@ class StagedStep(NamedTuple):
     is the largest number of columns of a sequence.
     """
 
+    targets: StepTargets
     buffer: NDArray[np.uint8]
     address: int
     sequences: int
     columns: int
     tokens_per_block: int
     sinks: int
+
+    def run(self, pool: object = None) -> None:
+        """Write it, on the CPU."""
+        ids_at, places = self.address + int(numbers_bytes(self.sequences)), self.targets.places
+        write_step(self.address, self.sequences, ids_at, True, self.tokens_per_block, self.sinks, places)
+
+    def written(self) -> list[Table]:
+        """What the device will write."""
+        return list(self.targets.tables.values())
+
+    def check(self) -> None:
+        """For devices that look for races, where a buffer that was reused too early may hold anything. Raises
+        ValueError for a write outside the targets."""
+        begin, width, limits = int(numbers_bytes(self.sequences)), self.tokens_per_block, self.targets.limits
+        stored, holes, length, query = self.buffer[:begin].view(np.int64).reshape(-1, 4).T
+        used, gone = -(-length[:-1] // width), holes[:-1]
+        counts, blocks = np.diff(query), np.diff(stored)
+        fits = (counts >= 0) & (counts <= length[:-1]) & (gone >= 0) & (gone <= np.maximum(used - self.sinks, 0))
+        fits &= (blocks == used - gone) & ((gone == 0) | (length[:-1] - counts >= (self.sinks + gone) * width))
+        ends, room = (query[-1], used.max(initial=0), stored[-1]), (len(self.buffer) - begin) // 4
+        if query[0] or stored[0] or not fits.all() or stored[-1] > room or (np.array(ends) > limits).any():
+            raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {limits}")
 
 
 @jit(inline="always")
@@ -204,38 +227,3 @@ def write_step(
         elif indices:
             _run(begin, indices + 4 * blocks, used)
         blocks += used - holes
-
-
-def staged_step(staged: StagedStep) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The numbers and block ids of a hand-over, as views of its buffer. The ids stop at their end."""
-    begin = int(numbers_bytes(staged.sequences))
-    numbers = staged.buffer[:begin].view(np.int64).reshape(-1, 4)
-    return numbers, staged.buffer[begin : len(staged.buffer) // 4 * 4].view(np.int32)
-
-
-def write_staged_step(targets: StepTargets, staged: StagedStep) -> None:
-    """``write_step`` for a staged step."""
-    ids_at = staged.address + int(numbers_bytes(staged.sequences))
-    write_step(staged.address, staged.sequences, ids_at, True, staged.tokens_per_block, staged.sinks, targets.places)
-
-
-def write_checked_step(targets: StepTargets, staged: StagedStep) -> None:
-    """``write_step`` for devices that look for races, where a buffer that was reused too early may hold anything.
-    Raises ValueError for a write outside the targets."""
-    numbers, ids = staged_step(staged)
-    stored, holes, length, query = numbers.T
-    used = -(-length[:-1] // staged.tokens_per_block)
-    counts, blocks = np.diff(query), np.diff(stored)
-    room = np.maximum(used - staged.sinks, 0)
-    fits = (
-        (counts >= 0)
-        & (counts <= length[:-1])
-        & (holes[:-1] >= 0)
-        & (holes[:-1] <= room)
-        & (blocks == used - holes[:-1])
-    )
-    fits &= (holes[:-1] == 0) | (length[:-1] - counts >= (staged.sinks + holes[:-1]) * staged.tokens_per_block)
-    ends = query[-1], used.max(initial=0), stored[-1]
-    if query[0] or stored[0] or not fits.all() or stored[-1] > len(ids) or (np.array(ends) > targets.limits).any():
-        raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {targets.limits}")
-    write_staged_step(targets, staged)

@@ -37,7 +37,8 @@ class Table(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """Rows of block ids on their way into a table, in one buffer of the host tier that belongs to this hand-over alone.
+    """Rows of block ids on their way into ``table``, in one buffer of the host tier that belongs to this hand-over
+    alone. It fits the table.
 
     ``buffer`` uint8 is memory of ``Device.allocate``, and ``address`` its first byte. From there on it holds, in this
     order:
@@ -51,12 +52,32 @@ class StagedRows(NamedTuple):
     least 1. ``width`` may be 0.
     """
 
+    table: Table
     buffer: NDArray[np.uint8]
     address: int
     planes: int
     rows: int
     width: int
     columns: int
+
+    def run(self, pool: object = None) -> None:
+        """Write them, on the CPU."""
+        write_rows(*self[2:], self.table.address, self.table.strides[-2])
+
+    def written(self) -> list[Table]:
+        """What the device will write."""
+        return [self.table]
+
+    def check(self) -> None:
+        """For devices that look for races, where a buffer that was reused too early may hold anything. Raises
+        ValueError for a write outside the table."""
+        _, rows, planes = staged_arrays(self)
+        starts, shape = planes[:, START], self.table.shape
+        inside = (rows >= 0).all() and (rows < shape[-2]).all() and self.columns <= shape[-1]
+        if not inside or not np.isin(starts, self.table.starts()).all():
+            raise ValueError(
+                f"staged: rows {rows[:8]} in planes at {starts[:8]} are not all in a table of shape {list(shape)}"
+            )
 
 
 @jit(inline="always")
@@ -79,7 +100,7 @@ def staged_bytes(planes: int, rows: int, width: int) -> int:
 def staged_arrays(staged: StagedRows) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Ids, rows and planes of a hand-over, as views of its buffer."""
     ids = 4 * staged.rows * staged.width
-    numbers = staged.buffer[(ids + 7) // 8 * 8 : staged_bytes(*staged[2:5])].view(np.int64)
+    numbers = staged.buffer[(ids + 7) // 8 * 8 : staged_bytes(*staged[3:6])].view(np.int64)
     rows, planes = numbers[: staged.rows], numbers[staged.rows :].reshape(staged.planes, 3)
     return staged.buffer[:ids].view(np.int32).reshape(staged.rows, staged.width), rows, planes
 
@@ -101,19 +122,6 @@ def write_rows(address: int, planes: int, rows: int, width: int, columns: int, t
                 target[j] = -1
 
 
-def write_checked(table: Table, staged: StagedRows) -> None:
-    """``write_rows`` for devices that look for races, where a buffer that was reused too early may hold anything.
-    Raises ValueError for a write outside the table."""
-    _, rows, planes = staged_arrays(staged)
-    starts = planes[:, START]
-    inside = (rows >= 0).all() and (rows < table.shape[-2]).all() and staged.columns <= table.shape[-1]
-    if not inside or not np.isin(starts, table.starts()).all():
-        raise ValueError(
-            f"staged: rows {rows[:8]} in planes at {starts[:8]} are not all in a table of shape {list(table.shape)}"
-        )
-    write_rows(*staged[1:], table.address, table.strides[-2])
-
-
 class StagedVectors(NamedTuple):
     """Numbers on their way into vectors, in one buffer of the host tier that belongs to this hand-over alone.
 
@@ -125,11 +133,17 @@ class StagedVectors(NamedTuple):
     address: int
     pieces: list[tuple[Table, int, int]]
 
+    def run(self, pool: object = None) -> None:
+        """Write them, on the CPU."""
+        for vector, first, nbytes in self.pieces:
+            ctypes.memmove(vector.address, self.address + first, nbytes)
 
-def write_vectors(staged: StagedVectors) -> None:
-    """Write the pieces of a hand-over into their vectors."""
-    for vector, first, nbytes in staged.pieces:
-        ctypes.memmove(vector.address, staged.address + first, nbytes)
+    def written(self) -> list[Table]:
+        """What the device will write."""
+        return [vector for vector, _, _ in self.pieces]
+
+    def check(self) -> None:
+        """The pieces are in no buffer, so there is nothing to check."""
 
 
 def make_table(

@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.paged import PagedKV, span_of
+from kvpool.arrays.strided import as_strided
 from kvpool.device import get_device
 from kvpool.device.base import BYTES, NULL_EVENT, Device, Event, Region
 from kvpool.device.cuda import device_at
+from kvpool.device.work import Fragments
 from kvpool.entry.arguments import id_array
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import PoolClosed
@@ -106,7 +108,7 @@ class HostCopies:
         self._forks.add(self, "_lock")
         self._open, self._drained = True, False
         try:
-            self._pinned = self._device.pin(tier.flat)
+            self._pinned = self._device.adopt(as_strided("tier", tier.flat), "host", pin=True)
             self._nothing = self._device.allocate(0, "device")
             region = Region.of(layout_of(tier.block_bytes), self._nothing, self._pinned, 0, tier.host_blocks)
             self._device.bind([region])
@@ -178,7 +180,7 @@ class HostCopies:
         """Enqueue fragments after ``after``. The caller holds the lock."""
         device = self._device
         device.wait(stream, device.record(after))
-        device.copy_fragments(fragments, stream)
+        device.enqueue(Fragments(fragments), stream)
         return device.record(stream)
 
     def _host_blocks(self, host_blocks: object) -> Int64s:

@@ -186,7 +186,7 @@ class Sharing:
         for group, layouts in enumerate(pools.layouts):
             found = [pools.flat(tier, group, part) for part in range(len(layouts))]
             blocks = found[0].nbytes // layouts[0].block_bytes
-            handles = [self._device.ipc_handle(array, tier) if blocks else None for array in found]
+            handles = [self._device.views.handle(array, tier) if blocks else None for array in found]
             groups.append(SharedGroup(blocks, tuple(map(SharedPart, layouts, handles))))
         if not any(group.blocks for group in groups):
             raise ValueError(f"tier={tier!r}: this pool has no blocks there")

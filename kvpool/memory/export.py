@@ -28,7 +28,7 @@ class Loan:
         self.memory = memory
 
 
-class Place(NamedTuple):
+class TierPlace(NamedTuple):
     """Which memory of a pool: a tier, a group of layers, and one part of the group."""
 
     tier: str
@@ -55,7 +55,7 @@ class Lending:
         self.device, self.pools, self.follow = device, pools, follow
         self._loans, self._lock, self._check_open = loans, lock, check_open
 
-    def lend(self, place: Place) -> Loan:
+    def lend(self, place: TierPlace) -> Loan:
         """A new loan, which keeps the memory of a place alive. Raises PoolClosed."""
         with self._lock():
             self._check_open()
@@ -83,14 +83,14 @@ class Export:
 
     __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "writable")
 
-    def __init__(self, lending: Lending, place: Place, view: npt.NDArray[Any], dtype: str, writable: bool) -> None:
+    def __init__(self, lending: Lending, place: TierPlace, view: npt.NDArray[Any], dtype: str, writable: bool) -> None:
         # The view is an array of the right shape and strides that is never read. An index of it says where a part lies.
         self._lending, self._place, self._view = lending, place, view
         self._loan: Loan | None = None
         self.dtype, self.writable = dtype, writable
 
     @classmethod
-    def of_place(cls, lending: Lending, place: Place, writable: bool, raw: bool) -> Export:
+    def of_place(cls, lending: Lending, place: TierPlace, writable: bool, raw: bool) -> Export:
         """The export of a whole place. Raises PoolClosed."""
         pools = lending.pools
         layout, address, size = pools.layouts[place.group][place.part], pools.address(*place), pools.flat(*place).nbytes
@@ -141,7 +141,7 @@ class Export:
     # -- protocols -------------------------------------------------------------------------------
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._lending.device.dlpack_device(self.tier)
+        return self._lending.device.views.places[self.tier]
 
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
@@ -221,7 +221,7 @@ class Export:
         place = StridedArray(
             view.__array_interface__["data"][0], (view.nbytes,), 1, owner=self._lending.lend(self._place)
         )
-        return self._lending.device.as_pinned_memory(place)
+        return self._lending.device.views.pinned(place)
 
     @property
     def _memory(self) -> str:
@@ -234,4 +234,4 @@ class Export:
         place = StridedArray(
             address, found.shape, found.itemsize, found.strides, self._memory, kind, self.writable, loan
         )
-        return self._lending.device.as_array(place)
+        return self._lending.device.views.array(place)

@@ -17,9 +17,8 @@ from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import stream_argument
 from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, fence, stream_bytes
-from kvpool.device.kernels import copies
-from kvpool.device.kernels.copies import KvPlane, KvTokens
 from kvpool.device.kernels.launch import Launcher
+from kvpool.device.kernels.launches import KvPlane, KvTokens, kv_copy
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import memcpy
 
@@ -320,9 +319,7 @@ def _launch(
         for planes, begin, stop in pieces:
             own = address + (begin - first) * slots.itemsize
             which = KvTokens(own, slots.itemsize, cache.slots, stop - begin, cache.tokens_per_block)
-            launch = copies.kv_copy(
-                bases, planes, which, gather=gather, host=host, grid=launcher.grid, chosen=thread_blocks
-            )
+            launch = kv_copy(bases, planes, which, gather=gather, host=host, grid=launcher.grid, chosen=thread_blocks)
             launcher.launch(launch, stream)
 
 

@@ -314,11 +314,14 @@ def _check_room(device: Device, needs: list[_Need]) -> None:
 def _allocate(device: Device, needs: list[_Need], shared: bool) -> list[Any]:
     """Make all allocations, or raise InsufficientMemory and keep none."""
     pools: list[Any] = []
-    take = device.allocate_shared if shared else device.allocate
     try:
         for tier, nbytes, given, name in needs:
             try:
-                pools.append(take(nbytes, tier) if given is None else _adopt(device, tier, given, nbytes, name))
+                pools.append(
+                    device.allocate(nbytes, tier, shared)
+                    if given is None
+                    else _adopt(device, tier, given, nbytes, name)
+                )
             except MemoryError as error:
                 raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
         _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.given is not None])
@@ -354,7 +357,7 @@ def _adopt(device: Device, tier: str, given: Any, nbytes: int, name: str) -> Any
     """Use memory of the caller for a tier, after its layout was checked. Raises TypeError, ValueError, and what the
     caller's function raises."""
     found = as_strided(name, given(nbytes, ADOPTED_ALIGNMENT) if callable(given) else given)
-    place = device.dlpack_device(tier)[0]
+    place = device.views.places[tier][0]
     memory = "device" if place == dlpack.CUDA else "host"
     if found.memory != memory:
         raise ValueError(f"{name} is {found.memory} memory: the {device.name} device has this tier in {memory} memory")

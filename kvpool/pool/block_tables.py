@@ -80,7 +80,7 @@ class BlockTables:
         stream: object,
         group: int | None,
     ) -> None:
-        which, table = id_array("ids", ids), self._core.device.as_table(target)
+        which, table = id_array("ids", ids), self._core.device.views.table(target)
         g = self._core.config.group(group)
         planes = planes_argument(table, scale, v_offset, self._core.config.groups[g].device_blocks)
         places = rows_argument(None if rows is None else id_array("rows", rows), len(which), table.shape[-2])
@@ -104,7 +104,7 @@ class BlockTables:
                 f"group={g}: accepted are groups for attention; states are where copy_batch_block_offsets says"
             )
         named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
-        vectors = {name: self._core.device.as_table(vector, name, vector=True) for name, vector in named.items()}
+        vectors = {name: self._core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
         vectors_argument(vectors, len(which))
         on = None if stream is None else self._core.as_stream(stream)
         self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on, g)
@@ -113,7 +113,7 @@ class BlockTables:
         self, target: object, ids: object, first: object, counts: object, stream: object, group: int | None
     ) -> None:
         which, begins, each, g = step_arguments(self._core, ids, first, counts, group)
-        targets = self._core.device.as_step(step_argument("target", target))
+        targets = self._core.device.views.step(step_argument("target", target))
         targets.check_rows(len(which))
         on = None if stream is None else self._core.device.as_stream(stream)
         self._hand_over(

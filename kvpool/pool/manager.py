@@ -37,7 +37,7 @@ from kvpool.entry.arguments import (
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
 from kvpool.memory.attachments import SharedTier, Sharing
-from kvpool.memory.export import Export, Lending, Loan, Place
+from kvpool.memory.export import Export, Lending, Loan, TierPlace
 from kvpool.operations import Operation
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
@@ -898,7 +898,7 @@ class KVCacheManager:
         """
         tier_argument(tier)
         g = self.core.config.group(group)
-        place = Place(tier, g, integer_argument("part", part, 0, len(self.core.config.groups[g].layouts) - 1))
+        place = TierPlace(tier, g, integer_argument("part", part, 0, len(self.core.config.groups[g].layouts) - 1))
         self.core.check_open()
         # Made here, since the pool may not refer to anything that refers to it: its memory is freed with the last
         # reference to it.

@@ -221,8 +221,8 @@ class DenseHandOver(HandOver):
         return width
 
     def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
-        rows = StagedRows(buffer.array, buffer.address, len(self.planes), len(self.rows), staged, self.columns)
-        device.stage_rows(self.targets[0], rows, stream)
+        shape = len(self.planes), len(self.rows), staged, self.columns
+        device.enqueue(StagedRows(self.targets[0], buffer.array, buffer.address, *shape), stream)
 
 
 class CsrHandOver(HandOver):
@@ -249,9 +249,8 @@ class CsrHandOver(HandOver):
         indptr, indices, last = self.targets
         n = self.count
         pieces = [(indptr, 0, 4 * (n + 1)), (last, 4 * (n + 1), 4 * n), (indices, 4 * (2 * n + 1), 4 * staged)]
-        device.stage_vectors(
-            StagedVectors(buffer.array, buffer.address, [piece for piece in pieces if piece[2]]), stream
-        )
+        wanted = [piece for piece in pieces if piece[2]]
+        device.enqueue(StagedVectors(buffer.array, buffer.address, wanted), stream)
 
 
 def vectors_argument(vectors: dict[str, Table], count: int) -> None:

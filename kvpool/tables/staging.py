@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.copying.transfer import Transfer
-from kvpool.device.base import Device, Event, Stream
+from kvpool.device.base import STAGING, Device, Event, Stream
 from kvpool.device.retired import Retired
 from kvpool.device.tables import Table
 from kvpool.entry.interrupt import deliver
@@ -95,7 +95,7 @@ class Staging:
         return None, spare
 
     def _allocate(self, nbytes: int) -> Buffer:
-        buffer = Buffer(self._device.allocate_staging(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())))
+        buffer = Buffer(self._device.allocate(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()), STAGING))
         with self._lock:
             if not self._closed:
                 self._buffers.append(buffer)

@@ -226,8 +226,8 @@ class StepHandOver(HandOver):
         return most
 
     def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
-        step = StagedStep(buffer.array, buffer.address, self.count, staged, self.tokens_per_block, self.sinks)
-        device.stage_step(self.step, step, stream)
+        shape = self.count, staged, self.tokens_per_block, self.sinks
+        device.enqueue(StagedStep(self.step, buffer.array, buffer.address, *shape), stream)
 
 
 def refuse_step(heads: Ids, g: int, ids: Ids, error: int) -> None:

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import reference
 from kvpool.device.base import Device, Part, Region
 from kvpool.device.sim import SimDevice
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import put, seen
 
 # Two parts with other heads; states of one token a block; a region without a host tier; one with the tokens of the

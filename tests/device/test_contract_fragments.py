@@ -11,6 +11,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Device, Region
 from kvpool.device.shared import SharedMemory
+from kvpool.device.work import Fragments
 from tests.device.pools import on_device, put, seen
 
 HOST_BLOCKS, BLOCK_BYTES = 5, 3000
@@ -21,13 +22,13 @@ def bound(device: Device) -> np.ndarray:
     """A host tier of random bytes that was there before the device, which is bound to it and has no blocks itself."""
     memory = SharedMemory(HOST_BLOCKS * BLOCK_BYTES)
     memory.array[...] = np.random.default_rng(0).integers(0, 256, memory.array.size, dtype=np.uint8)
-    host = device.pin(memory.array)
+    host = device.adopt(as_strided("memory", memory.array), "host", pin=True)
     device.bind([Region.of(LAYOUT, device.allocate(0, "device"), host, 0, HOST_BLOCKS)])
     return host
 
 
-def fragments(*rows: tuple[int, int, int]) -> np.ndarray:
-    return np.array(rows, np.int64).reshape(-1, 3)
+def fragments(*rows: tuple[int, int, int]) -> Fragments:
+    return Fragments(np.array(rows, np.int64).reshape(-1, 3))
 
 
 def address(array: Any) -> int:
@@ -37,7 +38,7 @@ def address(array: Any) -> int:
 def test_memory_that_is_there_keeps_its_content_when_it_is_pinned_and_given_back(device: Device) -> None:
     memory = SharedMemory(2 * BLOCK_BYTES)
     memory.array[...] = 7
-    host = device.pin(memory.array)
+    host = device.adopt(as_strided("memory", memory.array), "host", pin=True)
     assert host.ctypes.data == memory.array.ctypes.data and (memory.array == 7).all()
     device.free(host)
     assert (memory.array == 7).all()
@@ -62,7 +63,7 @@ def test_bytes_go_where_the_fragments_say_and_nowhere_else(device: Device, into_
         else:
             expected[0][start : start + length] = before[1][place : place + length]
     rows = np.stack([source, target, lengths], axis=1)[order]
-    device.copy_fragments(rows)
+    device.enqueue(Fragments(rows))
     rows[...] = -1  # the caller's again
     device.synchronize()
     np.testing.assert_array_equal(seen(engine), expected[0])
@@ -73,7 +74,7 @@ def test_bytes_go_where_the_fragments_say_and_nowhere_else(device: Device, into_
 def test_no_fragments_are_no_work(device: Device) -> None:
     host = bound(device)
     before = host.copy()
-    device.copy_fragments(fragments())
+    device.enqueue(fragments())
     device.synchronize()
     np.testing.assert_array_equal(host, before)
 
@@ -84,8 +85,8 @@ def test_fragments_come_in_the_order_of_their_stream(device: Device) -> None:
     put(engine, np.full(BLOCK_BYTES, 9, np.uint8))
     stream, first = device.create_stream("copies"), host.ctypes.data
     device.wait(stream, device.record(device.as_stream(None)))
-    device.copy_fragments(fragments((address(engine), first, BLOCK_BYTES)), stream)
-    device.copy_fragments(fragments((first, first + BLOCK_BYTES, BLOCK_BYTES)), stream)
+    device.enqueue(fragments((address(engine), first, BLOCK_BYTES)), stream)
+    device.enqueue(fragments((first, first + BLOCK_BYTES, BLOCK_BYTES)), stream)
     device.synchronize(device.record(stream))
     assert (host[: 2 * BLOCK_BYTES] == 9).all()
     device.free(host)
@@ -94,5 +95,5 @@ def test_fragments_come_in_the_order_of_their_stream(device: Device) -> None:
 def test_a_device_that_is_not_bound_copies_nothing(device: Device) -> None:
     memory = np.zeros(16, np.uint8)
     with pytest.raises(ValueError, match="not bound"):
-        device.copy_fragments(fragments((memory.ctypes.data, memory.ctypes.data + 8, 8)))
+        device.enqueue(fragments((memory.ctypes.data, memory.ctypes.data + 8, 8)))
     assert not memory.any()

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import CpuDevice, reference
-from kvpool.device.base import Device, Part, Region
+from kvpool.device import CpuDevice
+from kvpool.device.base import Device, Region
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.regions import BLOCKS_MAX, Regions
-from kvpool.device.token_moves import TokenMoves
+from kvpool.device.work import TokenMoves
 from kvpool.errors import DeviceError
+from tests.device import reference
 from tests.device.conftest import gpu_device
 from tests.device.faults import FaultyDevice
 from tests.device.pools import as_moves, seen
@@ -97,19 +98,6 @@ def bad_rows() -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("row", bad_rows())
-def test_a_move_between_regions_or_of_more_tokens_than_its_region_has_is_named_and_nothing_is_copied(
-    device: Device, row: tuple[int, int, int]
-) -> None:
-    pools = make_regions(device)
-    before = images(pools)
-    with pytest.raises(ValueError, match=r"moves\[1\]: source=.* target=.* tokens="):
-        device.copy_blocks(as_moves((0, 1, WIDTH), row, (10, 11, WIDTH)))
-    device.synchronize()
-    assert_equal(pools, before)
-    pools.close()
-
-
 def test_what_a_device_says_to_have_completed_are_the_first_rows_of_the_caller() -> None:
     for completed in range(6):
         device = FaultyDevice(CpuDevice(), fail_at={(0, completed)})
@@ -178,7 +166,7 @@ def test_token_moves_in_all_parts_of_several_regions_are_those_of_the_reference(
         moves, starts = random_token_moves(np.random.default_rng(seed))
         expected = images(pools)
         reference.move_region_tokens(expected, moves)
-        device.move_tokens(moves, starts)
+        device.enqueue(TokenMoves(moves, starts))
         device.synchronize()
         assert_equal(pools, expected)
     pools.close()
@@ -189,33 +177,9 @@ def test_token_moves_of_a_region_keep_their_groups() -> None:
     regions = Regions(bound(pools))
     other = ids_of(3)[0] * WIDTH
     moves = np.array([(other + 1, other), (1, 0), (2, 1), (5, 4), (other + 5, other + 4), (6, 5)], np.int64)
-    found = dict(TokenMoves.of(moves, np.array([0, 3, 3, 5, 6]), regions).by_region(regions))
+    found = dict(TokenMoves(moves, np.array([0, 3, 3, 5, 6])).by_region(regions))
     assert found[0].moves.tolist() == [[1, 0], [2, 1], [5, 4], [6, 5]] and found[0].starts.tolist() == [0, 2, 2, 3, 4]
     assert found[3].moves.tolist() == [[1, 0], [5, 4]] and found[3].starts.tolist() == [0, 1, 1, 2, 2]
-    pools.close()
-
-
-BAD_TOKEN_MOVES = [
-    (ids_of(0)[0] * WIDTH, ids_of(3)[0] * WIDTH),
-    (ids_of(1)[0] * WIDTH, ids_of(1)[1] * WIDTH),
-    (ids_of(2)[0] * WIDTH, ids_of(2)[1] * WIDTH),
-    (ids_of(1)[0] * WIDTH, ids_of(1)[0] * WIDTH + 1),
-    (0, sum(DEVICE_BLOCKS) * WIDTH),
-    (-1, 0),
-    (3, 3),
-]
-
-
-@pytest.mark.parametrize("row", BAD_TOKEN_MOVES)
-def test_token_moves_between_regions_or_of_regions_with_fewer_tokens_move_nothing(
-    device: Device, row: tuple[int, int]
-) -> None:
-    pools = make_regions(device)
-    before = images(pools)
-    with pytest.raises(ValueError, match=r"moves\[1\]: .* two different slots .* of one region with 4 tokens"):
-        device.move_tokens(np.array([(5, 4), row], np.int64), np.array([0, 2]))
-    device.synchronize()
-    assert_equal(pools, before)
     pools.close()
 
 
@@ -228,36 +192,8 @@ def test_a_pool_of_one_region_is_copied_as_it_is() -> None:
     regions = Regions([Region.of(LAYOUTS[0][0], *memory, 2, 2)])
     ((region, rows),) = regions.split(moves)
     assert region == 0 and rows is moves
-    found = TokenMoves.of(np.array([(0, 1)]), np.array([0, 1]), regions)
+    found = TokenMoves(np.array([(0, 1)]), np.array([0, 1]))
     assert list(found.by_region(regions)) == [(0, found)]
-
-
-def test_bind_refuses_what_are_no_regions(device: Device) -> None:
-    layouts = [LAYOUTS[0][0], LAYOUTS[1][0]]
-    parts = [
-        Part(layout, *(device.allocate(layout.block_bytes, tier) for tier in ("device", "host"))) for layout in layouts
-    ]
-    right = [Region((part,), 1, 1) for part in parts]
-    for wrong, error, match in (
-        ([], ValueError, "regions"),
-        (right[0], TypeError, "regions"),
-        (None, TypeError, "regions"),
-        ([right[0], parts[1]], TypeError, "regions"),
-        ([right[0], right[1]._replace(parts=())], TypeError, r"regions\[1\].parts"),
-        ([right[0], right[1]._replace(parts=(layouts[1],))], TypeError, r"regions\[1\].parts"),
-        ([right[0], right[1]._replace(host_blocks=2)], ValueError, r"regions\[1\].parts\[0\].host_pool"),
-        ([right[0], right[1]._replace(device_blocks=-1)], ValueError, r"regions\[1\].device_blocks"),
-        (
-            [right[0]._replace(parts=tuple(parts))],
-            ValueError,
-            r"regions\[0\].parts: tokens_per_block must be equal, not \[4, 1\]",
-        ),
-    ):
-        with pytest.raises(error, match=match):
-            device.bind(wrong)  # type: ignore[arg-type]
-    device.bind(right)
-    with pytest.raises(ValueError, match="of its own"):
-        device.bind(right)
 
 
 def test_a_device_is_unbound_when_memory_of_any_region_is_freed(device: Device) -> None:
@@ -266,7 +202,7 @@ def test_a_device_is_unbound_when_memory_of_any_region_is_freed(device: Device) 
     with pytest.raises(ValueError, match="not bound"):
         device.copy_blocks(as_moves((0, 1, 4)))
     with pytest.raises(ValueError, match="not bound"):
-        device.move_tokens(np.array([(0, 1)]), np.array([0, 1]))
+        device.enqueue(TokenMoves(np.array([(0, 1)]), np.array([0, 1])))
 
 
 # The map

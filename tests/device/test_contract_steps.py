@@ -7,10 +7,10 @@ import pytest
 
 from kvpool import StepTables
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import reference
-from kvpool.device.base import Device
-from kvpool.device.steps import StagedStep
+from kvpool.device.base import STAGING, Device
+from kvpool.device.steps import StagedStep, StepTargets
 from steps import NAMES, arrays, check
+from tests.device import reference
 from tests.device.pools import make_pools, on_device, seen
 
 T = 4
@@ -23,7 +23,9 @@ def steps_device(device: Device) -> Device:
     return device
 
 
-def stage(device: Device, rows: list[list[int]], first: list[int], counts: list[int], sinks: int) -> StagedStep:
+def stage(
+    device: Device, targets: StepTargets, rows: list[list[int]], first: list[int], counts: list[int], sinks: int
+) -> StagedStep:
     """A buffer of its own with everything in it. Of a row, columns of -1 from ``sinks`` on are those that are left
     out."""
     numbers, ids, slots = [], [], 0
@@ -35,10 +37,10 @@ def stage(device: Device, rows: list[list[int]], first: list[int], counts: list[
     numbers.append((len(ids), 0, 0, slots))
     columns = max((-(-(start + count) // T) for start, count in zip(first, counts, strict=True)), default=0)
     content = np.array(numbers, np.int64).tobytes() + np.array(ids, np.int32).tobytes()
-    buffer = device.allocate_staging(len(content))
+    buffer = device.allocate(len(content), STAGING)
     with device.host_access(stores=[buffer]):
         buffer[: len(content)] = np.frombuffer(content, np.uint8)
-    return StagedStep(buffer, buffer.ctypes.data, len(rows), columns, T, sinks)
+    return StagedStep(targets, buffer, buffer.ctypes.data, len(rows), columns, T, sinks)
 
 
 def random_rows(random: np.random.Generator, sinks: int) -> tuple[list[list[int]], list[int], list[int]]:
@@ -64,8 +66,8 @@ def test_tables_are_those_of_the_reference(steps_device: Device, seed: int) -> N
     some = [name for name in NAMES if random.random() < 0.8] or ["table"]
     sizes = len(rows) + 1, sum(counts) + 1, wanted["table"].shape[1] + 1, len(wanted["indices"]) + 1
     out = arrays(*sizes, wanted=some, put=lambda values: on_device(device, values))
-    targets = device.as_step(out)
-    device.stage_step(targets, stage(device, rows, first, counts, sinks), device.create_stream("steps"))
+    targets = device.views.step(out)
+    device.enqueue(stage(device, targets, rows, first, counts, sinks), device.create_stream("steps"))
     device.synchronize()
     check(out, wanted, seen)
 
@@ -78,7 +80,8 @@ def test_long_rows_and_many_sequences(steps_device: Device) -> None:
         first, counts = [columns * T - 3] * count, [2] * count
         wanted = reference.step_tables(rows, first, counts, T)
         out = arrays(count, 2 * count, columns, count * columns, put=lambda values: on_device(device, values))
-        device.stage_step(device.as_step(out), stage(device, rows, first, counts, 0), device.create_stream("steps"))
+        targets = device.views.step(out)
+        device.enqueue(stage(device, targets, rows, first, counts, 0), device.create_stream("steps"))
         device.synchronize()
         check(out, wanted, seen)
 
@@ -87,14 +90,14 @@ def test_what_is_no_array_of_a_step_is_refused_by_name(steps_device: Device) -> 
     for name in NAMES:
         for bad in ([1], np.zeros((1, 8)), np.zeros((2, 2), np.float32)):
             with pytest.raises((TypeError, ValueError), match=name):
-                steps_device.as_step(StepTables(**{name: bad}))
+                steps_device.views.step(StepTables(**{name: bad}))
 
 
 def test_step_tables_and_other_hand_overs_of_one_stream_arrive_in_the_order_of_the_calls(steps_device: Device) -> None:
     device = steps_device
     out = arrays(1, 4, 1, 1, put=lambda values: on_device(device, values))
-    targets, stream = device.as_step(out), device.create_stream("steps")
+    targets, stream = device.views.step(out), device.create_stream("steps")
     for turn in range(20):
-        device.stage_step(targets, stage(device, [[turn]], [0], [T], 0), stream)
+        device.enqueue(stage(device, targets, [[turn]], [0], [T], 0), stream)
     device.synchronize(device.record(stream))
     assert seen(out.slot_mapping).tolist() == [19 * T + t for t in range(T)] and seen(out.table).tolist() == [[19]]

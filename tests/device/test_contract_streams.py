@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import reference
 from kvpool.device.base import NULL_EVENT, NULL_STREAM, Device, Stream
+from tests.device import reference
 from tests.device.pools import as_moves, images, make_pools, random_moves, seen
 
 FORMS: dict[str, Callable[[int], Any]] = {

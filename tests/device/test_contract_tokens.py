@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import CpuDevice, reference
+from kvpool.device import CpuDevice
 from kvpool.device.base import Device
+from kvpool.device.work import TokenMoves
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, images, make_pools
 
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
@@ -32,7 +34,7 @@ def random_token_moves(layout: BlockLayout, random: np.random.Generator) -> tupl
 def assert_moves_as_the_reference(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray) -> None:
     device, host = images(pools)
     reference.move_tokens(pools.layout, device, moves)
-    pools.device.move_tokens(moves, starts)
+    pools.device.enqueue(TokenMoves(moves, starts))
     pools.device.synchronize()
     for found, wanted in zip(images(pools), (device, host), strict=True):
         np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
@@ -68,46 +70,17 @@ def test_token_moves_come_behind_what_is_on_their_stream_and_belong_to_their_cal
     reference.copy_blocks(layout, expected, pools.host_pool.copy(), np.array([(0, 1, 4, 0)]))
     reference.move_tokens(layout, expected, moves)
     device.copy_blocks(np.array([(0, 1, 4, 0)], np.int64), stream)
-    device.move_tokens(moves, starts, stream)
+    device.enqueue(TokenMoves(moves, starts), stream)
     moves[...], starts[...] = 0, 0
     device.synchronize()
     np.testing.assert_array_equal(images(pools)[0].view(np.uint8), expected.view(np.uint8))
     pools.close()
 
 
-END = 4 * DEVICE_BLOCKS
-WRONG = [
-    ([(0, 1)], [0, 1], "moves"),
-    (np.zeros((1, 2), np.int32), [0, 1], "moves"),
-    (np.zeros((1, 3), np.int64), [0, 1], "moves"),
-    (np.array([(1, END)]), [0, 1], r"moves\[0\]"),
-    (np.array([(1, 0), (-1, 1)]), [0, 2], r"moves\[1\]"),
-    (np.array([(2, 2)]), [0, 1], "different"),
-    (np.array([(1, 0)]), [0], "starts"),
-    (np.array([(1, 0)]), [1, 1], "starts"),
-    (np.array([(1, 0)]), [0, 2, 1], "starts"),
-    (np.array([(1, 0)]), [], "starts"),
-]
-
-
-@pytest.mark.parametrize(("moves", "starts", "name"), WRONG, ids=range(len(WRONG)))
-def test_token_moves_that_are_none_move_nothing(
-    device: Device, layout: BlockLayout, moves: object, starts: list[int], name: str
-) -> None:
-    pools = make_pools(device, layout)
-    before = images(pools)
-    with pytest.raises((TypeError, ValueError), match=name):
-        device.move_tokens(moves, np.array(starts, np.int64))  # type: ignore[arg-type]
-    device.synchronize()
-    for found, wanted in zip(images(pools), before, strict=True):
-        np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
-    pools.close()
-
-
 def test_token_moves_need_a_pool() -> None:
-    device, nothing = CpuDevice(), np.zeros((0, 2), np.int64)
+    device, nothing = CpuDevice(), TokenMoves(np.zeros((0, 2), np.int64), np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="not bound"):
-        device.move_tokens(nothing, np.zeros(1, np.int64))
+        device.enqueue(nothing)
     device.close()
     with pytest.raises(PoolClosed):
-        device.move_tokens(nothing, np.zeros(1, np.int64))
+        device.enqueue(nothing)

@@ -21,10 +21,10 @@ from kvpool.device.cuda.calibration import (
     Measurement,
     always,
     load,
+    measure,
     place,
     store,
 )
-from kvpool.device.cuda.measure import measure
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
 

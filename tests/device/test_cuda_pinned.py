@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from kvpool.device.cuda import pinned
-from kvpool.device.cuda.numa import processors_near
-from kvpool.device.cuda.pinned import PinnedMemory
+from kvpool.device.cuda.pinned import PinnedMemory, processors_near
 
 PAGE = mmap.PAGESIZE
 
@@ -166,14 +165,6 @@ def test_a_range_that_no_system_has_is_a_memory_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pinned, "available_ram", lambda: None)
     with pytest.raises(MemoryError, match="no range"):
         PinnedMemory(1 << 62, FakeRegistrar())
-
-
-@pytest.mark.parametrize(
-    "bad", [{"nbytes": -1}, {"nbytes": 2**63}, *({"nbytes": 1, "chunk_bytes": size} for size in (100, PAGE + 1))]
-)
-def test_sizes_that_cannot_be_are_named(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="bytes="):
-        PinnedMemory(registrar=FakeRegistrar(), **bad)
 
 
 def test_the_bar_is_shown_on_a_terminal_only_and_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:

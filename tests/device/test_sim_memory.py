@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM, Event, Part
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
 from kvpool.device.sim.mirror import Mirror
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import as_moves, make_pools
 
 T = 4
@@ -392,7 +392,8 @@ def test_the_pieces_of_a_move_make_the_move(layout: BlockLayout, chunk_bytes: in
             views = [pool.view(layout.storage_dtype).reshape(shape) for pool, shape in zip(pools, shapes, strict=True)]
             expected = [view.copy() for view in views]
             reference.copy_blocks(layout, *expected, as_moves((source, target, tokens)))
-            mirror = Mirror(Part(layout, *pools), 3, 2)
+            part = Part(layout, *pools)
+            mirror = Mirror(part, Part(layout, *(pool.copy() for pool in pools)), 3, 2)
             pieces = mirror.pieces(tokens, chunk_bytes, 1000)
             total = layout.token_bytes * tokens
             assert len(pieces) >= total / max(chunk_bytes, 1) and (chunk_bytes < total or len(pieces) == 1)

@@ -14,7 +14,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import RaceError, SimDevice
-from kvpool.device.sim.order import Order, new_clock
+from kvpool.device.sim.order import AccessOrder, new_clock
 from kvpool.device.sim.reports import Access
 from kvpool.device.wrapper import WrappedDevice
 from tests.device.pools import as_moves, make_pools
@@ -334,7 +334,7 @@ def test_memory_is_given_back_only_after_waiting(progress: float, wait: bool, en
 
 def test_an_order_forgets_accesses_that_no_token_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.device.sim.order._KEPT", 10)
-    order = Order(np.full(4, T))
+    order = AccessOrder(np.full(4, T))
     none, rows = np.empty((0, 3), np.int64), np.array([[2, 0, T]])
     clock = new_clock(2)
     for number in range(1, 1000):

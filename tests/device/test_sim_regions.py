@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.device import reference
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import as_moves
 from tests.device.regions import (
     BLOCKS,

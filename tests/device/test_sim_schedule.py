@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import reference
 from kvpool.device.base import NULL_STREAM
 from kvpool.device.sim import Deadlock, ListedChoices, RaceError, ScheduleFailed, SeededChoices, SimDevice, explore
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import as_moves, host_writes, make_pools
 
 # Four segments of 64 bytes: with chunks of 64, a move has four pieces.

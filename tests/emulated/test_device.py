@@ -230,8 +230,6 @@ def test_only_memory_of_this_device_is_bound() -> None:
     on_gpu, on_host = device.allocate(LAYOUT.block_bytes, "device"), np.zeros(LAYOUT.block_bytes, np.uint8)
     with pytest.raises(ValueError, match="host_pool: what allocate gave"):
         device.bind([Region.of(LAYOUT, on_gpu, on_host, 1, 1)])
-    with pytest.raises(ValueError, match="device_pool: .* device memory"):
-        device.bind([Region.of(LAYOUT, on_host, on_host, 1, 1)])
     device.close()
 
 

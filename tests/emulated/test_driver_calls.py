@@ -18,8 +18,8 @@ from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
-from kvpool.device.cuda.batch import BATCH_FRAGMENTS
-from kvpool.device.cuda.numa import processors_near
+from kvpool.device.cuda.driver import BATCH_FRAGMENTS
+from kvpool.device.cuda.pinned import processors_near
 from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves
 from tests.emulated import lab

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.device import reference
 from kvpool.device.cuda import CudaDevice
 from kvpool.errors import DeviceError
+from tests.device import reference
 from tests.device.regions import assert_equal, images, make_regions, random_region_moves
 from tests.emulated import lab
 from tests.emulated.lab import Driver

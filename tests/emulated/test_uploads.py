@@ -13,7 +13,7 @@ from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice
-from kvpool.device.cuda.batch import BATCH_FRAGMENTS
+from kvpool.device.cuda.driver import BATCH_FRAGMENTS
 from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
 from tests.emulated import lab
@@ -33,7 +33,7 @@ def device(driver: Driver) -> Iterator[CudaDevice]:
 
 
 def under_way(device: Any) -> int:
-    return int(device._launcher.uploads_under_way)
+    return int(device._launcher.uploads.under_way)
 
 
 def test_threads_and_streams_that_are_gone_leave_the_kernels_in_use(

@@ -15,9 +15,8 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.cuda import CudaDevice, calibration
 from kvpool.device.cuda import cuda_device as cuda
-from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
+from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
 from kvpool.device.cuda.fragments import Cutter
-from kvpool.device.cuda.measure import measure
 from kvpool.device.tables import StagedRows, staged_bytes, write_rows
 
 pytestmark = pytest.mark.gpu
@@ -196,10 +195,10 @@ def test_tables_are_int32_arrays_of_the_gpu(cupy: Any) -> None:
     device = CudaDevice()
     for bad in (np.zeros((2, 2), np.int32), cupy.zeros((2, 2), np.int64), None):
         with pytest.raises(TypeError, match="target"):
-            device.as_table(bad)
+            device.views.table(bad)
     for bad in (cupy.zeros(2, np.int32), cupy.zeros((2, 4), np.int32)[:, ::2]):
         with pytest.raises(ValueError, match="target"):
-            device.as_table(bad)
+            device.views.table(bad)
     device.close()
 
 
@@ -212,16 +211,16 @@ def test_staged_rows_of_every_size_are_those_of_numpy(
 ) -> None:
     device, random = CudaDevice(), np.random.default_rng(rows)
     target = cupy.full((planes, rows + 3, columns + 2), 77, np.int32)
-    expected, table = target.get(), device.as_table(target[:, :, :columns])
+    expected, table = target.get(), device.views.table(target[:, :, :columns])
     buffer = device.allocate(staged_bytes(planes, rows, width), "host")
-    staged = StagedRows(buffer, buffer.ctypes.data, planes, rows, width, columns)
+    staged = StagedRows(table, buffer, buffer.ctypes.data, planes, rows, width, columns)
     behind_ids = -(-4 * rows * width // 8) * 8
     buffer[: 4 * rows * width].view(np.int32)[:] = random.integers(-1, 50, rows * width)
     numbers = buffer[behind_ids:].view(np.int64)
     numbers[:rows] = random.permutation(rows + 3)[:rows]
     numbers[rows:].reshape(planes, 3)[:] = [(start, 2 + plane, plane) for plane, start in enumerate(table.starts())]
-    write_rows(*staged[1:], expected.ctypes.data, expected.strides[-2])
-    device.stage_rows(table, staged, device.create_stream("engine"))
+    write_rows(*staged[2:], expected.ctypes.data, expected.strides[-2])
+    device.enqueue(staged, device.create_stream("engine"))
     device.synchronize()
     np.testing.assert_array_equal(target.get(), expected)
     device.free(buffer)

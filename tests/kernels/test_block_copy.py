@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import CpuDevice, reference
+from kvpool.device import CpuDevice
 from kvpool.device.base import TOKENS
 from kvpool.device.block_copy import make_plan
-from kvpool.device.kernels import copies
-from kvpool.device.kernels.launch import Grid
+from kvpool.device.kernels import launches as copies
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 from tests.kernels.shim import ShimLauncher
 
@@ -24,7 +24,7 @@ SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
 def copy_by_kernel(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher, chosen: int | None = None) -> None:
     """What a device does with a batch: the moves lie where kernels can read them."""
     layout = pools.layout
-    plan = make_plan(layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS).vector()
+    plan = make_plan(layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
     whole = bool((moves[:, TOKENS] == layout.tokens_per_block).all())
     with launcher.uploaded(copies.move_table(moves), 0, host=True) as address:
         for launch in copies.block_copies(
@@ -94,8 +94,3 @@ def test_shim_splits_batches_of_more_pieces_than_the_kernel_counts(monkeypatch: 
     check(pools, as_moves((0, 7, 8), (1, 8, 8), (2, 9, 3), (3, 10, 8), (4, 5, 8)), launcher)
     assert len(launcher.launches) == 3
     pools.close()
-
-
-def test_kernels_name_a_plan_of_another_version() -> None:
-    with pytest.raises(ValueError, match="plan"):
-        next(copies.block_copies(np.zeros(18, np.int64), 0, 1, whole=True, host=True, grid=Grid(1)))

@@ -51,8 +51,8 @@ def test_shim_runs_under_the_sanitizers(file: str) -> None:
 PROBE = """
 import ctypes, sys
 import numpy as np
-from kvpool.device.kernels import copies
-from kvpool.device.kernels.copies import KvPlane, KvTokens
+from kvpool.device.kernels import launches as copies
+from kvpool.device.kernels.launches import KvPlane, KvTokens
 from kvpool.device.kernels.launch import Grid
 from tests.kernels.shim import ShimLauncher
 paged, staging, slots = np.zeros(64, np.uint8), np.zeros(64, np.uint8), np.arange(4)

@@ -18,7 +18,7 @@ SIMULATED = """
 import sys
 import numpy as np
 from numba import cuda
-from kvpool.device import reference
+from tests.device import reference
 from kvpool.device.kernels.step_launches import step_tables
 
 assert cuda.is_available() and "simulator" in cuda.jit.__module__

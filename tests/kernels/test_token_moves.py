@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device import CpuDevice, reference
-from kvpool.device.block_copy import make_plan
-from kvpool.device.kernels.token_launches import MOVES, TOKEN_MOVES, token_moves
+from kvpool.device import CpuDevice
+from kvpool.device.block_copy import CopyPlan, Tier, make_plan
+from kvpool.device.kernels.launch import Grid
+from kvpool.device.kernels.launches import MOVES, TOKEN_MOVES, token_moves
+from kvpool.device.work import TokenMoves
 from kvpool.memory.pools import MemoryPools
+from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
 from tests.device.test_contract_tokens import SHAPES, random_token_moves
 from tests.kernels.shim import ShimLauncher
@@ -20,8 +23,8 @@ from tests.kernels.shim import ShimLauncher
 def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: ShimLauncher) -> None:
     expected, host = pools.device_pool.copy(), pools.host_pool.copy()
     reference.move_tokens(pools.layout, expected, moves)
-    plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS).vector()
-    for launch in token_moves(plan, moves, starts, launcher.grid):
+    plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
+    for launch in token_moves(plan, TokenMoves(moves, starts), launcher.grid):
         launcher.launch(launch, 0)
     np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected.view(np.uint8))
     np.testing.assert_array_equal(pools.host_pool.view(np.uint8), host.view(np.uint8))
@@ -59,7 +62,7 @@ def test_shim_takes_an_argument_that_every_driver_passes() -> None:
 
 
 def test_kernels_refuse_more_slots_than_they_count() -> None:
-    plan = np.ones(19, np.int64)
-    plan[10], plan[12] = 1 << 20, 1 << 12
+    tier = Tier(1, 1, 1, 1, 1)
+    plan = CopyPlan(tier, tier, 1 << 20, 1 << 20, 1 << 12, 0, 1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="device_blocks"):
-        next(token_moves(plan, np.zeros((1, 2), np.int64), np.array([0, 1]), 1))
+        next(token_moves(plan, TokenMoves(np.zeros((1, 2), np.int64), np.array([0, 1])), Grid(1)))

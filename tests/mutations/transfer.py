@@ -94,8 +94,8 @@ MUTATIONS = (
     ),
     Mutation(
         "batches_in_any_order",
-        "Transfer._enqueue_next",
-        "self._enqueued + 1 if self.guards & guards.TICKET_ORDER else max(self._queue, default=-1)",
+        "Transfer.drain",
+        "self._enqueued + 1 if in_order else max(self._queue, default=-1)",
         "max(self._queue, default=-1)",
         "A copy is enqueued before an earlier decision's copy that fills its source.",
         (_race("a_second_admission_between_decision_and_enqueue"),),
@@ -138,7 +138,7 @@ MUTATIONS = (
     Mutation(
         "what_was_copied_from_a_lost_block_counts_as_there",
         "Transfer._copy",
-        "stale = self._lost.get(source) == moves[i, TICKET]",
+        "stale = bool(self._lost) and self._lost.get(int(some[0, SOURCE])) == some[0, TICKET]",
         "stale = False",
         "A block is found whose bytes were copied from one that never came.",
         ("tests/copying/test_failures.py::test_what_builds_on_a_block_that_never_came_is_lost_too",),

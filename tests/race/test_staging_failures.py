@@ -11,7 +11,8 @@ from engine import small_layout
 from kvpool import DeviceError, IntegrityError, KVCacheManager, PoolClosed
 from kvpool.device.base import NULL_STREAM, Event, Stream
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
-from kvpool.device.tables import StagedRows, Table
+from kvpool.device.tables import StagedRows
+from kvpool.device.work import Work
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.tables.staging import Buffer
 from tests.race.lab import Lab
@@ -52,7 +53,7 @@ def test_memory_that_is_freed_before_it_was_read_is_a_race() -> None:
     with pytest.raises(ValueError, match="staged: rows"):
         device.synchronize()  # it read poison
     with pytest.raises(ValueError, match="staged: a buffer"):
-        device.stage_rows(device.as_table(target(1, 2)), StagedRows(buffer.array, buffer.address, 1, 1, 1, 2))
+        device.enqueue(StagedRows(device.views.table(target(1, 2)), buffer.array, buffer.address, 1, 1, 1, 2))
     cache.release(sequence)
     cache.close()
     device.close()
@@ -125,9 +126,9 @@ class Failing(WrappedDevice):
             self.refuses = ""
             raise DeviceError(f"{call} refused")
 
-    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
-        self._may("stage_rows")
-        super().stage_rows(table, staged, stream)
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+        self._may("enqueue")
+        super().enqueue(work, stream)
 
     def record(self, stream: Stream) -> Event:
         self._may("record")
@@ -142,7 +143,7 @@ class Failing(WrappedDevice):
         super().synchronize(event)
 
 
-@pytest.mark.parametrize("call", ["stage_rows", "record", "query", "synchronize"])
+@pytest.mark.parametrize("call", ["enqueue", "record", "query", "synchronize"])
 def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
     lab = Lab(8, 0, wrap=Failing, staging_depth=1)
     sequence, out = lab.add([1]), target(1, 4)
@@ -152,7 +153,7 @@ def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
     with pytest.raises(DeviceError, match=f"{call} refused"):
         lab.cache.copy_batch_block_offsets(out, sequence.id)
     lab.cache.core.device.refuses = ""
-    if call == "stage_rows":
+    if call == "enqueue":
         lab.cache.copy_batch_block_offsets(out, sequence.id)
         assert not lab.findings()
     else:

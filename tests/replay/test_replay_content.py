@@ -9,9 +9,9 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
-from kvpool.device.reference import block_view
 from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import KVBytes, token_states
+from tests.device.reference import block_view
 
 LAYOUTS = [
     BlockLayout(2, 3, 8, 4, dtype="float16", order=order, tokens=tokens)

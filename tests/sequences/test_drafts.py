@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine import Engine, Request, small_layout
 from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PoolClosed, UnknownSequence
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.work import Work
 from kvpool.device.wrapper import WrappedDevice
 from tests import debug
 
@@ -24,18 +24,18 @@ PATHS = [[], [0], [1], [0, 2], [0, 3], [1, 4], [0, 3, 5], [1, 4, 6], [0, 3, 5, 7
 
 
 class Counting(WrappedDevice):
-    """Counts calls of ``move_tokens``, and fails them while ``error`` is set."""
+    """Counts moves of tokens, and fails them while ``error`` is set."""
 
     def __init__(self) -> None:
         super().__init__(CpuDevice())
         self.launches = 0
         self.error: DeviceError | None = None
 
-    def move_tokens(self, moves: np.ndarray, starts: np.ndarray, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self.launches += 1
         if self.error is not None:
             raise self.error
-        self.inner.move_tokens(moves, starts, stream)
+        self.inner.enqueue(work, stream)
 
 
 def everything(cache: KVCacheManager) -> Any:

@@ -11,6 +11,8 @@ from engine import Engine
 from kvpool import DeviceError, KVCacheManager
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.tables import StagedVectors
+from kvpool.device.work import Work
 from kvpool.device.wrapper import WrappedDevice
 from steps import GARBAGE, arrays, check, expected
 from tests import debug
@@ -73,22 +75,13 @@ class Late(WrappedDevice):
         super().__init__(CpuDevice())
         self.synchronous, self.done, self.refusals = False, set[Event](), 0
 
-    def stage_rows(self, *given: Any) -> None:
-        self._stage(super().stage_rows, *given)
-
-    def stage_step(self, *given: Any) -> None:
-        self._stage(super().stage_step, *given)
-
-    def stage_vectors(self, staged: Any, stream: Stream = NULL_STREAM) -> None:
-        if self.refusals > 0:
-            super().stage_vectors(staged._replace(pieces=staged.pieces[:1]), stream)
-        self._stage(super().stage_vectors, staged, stream)
-
-    def _stage(self, stage: Callable[..., None], *given: Any) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self.refusals -= 1
         if self.refusals >= 0:
+            if isinstance(work, StagedVectors):
+                super().enqueue(work._replace(pieces=work.pieces[:1]), stream)
             raise DeviceError("staging refused")
-        stage(*given)
+        super().enqueue(work, stream)
 
     def record(self, stream: Stream) -> Event:
         return Event()

@@ -11,8 +11,9 @@ import pytest
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.device.tables import StagedRows, Table
+from kvpool.device.base import NULL_STREAM, STAGING, Stream
+from kvpool.device.tables import StagedRows
+from kvpool.device.work import Work
 from kvpool.device.wrapper import WrappedDevice
 from tests.tables.hand_overs import picture
 
@@ -281,29 +282,30 @@ class Refusing(WrappedDevice):
         self.stages = self.allocations = 0
         self.sticky = False
 
-    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self.stages -= 1
         if self.stages >= 0:
             raise DeviceError("staging refused", sticky=self.sticky)
-        super().stage_rows(table, staged, stream)
+        super().enqueue(work, stream)
 
-    def allocate_staging(self, nbytes: int) -> Any:
-        self.allocations -= 1
-        if self.allocations >= 0:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
+        self.allocations -= tier == STAGING
+        if self.allocations >= 0 and tier == STAGING:
             raise MemoryError("no memory")
-        return super().allocate_staging(nbytes)
+        return super().allocate(nbytes, tier, shared)
 
 
 def test_only_columns_in_use_travel() -> None:
     engine, device = refusing()
     ids, out, widths = [engine.add(range(n)).id for n in (1, 5)], target(2, 9), list[tuple[int, int]]()
-    stage = device.stage_rows
+    enqueue = device.enqueue
 
-    def noted(table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
-        widths.append((staged.width, staged.columns))
-        stage(table, staged, stream)
+    def noted(work: Work, stream: Stream = NULL_STREAM) -> None:
+        assert isinstance(work, StagedRows)
+        widths.append((work.width, work.columns))
+        enqueue(work, stream)
 
-    device.stage_rows = noted  # type: ignore[method-assign]
+    device.enqueue = noted  # type: ignore[method-assign]
     for most in (None, 2, 5):
         engine.cache.copy_batch_block_offsets(out, ids, max_blocks=most)
     engine.cache.copy_batch_block_offsets(out, ids[0])

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.device.cuda.cuda_events import EventPool
-from kvpool.device.cuda.runtime import Calls
+from kvpool.device.cuda.runtime import RuntimeCalls
 from kvpool.device.retired import Retired
 
 DEPTH = 64
@@ -27,7 +27,7 @@ class Buffers:
     that may wait for the whole GPU.
     """
 
-    def __init__(self, cupy: Any, calls: Calls) -> None:
+    def __init__(self, cupy: Any, calls: RuntimeCalls) -> None:
         self._calls = calls
         self._pinned, self._near = cupy.cuda.PinnedMemoryPool(), cupy.cuda.MemoryPool()
         # Runs also for a pool that nobody closes, in the right context.
@@ -50,7 +50,7 @@ class Buffers:
         self._free()
 
 
-def _free(calls: Calls, *pools: Any) -> None:
+def _free(calls: RuntimeCalls, *pools: Any) -> None:
     with calls("cudaFreeHost", unsafe=True):
         for pool in pools:
             pool.free_all_blocks()
@@ -60,7 +60,9 @@ class Uploads:
     """Small arrays that kernels read besides the pools. Each is kept until an event says that its own launch has read
     it. Thread-safe."""
 
-    def __init__(self, calls: Calls, events: EventPool, buffers: Buffers, address_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, calls: RuntimeCalls, events: EventPool, buffers: Buffers, address_of: Callable[[int], int]
+    ) -> None:
         self._calls, self._events, self._buffers, self._address_of = calls, events, buffers, address_of
         self._lock = threading.Lock()
         self._retired: Retired[Any] = Retired(events.query)

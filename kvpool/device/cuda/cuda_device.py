@@ -6,54 +6,50 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arrays import dlpack
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
     ALIGNMENT,
+    BOUND_ALREADY,
+    NOT_BOUND,
     NULL_EVENT,
     NULL_STREAM,
+    STAGING,
     TOKENS,
     Device,
     Event,
     Part,
     Region,
     Stream,
-    moves_argument,
-    tier_argument,
+    StreamGone,
 )
 from kvpool.device.block_copy import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.batch import batch_fragments, find_batch
 from kvpool.device.cuda.buffers import Buffers
-from kvpool.device.cuda.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration
-from kvpool.device.cuda.cuda_arrays import PinnedLoan, check_adopted, gpu_array, gpu_table, pinned_memory, zeroed_array
+from kvpool.device.cuda.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration, measure
 from kvpool.device.cuda.cuda_events import CudaEvent, EventPool
-from kvpool.device.cuda.driver import Driver
+from kvpool.device.cuda.cuda_memory import CudaViews, check_adopted, open_memory, pinned_memory, zeroed_array
+from kvpool.device.cuda.driver import Driver, batch_fragments, find_batch
 from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, by_direction
-from kvpool.device.cuda.ipc import gpu_handle, open_memory
 from kvpool.device.cuda.launcher import CudaLauncher
-from kvpool.device.cuda.measure import measure
 from kvpool.device.cuda.pinned import PinnedMemory
-from kvpool.device.cuda.runtime import Calls, Gpu, gpus
+from kvpool.device.cuda.runtime import Gpu, RuntimeCalls, gpus, own_name, stream_exists, usable_stream
 from kvpool.device.cuda.step_kernel import StepKernel
-from kvpool.device.cuda.streams import own_name, stream_exists, usable_stream
-from kvpool.device.kernels.copies import block_copies, move_table
-from kvpool.device.kernels.table_launches import stage_rows
-from kvpool.device.kernels.token_launches import token_moves
+from kvpool.device.kernels.launch import Launch
+from kvpool.device.kernels.launches import block_copies, move_table, stage_rows, token_moves
 from kvpool.device.ram import available_ram
 from kvpool.device.regions import Regions
-from kvpool.device.shared import GpuMemory, MainMemory, SharedMemories
-from kvpool.device.steps import StagedStep, StepTargets
-from kvpool.device.tables import StagedRows, StagedVectors, Table
-from kvpool.device.token_moves import TokenMoves
+from kvpool.device.shared import GpuMemory, allocate_shared, free_shared
+from kvpool.device.steps import StagedStep
+from kvpool.device.tables import StagedRows, StagedVectors
+from kvpool.device.work import Fragments, TokenMoves, Work
 from kvpool.errors import DeviceError, PoolClosed
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
@@ -61,7 +57,7 @@ COPY_PATH = "KVPOOL_COPY_PATH"
 _NEEDED = "stage_rows.cu", "token_moves.cu"
 
 
-class _Bound(NamedTuple):
+class _CutPool(NamedTuple):
     """The pool that the device is bound to. A part has the cutter ``cutters[region][part]``."""
 
     regions: Regions
@@ -102,32 +98,34 @@ _launchers: dict[int, CudaLauncher] = {}
 _launchers_lock = threading.Lock()
 
 
+def _gpu_of(address: int) -> int:
+    """The number of the GPU whose memory is at ``address``. Raises ValueError for memory of no GPU, DeviceError."""
+    index = find_driver().gpu_of(address, _cupy().cuda.runtime.getDeviceCount())
+    if index is None:
+        raise ValueError(f"memory at {address:#x} is no memory of a GPU")
+    return index
+
+
 def launcher(address: int) -> CudaLauncher:
     """The launcher of kernels on the GPU whose memory is at ``address``, for memory that belongs to no pool.
 
     Raises DeviceError, and ValueError for memory of no GPU. Thread-safe.
     """
-    cupy = _cupy()
-    index = find_driver().gpu_of(address, cupy.cuda.runtime.getDeviceCount())
-    if index is None:
-        raise ValueError(f"memory at {address:#x} is no memory of a GPU")
+    cupy, index = _cupy(), _gpu_of(address)
     with _launchers_lock:
         if index not in _launchers:
-            calls = Calls(cupy.cuda.runtime, index, find_driver())
+            calls = RuntimeCalls(cupy.cuda.runtime, index, find_driver())
             _launchers[index] = CudaLauncher(cupy, calls, EventPool(cupy, calls), Buffers(cupy, calls))
         return _launchers[index]
 
 
 def device_at(address: int) -> CudaDevice:
     """A device for the GPU whose memory is at ``address``. Raises ValueError for memory of no GPU, DeviceError."""
-    index = find_driver().gpu_of(address, _cupy().cuda.runtime.getDeviceCount())
-    if index is None:
-        raise ValueError(f"memory at {address:#x} is no memory of a GPU")
-    return CudaDevice(index)
+    return CudaDevice(_gpu_of(address))
 
 
 def open_gpu_memory(memory: GpuMemory, nbytes: int) -> Any:
-    """See ``ipc.open_memory``. Raises DeviceError where there is no GPU to use."""
+    """See ``cuda_memory.open_memory``. Raises DeviceError where there is no GPU to use."""
     return open_memory(_cupy(), find_driver(), memory, nbytes)
 
 
@@ -157,7 +155,7 @@ class CudaDevice(Device):
         runtime = self._cupy.cuda.runtime
         count = runtime.getDeviceCount()
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
-        self._calls = Calls(runtime, self.index, find_driver())
+        self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
             _, self.device_name, _, self.driver = gpus(runtime)[self.index]
         self.calibration = calibrations.chosen(calibration or os.environ.get(COPY_PATH), self.device_name, self.driver)
@@ -166,71 +164,45 @@ class CudaDevice(Device):
         self._steps = StepKernel(self._calls)
         self._batch, self._batch_fragments = find_batch() if self._launcher.same_addresses else None, batch_fragments()
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
-        self._shared = SharedMemories()
         self._streams: list[Stream] = []
-        self._bound: _Bound | None = None
+        self._bound: _CutPool | None = None
         self._kernels = False
         self._closed = False
         self._memory_stream = self.create_stream("memory")
+        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._steps_needed)
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, tier: str) -> Any:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
         self._check_open()
-        tier_argument(tier)
-        nbytes = integer_argument("nbytes", nbytes, 0, 2**63 - 1 - ALIGNMENT)
+        if tier == STAGING:
+            return self._buffers.pinned(nbytes)
         if tier == "host":
-            return self._allocate_host(nbytes)
+            return self._allocate_host(nbytes, allocate_shared if shared else None)
         array = zeroed_array(self._cupy, self._calls, nbytes, self._memory_stream.handle)
         self._owned[id(array)] = array, None
         return array
-
-    def allocate_shared(self, nbytes: int, tier: str) -> Any:
-        self._check_open()
-        tier_argument(tier)
-        return self.allocate(nbytes, tier) if tier == "device" else self._allocate_host(nbytes, self._shared.allocate)
-
-    def ipc_handle(self, array: Any, tier: str) -> MainMemory | GpuMemory:
-        if tier == "host":
-            return self._shared.handle(array)
-        with self._calls("cudaIpcGetMemHandle") as runtime:
-            return gpu_handle(runtime, array, self.index, id(array) in self._owned)
-
-    def pin(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        self._check_open()
-        if memory.ctypes.data % mmap.PAGESIZE:
-            raise ValueError(f"memory at {memory.ctypes.data:#x}: accepted is memory from the start of a page")
-        return self._allocate_host(memory.nbytes, lambda nbytes: memory, kept=True)
 
     def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> NDArray[np.uint8]:
         memory = pinned_memory(self._calls, nbytes, take, kept)
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
-    def allocate_staging(self, nbytes: int) -> NDArray[np.uint8]:
+    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Any:
         self._check_open()
-        return self._buffers.pinned(nbytes)
-
-    def adopt(self, memory: StridedArray, tier: str) -> Any:
-        self._check_open()
-        check_adopted(self._calls, memory, tier, self.index)
-        return self.as_array(memory)
-
-    def as_array(self, memory: StridedArray) -> Any:
-        return memory.host_view() if memory.memory == "host" else gpu_array(self._cupy, memory, self.index)
-
-    def as_pinned_memory(self, memory: StridedArray) -> Any:
-        return self._cupy.cuda.PinnedMemoryPointer(PinnedLoan(memory), 0)
-
-    def dlpack_device(self, tier: str) -> tuple[int, int]:
-        return (dlpack.CUDA_HOST, 0) if tier == "host" else (dlpack.CUDA, self.index)
+        if not pin:
+            check_adopted(self._calls, memory, tier, self.index)
+            return self.views.array(memory)
+        if memory.address % mmap.PAGESIZE:
+            raise ValueError(f"memory at {memory.address:#x}: accepted is memory from the start of a page")
+        return self._allocate_host(memory.shape[0], lambda nbytes: memory.host_view(), kept=True)
 
     def free(self, array: Any) -> None:
         bound = self._bound
         if bound is not None and any(array is pool for pool in bound.regions.pools):
             self._bound = None
         _, memory = self._owned.pop(id(array), (None, None))
-        self._shared.free(array)
+        free_shared(array)
         if memory is not None:
             self._unless_broken("cudaHostUnregister", memory.free)
 
@@ -244,7 +216,6 @@ class CudaDevice(Device):
                 raise
 
     def available_bytes(self, tier: str) -> int | None:
-        tier_argument(tier)
         if tier == "host":
             return available_ram()
         with self._calls("cudaMemGetInfo") as runtime:
@@ -253,14 +224,14 @@ class CudaDevice(Device):
     def bind(self, regions: Sequence[Region]) -> None:
         self._check_open()
         if self._bound is not None:
-            raise ValueError("device: already bound to a pool; every pool needs a device of its own")
-        found = Regions(regions, "device")
+            raise ValueError(BOUND_ALREADY)
+        found = Regions(regions)
         cutters = [[self._cutter(part, region) for part in region.parts] for region in found.all]
         # Allocated now, since a decision that has been made cannot be enqueued without them.
         for source in _NEEDED:
             self._launcher.load(source)
         self._kernels = self._have_kernels()
-        self._bound = _Bound(found, cutters)
+        self._bound = _CutPool(found, cutters)
 
     def _cutter(self, part: Part, region: Region) -> Cutter:
         _, memory = self._owned.get(id(part.host_pool), (None, None))
@@ -275,7 +246,7 @@ class CudaDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
         bound = self._pool()
-        split, handle = bound.regions.split(moves_argument(moves)), own_name(stream).handle
+        split, handle = bound.regions.split(moves), own_name(stream).handle
         try:
             for region, rows in split:
                 for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
@@ -297,34 +268,53 @@ class CudaDevice(Device):
         if path == KERNEL:
             self._copy_by_kernel(cutter, direction, moves, stream)
             return
-        self._enqueue(cutter.cut(moves, count), path, stream)
+        self._copy_fragments(cutter.cut(moves, count), path, stream)
 
     def _paths(self, stream: int) -> tuple[str, ...]:
         """The paths that can be used now without waiting."""
         batched = (BATCHED,) if self._batch is not None and stream else ()
-        kernel = (KERNEL,) if self._kernels and not self._launcher.saturated(stream) else ()
+        kernel = (KERNEL,) if self._kernels and not self._launcher.uploads.full(stream) else ()
         return PLAIN, *batched, *kernel
 
     def _have_kernels(self) -> bool:
         return self._launcher.same_addresses and self._launcher.try_load("block_copy.cu")
 
     def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
-        whole, host = bool((moves[:, TOKENS] == cutter.block_tokens).all()), direction != WITHIN
+        whole, host = bool((moves[:, TOKENS] == cutter.plan.block_tokens).all()), direction != WITHIN
         with self._launcher.uploaded(move_table(moves), stream, host=host) as address:
             for launch in block_copies(
-                cutter.vector, address, len(moves), whole=whole, host=host, grid=self._launcher.grid
+                cutter.plan, address, len(moves), whole=whole, host=host, grid=self._launcher.grid
             ):
                 self._launcher.launch(launch, stream)
 
-    def copy_fragments(self, fragments: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        handle = own_name(stream).handle
-        for of_region in self._pool().cutters:
-            for cutter in of_region:
-                fragments = cutter.split(fragments)
-        self._enqueue(fragments, BATCHED if BATCHED in self._paths(handle) else PLAIN, handle)
+        bound, handle, grid = self._pool(), own_name(stream).handle, self._launcher.grid
+        if isinstance(work, Fragments):
+            fragments = work.rows
+            for of_region in bound.cutters:
+                for cutter in of_region:
+                    fragments = cutter.split(fragments)
+            self._copy_fragments(fragments, BATCHED if BATCHED in self._paths(handle) else PLAIN, handle)
+        elif isinstance(work, TokenMoves):
+            by_region = work.by_region(bound.regions)
+            self._launch_all(
+                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[r]), handle
+            )
+        elif isinstance(work, StagedRows):
+            self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], handle)
+        elif isinstance(work, StagedVectors):
+            rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]
+            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, handle)
+        elif isinstance(work, StagedStep):
+            self._steps.launch(work, self._launcher.own_address(work.address), handle)
 
-    def _enqueue(self, fragments: NDArray[np.int64], path: str, stream: int) -> None:
+    def _launch_all(self, launches: Iterable[Iterable[Launch]], stream: int) -> None:
+        """Enqueue launches. All are made before the first is enqueued: if one cannot be made, nothing happens."""
+        for launch in [launch for some in launches for launch in some]:
+            self._launcher.launch(launch, stream)
+
+    def _copy_fragments(self, fragments: NDArray[np.int64], path: str, stream: int) -> None:
         """Copies by copy engines."""
         if path == BATCHED:
             assert self._batch is not None
@@ -336,20 +326,9 @@ class CudaDevice(Device):
             for source, target, size in fragments.tolist():
                 runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream)
 
-    def move_tokens(self, moves: NDArray[np.int64], starts: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        self._check_open()
-        bound, handle, grid = self._pool(), own_name(stream).handle, self._launcher.grid
-        by_region = TokenMoves.of(moves, starts, bound.regions).by_region(bound.regions)
-        launches = [
-            token_moves(cutter.vector, *found, grid) for region, found in by_region for cutter in bound.cutters[region]
-        ]
-        # All launches are made before the first is enqueued. If one cannot be made, nothing moves.
-        for launch in [launch for some in launches for launch in some]:
-            self._launcher.launch(launch, handle)
-
-    def _pool(self) -> _Bound:
+    def _pool(self) -> _CutPool:
         if self._bound is None:
-            raise ValueError("device: not bound to a pool")
+            raise ValueError(NOT_BOUND)
         return self._bound
 
     def calibrate(self) -> Calibration:
@@ -365,43 +344,11 @@ class CudaDevice(Device):
         calibrations.keep(self.calibration)
         return self.calibration
 
-    # -- tables ----------------------------------------------------------------------------------
-
-    def as_table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
-        return gpu_table(target, name, vector, itemsize)
-
-    def as_step(self, arrays: Any) -> StepTargets:
-        """See ``Device.as_step``. The kernel is Numba's: DeviceError is raised also if numba-cuda is not installed."""
-        self._check_open()
-        self._steps.load()
-        found: StepTargets = arrays.targets(gpu_table)
-        return found
-
-    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
-        self._check_open()
-        address, handle = self._launcher.own_address(staged.address), own_name(stream).handle
-        for launch in stage_rows(staged, address, table.address, table.strides[-2], self._launcher.grid):
-            self._launcher.launch(launch, handle)
-
-    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
-        self._check_open()
-        handle = own_name(stream).handle
-        with self._calls("cudaMemcpyAsync") as runtime:
-            for vector, first, nbytes in staged.pieces:
-                runtime.memcpyAsync(vector.address, staged.address + first, nbytes, runtime.memcpyDefault, handle)
-
-    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
-        self._check_open()
-        self._steps.launch(targets, staged, self._launcher.own_address(staged.address), own_name(stream).handle)
-
     # -- streams and events ----------------------------------------------------------------------
 
     def as_stream(self, stream: Any) -> Stream:
         """See ``Device.as_stream``."""
         return usable_stream(self._calls, stream)
-
-    def exists(self, stream: Stream) -> bool:
-        return stream_exists(self._calls, stream)
 
     def create_stream(self, name: str) -> Stream:
         self._check_open()
@@ -411,13 +358,23 @@ class CudaDevice(Device):
 
     def record(self, stream: Stream) -> Event:
         self._check_open()
-        return self._events.record(own_name(stream).handle)
+        try:
+            return self._events.record(own_name(stream).handle)
+        except DeviceError as error:
+            if error.sticky or stream_exists(self._calls, stream):
+                raise
+            raise StreamGone(str(error)) from error
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._check_open()
         found = self._event(event)
-        if found is not None:
-            self._events.wait(own_name(stream).handle, found)
+        try:
+            if found is not None:
+                self._events.wait(own_name(stream).handle, found)
+        except DeviceError as error:
+            if error.sticky or stream_exists(self._calls, stream):
+                raise
+            raise StreamGone(str(error)) from error
 
     def query(self, event: Event) -> bool:
         found = self._event(event)
@@ -451,11 +408,15 @@ class CudaDevice(Device):
         self._unless_broken("cudaDeviceSynchronize", runtime.deviceSynchronize)
         for array, _ in list(self._owned.values()):
             self.free(array)
-        self._launcher.close()
+        self._launcher.uploads.close()
         self._unless_broken("cudaFreeHost", self._buffers.close)
         for stream in self._streams:
             self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, stream.handle))
         self._unless_broken("cudaEventDestroy", self._events.close)
+
+    def _steps_needed(self) -> None:
+        self._check_open()
+        self._steps.load()
 
     def _check_open(self) -> None:
         if self._closed:

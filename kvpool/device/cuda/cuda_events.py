@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvpool.device.base import Event
-from kvpool.device.cuda.runtime import NOT_READY, Calls
+from kvpool.device.cuda.runtime import NOT_READY, RuntimeCalls
 from kvpool.errors import DeviceError
 
 
@@ -33,7 +33,7 @@ class EventPool:
     They are recorded by handle, since CuPy's own method needs a stream object of CuPy.
     """
 
-    def __init__(self, cupy: Any, calls: Calls) -> None:
+    def __init__(self, cupy: Any, calls: RuntimeCalls) -> None:
         self._make, self._calls = cupy.cuda.Event, calls
         # A destructor may run in the middle of anything, so this takes no lock.
         self.free: deque[Any] = deque()
@@ -85,13 +85,13 @@ class EventPool:
         _destroy(self._calls, self.free, self._made)
 
 
-def _destroy(calls: Calls, free: deque[Any], made: set[Any]) -> None:
+def _destroy(calls: RuntimeCalls, free: deque[Any], made: set[Any]) -> None:
     with calls("cudaEventDestroy", unsafe=True):
         made.difference_update(list(free))
         free.clear()
 
 
-def _let_go(calls: Calls, free: deque[Any], made: set[Any]) -> None:
+def _let_go(calls: RuntimeCalls, free: deque[Any], made: set[Any]) -> None:
     """Destroy events if ``close`` is never called, or after it. A GPU that has failed cannot destroy them."""
     with suppress(DeviceError):
         _destroy(calls, free, made)

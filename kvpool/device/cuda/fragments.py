@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
-from kvpool.device.block_copy import Plan
+from kvpool.device.block_copy import CopyPlan, locate, plan_of
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.jit import jit
 
@@ -51,48 +51,36 @@ def _add(out: Any, cursor: Any, source: int, target: int, nbytes: int, host: Any
 @jit
 def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
     """Fill ``out`` as far as it goes. Returns how many fragments there are. ``v``: the vector of a plan."""
-    device_blocks, block_tokens, runs, run_bytes, outer, inner, token_bytes = (
-        v[10],
-        v[12],
-        v[14],
-        v[15],
-        v[16],
-        v[17],
-        v[18],
-    )
-    i = 0
+    plan, i = plan_of(v), 0
     while i < moves.shape[0]:
         source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
-        s, t = (5 if source >= device_blocks else 0), (5 if target >= device_blocks else 0)
-        from_address = v[s] + (source - (device_blocks if s else 0)) * v[s + 1]
-        to_address = v[t] + (target - (device_blocks if t else 0)) * v[t + 1]
+        from_address, s = locate(source, plan)
+        to_address, t = locate(target, plan)
+        from_host, to_host = source >= plan.device_blocks, target >= plan.device_blocks
         together = 1
-        if tokens < block_tokens:
-            for a in range(outer):
-                for b in range(inner):
-                    begin, end = from_address + a * v[s + 3] + b * v[s + 4], to_address + a * v[t + 3] + b * v[t + 4]
-                    _add(out, cursor, begin, end, tokens * token_bytes, host)
+        if tokens < plan.block_tokens:
+            for a in range(plan.outer):
+                for b in range(plan.inner):
+                    begin = from_address + a * s.outer_stride + b * s.inner_stride
+                    end = to_address + a * t.outer_stride + b * t.inner_stride
+                    _add(out, cursor, begin, end, tokens * plan.token_bytes, host)
         else:
             # Neighbours in both tiers are cut together: first the same run of each block, then the next run. If the
             # runs of one block follow each other, they are cut block by block.
-            while i + together < moves.shape[0] and not (s and t):
+            while i + together < moves.shape[0] and not (from_host and to_host):
                 next_source, next_target = moves[i + together, SOURCE], moves[i + together, TARGET]
-                if (
-                    next_source != source + together
-                    or next_target != target + together
-                    or moves[i + together, TOKENS] != block_tokens
-                ):
+                if next_source != source + together or next_target != target + together:
                     break
-                if (next_source >= device_blocks) != (s > 0) or (next_target >= device_blocks) != (t > 0):
+                if moves[i + together, TOKENS] != plan.block_tokens:
+                    break
+                if (next_source >= plan.device_blocks) != from_host or (next_target >= plan.device_blocks) != to_host:
                     break
                 together += 1
-            for run in range(runs):
+            for run in range(plan.runs):
                 for k in range(together):
-                    begin, end = (
-                        from_address + run * v[s + 2] + k * v[s + 1],
-                        to_address + run * v[t + 2] + k * v[t + 1],
-                    )
-                    _add(out, cursor, begin, end, run_bytes, host)
+                    begin = from_address + run * s.run_stride + k * s.block_stride
+                    end = to_address + run * t.run_stride + k * t.block_stride
+                    _add(out, cursor, begin, end, plan.run_bytes, host)
         i += together
     return cursor[0]
 
@@ -101,15 +89,12 @@ class Cutter:
     """Cuts batches of moves for one part. Host memory is registered in chunks of ``chunk_bytes``, and no fragment
     crosses a chunk.
 
-    ``vector`` is that of the part's plan, ``block_tokens`` the tokens of a block, ``token_bytes`` all bytes of a token.
+    ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """
 
-    def __init__(self, plan: Plan, host_bytes: int, chunk_bytes: int) -> None:
-        self.vector, self.block_tokens, self.token_bytes = (
-            plan.vector(),
-            plan.block_tokens,
-            plan.outer * plan.inner * plan.token_bytes,
-        )
+    def __init__(self, plan: CopyPlan, host_bytes: int, chunk_bytes: int) -> None:
+        self.plan, self._vector = plan, plan.vector()
+        self.token_bytes = plan.outer * plan.inner * plan.token_bytes
         self._host = np.array([plan.host.base, plan.host.base + host_bytes, chunk_bytes], np.int64)
 
     def order(self, moves: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -118,13 +103,13 @@ class Cutter:
 
     def count(self, moves: npt.NDArray[np.int64]) -> int:
         """How many fragments ``cut`` returns for ordered moves."""
-        return int(_cut(moves, self.vector, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
+        return int(_cut(moves, self._vector, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
 
     def cut(self, moves: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
         """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves. The moves have been
         checked."""
         out = np.empty((count, 3), np.int64)
-        _cut(moves, self.vector, self._host, out, np.zeros(3, np.int64))
+        _cut(moves, self._vector, self._host, out, np.zeros(3, np.int64))
         return out
 
     def split(self, fragments: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvpool.device.base import Stream
 from kvpool.device.cuda.buffers import Buffers, Uploads
 from kvpool.device.cuda.cuda_events import EventPool
-from kvpool.device.cuda.runtime import Calls
+from kvpool.device.cuda.runtime import RuntimeCalls
 from kvpool.device.kernels.launch import (
     BUS_THREAD_BLOCKS,
     CHIP_THREAD_BLOCKS,
@@ -33,11 +33,11 @@ _HOST_NATIVE_ATOMICS = 86
 class CudaLauncher:
     """A ``kernels.launch.Launcher`` for one GPU. ``cupy`` is that package. Thread-safe."""
 
-    def __init__(self, cupy: Any, calls: Calls, events: EventPool, buffers: Buffers) -> None:
+    def __init__(self, cupy: Any, calls: RuntimeCalls, events: EventPool, buffers: Buffers) -> None:
         self._cupy, self._calls = cupy, calls
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], Any] = {}
-        self._uploads = Uploads(calls, events, buffers, self.own_address)
+        self.uploads = Uploads(calls, events, buffers, self.own_address)
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
             chips = runtime.deviceGetAttribute(_HOST_NATIVE_ATOMICS, calls.index)
@@ -118,17 +118,4 @@ class CudaLauncher:
     def uploaded(self, array: npt.NDArray[Any], stream: int, *, host: bool) -> AbstractContextManager[int]:
         """See ``kernels.launch.Launcher``. If too many uploads to this stream are unread, waits for the oldest. Raises
         DeviceError, MemoryError."""
-        return self._uploads.uploaded(array, stream, host)
-
-    def saturated(self, stream: int) -> bool:
-        """Whether the next upload to a stream has to wait."""
-        return self._uploads.full(stream)
-
-    @property
-    def uploads_under_way(self) -> int:
-        """How many uploads kernels may still read."""
-        return self._uploads.under_way
-
-    def close(self) -> None:
-        """Forget what kernels read. Nothing may be pending."""
-        self._uploads.close()
+        return self.uploads.uploaded(array, stream, host)

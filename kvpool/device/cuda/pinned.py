@@ -12,14 +12,15 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arrays.layout import integer_argument
 from kvpool.device.ram import available_ram
 
+SYSFS = Path("/sys")
 CHUNK_BYTES = 1 << 30
 """How many bytes are registered at once. Some drivers refuse more, and progress could not be shown."""
 _TOUCHED_BYTES = 64 << 20
@@ -80,10 +81,10 @@ def _let_go(registered: _Registered) -> None:
 class PinnedMemory:
     """Zeroed memory for ``array`` uint8[nbytes], at the start of a page. ``registrar`` has registered all of it.
 
-    The memory is one range, but it is registered in chunks of ``chunk_bytes`` (default: ``CHUNK_BYTES``). A copy must
-    not cross from one chunk into the next. ``take`` returns zeroed memory at the start of a page; without it the memory
-    is private memory of the system. With ``kept``, the memory of ``take`` has a content, which stays. The threads that
-    touch the pages run on ``processors``, if this process may use any of them.
+    The memory is one range, but it is registered in chunks of ``chunk_bytes``, whole pages (default: ``CHUNK_BYTES``).
+    A copy must not cross from one chunk into the next. ``take`` returns zeroed memory at the start of a page; without
+    it the memory is private memory of the system. With ``kept``, the memory of ``take`` has a content, which stays. The
+    threads that touch the pages run on ``processors``, if this process may use any of them.
 
     After ``free`` the memory is no longer pinned. It exists until the last view of ``array`` is gone. If nobody calls
     ``free``, it happens when nobody refers to this object any more. What a driver refuses to unregister stays mapped
@@ -102,14 +103,7 @@ class PinnedMemory:
         take: Callable[[int], NDArray[np.uint8]] | None = None,
         kept: bool = False,
     ) -> None:
-        nbytes = integer_argument("nbytes", nbytes, 0, sys.maxsize - mmap.PAGESIZE)
-        self.chunk_bytes = (
-            CHUNK_BYTES
-            if chunk_bytes is None
-            else integer_argument("chunk_bytes", chunk_bytes, mmap.PAGESIZE, sys.maxsize)
-        )
-        if self.chunk_bytes % mmap.PAGESIZE:
-            raise ValueError(f"chunk_bytes={chunk_bytes}: a multiple of {mmap.PAGESIZE} is needed")
+        self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         # If a process touches more memory than there is, the system ends it instead of raising an error.
         room = None if kept else available_ram()
         if room is not None and nbytes > room:
@@ -220,3 +214,26 @@ def _progress(nbytes: int) -> AbstractContextManager[Progress]:
             yield shown.update
 
     return bar()
+
+
+def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:
+    """The processors of the memory node of a PCI device ("0000:3B:00.0"). None if there is one node only, or if nobody
+    knows."""
+    nodes = sysfs / "devices/system/node"
+    try:
+        if len(list(nodes.glob("node[0-9]*"))) < 2:
+            return None
+        node = int((sysfs / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
+        found = _numbers((nodes / f"node{node}" / "cpulist").read_text())
+    except (OSError, ValueError):
+        return None
+    return found or None
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """The numbers that a list such as "0-3,8" means."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

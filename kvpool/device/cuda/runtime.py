@@ -1,4 +1,5 @@
-"""Calls of the CUDA runtime: on which device they are made, and what their errors mean for a pool."""
+"""Calls of the CUDA runtime: on which device they are made, what their errors mean for a pool, and which streams of
+callers a pool can use."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from kvpool.device.base import NULL_STREAM, Stream, stream_argument
 from kvpool.device.cuda.driver import Driver
 from kvpool.errors import DeviceError
 
 OUT_OF_MEMORY = 2
 NOT_READY = 600
 INVALID_HANDLE = 400
+_LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 CAPTURING = range(900, 909)
 """cudaErrorStreamCaptureUnsupported and the errors after it."""
 
@@ -68,7 +71,7 @@ def status_of(error: BaseException | None) -> int | None:
     return status if isinstance(status, int) else None
 
 
-class Calls:
+class RuntimeCalls:
     """The runtime of one device. ``runtime`` is CuPy's ``cuda.runtime``. Thread-safe."""
 
     def __init__(self, runtime: Any, index: int, driver: Driver) -> None:
@@ -109,7 +112,7 @@ class _Call:
 
     __slots__ = ("_calls", "_mode", "_pushed", "_what")
 
-    def __init__(self, calls: Calls, what: str, unsafe: bool) -> None:
+    def __init__(self, calls: RuntimeCalls, what: str, unsafe: bool) -> None:
         self._calls, self._what, self._pushed = calls, what, False
         self._mode = calls.driver.relax() if unsafe else None
 
@@ -148,3 +151,48 @@ class _Call:
                 raise MemoryError(f"{self._what}: {error}") from error
             if status is not None:
                 raise DeviceError(f"{self._what}: {error}", sticky=status in STICKY) from error
+
+
+def own_name(stream: Stream) -> Stream:
+    """The one name that each stream has here. Raises ValueError for a handle that can be no stream."""
+    if stream.handle == _PER_THREAD_STREAM:
+        raise ValueError(
+            "stream: the per-thread default stream (2) is another one in every thread; create a stream and name that"
+        )
+    if stream.handle >= 1 << 63:
+        raise ValueError(f"stream={stream.handle:#x}: no stream of the driver has such a handle")
+    return NULL_STREAM if stream.handle == _LEGACY_STREAM else stream
+
+
+def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
+    """Return a stream, or raise as ``Device.as_stream`` says. A stream that is being captured is refused: the graph
+    would repeat what the pool enqueues, and its events would pull the pool's own streams into the graph."""
+    found = own_name(stream_argument(stream))
+    with calls("cudaStreamIsCapturing") as runtime:
+        try:
+            capturing = runtime.streamIsCapturing(found.handle)
+        except RuntimeError as error:
+            if status_of(error) == INVALID_HANDLE:
+                raise ValueError(
+                    f"stream={stream!r}: it has been destroyed; accepted is a stream that lives"
+                ) from error
+            # A capture that has failed has no status. The default stream has a status that says so.
+            if status_of(error) not in (None, *CAPTURING):
+                raise
+            capturing = True
+    if capturing:
+        raise ValueError(
+            f"stream={stream!r}: it is being captured; call before the capture begins or behind its end, "
+            "and capture what reads block tables, not what hands them over"
+        )
+    return found
+
+
+def stream_exists(calls: RuntimeCalls, stream: Stream) -> bool:
+    """See ``StreamGone``."""
+    with calls("cudaStreamIsCapturing") as runtime:
+        try:
+            runtime.streamIsCapturing(own_name(stream).handle)
+        except RuntimeError as error:
+            return status_of(error) != INVALID_HANDLE
+    return True

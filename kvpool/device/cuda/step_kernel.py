@@ -6,8 +6,8 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-from kvpool.device.cuda.runtime import Calls
-from kvpool.device.steps import StagedStep, StepTargets
+from kvpool.device.cuda.runtime import RuntimeCalls
+from kvpool.device.steps import StagedStep
 from kvpool.errors import DeviceError
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
@@ -17,7 +17,7 @@ class StepKernel:
     """The kernel is compiled at the first ``load``, so a pool that is never asked for a step does not need numba-cuda.
     Thread-safe."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: RuntimeCalls) -> None:
         self._calls, self._lock = calls, threading.Lock()
         self._kernel: Any = None
         self._arguments: Any = None
@@ -40,10 +40,10 @@ class StepKernel:
                     raise DeviceError(f"step_tables cannot be compiled: {type(error).__name__}: {error}") from error
             self._arguments = step_arguments
 
-    def launch(self, targets: StepTargets, staged: StagedStep, address: int, stream: int) -> None:
+    def launch(self, staged: StagedStep, address: int, stream: int) -> None:
         """Enqueue the kernel. ``address`` is that of the buffer, for kernels. Raises DeviceError. If the error is
         permanent, the next call finds out."""
-        thread_blocks, threads, arguments = self._arguments(targets, staged, address)
+        thread_blocks, threads, arguments = self._arguments(staged, address)
         with self._calls("step_tables"):
             try:
                 self._kernel[thread_blocks, threads, _stream(stream)](*arguments)

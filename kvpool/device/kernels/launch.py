@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.kernels import cuda_sources
+from kvpool.device.block_copy import cuda_plan
 
 OPTIONS = ("-std=c++17",)
 """The options with which every source is compiled."""
@@ -73,13 +74,29 @@ class Launcher(Protocol):
         """
 
 
+def cuda_sources() -> Path:
+    """The folder with the ``.cu`` and ``.cuh`` files, installed or in a checkout.
+
+    Raises
+    ------
+    FileNotFoundError
+        Neither place has it.
+    """
+    package = Path(__file__).resolve().parents[2]
+    places = package / "cuda", package.parent / "cuda"
+    for place in places:
+        # A folder alone proves nothing: beside an installed package, `cuda` is NVIDIA's.
+        if (place / "README.md").is_file():
+            return place
+    raise FileNotFoundError(f"no CUDA sources of kvpool in {places[0]} or {places[1]}")
+
+
 def cuda_source(name: str) -> str:
     """A file of the CUDA sources with its own includes inserted: the whole text that a compiler, or a cache of compiled
-    code, has to see."""
-    folder = cuda_sources()
-    text = (folder / name).read_text(encoding="utf-8")
+    code, has to see. ``plan.cuh`` is no file: it is what ``block_copy.CopyPlan`` says."""
+    text = cuda_plan() if name == "plan.cuh" else (cuda_sources() / name).read_text(encoding="utf-8")
     return re.sub(
-        r'^#include "(.*)"$',
+        r'^#include "(.*)".*$',
         lambda match: cuda_source(match[1]).replace("#pragma once\n", ""),
         text,
         flags=re.MULTILINE,

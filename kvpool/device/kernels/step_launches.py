@@ -9,7 +9,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from kvpool.device.steps import NAMES, StagedStep, StepTargets, numbers_bytes
+from kvpool.device.steps import NAMES, StagedStep, numbers_bytes
 
 THREADS, _WARP = 128, 32
 _FEWEST, _THREAD_BLOCKS = 128, 1024
@@ -76,11 +76,11 @@ def step_kernel(capability: tuple[int, int]) -> Any:
     return cuda.jit(signature())(step_tables)
 
 
-def step_arguments(targets: StepTargets, staged: StagedStep, address: int) -> tuple[int, int, list[int]]:
+def step_arguments(staged: StagedStep, address: int) -> tuple[int, int, list[int]]:
     """Thread blocks, threads and arguments of the launch that writes a staged step. ``address`` is that of the buffer,
     for kernels."""
-    *addresses, row_stride, columns = targets.places.tolist()
-    wanted = sum(1 << k for k, name in enumerate(NAMES) if name in targets.tables)
+    *addresses, row_stride, columns = staged.targets.places.tolist()
+    wanted = sum(1 << k for k, name in enumerate(NAMES) if name in staged.targets.tables)
     most = max(staged.columns, columns, 1)
     threads = min(THREADS, -(-most // _WARP) * _WARP)
     chunks = -(-most // threads)

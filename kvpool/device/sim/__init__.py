@@ -3,9 +3,8 @@
 from kvpool.device.sim.choices import Choices, ListedChoices, SeededChoices
 from kvpool.device.sim.explore import ScheduleFailed, explore
 from kvpool.device.sim.findings import POISON
-from kvpool.device.sim.handles import Gate
 from kvpool.device.sim.reports import Access, Deadlock, Race, RaceError, UndeclaredWrite
-from kvpool.device.sim.sim_device import SimDevice
+from kvpool.device.sim.sim_device import Gate, SimDevice
 
 __all__ = [
     "POISON",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.regions import Regions
 from kvpool.device.sim.mirror import Mirrors
-from kvpool.device.sim.order import HostAccess, Order, Rows, rows_argument
+from kvpool.device.sim.order import AccessOrder, HostAccess, Rows, rows_argument
 from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
 from kvpool.device.sim.sim_arrays import Arrays
 
@@ -30,12 +30,12 @@ class Bound(NamedTuple):
 
     regions: Regions
     mirrors: Mirrors
-    order: Order
+    order: AccessOrder
     arrays: Arrays
 
     @classmethod
     def of(cls, regions: Regions) -> Bound:
-        return cls(regions, Mirrors(regions), Order(regions.lengths), Arrays(regions.blocks, regions.width))
+        return cls(regions, Mirrors(regions), AccessOrder(regions.lengths), Arrays(regions.blocks, regions.width))
 
     def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[NDArray[Any]]) -> Rows:
         """Rows of blocks and the places of arrays, from two arguments with these names. Raises TypeError,

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.device.base import Part
-from kvpool.device.block_copy import copy_moves, make_plan
+from kvpool.device.host_pool import HostPool
 from kvpool.device.regions import Regions
-from kvpool.device.token_moves import TokenMoves, move_tokens
 
 Piece = tuple[slice, slice, slice]
 """A part of a block: segments, runs of each, bytes of each run."""
@@ -20,27 +19,23 @@ _COMPARED_BYTES = 1 << 20
 
 
 class Mirror:
-    """The pools of one part and their shadow, as views ``[blocks, segments, runs, bytes of a run]``, with the block ids
-    of its region.
+    """The pools of one part and its shadow, as views ``[blocks, segments, runs, bytes]``, with the block ids of
+    its region.
 
     A segment is one layer and plane of a block. A run is what is contiguous in it for the first n tokens, for any n.
     Copies are made on both sides. After other declared writes, the shadow takes the content of the pools. So the two
     sides differ where an undeclared write was made, also in the middle of a copy.
     """
 
-    def __init__(self, part: Part, device_blocks: int, host_blocks: int) -> None:
-        layout, device_pool, host_pool = part
+    def __init__(self, part: Part, shadow: Part, device_blocks: int, host_blocks: int) -> None:
+        layout, self.pools, self._shadows = part.layout, part[1:], shadow[1:]
         self.tokens = layout.tokens_per_block
-        self.pools = (device_pool, host_pool)
-        self._shadows = (device_pool.copy(), host_pool.copy())
         self._layout, self._counts = layout, (device_blocks, host_blocks)
         row = layout.head_dim * layout.itemsize
         self._runs, self._unit = (1, layout.kv_heads * row) if layout.tokens == "NHD" else (layout.kv_heads, row)
         self._segments = layout.layers * layout.planes
         self._real = self._view(self.pools)
         self._shadow = self._view(self._shadows)
-        self.plan = make_plan(layout, *self.pools, *self._counts).vector()
-        self._plans = (self.plan, make_plan(layout, *self._shadows, *self._counts).vector())
 
     def _view(self, pools: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         (device, host), (device_blocks, host_blocks) = pools, self._counts
@@ -50,11 +45,6 @@ class Mirror:
         else:
             device = device.reshape(device_blocks, self._segments, *inner)
         return device, host.reshape(host_blocks, self._segments, *inner)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both tiers."""
-        return sum(pool.nbytes for pool in self.pools)
 
     def _locate(self, block: int) -> tuple[int, int]:
         """The tier of a block, and its number in the tier."""
@@ -77,11 +67,6 @@ class Mirror:
             for r in range(0, self._runs, runs)
             for at in range(0, run, length)
         ]
-
-    def copy(self, moves: NDArray[np.int64]) -> None:
-        """Make whole moves, on both sides."""
-        for plan in self._plans:
-            copy_moves(moves, plan)
 
     def copy_piece(self, source: int, target: int, piece: Piece) -> None:
         """Make one piece of a move, on both sides."""
@@ -131,17 +116,23 @@ class Mirrors:
     """The mirrors of all parts of all regions, with the block ids of the pool."""
 
     def __init__(self, regions: Regions) -> None:
-        self.regions, self.pools = regions, regions.pools
-        self.nbytes = sum(pool.nbytes for pool in self.pools)
+        self.regions, self.nbytes = regions, sum(pool.nbytes for pool in regions.pools)
+        shadows = [
+            region._replace(
+                parts=tuple(Part(layout, *(pool.copy() for pool in pools)) for layout, *pools in region.parts)
+            )
+            for region in regions.all
+        ]
+        self.real, self._shadow = HostPool(regions), HostPool(Regions(shadows))
         self._mirrors = [
-            [Mirror(part, region.device_blocks, region.host_blocks) for part in region.parts] for region in regions.all
+            [Mirror(*parts, *region[1:]) for parts in zip(region.parts, shadow.parts, strict=True)]
+            for region, shadow in zip(regions.all, shadows, strict=True)
         ]
 
     def copy(self, moves: NDArray[np.int64]) -> None:
-        """Make whole moves, which have been checked, on both sides."""
-        for region, rows in self.regions.split(moves):
-            for mirror in self._mirrors[region]:
-                mirror.copy(rows)
+        """Make whole moves, on both sides."""
+        self.real.copy_blocks(moves)
+        self._shadow.copy_blocks(moves)
 
     def torn(self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int) -> list[Callable[[], None]]:
         """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
@@ -155,12 +146,6 @@ class Mirrors:
             for mirror in mirrors
             for piece in mirror.pieces(tokens, chunk_bytes, pieces_max)
         ]
-
-    def move_tokens(self, moves: TokenMoves) -> None:
-        """Move tokens in the pools alone. The moves have been checked."""
-        for region, found in moves.by_region(self.regions):
-            for mirror in self._mirrors[region]:
-                move_tokens(found.moves, mirror.plan)
 
     def adopt(self, rows: NDArray[np.int64]) -> None:
         """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""

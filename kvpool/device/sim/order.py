@@ -1,7 +1,7 @@
 """What happens before what: clocks, the last accesses of every token, and the races among them.
 
 Each access has a *key*. Keys grow with every enqueued access. A key includes the number of its stream, its *lane*. A
-*clock* belongs to a point. For each lane, it has the last key that happens before that point. Order is decided when
+*clock* belongs to a point. For each lane, it has the last key that happens before that point. The order is decided when
 work is enqueued, from streams, events and the waits of the host. It does not depend on when the work is done.
 """
 
@@ -118,7 +118,7 @@ class HostAccess:
     written: NDArray[np.bool_] = field(init=False)
 
 
-class Order:
+class AccessOrder:
     """The last write, and the last read of each lane, of every token. Blocks have ``lengths`` tokens. Arrays have ids
     after those of the blocks, and count as blocks of the most tokens."""
 

@@ -31,7 +31,7 @@ class Entry:
         return False
 
 
-class Work(Entry):
+class Task(Entry):
     """An entry that takes steps. ``bound`` says whether it touches blocks, ``writes`` (rows) which of them, ``error``
     how it failed."""
 
@@ -46,7 +46,7 @@ class Work(Entry):
         raise NotImplementedError
 
 
-class Copy(Work):
+class Copy(Task):
     """Moves, in random order. The first ones are made in pieces, between which other streams can take steps. The others
     are made in groups."""
 
@@ -76,7 +76,7 @@ class Copy(Work):
         ]
 
 
-class Launch(Work):
+class Function(Task):
     """A function of the engine, in one step."""
 
     def __init__(self, access: Access, writes: Rows, function: Callable[[], object], bound: bool) -> None:
@@ -174,7 +174,7 @@ class Streams:
 class Scheduler:
     """Takes steps. It takes no lock; its owner does. ``finished`` is called after the last step of each work."""
 
-    def __init__(self, choices: Choices, finished: Callable[[Work], None]) -> None:
+    def __init__(self, choices: Choices, finished: Callable[[Task], None]) -> None:
         self._choices, self._finished = choices, finished
         self._busy: dict[int, Queue] = {}
 
@@ -185,7 +185,7 @@ class Scheduler:
     def runnable(self) -> list[Queue]:
         """The streams that can take a step. A record on an idle stream takes one too, so an event is never complete at
         once."""
-        return [queue for queue in self._busy.values() if isinstance(queue.entries[0], Work | Record)]
+        return [queue for queue in self._busy.values() if isinstance(queue.entries[0], Task | Record)]
 
     def poll(self) -> None:
         """Take as many early steps as the choices say."""
@@ -233,7 +233,7 @@ class Scheduler:
     def drop_bound(self) -> None:
         """Forget all work that touches blocks."""
         for queue in list(self._busy.values()):
-            queue.entries = deque(entry for entry in queue.entries if not (isinstance(entry, Work) and entry.bound))
+            queue.entries = deque(entry for entry in queue.entries if not (isinstance(entry, Task) and entry.bound))
             if not queue.entries:
                 del self._busy[queue.lane]
         self.settle()
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _step(self, queue: Queue) -> None:
         head = queue.entries[0]
-        if isinstance(head, Work):
+        if isinstance(head, Task):
             if not head.advance(self._choices):
                 return
             queue.entries.popleft()
@@ -260,4 +260,4 @@ def describe(entry: Entry | SimEvent) -> str:
         return f"{entry.access}\n      for {describe(entry.event)}"
     if isinstance(entry, Stall):
         return f"a closed gate: {entry.access}"
-    return str(entry.access) if isinstance(entry, Work) else "a record"
+    return str(entry.access) if isinstance(entry, Task) else "a record"

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
+    BOUND_ALREADY,
     BYTES,
     FROM,
+    NOT_BOUND,
     NULL_EVENT,
     NULL_STREAM,
     TO,
@@ -25,43 +28,119 @@ from kvpool.device.base import (
     Event,
     Region,
     Stream,
-    moves_argument,
     stream_argument,
-    tier_argument,
 )
-from kvpool.device.block_copy import copy_fragments
 from kvpool.device.ram import allocate_ram, available_ram
 from kvpool.device.regions import Regions
-from kvpool.device.shared import MainMemory, SharedMemories
+from kvpool.device.shared import allocate_shared, free_shared
 from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
-from kvpool.device.sim.handles import EntryLock, Gate, HostSpan
 from kvpool.device.sim.order import LANE_BITS, NO_ROWS, HostAccess, Rows, Waits, joined, rows_of_moves
 from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
 from kvpool.device.sim.scheduler import (
     Copy,
-    Launch,
+    Function,
     Queue,
     Record,
     Scheduler,
     SimEvent,
     Stall,
     Streams,
+    Task,
     Wait,
-    Work,
     describe,
 )
-from kvpool.device.steps import StagedStep, StepTargets, write_checked_step
-from kvpool.device.tables import StagedRows, StagedVectors, Table, write_checked, write_vectors
-from kvpool.device.token_moves import TokenMoves
+from kvpool.device.steps import StagedStep
+from kvpool.device.tables import StagedRows, StagedVectors
+from kvpool.device.work import Fragments, TokenMoves, Work
+from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import PoolClosed
 
+_KINDS: dict[type, str] = {
+    Fragments: "copy_fragments", TokenMoves: "move_tokens", StagedRows: "stage_rows", StagedVectors: "stage_vectors",
+    StagedStep: "stage_step",
+}  # fmt: skip
+"""The names of work in reports."""
 Memory = Sequence[NDArray[Any]]
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
 # If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
 # end.
 _VAIN_QUERIES = 100_000
+
+
+class EntryLock:
+    """A lock that code inside a call may not take again: where that would wait for itself, it is a RuntimeError.
+
+    ``first`` is called each time the lock has been taken. Signal handlers wait until it is free.
+    """
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._lock, self._inside, self._first = threading.Lock(), 0, first
+        self._signals = DeferSignals()
+
+    def __enter__(self) -> None:
+        if self._inside == threading.get_ident():
+            raise RuntimeError(
+                "this thread is inside a call of the device: a launched function may touch memory and nothing else"
+            )
+        self._take(blocking=True)
+
+    def _take(self, blocking: bool) -> bool:
+        """Take the lock. Returns whether it was free. ``__exit__`` releases what this has taken."""
+        signals = DeferSignals()
+        signals.__enter__()
+        if not self._lock.acquire(blocking=blocking):
+            signals.__exit__(None, None, None)
+            return False
+        self._inside, self._signals = threading.get_ident(), signals
+        try:
+            self._first()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signals, self._inside = self._signals, 0
+        self._lock.release()
+        signals.__exit__(kind, error, trace)
+
+    def pass_through(self) -> None:
+        """Take and release the lock, if it is free."""
+        if self._take(blocking=False):
+            self.__exit__(None, None, None)
+
+
+class Gate:
+    """Holds back what was enqueued on a stream after ``SimDevice.stall``, until it is opened. It orders no accesses.
+    Thread-safe."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+
+    def open(self) -> None:
+        """Let the stream go on. A second call does nothing."""
+        self._release()
+
+
+class HostSpan:
+    """A context manager: from entry to exit a thread reads and writes what it declared to ``SimDevice.host_access``."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        with DeferSignals() as signals:
+            self._begin()
+            signals.undo = self._end
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
 
 
 class SimDevice(Device):
@@ -115,7 +194,6 @@ class SimDevice(Device):
         self._streams = Streams()
         self._bound: Bound | None = None
         self._allocated: dict[int, NDArray[np.uint8]] = {}
-        self._shared = SharedMemories()
         self._accesses = self._vain = 0
         self._ended: deque[HostAccess] = deque()
         self._closed = False
@@ -141,20 +219,11 @@ class SimDevice(Device):
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def allocate(
-        self, nbytes: int, tier: str, take: Callable[[int], NDArray[np.uint8]] = allocate_ram
-    ) -> NDArray[np.uint8]:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> NDArray[np.uint8]:
         with self._entered():
-            tier_argument(tier)
-            array = take(nbytes)
+            array = (allocate_shared if shared else allocate_ram)(nbytes)
             self._allocated[id(array)] = array
             return array
-
-    def allocate_shared(self, nbytes: int, tier: str) -> NDArray[np.uint8]:
-        return self.allocate(nbytes, tier, self._shared.allocate)
-
-    def ipc_handle(self, array: NDArray[np.uint8], tier: str) -> MainMemory:
-        return self._shared.handle(array)
 
     def free(self, array: NDArray[np.uint8]) -> None:
         """See ``Device.free``. The memory is filled with poison, and kept until the device closes, so that later writes
@@ -164,7 +233,7 @@ class SimDevice(Device):
         memory that ``allocate`` did not return, or that was freed before.
         """
         with self._lock:
-            self._shared.free(array)
+            free_shared(array)
             if self._closed:
                 self._findings.poison(array)
                 return
@@ -179,7 +248,7 @@ class SimDevice(Device):
             del self._allocated[id(array)]
             self._findings.freed(array, access)
 
-    def adopt(self, memory: StridedArray, tier: str) -> NDArray[np.uint8]:
+    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> NDArray[np.uint8]:
         with self._entered():
             array = self._findings.lent(memory.host_view())
             self._allocated[id(array)] = array
@@ -187,19 +256,18 @@ class SimDevice(Device):
 
     def available_bytes(self, tier: str) -> int | None:
         """Half of what is available: the other half is for the shadow."""
-        tier_argument(tier)
         available = available_ram()
         return None if available is None else available // 2
 
     def bind(self, regions: Sequence[Region]) -> None:
         with self._entered():
             if self._bound is not None:
-                raise ValueError("device: already bound to a pool; every pool needs a device of its own")
+                raise ValueError(BOUND_ALREADY)
             self._bound = Bound.of(Regions(regions))
 
     def _pool(self) -> Bound:
         if self._bound is None:
-            raise ValueError("device: not bound to a pool")
+            raise ValueError(NOT_BOUND)
         return self._bound
 
     def _unbind(self, bound: Bound, access: Access) -> None:
@@ -233,10 +301,8 @@ class SimDevice(Device):
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         with self._entered():
-            regions, mirrors, order, _ = self._pool()
-            moves = moves_argument(moves).copy()  # The caller may use its array again at once.
-            regions.split(moves)  # This checks them.
-            queue = self._queue(stream)
+            _, mirrors, order, _ = self._pool()
+            moves, queue = moves.copy(), self._queue(stream)  # The caller may use its array again at once.
             if len(moves):
                 access = Access("copy_blocks", queue.name, call_site())
                 reads, writes = rows_of_moves(moves)
@@ -244,17 +310,20 @@ class SimDevice(Device):
                 self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes), reads)
             self._scheduler.poll()
 
-    def copy_fragments(self, fragments: Rows, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         with self._entered():
-            bound, own = self._pool(), fragments.copy()  # The caller may use its array again at once.
-            read, written = (bound.rows_of_memory(own[:, [end, BYTES]]) for end in (FROM, TO))
-            self._launch("copy_fragments", stream, partial(copy_fragments, own, False), read, written)
-
-    def move_tokens(self, moves: Rows, starts: Rows, stream: Stream = NULL_STREAM) -> None:
-        with self._entered():
-            regions, mirrors, _, _ = self._pool()
-            found = TokenMoves.of(moves, starts, regions)
-            self._launch("move_tokens", stream, partial(mirrors.move_tokens, found), *found.rows(regions.width))
+            bound = self._pool()
+            if isinstance(work, Fragments):
+                work = Fragments(work.rows.copy())  # The caller may use its array again at once.
+                read, written = (bound.rows_of_memory(work.rows[:, [end, BYTES]]) for end in (FROM, TO))
+            elif isinstance(work, TokenMoves):
+                work = TokenMoves(work.moves.copy(), work.starts.copy())
+                read, written = work.reads_and_writes(bound.regions.width)
+            elif id(work.buffer) not in self._allocated:
+                raise ValueError("staged: a buffer that allocate gave, and that was not freed, is needed")
+            else:
+                read, written = self._rows(None, None, [work.buffer], [table.owner for table in work.written()])
+            self._launch(_KINDS[type(work)], stream, partial(_run, work, bound), read, written)
 
     def launch(
         self,
@@ -284,7 +353,7 @@ class SimDevice(Device):
         queue = self._queue(stream)
         self._submit(
             queue,
-            Launch(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))),
+            Function(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))),
             read,
         )
         self._scheduler.poll()
@@ -296,31 +365,7 @@ class SimDevice(Device):
             ("writes", "stores"), writes, stores
         )
 
-    def stage_rows(self, table: Table, staged: StagedRows, stream: Stream = NULL_STREAM) -> None:
-        self._stage("stage_rows", stream, partial(write_checked, table, staged), staged.buffer, [table])
-
-    def stage_vectors(self, staged: StagedVectors, stream: Stream = NULL_STREAM) -> None:
-        self._stage(
-            "stage_vectors",
-            stream,
-            partial(write_vectors, staged),
-            staged.buffer,
-            [vector for vector, _, _ in staged.pieces],
-        )
-
-    def stage_step(self, targets: StepTargets, staged: StagedStep, stream: Stream = NULL_STREAM) -> None:
-        written = list(targets.tables.values())
-        self._stage("stage_step", stream, partial(write_checked_step, targets, staged), staged.buffer, written)
-
-    def _stage(
-        self, kind: str, stream: Stream, function: Callable[[], object], buffer: NDArray[np.uint8], tables: list[Table]
-    ) -> None:
-        with self._entered():
-            if id(buffer) not in self._allocated:
-                raise ValueError("staged: a buffer that allocate gave, and that was not freed, is needed")
-            self._launch(kind, stream, function, *self._rows(None, None, [buffer], [table.owner for table in tables]))
-
-    def _submit(self, queue: Queue, work: Work, reads: Rows) -> None:
+    def _submit(self, queue: Queue, work: Task, reads: Rows) -> None:
         self._accesses += 1
         key = (self._accesses << LANE_BITS) | queue.lane
         if self._bound is not None:
@@ -328,13 +373,13 @@ class SimDevice(Device):
         queue.clock[queue.lane] = key
         self._scheduler.add(queue, work)
 
-    def _finished(self, work: Work) -> None:
+    def _finished(self, work: Task) -> None:
         if work.error is not None:
             self._findings.note([work.error])
         if self._bound is not None:
             # While a thread of the host writes, a copy may have read more of its bytes than the shadow's copy did. That
             # race has been noted.
-            if isinstance(work, Launch) or self._bound.order.open:
+            if isinstance(work, Function) or self._bound.order.open:
                 self._bound.adopt(work.writes)
             self._findings.finished(self._bound, work.access)
 
@@ -482,3 +527,10 @@ class SimDevice(Device):
             self._allocated.clear()
             self._findings.forget_freed()
             self._findings.raise_first()
+
+
+def _run(work: Work, bound: Bound) -> None:
+    """Do work on the pools alone, not on their shadow. A buffer may have been written too early."""
+    if not isinstance(work, Fragments | TokenMoves):
+        work.check()
+    work.run(bound.mirrors.real)

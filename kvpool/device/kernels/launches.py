@@ -1,4 +1,4 @@
-"""Launches of the copy kernels: the records that the kernels take, and how the work is split."""
+"""Launches of the kernels: the records that they take, and how the work is split."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.device.block_copy import PIECE_BYTES, PLAN_FIELDS, CopyPlan
 from kvpool.device.kernels.launch import THREADS, Grid, Launch, word_bytes
+from kvpool.device.tables import OFFSET, SCALE, START, StagedRows, staged_arrays
+from kvpool.device.work import TokenMoves
 
 Int64s = npt.NDArray[np.int64]
 
-PLANES, BASES = 4, 384
-_KV_IN_FLIGHT, _PIECE_BYTES, _WARP = 4, 4096, 32
+_KV_IN_FLIGHT, _WARP = 4, 32
 # With so many units for each thread, nobody waits long for threads that get one more.
 _UNITS_PER_THREAD = 4
-_PLAN_FIELDS = 19
 _MOVE_BYTES = 16
 _COUNT_MAX = 2**31 - 1
 
@@ -62,13 +63,20 @@ def _record(*fields: Any) -> np.dtype[Any]:
     return np.dtype([(name, np.int64) if isinstance(name, str) else name for name in fields])
 
 
-# The structs of cuda/kv_copy.cu and cuda/block_copy.cu, field by field.
+# The structs of the CUDA sources, field by field. They travel in the argument of a launch, which may have 4,096 bytes.
+PLANES, BASES, MOVES, TABLE_PLANES, ROWS = 4, 384, 320, 120, 512
 _DIGITS = _record("chunk", "token", "head", "word")
 _PLANE = _record(*KvPlane._fields[:-1], "words", "chunk_layers", ("step", _DIGITS))
 KV_COPY = _record(
     *KvTokens._fields, "layers", "planes", "gather", ("plane", _PLANE, PLANES), ("bases", np.int64, BASES)
 )
-BLOCK_COPY = _record(("plan", np.int64, _PLAN_FIELDS), "moves", "count", "pieces")
+BLOCK_COPY = _record(("plan", np.int64, PLAN_FIELDS), "moves", "count", "pieces")
+TOKEN_MOVES = _record(
+    ("plan", np.int64, PLAN_FIELDS), "groups", *((name, np.uint32, MOVES) for name in ("ends", "source", "target"))
+)
+_TABLE_PLANE = np.dtype([("start", np.int64), ("scale", np.uint32), ("offset", np.uint32)])
+_TABLE = "ids", "table", "row_stride", "planes", "rows", "width", "columns"
+STAGE_ROWS = _record(*_TABLE, ("plane", _TABLE_PLANE, TABLE_PLANES), ("row", np.uint32, ROWS))
 
 
 def kv_copy(
@@ -155,14 +163,14 @@ def move_table(moves: Int64s) -> npt.NDArray[np.uint32]:
 
 
 def block_copies(
-    plan: Int64s, moves: int, count: int, *, whole: bool, host: bool, grid: Grid, chosen: int | None = None
+    plan: CopyPlan, moves: int, count: int, *, whole: bool, host: bool, grid: Grid, chosen: int | None = None
 ) -> Iterator[Launch]:
     """The launches, one unless there are very many moves, that make block copies which do not depend on each other.
 
     Parameters
     ----------
     plan
-        int64[19], ``device.block_copy.Plan.vector()`` of the pools, with the addresses at which kernels reach them.
+        That of the pools, with the addresses at which kernels reach them.
     moves
         Address of ``move_table`` of so many moves, at a multiple of 16, that kernels can read.
     whole
@@ -170,20 +178,53 @@ def block_copies(
     host, chosen
         As in ``kv_copy``.
     """
-    if plan.shape != (_PLAN_FIELDS,):
-        raise ValueError(f"plan: shape [{_PLAN_FIELDS}] is needed, not {list(plan.shape)}")
-    tiers, block_tokens = plan[:10].reshape(2, 5), int(plan[12])
-    runs, run_bytes, outer, inner, token_bytes = (int(number) for number in plan[14:])
-    pieces = runs * -(-run_bytes // _PIECE_BYTES)
+    pieces = plan.runs * -(-plan.run_bytes // PIECE_BYTES)
     if whole:
-        width = word_bytes(tiers[:, :3], run_bytes)
+        width = word_bytes(plan.device[:3], plan.host[:3], plan.run_bytes)
     else:
-        width = word_bytes(tiers, run_bytes, token_bytes)
-        pieces = max(pieces, outer * inner * -(-block_tokens * token_bytes // _PIECE_BYTES))
+        width = word_bytes(plan.device, plan.host, plan.run_bytes, plan.token_bytes)
+        of_tokens = -(-plan.block_tokens * plan.token_bytes // PIECE_BYTES)
+        pieces = max(pieces, plan.outer * plan.inner * of_tokens)
     per_launch = max(1, _COUNT_MAX // pieces)
     for first in range(0, count, per_launch):
         some = min(per_launch, count - first)
         record = np.zeros(1, BLOCK_COPY)
-        record[0] = (plan, moves + first * _MOVE_BYTES, some, pieces)
+        record[0] = (plan.vector(), moves + first * _MOVE_BYTES, some, pieces)
         thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // THREADS), host, chosen)
         yield Launch("block_copy.cu", f"block_copy_{width}", thread_blocks, THREADS, record)
+
+
+def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch]:
+    """The launches that move tokens, each with up to ``MOVES`` moves, in order. Raises ValueError for pools of more
+    slots than the kernel can count."""
+    if plan.device_blocks * plan.block_tokens >= 2**32:
+        raise ValueError(
+            f"device_blocks: {plan.device_blocks} of {plan.block_tokens} tokens; a GPU takes fewer than 2**32 slots"
+        )
+    base, block, _, outer, inner = plan.device
+    word = word_bytes(base, block, outer, inner, plan.token_bytes)
+    for first in range(0, len(work.moves), MOVES):
+        some = work.moves[first : first + MOVES]
+        ends = np.unique(np.clip(work.starts - first, 0, len(some)))[1:]
+        record = np.zeros(1, TOKEN_MOVES)
+        record["plan"], record["groups"], record["ends"][0, : len(ends)] = plan.vector(), len(ends), ends
+        record["source"][0, : len(some)], record["target"][0, : len(some)] = some.T
+        needed = -(-len(ends) * plan.outer * plan.inner * (plan.token_bytes // word) // THREADS)
+        yield Launch("token_moves.cu", f"move_tokens_{word}", grid.thread_blocks(needed), THREADS, record)
+
+
+def stage_rows(staged: StagedRows, address: int, grid: Grid) -> Iterator[Launch]:
+    """The launches that write staged rows, each up to ``ROWS`` rows of up to ``TABLE_PLANES`` planes. ``address`` is
+    that of the buffer, for kernels."""
+    _, rows, planes = staged_arrays(staged)
+    threads, table = min(THREADS, -(-staged.columns // _WARP) * _WARP), staged.table
+    for r in range(0, staged.rows, ROWS):
+        for p in range(0, staged.planes, TABLE_PLANES):
+            some, those = rows[r : r + ROWS], planes[p : p + TABLE_PLANES]
+            record = np.zeros(1, STAGE_ROWS)
+            shape = len(those), len(some), staged.width, staged.columns
+            record[list(_TABLE)] = (address + 4 * r * staged.width, table.address, table.strides[-2], *shape)
+            plane = record["plane"][0, : len(those)]
+            plane["start"], plane["scale"], plane["offset"] = those[:, START], those[:, SCALE], those[:, OFFSET]
+            record["row"][0, : len(some)] = some
+            yield Launch("stage_rows.cu", "stage_rows", grid.thread_blocks(len(some)), threads, record)
