@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     make_offload_key,
 )
 
-from kvpool.engines.stores import store_options  # noqa: E402
+from kvpool.engines.options import EngineOptions  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
@@ -259,7 +259,7 @@ class Stored(Manager):
     def __init__(self, chunks: int) -> None:
         self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY)
         self.tier = kvpool.HostTier.of(self.cache)
-        self.real = vllm.KVPoolOffloadingManager(self.cache, store_options({"stores": ["memory:?capacity=1MiB"]}))
+        self.real = vllm.KVPoolOffloadingManager(self.cache, EngineOptions(stores=("memory:?capacity=1MiB",)))
         self.real.open_stores(self.tier.share(), IDENTITY)
 
     def fill(self, *numbers: int) -> None:
@@ -417,7 +417,7 @@ def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
 
 def test_a_request_before_the_stores_are_open_is_refused() -> None:
     real = vllm.KVPoolOffloadingManager(
-        kvpool.HostCache(4, 64, identity=IDENTITY), store_options({"stores": ["memory:?capacity=1MiB"]})
+        kvpool.HostCache(4, 64, identity=IDENTITY), EngineOptions(stores=("memory:?capacity=1MiB",))
     )
     with pytest.raises(ValueError, match="KVPoolOffloadingConnector"):
         real.on_new_request(request())
