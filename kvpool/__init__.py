@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvpool.arrays.layout import BlockLayout as BlockLayout
     from kvpool.arrays.paged import PagedKV as PagedKV
     from kvpool.arrays.strided import StridedArray as StridedArray
+    from kvpool.entry.arguments import RetentionRange as RetentionRange
     from kvpool.errors import BlockNotFound as BlockNotFound
     from kvpool.errors import DeviceError as DeviceError
     from kvpool.errors import ForkedProcess as ForkedProcess
@@ -47,20 +48,19 @@ if TYPE_CHECKING:
     from kvpool.memory.kv_copy import scatter_kv as scatter_kv
     from kvpool.pool.config import LayerGroup as LayerGroup
     from kvpool.pool.config import split_blocks as split_blocks
-    from kvpool.pool.contents import Lacking as Lacking
     from kvpool.pool.events import Event as Event
     from kvpool.pool.events import Events as Events
     from kvpool.pool.keys import Admission as Admission
     from kvpool.pool.keys import BlockKeys as BlockKeys
+    from kvpool.pool.keys import Lacking as Lacking
     from kvpool.pool.keys import Match as Match
     from kvpool.pool.keys import Plan as Plan
     from kvpool.pool.leases import Lease as Lease
     from kvpool.pool.manager import KVCacheManager as KVCacheManager
-    from kvpool.pool.progress import RequestStats as RequestStats
     from kvpool.pool.reservations import Loadable as Loadable
     from kvpool.pool.reservations import Reservation as Reservation
-    from kvpool.pool.retention import RetentionRange as RetentionRange
     from kvpool.pool.stats import GroupStats as GroupStats
+    from kvpool.pool.stats import RequestStats as RequestStats
     from kvpool.pool.stats import Stats as Stats
     from kvpool.pool.stats import TierStats as TierStats
     from kvpool.tables.block_table import BlockTable as BlockTable
@@ -116,13 +116,13 @@ _MODULES = {
     "GroupStats": "kvpool.pool.stats",
     "Stats": "kvpool.pool.stats",
     "TierStats": "kvpool.pool.stats",
-    "Lacking": "kvpool.pool.contents",
+    "Lacking": "kvpool.pool.keys",
     "Admission": "kvpool.pool.keys",
     "BlockKeys": "kvpool.pool.keys",
     "Match": "kvpool.pool.keys",
     "Plan": "kvpool.pool.keys",
-    "RequestStats": "kvpool.pool.progress",
-    "RetentionRange": "kvpool.pool.retention",
+    "RequestStats": "kvpool.pool.stats",
+    "RetentionRange": "kvpool.entry.arguments",
     "BlockTable": "kvpool.tables.block_table",
     "StepTables": "kvpool.tables.step_tables",
     "warm_up": "kvpool.warming",

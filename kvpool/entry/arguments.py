@@ -1,4 +1,4 @@
-"""Checks of callers' arguments: token buffers, arrays of sequence ids and counts, flags, texts.
+"""Checks of callers' arguments: token buffers, arrays of sequence ids and counts, flags, texts, retention.
 
 Jitted code runs without the interpreter's lock and checks no bounds. So it may read only memory that the caller cannot
 reach: every function here that returns an array returns private memory. Each function copies first, and then checks
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import array
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from kvpool.arrays.strided import in_numpy
 from kvpool.jit import jit
 
 INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
+OPEN_END = 1 << 62
 TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -214,3 +216,56 @@ def extra_array(extra_ids: Any, count: int) -> npt.NDArray[np.int64] | None:
     if len(found) != count:
         raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
     return found if found.any() else None
+
+
+class RetentionRange(NamedTuple):
+    """Tokens [start, end) of a prompt (``end`` None: to its end), for blocks whose first token is in this range."""
+
+    start: int
+    end: int | None
+    priority: int
+    ttl_ms: int | None = None
+
+
+def priority_argument(name: str, value: object) -> int:
+    """A priority: 0 (goes first) to 100 (stays longest)."""
+    return integer_argument(name, value, 0, 100)
+
+
+def ttl_argument(name: str, value: object) -> int:
+    """Milliseconds from release, or None for ever, which is -1 here."""
+    return -1 if value is None else integer_argument(name, value, 1, INT32_MAX)
+
+
+def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) -> npt.NDArray[np.int64]:
+    """Ranges as int64[n, 4] rows (start, end, priority, ttl), sorted by start.
+
+    Raises ValueError for a negative index, an empty range, an overlap, or an open end before the last range; TypeError
+    for no range.
+    """
+    if not isinstance(ranges, (list, tuple)):
+        raise TypeError(f"retention={ranges!r:.80}: accepted is a list of ranges")
+    rows = []
+    for i, given in enumerate(ranges):
+        name = f"retention[{i}]"
+        try:
+            one = RetentionRange(*given)
+        except TypeError:
+            raise TypeError(f"{name}={given!r}: accepted is (start, end, priority[, ttl_ms])") from None
+        start = integer_argument(f"{name}.start", one.start, 0, OPEN_END - 1)
+        end = OPEN_END if one.end is None else integer_argument(f"{name}.end", one.end, 0, OPEN_END)
+        if end <= start:
+            raise ValueError(f"{name}={given!r}: end must be above start")
+        rows.append(
+            (
+                start,
+                end,
+                priority_argument(f"{name}.priority", one.priority),
+                ttl_argument(f"{name}.ttl_ms", one.ttl_ms),
+            )
+        )
+    rows.sort()
+    for before, after in zip(rows, rows[1:], strict=False):
+        if after[0] < before[1]:
+            raise ValueError(f"retention={list(ranges)!r}: ranges overlap, or an open end is not the last")
+    return np.array(rows, np.int64).reshape(-1, 4)

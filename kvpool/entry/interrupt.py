@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 Handler = Callable[[int, FrameType | None], object]
 Answer = TypeVar("Answer")
@@ -34,10 +34,11 @@ _COMMON = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr
 LOOK_AT_ALL = 64
 
 _main = threading.main_thread().ident
-_current: DeferSignals | None = None
+# The context that defers signals now.
+_current: _Outermost | None = None
 _waiting = False
-# Those whose ``undo`` is still to be called.
-_owed: list[DeferSignals] = []
+# What is still to be undone, by the next call.
+_owed: list[Callable[[], object]] = []
 # The signals that have arrived and are deferred, in order.
 _noted: dict[int, int] = {}
 # The handlers that ``_hold`` replaces.
@@ -76,105 +77,132 @@ def _watch() -> None:
     _calls, _found, _watched = 0, [], (*_COMMON, *others)
 
 
-class DeferSignals:
-    """Context manager: a signal that arrives inside, and has a handler in Python, is delivered at the end.
-
-    It works only in the main thread, which runs all handlers. If contexts are nested, signals are delivered at the end
-    of the outermost.
-
-    If the end raises, because the body or a handler raised, ``undo`` is called once, while signals are deferred. The
-    caller gets no result then, so ``undo`` reverts what the result would have handed out.
-
-    A signal that arrives right behind the end is delivered in the function that has the context. So a function whose
-    result must not be lost calls ``take_back`` for any exception, in an ``except`` around the context.
-    """
+class _Inner:
+    """A context inside another one, or on another thread: it defers nothing."""
 
     undo: Callable[[], object] | None = None
-    _outermost = False
 
-    def __enter__(self) -> DeferSignals:
-        global _current, _calls
-        if _current is None and get_ident() == _main:
-            try:
-                # Until all replacements are in place, a handler may still run.
-                self._outermost, _current = True, self
-                _calls += 1
-                if _calls >= LOOK_AT_ALL:
-                    _watch()
-                watched = _watched
-                now = [*map(getsignal, watched), watched]
-                if now != _found:
-                    _look(now)
-                for number, _ in _handlers:
-                    set_handler(number, _hold)
-                if _owed:
-                    _pay()
-            except BaseException:
-                # A handler that was not yet replaced has raised. Another one may raise at the first call.
-                _current = None
-                try:
-                    _restore()
-                finally:
-                    _restore()
-                raise
+    def take_back(self) -> None:
+        """Nothing: ``undo`` is called without it. For those who still call it."""
+
+    def __enter__(self) -> _Inner:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._outermost:
-            if kind is not None:
-                self._take_back()
-            return
-        try:
-            raised = self._deliver() if _noted else None
-            if kind is not None or raised is not None:
-                self._take_back()
-            if raised is not None:
-                raise raised
-        finally:
-            self._leave()
+        if kind is not None and self.undo is not None:
+            self.undo()
+
+
+class _Outermost:
+    """The context of a call from outside, in the main thread."""
+
+    undo: Callable[[], object] | None = None
 
     def take_back(self) -> None:
-        """Call ``undo``, if it has not been called. If another handler raises right here, the next call does it."""
-        if self._outermost and self.undo is not None:
-            _owed.append(self)
-            with DeferSignals():
-                pass
+        """Nothing: ``undo`` is called without it. For those who still call it."""
 
-    def _take_back(self) -> None:
-        undo, self.undo = self.undo, None
-        if undo is not None:
-            undo()
-
-    def _deliver(self) -> BaseException | None:
-        """Have the interpreter run the handlers of the deferred signals, as if these arrived now. Returns the last
-        exception that they raised."""
-        raised: BaseException | None = None
-        while _noted:
-            try:
-                deliver(_trip)
-            except BaseException as error:
-                error.__context__ = error.__context__ or raised
-                raised = error
-        return raised
-
-    def _leave(self) -> None:
-        """Restore the handlers. A signal that arrives from here on is delivered at once: its handler may raise at any
-        point of this function."""
-        global _current
+    def __enter__(self) -> _Outermost:
+        global _current, _calls
         try:
-            _current = None
-            _restore()
+            # Until all replacements are in place, a handler may still run.
+            _current = self
+            _calls += 1
+            if _calls >= LOOK_AT_ALL:
+                _watch()
+            watched = _watched
+            now = [*map(getsignal, watched), watched]
+            if now != _found:
+                _look(now)
+            for number, _ in _handlers:
+                set_handler(number, _hold)
+            while _owed:
+                _owed.pop()()
         except BaseException:
+            # A handler that was not yet replaced has raised. Another one may raise at the first call.
+            _current = None
             try:
-                # This undoes. If another handler raises right here, the next call does it.
-                _owed.append(self)
-                with DeferSignals():
-                    pass
+                _restore()
             finally:
                 _restore()
             raise
+        return self
+
+    # No method, but a function: see ``DeferSignals``. So it finds its context by itself.
+    @staticmethod
+    def __exit__(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert _current is not None
+        undo = _current.undo
+        try:
+            raised = _deliver() if _noted else None
+            if undo is not None and (kind is not None or raised is not None):
+                now, undo = undo, None
+                now()
+            if raised is not None:
+                raise raised
+        finally:
+            _leave(undo)
+
+
+Door: TypeAlias = _Outermost | _Inner
+
+
+def DeferSignals() -> Door:
+    """A context manager: a signal that arrives inside, and has a handler in Python, is delivered at the end.
+
+    Each public call that changes something has one around the change, and returns its answer from inside::
+
+        with DeferSignals() as door:
+            lease = self._take(...)
+            door.undo = lease.close
+            return lease
+
+    If the call raises, because the body or a handler raised, ``undo`` is called once, while signals are deferred. The
+    caller gets no answer then, so ``undo`` reverts what the answer would have handed out. If a second handler raises
+    just then, the next call does it.
+
+    It defers only in the main thread, which runs all handlers. If contexts are nested, signals are delivered at the end
+    of the outermost; an inner one calls its own ``undo`` if its body raises.
+
+    The answer is not lost behind the end. There the interpreter would look for signals once more if ``__exit__`` were a
+    method. It is a function, and behind the call of a function the interpreter looks next in the code that gets the
+    answer (so in CPython 3.11 and later). The call has to return it at once: no call of a function in C may follow the
+    context.
+    """
+    return _Outermost() if _current is None and get_ident() == _main else _Inner()
+
+
+def _deliver() -> BaseException | None:
+    """Have the interpreter run the handlers of the deferred signals, as if these arrived now. Returns the last
+    exception that they raised."""
+    raised: BaseException | None = None
+    while _noted:
+        try:
+            deliver(_trip)
+        except BaseException as error:
+            error.__context__ = error.__context__ or raised
+            raised = error
+    return raised
+
+
+def _leave(undo: Callable[[], object] | None) -> None:
+    """Restore the handlers. A signal that arrives from here on is delivered at once: its handler may raise at any point
+    of this function."""
+    global _current
+    try:
+        _current = None
+        _restore()
+    except BaseException:
+        try:
+            # This undoes. If another handler raises right here, the next call does it.
+            if undo is not None:
+                _owed.append(undo)
+            with DeferSignals():
+                pass
+        finally:
+            _restore()
+        raise
 
 
 def _restore() -> None:
@@ -191,12 +219,6 @@ def _trip() -> None:
     noted = tuple(_noted)
     # One call trips all signals, so a handler that raises does not keep the others from running.
     list(map(interrupt_main, map(_noted.pop, noted, noted)))  # type: ignore[arg-type]  # any number
-
-
-def _pay() -> None:
-    """Run each ``undo`` that could not run when its call ended. The caller defers signals."""
-    while _owed:
-        _owed.pop()._take_back()
 
 
 def deliver(call: Callable[..., Answer], *args: Any) -> Answer:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.device.ram import available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.arguments import bool_argument, text_argument
+from kvpool.entry.arguments import bool_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
@@ -29,7 +29,6 @@ from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import clock_argument, secret_argument
 from kvpool.pool.core import MAX_MS
-from kvpool.pool.retention import priority_argument, ttl_argument
 from kvpool.pool.stats import Histogram
 from kvpool.state import hostcache, records
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
@@ -225,19 +224,14 @@ class HostCache:
         """
         wanted, owner = packed(keys), text_argument("owner", owner)
         now = self._now()
-        signals = DeferSignals()
-        try:
-            with signals, self._lock:
-                self._check_open()
-                place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
-                if place < 0:
-                    raise _missing(wanted, ~place, "here")
-                lease = self._leases.add(owner, now, wanted.keys, wanted.found[:, 2].copy(), self.fingerprint)
-                signals.undo = partial(self._leases.close_at, lease, now)
-                return lease
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals, self._lock:
+            self._check_open()
+            place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
+            if place < 0:
+                raise _missing(wanted, ~place, "here")
+            lease = self._leases.add(owner, now, wanted.keys, wanted.found[:, 2].copy(), self.fingerprint)
+            signals.undo = partial(self._leases.close_at, lease, now)
+            return lease
 
     def touch(self, keys: Keys) -> int:
         """Note that the keys which are HERE are used now. Returns how many.
@@ -261,24 +255,19 @@ class HostCache:
         """
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         now = self._now()
-        signals = DeferSignals()
-        try:
-            with signals, self._lock:
-                self._check_open()
-                evicted = np.empty_like(wanted.words)
+        with DeferSignals() as signals, self._lock:
+            self._check_open()
+            evicted = np.empty_like(wanted.words)
+            count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
+            if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
+                wanted = packed(dict.fromkeys(wanted.keys))
                 count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
-                if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
-                    wanted = packed(dict.fromkeys(wanted.keys))
-                    count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
-                if count < 0:
-                    raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
-                taken = int(wanted.found[0, 0]) if wanted.keys else 0
-                found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
-                signals.undo = partial(self._undo, found.keys, now)
-                return found
-        except BaseException:
-            signals.take_back()
-            raise
+            if count < 0:
+                raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
+            taken = int(wanted.found[0, 0]) if wanted.keys else 0
+            found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
+            signals.undo = partial(self._undo, found.keys, now)
+            return found
 
     def publish(self, keys: Keys) -> int:
         """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
@@ -339,17 +328,12 @@ class HostCache:
 
     def events(self) -> list[HostEvent]:
         """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
-        signals = DeferSignals()
-        try:
-            with signals:
-                with self._lock:
-                    self._check_open()
-                    taken = kv_events.take(self._states, self._names, False)
-                    signals.undo = partial(self._put_back, taken)
-                return _decoded(taken)
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            with self._lock:
+                self._check_open()
+                taken = kv_events.take(self._states, self._names, False)
+                signals.undo = partial(self._put_back, taken)
+            return _decoded(taken)
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self._lock:

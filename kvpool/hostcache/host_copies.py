@@ -89,14 +89,9 @@ class HostCopies:
     """
 
     def __init__(
-        self,
-        tier: HostTier,
-        caches: PagedKV | Sequence[PagedKV],
-        *,
-        blocks_per_host_block: int = 1,
-        first_byte: int = 0,
-        device: str | Device = "auto",
-    ) -> None:
+        self, tier: HostTier, caches: PagedKV | Sequence[PagedKV], *, blocks_per_host_block: int = 1,
+        first_byte: int = 0, device: str | Device = "auto",
+    ) -> None:  # fmt: skip
         if not isinstance(tier, HostTier):
             raise TypeError(f"tier={tier!r:.80}: accepted is a HostTier")
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
@@ -115,24 +110,16 @@ class HostCopies:
             self._nothing = self._device.allocate(0, "device")
             region = Region.of(layout_of(tier.block_bytes), self._nothing, self._pinned, 0, tier.host_blocks)
             self._device.bind([region])
-            self._streams = {
-                True: self._device.create_stream("copies in"),
-                False: self._device.create_stream("copies out"),
-            }
+            names = {True: "copies in", False: "copies out"}
+            self._streams = {into_host: self._device.create_stream(name) for into_host, name in names.items()}
         except BaseException:
             self._close_device()
             raise
 
     def copy_in(
-        self,
-        blocks: Any,
-        host_blocks: Any,
-        *,
-        skip_prefix_n_tokens: int = 0,
-        n_tokens: int | None = None,
-        stream: Any = None,
-        group: int = 0,
-    ) -> HostCopy:
+        self, blocks: Any, host_blocks: Any, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
+        stream: Any = None, group: int = 0,
+    ) -> HostCopy:  # fmt: skip
         """Copy KV of the engine's blocks into host blocks.
 
         Parameters
@@ -161,15 +148,9 @@ class HostCopies:
         return self._copy(True, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group)
 
     def copy_out(
-        self,
-        blocks: Any,
-        host_blocks: Any,
-        *,
-        skip_prefix_n_tokens: int = 0,
-        n_tokens: int | None = None,
-        stream: Any = None,
-        group: int = 0,
-    ) -> HostCopy:
+        self, blocks: Any, host_blocks: Any, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
+        stream: Any = None, group: int = 0,
+    ) -> HostCopy:  # fmt: skip
         """Copy KV of host blocks into the engine's blocks. Everything else is as in ``copy_in``."""
         return self._copy(False, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group)
 

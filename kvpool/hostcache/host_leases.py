@@ -49,15 +49,9 @@ class HostLease:
     __slots__ = ("_leases", "blocks", "fingerprint", "id", "keys", "owner", "since")
 
     def __init__(
-        self,
-        leases: HostLeases,
-        number: int,
-        owner: str,
-        since: int,
-        keys: tuple[bytes, ...],
-        blocks: Ids,
+        self, leases: HostLeases, number: int, owner: str, since: int, keys: tuple[bytes, ...], blocks: Ids,
         fingerprint: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._leases, self.id, self.owner, self.since = leases, number, owner, since
         self.keys, self.blocks, self.fingerprint = keys, blocks, fingerprint
 

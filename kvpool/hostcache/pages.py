@@ -122,14 +122,8 @@ def _add_block(out: Any, cursor: Any, engine: int, host: int, plane: Any, tokens
     if host_head > host_token:  # heads before tokens
         for h in range(heads):
             if token == run:
-                _add(
-                    out,
-                    cursor,
-                    engine + h * head + first * run,
-                    host + h * host_head + first * run,
-                    (end - first) * run,
-                    into_host,
-                )
+                source, target = engine + h * head + first * run, host + h * host_head + first * run
+                _add(out, cursor, source, target, (end - first) * run, into_host)
                 continue
             for t in range(first, end):
                 _add(out, cursor, engine + h * head + t * token, host + h * host_head + t * host_token, run, into_host)

@@ -9,14 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.keepers.block_saves import Saver
-from kvpool.keepers.feed import Feed
-from kvpool.keepers.lanes import Lane, Namespace
-from kvpool.keepers.ledger import Content, Ledger, Link
+from kvpool.keepers.bridge_events import BridgeEvents
+from kvpool.keepers.known_content import Content, KnownContent, Namespace
 from kvpool.keepers.loading import Loader
-from kvpool.pool.keys import BlockKeys
+from kvpool.keepers.staged_store import StagedStore
+from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.ring import REMOVED
 from kvpool.stores.jobs import Job
+from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import MODEL_BYTES, OK, TAG_BYTES
 
 
@@ -65,28 +66,20 @@ class Forgetter:
     is half done meanwhile."""
 
     def __init__(
-        self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, loader: Loader, saver: Saver
-    ) -> None:
-        self._pool, self._lanes, self._ledger = pool, lanes, ledger
-        self._feed, self._loader, self._saver = feed, loader, saver
+        self, pool: KVCacheManager, stores: Sequence[StagedStore], known: KnownContent, told: BridgeEvents,
+        loader: Loader, saver: Saver,
+    ) -> None:  # fmt: skip
+        self._pool, self._stores, self._known, self._told = pool, stores, known, told
+        self._loader, self._saver = loader, saver
 
-    def prompt(self, prompt: BlockKeys) -> Forgotten:
-        """Forget the full blocks of a prompt, and its stored tail."""
-        links = self._ledger.links(prompt, len(prompt) // self._pool.tokens_per_block)
-        return self._links(links, lambda: self._pool.forget(prompt))
-
-    def keys(self, rows: npt.NDArray[np.int64]) -> Forgotten:
-        """Forget contents by keys of the pool, int64[n, 2]. Raises ValueError for those that nobody knows."""
-        names = [row.tobytes() for row in rows]
-        links = self._ledger.named(names)
-        unknown = [name.hex() for name, link in zip(names, links, strict=True) if link is None]
-        if unknown:
-            raise ValueError(
-                f"prompt: the keeper does not know {len(unknown)} of {len(names)} keys, such as {unknown[0]}, so nor "
-                "what the stores call them: accepted are keys of blocks that the pool has or had lately, or the prompt"
-            )
-        keys = rows.view(np.uint64).reshape(-1, 2)
-        return self._links([link for link in links if link is not None], lambda: self._pool.forget(keys))
+    def blocks(self, prompt: BlockKeys | npt.NDArray[np.int64]) -> Forgotten:
+        """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
+        contents = self._known.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
+        for store in self._stores:
+            store.client.queue.check_forget(len(contents))
+        named, names = set(contents), BlockNames(map(self._known.name, contents))
+        count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
+        return self._drop(count, named.__contains__, lambda store: store.client.queue.forget(names))
 
     def namespace(self, namespace: Namespace) -> Forgotten:
         """Forget all content of a namespace. Raises ValueError for a store that cannot."""
@@ -94,8 +87,8 @@ class Forgetter:
         count = self._pool.forget(namespace=namespace)
         return self._drop(
             count,
-            lambda content: content.link.name[:2] == namespace,
-            lambda lane: lane.queue.clear(lane.tag(namespace)),
+            lambda content: content.whose == namespace,
+            lambda store: store.client.queue.clear(store.tag(namespace)),
         )
 
     def everything(self, force: bool) -> Forgotten:
@@ -104,46 +97,32 @@ class Forgetter:
         self._check(MODEL_BYTES, "be cleared")
         self._pool.reset(force)
         self._loader.stop_all("reset")
-        return self._drop(None, lambda content: True, lambda lane: lane.queue.clear())
-
-    def _links(self, links: Sequence[Link], forget: Callable[[], int]) -> Forgotten:
-        contents = [
-            content
-            for group in self._pool.groups
-            if group.kind != "cross"
-            for content in self._ledger.contents(links, group.index)
-        ]
-        for lane in self._lanes:
-            lane.queue.check_forget(len(contents))
-        named = {link.key for link in links}
-        return self._drop(
-            forget(),
-            lambda content: content.key in named,
-            lambda lane: lane.queue.forget(self._ledger.store_keys(contents, lane.index)),
-        )
+        return self._drop(None, lambda content: True, lambda store: store.client.queue.clear())
 
     def _check(self, size: int, what: str) -> None:
         """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
-        for lane in self._lanes:
-            if lane.queue.clears < size:
+        for store in self._stores:
+            if store.client.queue.clears < size:
                 raise ValueError(
-                    f"the store {lane.name!r} cannot {what}: accepted are stores that can, see Store.clears"
+                    f"the store {store.name!r} cannot {what}: accepted are stores that can, see Store.clears"
                 )
-            lane.queue.check_forget(1)
+            store.client.queue.check_forget(1)
 
-    def _drop(self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[Lane], Job]) -> Forgotten:
+    def _drop(
+        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StagedStore], Job]
+    ) -> Forgotten:
         """What is left to do when the pool has forgotten these contents."""
-        self._loader.forget(concerns)
+        self._loader.stop_all("forgotten", concerns)
         # From here on the queues give none of it to anybody, and save none of it.
-        jobs = {lane.name: begin(lane) for lane in self._lanes}
-        for lane in self._lanes:
+        jobs = {store.name: begin(store) for store in self._stores}
+        for store in self._stores:
             # What had ended before: it is noted now, and then taken back.
-            lane.settle()
-        self._saver.forget(concerns)
-        known = [content for content in self._ledger.all() if content.saved and concerns(content)]
-        for lane in self._lanes:
-            gone = [content for content in known if self._ledger.note(content, lane.index, False)]
-            self._feed.tell(REMOVED, lane.index, gone)
+            store.client.poll()
+        self._saver.give_up("forgotten", concerns)
+        known = [content for content in self._known.all() if content.saved and concerns(content)]
+        for store in self._stores:
+            gone = [content for content in known if self._known.note(content, store.index, False)]
+            self._told.tell(REMOVED, store.index, gone)
         return Forgotten(blocks, jobs)
 
 

@@ -21,13 +21,12 @@ from kvpool.hostcache.host_leases import HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
-from kvpool.keepers.health import StoreHealth, seconds_argument
 from kvpool.keepers.hostloads import HostLoads
 from kvpool.keepers.hostsaves import HostSaves
-from kvpool.keepers.lanes import PATIENCE_SECONDS
-from kvpool.keepers.lines import Line
-from kvpool.stores.queue import StoreQueue, StoreStats
+from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import Store
+from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
+from kvpool.stores.store_health import seconds_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -163,18 +162,13 @@ class HostKeeper:
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
         self._process.check(self)
-        signals = DeferSignals()
-        try:
-            with signals:
-                lease = self._cache.pin(keys, owner=owner)
-                signals.undo = lease.close
-                self._loads.read(lease.keys)
-                if self._unused:
-                    self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
-                return lease
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            lease = self._cache.pin(keys, owner=owner)
+            signals.undo = lease.close
+            self._loads.read(lease.keys)
+            if self._unused:
+                self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
+            return lease
 
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
@@ -279,7 +273,7 @@ class HostKeeper:
             over = line.queue.close(timeout) and over
             if not self._cache.closed:
                 with DeferSignals():
-                    line.settle()
+                    line.poll()
         return over
 
     def __enter__(self) -> Self:
@@ -304,24 +298,23 @@ class HostKeeper:
     def _settle(self) -> None:
         """Note what the stores have done."""
         for line in self._lines:
-            line.settle()
+            line.poll()
 
     @property
     def _busy(self) -> bool:
-        return self.pending or any(line.busy for line in self._lines)
+        return self.pending or any(line.under_way for line in self._lines)
 
 
 def _open(
     stores: Sequence[Store], tier: HostTier, identity: ModelIdentity, patience: float, clock: Callable[[], float]
-) -> list[Line]:
+) -> list[StoreClient]:
     """Open the stores: all, or none."""
     if not stores:
         raise ValueError("stores=[]: accepted are one or more")
-    lines: list[Line] = []
+    lines: list[StoreClient] = []
     try:
         for store in stores:
-            queue = StoreQueue(store, tier.blocks, identity, clock=clock)
-            lines.append(Line(queue, StoreHealth(clock=clock), patience))
+            lines.append(StoreClient(store, tier.blocks, identity, patience=patience, clock=clock))
     except BaseException:
         for line in lines:
             line.queue.close()

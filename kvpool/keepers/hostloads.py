@@ -10,10 +10,10 @@ from itertools import compress
 
 from kvpool.errors import OutOfBlocks, StoreBusy
 from kvpool.hostcache.host_cache import HostCache, Reserved
-from kvpool.keepers.lines import Line
-from kvpool.stores.jobs import Job
+from kvpool.stores.jobs import FIND, Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import CODES, OK
+from kvpool.stores.store_client import StoreClient
 
 ASKED_MAX = 65_536
 """Keys that are asked for at once, and keys that are remembered as absent."""
@@ -50,8 +50,8 @@ class HostLoads:
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[Line], generation: Callable[[], bytes], room: int, seconds: float,
-        retry_seconds: float, clock: Callable[[], float],
+        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int,
+        seconds: float, retry_seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._cache, self._lines, self._generation, self._clock = cache, lines, generation, clock
         self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds
@@ -147,17 +147,17 @@ class HostLoads:
         """Ask the stores from this one on."""
         reason = "absent" if first else "suspended"
         for number, line in enumerate(self._lines[first:], first):
-            if not line.health.usable():
+            if not line.usable(FIND):
                 continue
             now, end = self._clock(), self._deadline(keys)
             # One store that hangs leaves time for those behind it.
             deadline = end if number + 1 == len(self._lines) else now + (end - now) / 2
             try:
-                job = line.queue.find(BlockNames(keys, self._generation()), deadline=deadline)
+                names, done = BlockNames(keys, self._generation()), partial(self._searched, keys, number)
+                line.find(names, done, deadline=deadline)
             except StoreBusy:
                 reason = reason if first else "busy"
                 continue
-            line.follow(job, partial(self._searched, keys, number))
             return
         self._miss(keys, reason)
 
@@ -191,22 +191,22 @@ class HostLoads:
 
     # -- blocks that come ----------------------------------------------------------------------------
 
-    def _load(self, keys: list[bytes], line: Line) -> None:
+    def _load(self, keys: list[bytes], line: StoreClient) -> None:
         """Reserve blocks for keys that a store has, and load them. What has no room is missed."""
         taken = self._reserve(keys)
         own = taken.keys if taken is not None else ()
         self._miss_what_was_not_taken(keys, set(own))
         if taken is None or not own:
             return
+        names, left = BlockNames(own, self._generation()), set(own)
+        came, returned = partial(self._came, own, left), partial(self._returned, left)
         try:
-            job = line.queue.load(BlockNames(own, self._generation()), taken.blocks, deadline=self._deadline(own))
+            line.load(names, taken.blocks, came, returned, deadline=self._deadline(own))
         except StoreBusy:
             self._cache.abort(own)
             self._miss(own, "busy")
             return
         self.reserved += len(own)
-        left = set(own)
-        line.follow(job, partial(self._came, own, left), partial(self._returned, left))
 
     def _reserve(self, keys: list[bytes]) -> Reserved | None:
         """Blocks for as many of the first keys as have room. Others may need the last of them: no more than half of

@@ -11,10 +11,10 @@ import numpy as np
 from kvpool.errors import BlockNotFound, KVPoolError, StoreBusy
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_leases import HostLease
-from kvpool.keepers.lines import Line
-from kvpool.stores.jobs import Job
+from kvpool.stores.jobs import SAVE, Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import Rows
+from kvpool.stores.store_client import StoreClient
 
 AT_ONCE = 64
 """Most blocks of one job."""
@@ -30,8 +30,8 @@ class HostSaves:
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[Line], generation: Callable[[], bytes], room: int, seconds: float,
-        clock: Callable[[], float],
+        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int,
+        seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._cache, self._lines, self._generation = cache, lines, generation
         self._at_once = max(1, min(AT_ONCE, room // sum(line.queue.savers for line in lines)))
@@ -73,16 +73,13 @@ class HostSaves:
 
     def _save(self, names: BlockNames, deadline: float) -> None:
         for line in self._lines:
-            if not line.health.usable(writes=True):
+            if not line.usable(SAVE):
                 self.unsaved["suspended"] += len(names)
                 continue
             try:
-                job = line.queue.save(names, self._lend, deadline=deadline)
+                self._jobs.add(line.save(names, self._lend, self._ended, self._jobs.discard, deadline=deadline))
             except StoreBusy:
                 self.unsaved["busy"] += len(names)
-                continue
-            self._jobs.add(job)
-            line.follow(job, self._ended, self._jobs.discard)
 
     @contextmanager
     def _lend(self, names: BlockNames) -> Iterator[Rows]:

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
@@ -25,20 +22,21 @@ from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.keepers.block_saves import OnCommit, OnEviction, OnReuse, Rule, Saver
-from kvpool.keepers.feed import Feed
+from kvpool.keepers.block_saves import OnCommit, OnEviction, OnReuse, Rule, SaveOptions, Saver
+from kvpool.keepers.bridge_events import BridgeEvents
+from kvpool.keepers.choice import LoadOrCompute
 from kvpool.keepers.forgetting import Forgetter, Forgotten
-from kvpool.keepers.health import HealthStats, StoreHealth, seconds_argument
-from kvpool.keepers.lanes import Lane, Namespace
-from kvpool.keepers.ledger import Content, Ledger
+from kvpool.keepers.known_content import Content, KnownContent, Namespace
 from kvpool.keepers.loading import Loader, Prefetch
-from kvpool.keepers.racing import Races
+from kvpool.keepers.staged_store import StagedStore
 from kvpool.pool.events import Events
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import Store
+from kvpool.stores.store_client import StoreClient, staging_rows
+from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,10 +71,8 @@ class KeeperStats:
     "suspended", "forgotten", and the codes of jobs: "failed", "late", "refused", "cancelled\""""
     prefetches: dict[str, int]
     """prefetches that have ended, by ``Prefetch.ended``"""
-    orphans: int
-    """blocks that cannot be saved, since the keeper does not know the block before"""
     events_dropped: int
-    """rows of events that nobody read in time"""
+    """rows of events that the keeper, or the reader of ``Keeper.events``, came too late for"""
     waiting_blocks: int
     """blocks that wait to be saved now"""
     promoted_blocks: int
@@ -93,8 +89,8 @@ class Keeper:
     Parameters
     ----------
     pool
-        A pool with a host tier and with ``event_capacity``. The keeper reads its events, and nobody else may: read
-        ``Keeper.events`` instead.
+        A pool with a host tier and with ``event_capacity``. Its secret makes the keys of stores too. So it must be
+        given, unless no store outlives the process: ``KVCacheManager(..., secret=store.secret)``.
     stores
         A list of ``Store``, the nearest first. They are opened here, and closed by ``close``. Their names differ.
     identity
@@ -143,6 +139,7 @@ class Keeper:
     ) -> None:  # fmt: skip
         host_blocks = _host_blocks(pool)
         identity, chosen = identity_argument(identity), _stores_argument(stores)
+        _check_secret(pool, chosen)
         if save not in SAVES:
             raise ValueError(f"save={save!r:.80}: accepted are {', '.join(SAVES)}")
         limits = _quotas_argument(quotas)
@@ -156,32 +153,37 @@ class Keeper:
             raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
         healths = [StoreHealth(failures, probe_seconds, clock=clock) for _ in chosen]
         self._pool, self._clock, self._process = pool, clock, Process()
-        self._lanes: list[Lane] = []
+        self._stores: list[StagedStore] = []
         nbytes = max(group.block_bytes for group in pool.groups)
         try:
             for store, health in zip(chosen, healths, strict=True):
-                self._lanes.append(Lane(len(self._lanes), store, identity, rows, nbytes, health, clock))
-            self._feed = Feed(pool, [lane.name for lane in self._lanes])
+                memory = staging_rows(rows, nbytes)
+                client = StoreClient(store, memory, identity, health=health, staging=True, clock=clock)
+                self._stores.append(StagedStore(len(self._stores), client))
+            self._told = BridgeEvents(pool, [store.name for store in self._stores])
+            self._unread = _Unread(pool)
         except BaseException:
-            for lane in self._lanes:
-                lane.queue.close(1.0)
+            for opened in self._stores:
+                opened.client.close(1.0)
             raise
-        blocks = pool.device_blocks + pool.host_blocks
-        self._ledger = Ledger(pool.groups, pool.tokens_per_block, [lane.secret for lane in self._lanes], blocks + 4096)
-        kinds = sum(group.kind != "cross" for group in pool.groups)
-        races = Races(self._lanes, prefill_tokens_per_s, kinds, pool.tokens_per_block, clock)
-        self._loader = Loader(pool, self._lanes, self._ledger, self._feed, races, promotions, clock)
-        patience = SAVE_DEADLINES * self._deadline
-        self._saver = Saver(
-            pool, self._lanes, self._ledger, self._feed, limits, save == "evict", queued, patience, clock
-        )
+        blocks, kinds = pool.device_blocks + pool.host_blocks, sum(group.kind != "cross" for group in pool.groups)
+        self._known = KnownContent(pool.groups, pool.tokens_per_block, blocks + 4096)
+        choices = [
+            None if prefill_tokens_per_s is None
+            else LoadOrCompute(prefill_tokens_per_s, kinds * store.client.queue.block_bytes, pool.tokens_per_block)
+            for store in self._stores
+        ]  # fmt: skip
+        shared = pool, self._stores, self._known, self._told
+        self._loader = Loader(*shared, choices, promotions, clock)
+        options = SaveOptions(limits, save == "evict", queued, SAVE_DEADLINES * self._deadline)
+        self._saver = Saver(*shared, options, clock)
         rules: dict[str, Callable[[], Rule]] = {
             "commit": lambda: OnCommit(self._saver),
             "evict": lambda: OnEviction(self._saver, host_blocks, rows),
             "reuse": lambda: OnReuse(pool, self._saver),
         }
         self._rule = rules[save]()
-        self._forgetter = Forgetter(pool, self._lanes, self._ledger, self._feed, self._loader, self._saver)
+        self._forgetter = Forgetter(*shared, self._loader, self._saver)
         self._orders: deque[_Order] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
@@ -222,7 +224,7 @@ class Keeper:
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
         full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
-        there = self._ledger.known(keys, full)
+        there = self._known.known(keys, full)
         there[:, last:] = False
         if not keys.reuse or not there.any():
             return match
@@ -239,11 +241,11 @@ class Keeper:
         they are asked for.
         """
         self._process.check(self)
-        if not snapshot:
-            return self._feed.read()
-        bits = [(lane.index, 1 << lane.index) for lane in self._lanes]
-        known = [(index, one) for one in self._ledger.all() for index, bit in bits if one.saved & bit]
-        return self._feed.snapshot(known)
+        if not bool_argument("snapshot", snapshot):
+            return self._told.read()
+        held = [(store.index, one) for one in self._known.all() for store in self._stores
+                if one.saved & 1 << store.index]  # fmt: skip
+        return self._told.read(held)
 
     # -- for operators -------------------------------------------------------------------------------
 
@@ -254,10 +256,9 @@ class Keeper:
         computed it again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the keeper's thread,
         and not for a store.
 
-        ``prompt``, ``namespace``: as for ``KVCacheManager.forget``. Of keys alone, the keeper must know whose they are,
-        from events of the pool: ValueError otherwise. A prompt is always enough. Of a namespace, all stores must be
-        able to drop it, which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises
-        TypeError, ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
+        ``prompt``, ``namespace``: as for ``KVCacheManager.forget``. Of a namespace, all stores must be able to drop it,
+        which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises TypeError,
+        ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
         """
         self._process.check(self)
         forgetter = self._forgetter
@@ -267,11 +268,9 @@ class Keeper:
             pair = _namespace_argument("namespace", namespace)
             return self._ordered(lambda: forgetter.namespace(pair))
         prompt = in_numpy("prompt", prompt)
-        if is_keys(prompt) and not isinstance(prompt, BlockKeys):
-            rows = key_rows(prompt)
-            return self._ordered(lambda: self._forget_keys(rows))
-        keys = self._pool.block_keys(prompt)
-        return self._ordered(lambda: forgetter.prompt(keys))
+        alone = is_keys(prompt) and not isinstance(prompt, BlockKeys)
+        blocks = key_rows(prompt) if alone else self._pool.block_keys(prompt)
+        return self._ordered(lambda: forgetter.blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:
         """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store, such as the KV
@@ -320,10 +319,10 @@ class Keeper:
         saver, loader = self._saver, self._loader
         return KeeperStats(
             saver.saved_blocks, saver.saved_bytes, loader.loaded_blocks, loader.loaded_bytes, loader.found_blocks,
-            {(lane.name, reason): count for lane in self._lanes for reason, count in Counter(lane.dropped).items()},
-            dict(loader.ended), self._ledger.orphans, self._feed.dropped, saver.waiting, loader.promoted,
-            loader.under_way, {lane.name: lane.queue.stats() for lane in self._lanes},
-            {lane.name: lane.health.stats() for lane in self._lanes},
+            {(one.name, reason): count for one in self._stores for reason, count in Counter(one.dropped).items()},
+            dict(loader.ended), self._told.dropped + self._unread.missed, saver.waiting, loader.promoted,
+            loader.under_way, {one.name: one.client.queue.stats() for one in self._stores},
+            {one.name: one.client.health.stats() for one in self._stores},
         )  # fmt: skip
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -339,12 +338,9 @@ class Keeper:
         os.eventfd_write(self._wake, 1)
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
-        for lane in self._lanes:
-            over = lane.queue.close(max(0.0, end - time.monotonic())) and over
-        with self._lock:
-            for lane in self._lanes if not self._thread.is_alive() else ():
-                # What was cancelled is counted.
-                lane.settle()
+        for store in self._stores:
+            close = store.client.queue.close if self._thread.is_alive() else store.client.close
+            over = close(max(0.0, end - time.monotonic())) and over
         return over
 
     def __enter__(self) -> Self:
@@ -361,8 +357,8 @@ class Keeper:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
-                for lane in self._lanes:
-                    selector.register(lane.queue.fileno(), selectors.EVENT_READ)
+                for store in self._stores:
+                    selector.register(store.client.queue.fileno(), selectors.EVENT_READ)
                 wait = 0.0
                 while not self._closing:
                     if any(key.fd == self._wake for key, _ in selector.select(wait)):
@@ -383,16 +379,15 @@ class Keeper:
                 self._orders.clear()
                 self._idle.ring()
             self._loader.stop_all("closed")
-            self._saver.stop()
+            self._saver.give_up("cancelled")
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
         for _ in range(len(self._orders)):
             self._orders.popleft().do()
-        busy = sum(lane.settle() for lane in self._lanes) > 0
+        busy = sum(store.client.poll() for store in self._stores) > 0
         # What the pool did before a prefetch was asked for is known when it begins.
         asked = len(self._asked)
-        self._feed.poll()
         behind = self._apply()
         for _ in range(asked):
             self._begin(self._asked[0])
@@ -405,7 +400,7 @@ class Keeper:
         with self._lock:
             self._turns += 1
             idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
-            self._quiet = idle and not any(lane.under_way for lane in self._lanes)
+            self._quiet = idle and not any(store.client.under_way for store in self._stores)
             if self._quiet:
                 self._idle.ring()
         if more or busy or self._turns < self._awaited:
@@ -424,13 +419,6 @@ class Keeper:
         os.eventfd_write(self._wake, 1)
         return order.wait()
 
-    def _forget_keys(self, rows: npt.NDArray[np.int64]) -> Forgotten:
-        """Forget keys, of which the pool may just have told."""
-        self._feed.poll()
-        while self._apply():
-            pass
-        return self._forgetter.keys(rows)
-
     def _begin(self, handle: Prefetch) -> None:
         """Begin a prefetch. What is wrong with one must not end all."""
         try:
@@ -444,11 +432,11 @@ class Keeper:
     def _apply(self) -> bool:
         """Learn from the pool's events, some at a time. Returns whether there are more."""
         for _ in range(PARTS_PER_TURN):
-            part = self._feed.new(ROWS_AT_ONCE)
+            part = self._unread.next(ROWS_AT_ONCE)
             if part is None:
                 return False
             events, first, last, whole = part
-            (self._ledger.replace if whole else self._ledger.apply)(events, first, last, self._changed)
+            (self._known.replace if whole else self._known.apply)(events, first, last, self._changed)
             time.sleep(REST_SECONDS)
         return True
 
@@ -457,6 +445,38 @@ class Keeper:
         self._loader.used(content)
         if before and not content.on:
             self._saver.gone(content)
+
+
+class _Unread:
+    """The events of a pool, for the keeper: some rows at a time. The keeper's thread owns it. ``missed``: rows that it
+    came too late for."""
+
+    def __init__(self, pool: KVCacheManager) -> None:
+        self._pool, self.missed = pool, 0
+        self._events, self._first, self._last, self._whole = pool.events(since=0, snapshot=True), 0, 0, True
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with new events: with what there is now, if they have a snapshot."""
+        events = self._events
+        self._first, self._last = int(events.bounds[events.before_snapshot]) if self._whole else 0, len(events.records)
+
+    def next(self, rows: int) -> tuple[Events, int, int, bool] | None:
+        """Events, the first and the last of their rows that are new, and whether these are a snapshot. None if nothing
+        is new. Raises PoolClosed."""
+        if self._first == self._last:
+            cursor, self._whole = self._events.cursor, False
+            self._events = self._pool.events(since=cursor)
+            if self._events.missed:
+                self.missed, self._whole = self.missed + self._events.missed, True
+                self._events = self._pool.events(since=self._events.cursor, snapshot=True)
+            self._begin()
+        first, whole = self._first, self._whole
+        if first == self._last:
+            return None
+        self._first = self._last if whole else min(self._last, first + rows)
+        self._whole = False
+        return self._events, first, self._first, whole
 
 
 class _Order:
@@ -500,6 +520,16 @@ def _host_blocks(pool: Any) -> list[int]:
     if not pool.core.states.heads[0, H.event_capacity]:
         raise ValueError("pool: accepted are pools that record events (event_capacity of 1 and more)")
     return found
+
+
+def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
+    """Raise ValueError if the keys of the pool end with it, and a store does not."""
+    lasting = [store.name for store in stores if getattr(store, "lasting", True)]
+    if lasting and not pool.core.config.lasting_secret:
+        raise ValueError(
+            f"pool: its secret is random, so nothing that the store {lasting[0]!r} keeps would be found after a "
+            "restart: accepted is KVCacheManager(..., secret=store.secret)"
+        )
 
 
 def _stores_argument(stores: Any) -> list[Store]:

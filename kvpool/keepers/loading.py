@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -13,15 +16,16 @@ import numpy.typing as npt
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError, StoreBusy
-from kvpool.keepers.feed import Feed
-from kvpool.keepers.lanes import Lane, Namespace
-from kvpool.keepers.ledger import ON_DEVICE, ON_HOST, Content, Ledger
-from kvpool.keepers.racing import Race, Races
+from kvpool.keepers.bridge_events import BridgeEvents
+from kvpool.keepers.choice import Load, LoadOrCompute
+from kvpool.keepers.known_content import ON_DEVICE, ON_HOST, Content, KnownContent
+from kvpool.keepers.staged_store import StagedStore
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.state.ring import REMOVED, STORED
-from kvpool.stores.jobs import Job
+from kvpool.stores.jobs import FIND, LOAD, Job
+from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import ABSENT, DAMAGED, LATE, OK
 
 CHUNK_BYTES = 4 << 20
@@ -113,41 +117,80 @@ class _Wanted(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Blocks of one prompt that one job loads."""
+    """Blocks of one prompt that one job loads into rows, which are held until they have entered the pool."""
 
     wanted: list[_Wanted]
-    lane: Lane
+    store: StagedStore
     job: Job
 
 
-class _Fetch:
-    """A prefetch under way."""
+@dataclass(eq=False)
+class _Race:
+    """What one prefetch loads from one store against the engine, which may compute it sooner. ``items``: blocks to load
+    in all groups of layers, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job
+    did."""
 
-    def __init__(self, handle: Prefetch, generation: int, first: int, chains: list[list[Content]]) -> None:
-        self.handle, self.generation, self.first, self.chains = handle, generation, first, chains
-        self.source = [np.full(len(chain), -1, np.int64) for chain in chains]
-        self.finding: Job | None = None
-        self.wanted: deque[_Wanted] = deque()
-        self.chunks: deque[_Chunk] = deque()
-        self.races: dict[int, Race] = {}
+    choice: LoadOrCompute
+    load: Load
+    items: int
+    at: float
+    came: int = 0
+    began: float = math.inf
+
+    @property
+    def places(self) -> int:
+        """Blocks of the prompt that have come, in all groups of layers."""
+        return self.load.blocks * self.came // self.items
+
+    @property
+    def until(self) -> float:
+        """When it is given up if nothing comes, on the keeper's clock."""
+        return self.at + self.load.until
+
+    def lost(self, now: float) -> bool:
+        """Whether to give it up: the engine computes the rest sooner."""
+        return self.choice.late(self.load, self.places, max(0.0, now - self.at))
+
+    def end(self, now: float) -> None:
+        """It has ended. What it took is learned from."""
+        took = max(0.0, now - self.at)
+        self.choice.end(self.load, self.places, took, min(took, max(0.0, self.began - self.at)))
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A prefetch under way. ``first``: the first place that the pool did not have. ``chains``: the blocks of the
+    prompt, for each group of layers; ``source``: the store that has each, -1 if none has it."""
+
+    handle: Prefetch
+    generation: int
+    first: int
+    chains: list[list[Content]]
+    source: list[npt.NDArray[np.int64]]
+    finding: Job | None = None
+    wanted: deque[_Wanted] = field(default_factory=deque)
+    chunks: deque[_Chunk] = field(default_factory=deque)
+    races: dict[int, _Race] = field(default_factory=dict)
 
 
 class Loader:
     """The prefetches of a keeper. The keeper's thread owns it.
 
     ``promotion_blocks``: the most blocks that wait on the host for their requests, or are on their way there. So
-    prefetches displace no more than that of what the host has, however many requests wait.
+    prefetches displace no more than that of what the host has, however many requests wait. ``choices``: of each store,
+    whether to load from it; None loads all that is there.
     """
 
     def __init__(
-        self, pool: KVCacheManager, lanes: Sequence[Lane], ledger: Ledger, feed: Feed, races: Races,
-        promotion_blocks: int, clock: Callable[[], float],
+        self, pool: KVCacheManager, stores: Sequence[StagedStore], known: KnownContent, told: BridgeEvents,
+        choices: Sequence[LoadOrCompute | None], promotion_blocks: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._pool, self._lanes, self._ledger, self._feed, self._clock = pool, lanes, ledger, feed, clock
-        self._races, self._most = races, promotion_blocks
+        self._pool, self._stores, self._known, self._told, self._clock = pool, stores, known, told, clock
+        self._choices, self._most = choices, promotion_blocks
         self._fetches: list[_Fetch] = []
-        self._promoted: dict[tuple[int, bytes], float] = {}
-        self._coming: dict[tuple[int, bytes], float] = {}
+        # Until when a block counts as on its way; since when it has waited for its request.
+        self._coming: dict[Content, float] = {}
+        self._promoted: dict[Content, float] = {}
         self.ended: Counter[str] = Counter()
         self.found_blocks = self.loaded_blocks = self.loaded_bytes = 0
 
@@ -164,7 +207,7 @@ class Loader:
     @property
     def _room(self) -> int:
         """Blocks that may still be brought now."""
-        return self._most - len(self._coming.keys() - self._promoted.keys()) - self.promoted
+        return self._most - len(self._coming.keys() | self._promoted.keys())
 
     def next_deadline(self) -> float | None:
         ends = [fetch.handle.deadline for fetch in self._fetches]
@@ -182,48 +225,51 @@ class Loader:
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
         if first >= last:
             return self._end(handle, "cached")
-        links = self._ledger.links(prompt, last)
-        chains = [[] if group.kind == "cross" else self._ledger.contents(links, group.index)
-                  for group in self._pool.groups]  # fmt: skip
-        fetch = _Fetch(handle, self._generation(), first, chains)
+        chains = self._known.of_prompt(prompt, last)
+        sources = [np.full(len(chain), -1, np.int64) for chain in chains]
+        fetch = _Fetch(handle, self._generation(), first, chains, sources)
         self._fetches.append(fetch)
         self._find(fetch, 0)
 
-    def _find(self, fetch: _Fetch, store: int) -> None:
+    def _find(self, fetch: _Fetch, first: int) -> None:
         """Ask the stores from this one on, the nearest first, for what those before do not have."""
-        for lane in self._lanes[store:]:
-            asked = [content for chain, source in zip(fetch.chains, fetch.source, strict=True)
-                     for content in (chain[i] for i in np.flatnonzero(source < 0) if i >= fetch.first)
-                     if not content.on]  # fmt: skip
+        for store in self._stores[first:]:
+            asked = [(i, chain[i]) for chain, source in zip(fetch.chains, fetch.source, strict=True)
+                     for i in np.flatnonzero(source < 0).tolist() if i >= fetch.first and not chain[i].on]  # fmt: skip
             if not asked:
                 break
-            if not lane.health.usable():
+            if not store.client.usable(FIND):
                 continue
-            now, last = self._clock(), lane is self._lanes[-1]
+            now, end = self._clock(), fetch.handle.deadline
             # One store that hangs leaves time for those behind it.
-            deadline = fetch.handle.deadline if last else now + (fetch.handle.deadline - now) / 2
+            deadline = end if store is self._stores[-1] else now + (end - now) / 2
+            names, tag = BlockNames(self._known.name(content) for _, content in asked), store.tag(asked[0][1].whose)
             try:
-                keys = self._ledger.store_keys(asked, lane.index)
-                fetch.finding = lane.queue.find(keys, tag=lane.tag(_namespace(fetch)), deadline=deadline)
+                done = partial(self._found, fetch, store, asked)
+                fetch.finding = store.client.find(names, done, tag=tag, deadline=deadline)
             except StoreBusy:
                 continue
-            lane.follow(fetch.finding, partial(self._found, fetch, lane, asked))
             return
         self._plan(fetch)
 
-    def _found(self, fetch: _Fetch, lane: Lane, asked: list[Content], job: Job) -> None:
+    def _found(self, fetch: _Fetch, store: StagedStore, asked: list[tuple[int, Content]], job: Job) -> None:
         fetch.finding = None
-        news: dict[bool, list[Content]] = {True: [], False: []}
-        for content, code in zip(asked, job.codes.tolist(), strict=True):
+        for (place, content), code in zip(asked, job.codes.tolist(), strict=True):
             if code == OK:
-                fetch.source[content.group][content.link.depth] = lane.index
-            if code in (OK, ABSENT) and self._ledger.note(content, lane.index, code == OK):
-                news[code == OK].append(content)
+                fetch.source[content.group][place] = store.index
         self.found_blocks += job.ok
-        self._feed.tell(STORED, lane.index, news[True])
-        self._feed.tell(REMOVED, lane.index, news[False])
+        self._note(store, [content for _, content in asked], job, (OK,), (ABSENT,))
         if fetch in self._fetches:
-            self._find(fetch, lane.index + 1)
+            self._find(fetch, store.index + 1)
+
+    def _note(
+        self, store: StagedStore, contents: Sequence[Content], job: Job, there: Sequence[int], gone: Sequence[int]
+    ) -> None:
+        """Note what a job has told of its blocks by these codes, and tell what is news."""
+        for kind, codes in ((STORED, there), (REMOVED, gone)):
+            told = [content for content, code in zip(contents, job.codes.tolist(), strict=True)
+                    if code in codes and self._known.note(content, store.index, kind == STORED)]  # fmt: skip
+            self._told.tell(kind, store.index, told)
 
     def _plan(self, fetch: _Fetch) -> None:
         """Choose what to load."""
@@ -256,17 +302,19 @@ class Loader:
         return sorted(found, key=lambda one: (one.place, one.content.group))
 
     def _race(self, fetch: _Fetch, wanted: list[_Wanted]) -> int | None:
-        """Ask for each store whether to load from it. Returns the first place that is not worth it, or None."""
+        """Choose for each store whether to load from it. Returns the first place that is not worth it, or None."""
         for store in dict.fromkeys(one.store for one in wanted):
-            own = [one for one in wanted if one.store == store]
+            choice, own = self._choices[store], [one for one in wanted if one.store == store]
+            if choice is None:
+                continue
             ahead = sum(one.store == store for other in self._fetches for one in other.wanted)
             ahead += sum(len(chunk.wanted) for other in self._fetches for chunk in other.chunks
-                         if chunk.lane.index == store)  # fmt: skip
-            race = self._races.begin(store, len({one.place for one in own}), len(own), ahead)
-            if race is False:
+                         if chunk.store.index == store)  # fmt: skip
+            places = len({one.place for one in own})
+            load = choice.choose(places, ahead * self._stores[store].client.queue.block_bytes)
+            if not load.blocks:
                 return own[0].place
-            if isinstance(race, Race):
-                fetch.races[store] = race
+            fetch.races[store] = _Race(choice, load, len(own), self._clock())
         return None
 
     # -- loading -------------------------------------------------------------------------------------
@@ -276,8 +324,8 @@ class Loader:
         now = self._clock()
         while self._promoted and next(iter(self._promoted.values())) < now - UNUSED_SECONDS:
             del self._promoted[next(iter(self._promoted))]
-        for name in [name for name, until in self._coming.items() if until <= now]:
-            del self._coming[name]
+        for content in [content for content, until in self._coming.items() if until <= now]:
+            del self._coming[content]
         for fetch in list(self._fetches):
             if fetch.handle.cancelled:
                 self._stop(fetch, "cancelled")
@@ -294,46 +342,45 @@ class Loader:
 
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
-        while fetch.wanted and self._ledger.now(fetch.wanted[0].content).on:
+        while fetch.wanted and self._known.now(fetch.wanted[0].content).on:
             # Another prompt has brought it, or a request has computed it.
             self._came(fetch, fetch.wanted.popleft().store, 1, self._clock())
         if not fetch.wanted:
             if not fetch.chunks:
                 self._stop(fetch, "loaded")
             return False
-        lane = self._lanes[fetch.wanted[0].store]
-        size = max(1, CHUNK_BYTES // lane.queue.block_bytes)
-        share = max(1, lane.queue.slots // (2 * CHUNKS_UNDER_WAY))
-        count = min(size, share, lane.free_for_loads, self._room)
-        if count < 1:
-            return False
+        store = self._stores[fetch.wanted[0].store]
+        client, queue = store.client, store.client.queue
+        size, share = max(1, CHUNK_BYTES // queue.block_bytes), max(1, queue.slots // (2 * CHUNKS_UNDER_WAY))
+        count = min(size, share, client.free(LOAD), self._room)
         chosen: list[_Wanted] = []
-        while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == lane.index:
-            if _name(fetch.wanted[0].content) in self._coming:
+        while fetch.wanted and len(chosen) < count and fetch.wanted[0].store == store.index:
+            if fetch.wanted[0].content in self._coming:
                 # It is on its way for another prompt.
                 break
             chosen.append(fetch.wanted.popleft())
         if not chosen:
             return False
-        keys = self._ledger.store_keys([one.content for one in chosen], lane.index)
-        rows = lane.take(len(chosen))
+        contents, rows, deadline = (
+            [one.content for one in chosen],
+            client.take(LOAD, len(chosen)),
+            fetch.handle.deadline,
+        )
+        names = BlockNames(map(self._known.name, contents), contexts=[content.context for content in contents])
         try:
-            job = lane.queue.load(keys, rows, tag=lane.tag(_namespace(fetch)), deadline=fetch.handle.deadline)
+            done = partial(self._loaded, fetch, store, contents)
+            job = client.load(names, rows, done, tag=store.tag(contents[0].whose), deadline=deadline, hold=True)
         except StoreBusy:
-            lane.give_back(rows)
+            client.give_back(rows)
             fetch.wanted.extendleft(reversed(chosen))
             return False
-        chunk = _Chunk(chosen, lane, job)
-        fetch.chunks.append(chunk)
-        self._coming.update((_name(one.content), fetch.handle.deadline) for one in chosen)
-        lane.follow(job, partial(self._loaded, fetch, chunk), held=True)
+        fetch.chunks.append(_Chunk(chosen, store, job))
+        self._coming.update(dict.fromkeys(contents, deadline))
         return True
 
-    def _loaded(self, fetch: _Fetch, chunk: _Chunk, job: Job) -> None:
+    def _loaded(self, fetch: _Fetch, store: StagedStore, contents: list[Content], job: Job) -> None:
         """A job is done. Blocks enter the pool in the order of the prompt."""
-        gone = [one.content for one, code in zip(chunk.wanted, job.codes.tolist(), strict=True)
-                if code in (ABSENT, DAMAGED) and self._ledger.note(one.content, chunk.lane.index, False)]  # fmt: skip
-        self._feed.tell(REMOVED, chunk.lane.index, gone)
+        self._note(store, contents, job, (), (ABSENT, DAMAGED))
         while fetch in self._fetches and fetch.chunks and fetch.chunks[0].job.done:
             self._enter(fetch, fetch.chunks[0])
 
@@ -341,17 +388,17 @@ class Loader:
         """Import the leading blocks of the first chunk of a prompt."""
         if fetch.generation != self._generation():
             return self._stop(fetch, "reset")
-        leading, memory = chunk.job.leading, chunk.lane.memory
+        leading, memory = chunk.job.leading, chunk.store.client.memory
         try:
             for run in _runs(list(zip(chunk.wanted[:leading], chunk.job.rows.tolist(), strict=False))):
                 if not self._import(fetch, [one for one, _ in run], [memory[row] for _, row in run]):
                     return self._stop(fetch, "full")
         except DeviceError:
             leading = 0
-        self._came(fetch, chunk.lane.index, leading, chunk.job.began)
+        self._came(fetch, chunk.store.index, leading, chunk.job.began)
         if leading < len(chunk.wanted):
             return self._stop(fetch, "late" if chunk.job.codes[leading] == LATE else "failed")
-        chunk.lane.release(fetch.chunks.popleft().job)
+        chunk.store.client.release(fetch.chunks.popleft().job)
         if not fetch.wanted and not fetch.chunks:
             self._stop(fetch, "loaded")
 
@@ -366,38 +413,36 @@ class Loader:
         self.loaded_bytes += stored * group.block_bytes
         keys = np.frombuffer(b"".join(one.content.key for one in run), np.uint64).reshape(-1, 2)
         here = [True] * len(run) if stored == len(run) else self._pool.cached_blocks(keys)[group.index].tolist()
-        for one, there in zip(run, here, strict=True):
-            if there and not self._ledger.now(one.content).on & ON_DEVICE:
-                self._promoted[_name(one.content)] = self._clock()
+        for content, there in zip((one.content for one in run), here, strict=True):
+            if there and not self._known.now(content).on & ON_DEVICE:
+                self._promoted[content] = self._clock()
             if there:
                 # An event will say that it is there. Nobody waits for an event that was lost.
-                self._coming[_name(one.content)] = self._clock() + EVENT_SECONDS
+                self._coming[content] = self._clock() + EVENT_SECONDS
             else:
-                self._coming.pop(_name(one.content), None)
+                self._coming.pop(content, None)
         return all(here)
 
     def _came(self, fetch: _Fetch, store: int, items: int, began: float) -> None:
-        if store in fetch.races:
-            fetch.races[store].came(items, began, self._clock())
+        """So many blocks of a race are in the pool, by a job that began then."""
+        race = fetch.races.get(store)
+        if race is not None:
+            race.came, race.began = race.came + items, min(race.began, began)
+            race.lost(self._clock())
 
     # -- ending --------------------------------------------------------------------------------------
 
     def used(self, content: Content) -> None:
         """The tiers of a content have changed. What is on the device, or gone, does not wait for a request any more."""
-        self._coming.pop(_name(content), None)
+        self._coming.pop(content, None)
         if content.on & ON_DEVICE or not content.on & ON_HOST:
-            self._promoted.pop(_name(content), None)
+            self._promoted.pop(content, None)
 
-    def forget(self, concerns: Callable[[Content], bool]) -> None:
+    def stop_all(self, why: str, concerns: Callable[[Content], bool] = lambda _: True) -> None:
         """End the prefetches that may bring these contents."""
         for fetch in list(self._fetches):
             if any(concerns(content) for chain in fetch.chains for content in chain):
-                self._stop(fetch, "forgotten")
-
-    def stop_all(self, why: str) -> None:
-        """End all prefetches."""
-        for fetch in list(self._fetches):
-            self._stop(fetch, why)
+                self._stop(fetch, why)
 
     def _stop(self, fetch: _Fetch, why: str) -> None:
         if fetch not in self._fetches:
@@ -405,17 +450,18 @@ class Loader:
         self._fetches.remove(fetch)
         for chunk in fetch.chunks:
             chunk.job.cancel()
-            chunk.lane.release(chunk.job)
+            chunk.store.client.release(chunk.job)
             for one in chunk.wanted:
-                if _name(one.content) not in self._promoted:
-                    self._coming.pop(_name(one.content), None)
+                if one.content not in self._promoted:
+                    self._coming.pop(one.content, None)
         if fetch.finding is not None:
             fetch.finding.cancel()
         for race in fetch.races.values():
             if why in OF_STORES:
                 race.end(self._clock())
             else:
-                race.drop()
+                # It was ended for a reason that says nothing of the store.
+                race.choice.drop(race.load)
         self._end(fetch.handle, why)
 
     def _end(self, handle: Prefetch, why: str) -> None:
@@ -426,21 +472,8 @@ class Loader:
         return int(self._pool.core.states.heads[0, H.generation])
 
 
-def _namespace(fetch: _Fetch) -> Namespace:
-    return fetch.handle.prompt.salt, fetch.handle.prompt.adapter_id
-
-
-def _name(content: Content) -> tuple[int, bytes]:
-    return content.group, content.key
-
-
 def _runs(blocks: list[tuple[_Wanted, int]]) -> list[list[tuple[_Wanted, int]]]:
     """Blocks that follow each other in one group of layers, together."""
-    runs: list[list[tuple[_Wanted, int]]] = []
-    for one, row in sorted(blocks, key=lambda block: (block[0].content.group, block[0].place)):
-        before = runs[-1][-1][0] if runs else None
-        if before is not None and (before.content.group, before.place + 1) == (one.content.group, one.place):
-            runs[-1].append((one, row))
-        else:
-            runs.append([(one, row)])
-    return runs
+    ordered = sorted(blocks, key=lambda block: (block[0].content.group, block[0].place))
+    starts = groupby(enumerate(ordered), lambda one: (one[1][0].content.group, one[1][0].place - one[0]))
+    return [[block for _, block in run] for _, run in starts]

@@ -346,14 +346,13 @@ STORE_DEFINITIONS = (
     ),
     _counter(
         "kvpool_keeper_blocks",
-        "Blocks that were saved, that have entered the host tier (loaded), that stores were found to have when a "
-        "prompt came (found), and that could not be saved because the block before is not known (orphaned).",
+        "Blocks that were saved, that have entered the host tier (loaded), and that stores were found to have when a "
+        "prompt came (found).",
         ("kind",),
         lambda s: {
             ("saved",): s.saved_blocks,
             ("loaded",): s.loaded_blocks,
             ("found",): s.found_blocks,
-            ("orphaned",): s.orphans,
         },
     ),
     _counter(
@@ -372,7 +371,7 @@ STORE_DEFINITIONS = (
     ),
     _counter(
         "kvpool_keeper_events_dropped",
-        "Rows of a keeper's events that nobody read in time.",
+        "Rows of events that a keeper, or who reads its events, came too late for.",
         (),
         lambda s: {(): s.events_dropped},
     ),

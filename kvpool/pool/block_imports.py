@@ -33,7 +33,6 @@ class Imports:
     def store(
         self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[npt.NDArray[np.uint8]]
     ) -> int:
-        """What ``KVCacheManager.import_blocks`` does, its arguments checked."""
         self._core.refuse_inside("import_blocks")
         now = self._core.now()
         with self._one, DeferSignals():

@@ -13,8 +13,7 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.entry.arguments import bool_argument, window_argument
-from kvpool.pool.retention import priority_argument
+from kvpool.entry.arguments import bool_argument, priority_argument, window_argument
 from kvpool.state.arrays import GroupSizes, Settings
 
 KINDS = ("attention", "recurrent", "cross")
@@ -291,6 +290,8 @@ class PoolConfig:
     event_capacity: int
     staging_depth: int
     clock: Callable[[], int]
+    lasting_secret: bool
+    """whether the secret was given, so that another pool can have the same keys"""
 
     @classmethod
     def of(
@@ -334,6 +335,7 @@ class PoolConfig:
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
             integer_argument("staging_depth", staging_depth, 1, 1 << 16),
             ticks,
+            secret is not None,
         )  # fmt: skip
 
     @cached_property

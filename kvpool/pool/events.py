@@ -116,7 +116,8 @@ class Events(Sequence[Event]):
     int32[n, tokens_per_block]; ``extra`` int64 of the same shape, or None; ``bounds`` int64[m + 1]: event i is rows
     ``bounds[i]:bounds[i + 1]``. ``number`` is that of the first event. ``tiers`` has the names of the tiers by the
     number that records have, ``names`` the ``Name`` of each namespace. ``before_snapshot``: how many events come before
-    the "cleared" of a snapshot; without a snapshot, all.
+    the "cleared" of a snapshot; without a snapshot, all. ``cursor``: where a reader goes on with ``events(since=)``.
+    ``missed``: how many rows, of those that ``since`` asked for, were not kept so long.
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class Events(Sequence[Event]):
         capacities: Capacities,
         snapshot_row: int | None = None,
         tiers: tuple[str, ...] = TIERS,
+        cursor: int = 0,
+        missed: int = 0,
     ) -> None:
-        self.tiers, self.names = tiers, names
+        self.tiers, self.names, self.cursor, self.missed = tiers, names, cursor, missed
         self.records, self.tokens, self.extra, self.number, self.capacities = records, tokens, extra, number, capacities
         starts = records["joined"] == 0
         if len(records):
@@ -217,32 +220,48 @@ class Cached(NamedTuple):
 
 class Taken(NamedTuple):
     """What was copied under the state lock: rows of the ring, the cached blocks of each group for a snapshot, and the
-    data to decode them."""
+    data to decode them. ``first``, ``last``: places in the ring, counted from the first event of the pool."""
 
     ring: Rows3
     cached: list[Cached] | None
     number: int
     names: dict[int, Name]
     capacities: Capacities
+    first: int
+    last: int
+    since: int | None
+
+    @property
+    def told(self) -> int:
+        """Rows of the snapshot."""
+        return 0 if self.cached is None else 1 + sum(len(of_group.ids) for of_group in self.cached)
 
 
-def take(states: States, names: Names, snapshot: bool) -> Taken:
-    """Copy and empty the ring. With ``snapshot``, also copy what is cached. The caller holds the state lock."""
-    numbers, told = states.ring.numbers, states.ring
+def take(states: States, names: Names, snapshot: bool, since: int | None = None) -> Taken:
+    """Copy the ring: what was not read, and it counts as read then; or what came ``since``. With ``snapshot``, also
+    copy what is cached. The caller holds the state lock. Raises ValueError for a place that was not reached."""
+    numbers, kept = states.ring.numbers, states.ring
     first, last = int(numbers[N.read]), int(numbers[N.next])
-    places = np.arange(first, last) % max(1, len(told.events))
-    records = _whole(told.events, places)
-    ring = records, told.tokens[places], _extra_rows(told.extra, places, records["extra"] != 0)
+    if since is not None:
+        if since > last:
+            raise ValueError(f"since={since}: accepted are cursors of this pool, up to {last}")
+        first = max(since, last - len(kept.events))
+    places = np.arange(first, last) % max(1, len(kept.events))
+    records = _whole(kept.events, places)
+    ring = records, kept.tokens[places], _extra_rows(kept.extra, places, records["extra"] != 0)
     cached = [_cached(state) for state in states] if snapshot else None
-    if cached is not None:
-        # A snapshot is numbered like other events, so its reader continues without a gap.
-        numbers[N.next] += 1 + sum(len(of_group.ids) for of_group in cached)
-    numbers[N.read] = numbers[N.next]
     device_blocks = [int(state.head.device_blocks) for state in states]
     capacities = tuple(
         (device, len(state.blocks) - device) for device, state in zip(device_blocks, states, strict=True)
     )
-    return Taken(ring, cached, first, names.known, capacities)
+    # The one reader without a cursor gets a snapshot numbered like other events, and goes on without a gap.
+    number = first + (int(numbers[N.snapshots]) if since is None else 0)
+    taken = Taken(ring, cached, number, names.known, capacities, first, last, since)
+    numbers[N.seen] = last
+    if since is None:
+        numbers[N.read] = last
+        numbers[N.snapshots] += taken.told
+    return taken
 
 
 def put_back(states: States, taken: Taken) -> None:
@@ -251,15 +270,14 @@ def put_back(states: States, taken: Taken) -> None:
 
     The caller holds the state lock.
     """
-    numbers, lost = states.ring.numbers, len(taken.ring[0])
-    end = taken.number + lost
-    after = end + (0 if taken.cached is None else 1 + sum(len(of_group.ids) for of_group in taken.cached))
-    # The numbers of a snapshot have no place in the ring, so no event may have come after them.
-    if numbers[N.read] == after and (taken.cached is None or numbers[N.next] == after):
-        if taken.cached is not None:
-            numbers[N.next] = end
-        numbers[N.read] = max(taken.number, int(numbers[N.next]) - len(states.ring.events))
-        lost = int(numbers[N.read]) - taken.number
+    numbers, lost = states.ring.numbers, taken.last - taken.first
+    if taken.since is not None:
+        return
+    if numbers[N.read] == taken.last:
+        numbers[N.snapshots] -= taken.told
+        numbers[N.read] = max(taken.first, int(numbers[N.next]) - len(states.ring.events))
+        numbers[N.seen] = min(int(numbers[N.seen]), int(numbers[N.read]))
+        lost = int(numbers[N.read]) - taken.first
     states[0].counters[COUNTERS.index("events_dropped")] += lost
 
 
@@ -287,23 +305,29 @@ def _extra_rows(extra: Rows, places: Rows, has: npt.NDArray[np.bool_]) -> Rows |
 
 def decode(taken: Taken) -> Events:
     """The events of a copy. Needs no lock."""
-    if taken.cached is None:
-        return Events(*taken.ring, taken.number, taken.names, taken.capacities)
-    row = len(taken.ring[0])
-    cleared = np.zeros(1, EVENT)
-    cleared["kind"] = CLEARED
-    nothing = np.zeros((1, taken.ring[1].shape[1]), np.int32)
-    told = [_stored(g, cached, taken.capacities[g][DEVICE]) for g, cached in enumerate(taken.cached)]
-    records, tokens, extra = zip(taken.ring, (cleared, nothing, None), *told, strict=True)
+    missed = 0 if taken.since is None else taken.first - taken.since
+    (records, tokens, extra), row = taken.ring, None
+    if taken.cached is not None:
+        row, nothing = len(records), np.zeros((1, tokens.shape[1]), np.int32)
+        cleared = np.zeros(1, EVENT)
+        cleared["kind"] = CLEARED
+        told = [_stored(g, cached, taken.capacities[g][DEVICE]) for g, cached in enumerate(taken.cached)]
+        records, tokens, extra = joined([taken.ring, (cleared, nothing, None), *told])
     return Events(
-        np.concatenate(records),
-        np.concatenate(tokens),
-        _joined_extra(tokens, extra),
-        taken.number,
-        taken.names,
-        taken.capacities,
-        row,
+        records, tokens, extra, taken.number, taken.names, taken.capacities, row, cursor=taken.last, missed=missed
     )
+
+
+def joined(parts: Sequence[Rows3]) -> Rows3:
+    """Rows of events, one part after the other. Extra ids are zeros for a part that has none, and None if no part has
+    any."""
+    records, tokens, extra = zip(*parts, strict=True)
+    both = None
+    if any(part is not None for part in extra):
+        both = np.concatenate(
+            [np.zeros(own.shape, np.int64) if part is None else part for own, part in zip(tokens, extra, strict=True)]
+        )
+    return np.concatenate(records), np.concatenate(tokens), both
 
 
 def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
@@ -317,15 +341,6 @@ def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
     blocks = _whole(blocks, order)
     blocks["joined"][1:] = _continues(blocks[1:], blocks[:-1])
     return blocks, cached.tokens.take(order, axis=0), None if cached.extra is None else cached.extra[order]
-
-
-def _joined_extra(tokens: Sequence[npt.NDArray[np.int32]], extra: Sequence[Rows | None]) -> Rows | None:
-    """Extra ids of consecutive parts, zeros for a part that has none. None if no part has any."""
-    if all(part is None for part in extra):
-        return None
-    return np.concatenate(
-        [np.zeros(own.shape, np.int64) if part is None else part for own, part in zip(tokens, extra, strict=True)]
-    )
 
 
 def _continues(after: npt.NDArray[np.void], before: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -357,6 +372,12 @@ def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: npt.NDArray[n
     follows[mine] = first_child[parent[mine]] == mine
     head = _steps_to_root(np.where(follows, parent, np.arange(len(ids))))[1][content]
     return np.lexsort((depth, blocks["tier"], head, depth[head]))
+
+
+def parents_first(blocks: npt.NDArray[np.void]) -> Rows:
+    """An order of the rows of one tier: the children of a block come after it."""
+    ids = np.arange(len(blocks))
+    return _parents_first(blocks, ids, np.full(len(blocks), NONE, np.int32))
 
 
 def _steps_to_root(parent: Rows) -> tuple[Rows, Rows]:

@@ -115,9 +115,6 @@ class BlockKeys:
         extra = NO_EXTRA if extra_ids is None else extra_ids
         requests.describe(self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
 
-    def __init_subclass__(cls) -> None:
-        raise TypeError("BlockKeys has no subclasses: one could answer with another length than its arrays have")
-
     def extend(self, tokens: Any, *, extra_ids: Any = None) -> BlockKeys:
         """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
 
@@ -167,6 +164,11 @@ class BlockKeys:
             if root != self._scope.root or not np.array_equal(own._keys, self._keys):
                 raise ValueError("keys: they are not those of their tokens, extra_ids, salt and adapter_id")
             self._proven = True
+
+    @property
+    def has_extra(self) -> bool:
+        """Whether there are extra ids."""
+        return self._extra_ids is not None
 
     @property
     def proven(self) -> bool:
@@ -347,6 +349,14 @@ class Plan(NamedTuple):
     def admitted(self) -> int:
         """How many prompts would be admitted: those of the first m that were not refused."""
         return len(self.cached_tokens) - sum(place < len(self.cached_tokens) for place in self.refused)
+
+
+class Lacking(NamedTuple):
+    """What could be loaded for a prompt. With it, ``tokens`` tokens can be reused. ``blocks`` has, for each group of
+    layers, the places of the full blocks that it lacks for that, int64[m] in rising order."""
+
+    tokens: int
+    blocks: tuple[npt.NDArray[np.int64], ...]
 
 
 def tier_number(tier: Any) -> int:

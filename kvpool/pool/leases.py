@@ -121,7 +121,6 @@ class Leases:
     # -- opening ------------------------------------------------------------------------------------
 
     def pin(self, keys: Any, owner: Any, tier: Any, stream: Any, group: Any = None) -> Lease:
-        """What ``KVCacheManager.pin`` does."""
         wanted, rows = tier_number(tier), key_rows(keys)
 
         def missing(place: int) -> Lease:
@@ -130,11 +129,9 @@ class Leases:
         return self._pin(owner, rows, None, wanted, stream, missing, group)
 
     def find_and_pin_host(self, key: Any, owner: Any, stream: Any, group: Any = None) -> Lease | None:
-        """What ``KVCacheManager.find_and_pin_host`` does."""
         return self._pin(owner, key_row(key), None, records.HOST, stream, lambda place: None, group)
 
     def pin_blocks(self, ids: Any, owner: Any, stream: Any) -> Lease:
-        """What ``KVCacheManager.pin_blocks`` does."""
         which = id_array("ids", ids)
 
         def missing(place: int) -> Lease:
@@ -158,31 +155,26 @@ class Leases:
         only = int(records.NONE) if group is None else core.config.group(group)
         now, on = core.now(), None if stream is None else core.as_stream(stream)
         core.refuse_inside("pin")
-        signals = DeferSignals()
-        try:
-            with signals:
-                with core.lock:
-                    core.check_open()
-                    lease = self._take_lease(owner, keys, ids, tier, only, now, on)
-                    if isinstance(lease, int):
-                        return missing(lease)
-                    signals.undo = partial(self._close_open, lease)
-                    ids = self._open[lease.id].ids
-                    core.note(WILL_READ, on, ids)
-                    # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be
-                    # noticed below.
-                    behind = core.transfer.collect() or core.transfer.waiting
-                if behind:
-                    core.transfer.drain()
-                    lost = self._drop_lost(lease, ids, now)
-                    if lost is not None:
-                        return missing(lost if keys is None else _place_of_key(keys, lease, lost))
-                if on is None and core.transfer.order is not None:
-                    self._await(lease, ids)
-                return lease
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            with core.lock:
+                core.check_open()
+                lease = self._take_lease(owner, keys, ids, tier, only, now, on)
+                if isinstance(lease, int):
+                    return missing(lease)
+                signals.undo = partial(self._close_open, lease)
+                ids = self._open[lease.id].ids
+                core.note(WILL_READ, on, ids)
+                # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be
+                # noticed below.
+                behind = core.transfer.collect() or core.transfer.waiting
+            if behind:
+                core.transfer.drain()
+                lost = self._drop_lost(lease, ids, now)
+                if lost is not None:
+                    return missing(lost if keys is None else _place_of_key(keys, lease, lost))
+            if on is None and core.transfer.order is not None:
+                self._await(lease, ids)
+            return lease
 
     def _close_open(self, lease: Lease) -> None:
         """After any error, nobody has got the lease."""
@@ -310,7 +302,6 @@ class Leases:
         return self._core.now()
 
     def addresses(self, ids: Ids, part: Any) -> Ids:
-        """What ``Lease.addresses_of`` gives."""
         most = max(len(group.layouts) for group in self._core.config.groups)
         return self._pools.addresses(ids, integer_argument("part", part, 0, most - 1))
 

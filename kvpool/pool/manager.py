@@ -13,41 +13,55 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.strided import in_numpy
 from kvpool.device import get_device
 from kvpool.device.base import Device, tier_argument
 from kvpool.entry.arguments import (
+    RetentionRange,
+    adapter_argument,
+    address,
     bool_argument,
     count_array,
+    first_outside,
     id_array,
+    int64_array,
     is_integer,
     list_argument,
+    priority_argument,
+    salt_argument,
     text_argument,
     token_array,
-)
+    ttl_argument,
+)  # fmt: skip
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import DeviceError, IntegrityError, KVPoolError, PoolBusy
+from kvpool.errors import DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
 from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, Place
 from kvpool.operations import Operation
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
-from kvpool.pool.admissions import Admissions, as_admission, only_id
+from kvpool.pool.admissions import Admissions, as_admission
 from kvpool.pool.block_imports import Imports, block_buffer
-from kvpool.pool.branches import Branches
-from kvpool.pool.capacity import Capacity
+from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, PoolConfig
-from kvpool.pool.contents import Contents, Lacking
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
-from kvpool.pool.host_tables import HostTables
-from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, request_of
+from kvpool.pool.keys import (
+    Admission,
+    BlockKeys,
+    Lacking,
+    Match,
+    Plan,
+    is_keys,
+    key_rows,
+    request_of,
+    tier_number,
+)  # fmt: skip
 from kvpool.pool.leases import Lease, Leases
-from kvpool.pool.progress import Progress, RequestStats
 from kvpool.pool.prompts import Prompts
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
-from kvpool.pool.retention import RetentionRange, priority_argument, retention_rows
-from kvpool.pool.table_uploads import Tables
 from kvpool.pool.together import Together
-from kvpool.state import records, swaps, verbs
+from kvpool.state import control, lookup, pins, records, swaps, verbs
+from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
 from kvpool.tables.block_table import BlockTable
 from kvpool.tables.step_tables import StepTables
@@ -55,7 +69,6 @@ from kvpool.tables.step_tables import StepTables
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
 NO_COUNTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 Ids = Any
 Prompt = Any
@@ -166,13 +179,11 @@ class KVCacheManager:
         if self._pools.shared:
             self.core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         self._leases, self._imports = Leases(self.core, self._pools), Imports(self.core, self._pools)
-        capacity = Capacity(self.core)
-        self._reservations = Reservations(self.core, self._pools, capacity)
-        self._tables, self._host_tables = Tables(self.core, config.staging_depth), HostTables(self.core)
-        self._prompts, self._admissions = Prompts(self.core), Admissions(self.core, capacity)
-        self._branches, self._progress = Branches(self.core), Progress(self.core)
-        self._contents = Contents(self.core, self._prompts)
-        self._together = Together(self.core, self._prompts, self._admissions, self._leases, as_admission)
+        self._prompts = Prompts(self.core)
+        self._admissions = Admissions(self.core, self._prompts)
+        self._reservations = Reservations(self.core, self._pools, self._admissions)
+        self._tables = BlockTables(self.core, config.staging_depth)
+        self._together = Together(self.core, self._prompts, self._admissions, self._leases)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)
         self._report: CloseReport | None = None
@@ -239,7 +250,7 @@ class KVCacheManager:
         if (prompt is None) == (sequences is None):
             raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
         if sequences is None:
-            return self._admissions.needed(self._prompts.of(prompt), new_tokens, group, encoder_tokens)
+            return self._admissions.needed(prompt, new_tokens, group, encoder_tokens)
         if encoder_tokens is not None:
             raise ValueError(
                 f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's "
@@ -258,7 +269,7 @@ class KVCacheManager:
 
         Does not change the pool; thread-safe. Raises ValueError and TypeError for a wrong argument, PoolClosed.
         """
-        return self._admissions.plan(self._prompts.all_of(list_argument("prompts", prompts)), encoder_tokens)
+        return self._admissions.plan(prompts, encoder_tokens)
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -267,11 +278,10 @@ class KVCacheManager:
         decode_ttl_ms: int | None = None, stream: Any = None, encoder_tokens: int | None = None,
     ) -> int:  # fmt: skip
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
-        own = None if retention is None else retention_rows(retention)
-        keys = [self._prompts.of(prompt)]
-        return self._admissions.admit(
-            keys, [own], decode_priority, decode_ttl_ms, stream, False, encoder_tokens, only_id
-        )
+        ranges = None if retention is None else [retention]
+        own = self._admissions.arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
+        with DeferSignals() as door:
+            return int(self._admissions.admit(door, own, stream)[0][0, records.OUT.id])
 
     def add_sequence_batch(
         self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None,
@@ -291,17 +301,11 @@ class KVCacheManager:
         Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
         can never fit, and ValueError or TypeError for a wrong argument.
         """
-        partial = bool_argument("allow_partial_batch", allow_partial_batch)
-        keys = self._prompts.all_of(list_argument("prompts", prompts))
-        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
-        ranges = [None if one is None else retention_rows(one) for one in given]
-        if len(ranges) != len(keys):
-            raise ValueError(
-                f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
-            )
-        return self._admissions.admit(
-            keys, ranges, decode_priority, decode_ttl_ms, stream, partial, encoder_tokens, as_admission
+        own = self._admissions.arrivals(
+            prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens
         )
+        with DeferSignals() as door:
+            return as_admission(*self._admissions.admit(door, own, stream))
 
     def append_tokens(self, ids: Ids, tokens: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
@@ -405,7 +409,11 @@ class KVCacheManager:
 
         ``group``: the index of a group of layers, required where there are several. Does not change the pool.
         """
-        return self._admissions.evictable(ids, group)
+        which, g = id_array("ids", ids), self.core.config.group(group)
+        with self.core.lock:
+            named = self.core.tables[g][self.core.rows(which)]
+            found, times = np.unique(named[named != records.NONE], return_counts=True)
+            return int(np.count_nonzero(self.core.states[g].blocks["word"][found] == times))
 
     def fork(self, ids: Any, n: int = 1, *, stream: Any = None) -> npt.NDArray[np.int64]:
         """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
@@ -421,7 +429,15 @@ class KVCacheManager:
         Thread-safe. Raises OutOfSequences, UnknownSequence (also for reservations, which cannot be forked),
         DeviceError, ValueError, TypeError.
         """
-        return self._branches.fork(ids, n, stream)
+        which, count = id_array("ids", ids), integer_argument("n", n, 0, 1 << 24)
+        if len(which) * count > len(self.core.tokens.sequences):
+            # It is refused in any case, so nothing is allocated for it.
+            self.core.decide(stream, _refuse_forks, which, len(which) * count, ids=which)
+        out = np.full((len(which), count), records.NONE)
+        with DeferSignals() as door:
+            door.undo = lambda: self.core.release_unseen(out.ravel())
+            self.core.decide(stream, verbs.fork, which, out, ids=which)
+            return out[0] if is_integer(ids) else out
 
     def reorder(self, ids: Any, parents: Any, *, store: bool = False, stream: Any = None) -> None:
         """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
@@ -433,7 +449,18 @@ class KVCacheManager:
 
         Thread-safe. Raises UnknownSequence, DeviceError, ValueError, TypeError.
         """
-        self._branches.reorder(ids, parents, store, stream)
+        which, places = id_array("ids", ids), id_array("parents", parents)
+        if len(places) != len(which):
+            raise ValueError(f"parents has {len(places)} entries: accepted is one for each of the {len(which)} ids")
+        outside = first_outside(places, len(which) - 1)
+        if outside >= 0:
+            raise ValueError(
+                f"parents: {int(places[outside])} is out of range: accepted are places in ids, 0 to {len(which) - 1}"
+            )
+        before = np.empty((len(which), records.SEQUENCE.itemsize), np.uint8)
+        scratch, kept = np.zeros((3, len(which)), np.int64), bool_argument("store", store)
+        now = self.core.now()
+        self.core.decide(stream, verbs.reorder, which, places, kept, now, address(before), scratch, ids=which)
 
     def keep(self, ids: Any, drafts: Any, accepted: Any, counts: Any = None, *, stream: Any = None) -> None:
         """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
@@ -451,7 +478,14 @@ class KVCacheManager:
 
         Raises OutOfBlocks (for such copies), UnknownSequence, DeviceError, ValueError, TypeError. Thread-safe.
         """
-        self._branches.keep(ids, drafts, accepted, counts, stream)
+        which = id_array("ids", ids)
+        tails, path = count_array("drafts", drafts, which), int64_array("accepted", accepted)
+        if counts is None and len(which) != 1:
+            raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
+        each = count_array("counts", len(path) if counts is None else counts, which)
+        if int(each.sum()) != len(path):
+            raise ValueError(f"counts add up to {int(each.sum())}, accepted has {len(path)} entries")
+        self.core.decide(stream, verbs.keep, which, tails, path, each, tails - each, self.core.now(), ids=which)
 
     def cached_tokens(self, ids: Ids) -> Any:
         """Tokens that each sequence reused when it was added: int for one id, int32[n] for several."""
@@ -465,13 +499,16 @@ class KVCacheManager:
         """Leading tokens of each sequence whose KV is written."""
         return self._field("committed", ids)
 
-    def request_stats(self, ids: Ids) -> RequestStats:
+    def request_stats(self, ids: Ids) -> statistics.RequestStats:
         """What live sequences have reused, computed, decoded, dropped and computed in vain: see ``RequestStats``.
 
         Call it before ``release``. Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError,
         ValueError.
         """
-        return self._progress.of(ids)
+        which = id_array("ids", ids)
+        with self.core.lock:
+            found = statistics.requests(self.core, self.core.rows(which))
+        return statistics.RequestStats(*(int(one[0]) for one in found)) if is_integer(ids) else found
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)
@@ -487,7 +524,7 @@ class KVCacheManager:
         ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
         index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
         """
-        return self._host_tables.block_table(ids, stream, group)
+        return self._tables.block_table(ids, stream, group)
 
     def state_blocks(self, ids: Any, stream: Any = None, group: int | None = None) -> npt.NDArray[np.int32]:
         """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
@@ -507,7 +544,7 @@ class KVCacheManager:
         continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
         the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for a group that is not recurrent).
         """
-        return self._host_tables.state_blocks(ids, stream, group)
+        return self._tables.state_blocks(ids, stream, group)
 
     def copy_batch_block_offsets(
         self, target: Any, ids: Any, *, rows: Any = None, max_blocks: int | None = None, scale: Any = 1,
@@ -566,7 +603,7 @@ class KVCacheManager:
         the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for recurrent groups, and for
         arrays that are too small, with nothing written).
         """
-        return self._host_tables.step(ids, first, counts, out, stream, group)
+        return self._tables.step(ids, first, counts, out, stream, group)
 
     def copy_step_tables(
         self,
@@ -646,8 +683,9 @@ class KVCacheManager:
         ``max_sequences``, and counts as no reuse in the statistics. Thread-safe. Raises OutOfBlocks, OutOfSequences,
         DeviceError, ValueError, TypeError.
         """
-        own = None if retention is None else retention_rows(retention)
-        return self._reservations.take(self._prompts.of(prompt), own, owner, stream, encoder_tokens)
+        ranges = None if retention is None else [retention]
+        own = self._admissions.arrivals([prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens)
+        return self._reservations.take(own, text_argument("owner", owner), stream)
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -730,7 +768,7 @@ class KVCacheManager:
         A later eviction from the device then costs no copy. Takes a prompt, or keys. Stops when the host has no room.
         Changes the pool.
         """
-        return self._contents.offload(prompt)
+        return int(self.core.decide(None, verbs.offload, self._named(prompt)[1], self.core.now()))
 
     # -- cached content by name ------------------------------------------------------------------
 
@@ -740,7 +778,12 @@ class KVCacheManager:
         ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
         changes nothing. Raises TypeError, ValueError, PoolClosed.
         """
-        return self._contents.cached(prompt, tier)
+        which, rows = tier_number(tier), self._named(prompt)[1]
+        out = np.empty((len(self.core.states), len(rows)), np.bool_)
+        with self.core.lock:
+            self.core.check_open()
+            pins.cached(self.core.states.heads, rows, which, out)
+        return out
 
     def lacking(self, prompt: Prompt, there: Any) -> Lacking:
         """Which blocks a loader should load for a prompt, so that more of it can be reused.
@@ -751,7 +794,16 @@ class KVCacheManager:
         recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
         TypeError, ValueError, PoolClosed.
         """
-        return self._contents.lacking(prompt, there)
+        keys, heads = self._prompts.of(prompt), self.core.states.heads
+        rows = key_rows(keys)
+        brought = _flags(there, (len(heads), len(rows)))
+        here = np.empty_like(brought)
+        with self.core.lock:
+            self.core.check_open()
+            pins.cached(heads, rows, pins.ANY_TIER, here)
+            lacks = brought | here
+            most = int(lookup.lacking(heads, request_of(keys), here, lacks))
+        return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
 
     def forget(self, prompt: Any = None, *, namespace: Any = None) -> int:
         """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
@@ -769,7 +821,16 @@ class KVCacheManager:
         Counted as ``forgotten_by_call_blocks``, with "removed" events. Changes the pool; thread-safe. Raises TypeError,
         ValueError, PoolClosed.
         """
-        return self._contents.forget(prompt, namespace)
+        if (prompt is None) == (namespace is None):
+            raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
+        if namespace is not None:
+            tag = self._prompts.root(*_namespace_argument(namespace))[0]
+            return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
+        keys, rows = self._named(prompt)
+        ordered, now = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
+        if keys is None:
+            return int(self.core.decide(None, control.forget_keys, rows, ordered, now))
+        return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now))
 
     def set_priority(self, prompt: Any, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
@@ -780,7 +841,16 @@ class KVCacheManager:
         again by a retention range. Emits "updated" events. Changes the pool; thread-safe. Raises TypeError, ValueError,
         PoolClosed.
         """
-        return self._contents.set_priority(prompt, priority, ttl_ms)
+        value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
+        return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
+
+    def _named(self, prompt: Any) -> tuple[BlockKeys | None, npt.NDArray[np.int64]]:
+        """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""
+        prompt = in_numpy("prompt", prompt)
+        if not isinstance(prompt, BlockKeys) and is_keys(prompt):
+            return None, key_rows(prompt)
+        keys = self._prompts.of(prompt)
+        return keys, key_rows(keys)
 
     # -- the memory of the pool ------------------------------------------------------------------
 
@@ -862,7 +932,13 @@ class KVCacheManager:
 
         Cheap enough for every step. Thread-safe; changes nothing. Raises PoolClosed.
         """
-        return self._admissions.free_blocks()
+        with self.core.lock:
+            self.core.check_open()
+            if len(self.core.tables) == 1:
+                return int(verbs.free_device_blocks(self.core.states.heads))
+            found = np.empty(len(self.core.tables), np.int64)
+            verbs.free_in_groups(self.core.states.heads, found)
+        return found
 
     @property
     def closed(self) -> bool:
@@ -877,26 +953,30 @@ class KVCacheManager:
         now = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
         return int(self.core.decide(None, verbs.refresh, now))
 
-    def events(self, *, snapshot: bool = False) -> kv_events.Events:
+    def events(self, *, snapshot: bool = False, since: int | None = None) -> kv_events.Events:
         """What has changed in the cache since the last call. Each event is returned once.
 
         ``snapshot=True`` adds one "cleared" event and then "stored" events for all that is cached now, parents before
-        their children. A reader that starts late, or that has lost events, needs this. Thread-safe; the cache stays as
-        it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, TypeError, PoolClosed.
+        their children. A reader that starts late, or that has lost events, needs this.
+
+        ``since``: for one of several readers, each of which gets all events. 0 at first, then the ``cursor`` of what
+        this reader got last. The pool keeps the last ``event_capacity`` rows for all of them, and nothing for a reader;
+        ``missed`` says how many came too late for it. Other calls, with ``since`` and without, get what they would have
+        got. Numbers count from the first event of the pool, and those of a snapshot come again.
+
+        Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, and
+        for a cursor that the pool has not reached; TypeError, PoolClosed.
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
             raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
-        signals = DeferSignals()
-        try:
-            with signals:
-                with self.core.lock:
-                    self.core.check_open()
-                    taken = kv_events.take(self.core.states, self.core.names, snapshot)
-                    signals.undo = partial(self._put_back, taken)
-                return kv_events.decode(taken)
-        except BaseException:
-            signals.take_back()
-            raise
+        if since is not None:
+            since = integer_argument("since", since, 0, 1 << 62)
+        with DeferSignals() as signals:
+            with self.core.lock:
+                self.core.check_open()
+                taken = kv_events.take(self.core.states, self.core.names, snapshot, since)
+                signals.undo = partial(self._put_back, taken)
+            return kv_events.decode(taken)
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self.core.lock:
@@ -1010,3 +1090,32 @@ class KVCacheManager:
             raise KVPoolError(
                 f"the pool was closed while {', '.join(held)} and {views} views of exported memory were held: {report}"
             )
+
+
+def _refuse_forks(heads: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], wanted: int) -> int:
+    """Refuse a call for more forks than the pool has rows for: return the error of an id, or raise OutOfSequences. The
+    caller holds the state lock."""
+    error = int(check_ids(heads, ids, True))
+    if error:
+        return error
+    raise OutOfSequences(wanted, int(heads[0, records.H.free_rows]))
+
+
+def _namespace_argument(namespace: Any) -> tuple[bytes | str | None, int | str | None]:
+    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
+        raise TypeError(f"namespace={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
+    salt, adapter_id = tuple(namespace)
+    return salt_argument(salt), adapter_argument(adapter_id)
+
+
+def _flags(there: Any, shape: tuple[int, int]) -> npt.NDArray[np.bool_]:
+    """Private bool[groups, full blocks]."""
+    given = in_numpy("there", there)
+    if isinstance(given, (list, tuple)):
+        given = np.array(given)
+    if not isinstance(given, np.ndarray):
+        raise TypeError(f"there={there!r:.80}: accepted is bool{list(shape)}")
+    found = np.asarray(given)
+    if found.dtype != np.bool_ or found.shape != shape:
+        raise ValueError(f"there has shape {found.shape} and dtype {found.dtype}: accepted is bool{list(shape)}")
+    return found.copy()

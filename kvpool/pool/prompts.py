@@ -34,7 +34,6 @@ class Prompts:
     def hash(
         self, tokens: Any, salt: Any, adapter_id: Any, extra_ids: Any, reuse: Any = True, publish: Any = True
     ) -> BlockKeys:
-        """What ``KVCacheManager.block_keys`` does."""
         self._core.check_open()
         switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
         if isinstance(tokens, BlockKeys):
@@ -67,7 +66,6 @@ class Prompts:
         return prompts
 
     def of_sequences(self, ids: Any) -> Any:
-        """What ``KVCacheManager.keys_of`` does."""
         which, state = id_array("ids", ids), self._whole()
         with self._core.lock:
             rows = [self._read(state, row) for row in self._core.rows(which).tolist()]

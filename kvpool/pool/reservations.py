@@ -13,14 +13,13 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import read_only
 from kvpool.device.base import Stream
-from kvpool.entry.arguments import address, encoder_argument, text_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
 from kvpool.memory.pools import MemoryPools
-from kvpool.pool.capacity import Capacity
+from kvpool.pool.admissions import Admissions, Arrivals
 from kvpool.pool.config import group_argument
 from kvpool.pool.core import Core
-from kvpool.pool.keys import BlockKeys, requests_of
+from kvpool.pool.keys import BlockKeys
 from kvpool.state import admit, codes, records, verbs
 from kvpool.state.sequences import use
 
@@ -209,30 +208,18 @@ class Reservation(Loadable):
 class Reservations:
     """The open reservations of one pool, and the places of live sequences that a loader may fill. Thread-safe."""
 
-    def __init__(self, core: Core, pools: MemoryPools, capacity: Capacity) -> None:
-        self._core, self._pools, self._capacity = core, pools, capacity
+    def __init__(self, core: Core, pools: MemoryPools, admissions: Admissions) -> None:
+        self._core, self._pools, self._admissions = core, pools, admissions
         self._open: dict[int, Reservation] = {}
 
-    def take(self, prompt: BlockKeys, ranges: Ids | None, owner: str, stream: Any, encoder_tokens: Any) -> Reservation:
-        """What ``KVCacheManager.reserve`` does; ``ranges`` are rows of retention."""
-        owner = text_argument("owner", owner)
-        core, config = self._core, self._core.config
+    def take(self, arrivals: Arrivals, owner: str, stream: Any) -> Reservation:
+        """Reserve the blocks of one prompt."""
+        core, (prompt,), row = self._core, arrivals.keys, arrivals.rows
         now, on = core.now(), None if stream is None else core.as_stream(stream)
-        row = requests_of([prompt])
-        row[0, records.R.reserves], row[0, records.R.priority], row[0, records.R.ttl] = (
-            1,
-            records.DEFAULT_PRIORITY,
-            records.NONE,
-        )
-        if config.crosses or encoder_tokens is not None:
-            row[:, records.R.encoder] = encoder_argument("encoder_tokens", encoder_tokens, 1, config.crosses)
-        if ranges is not None:
-            row[0, records.R.ranges_at], row[0, records.R.range_count] = address(ranges), len(ranges)
-        for why in self._capacity.refused([len(prompt)], row).values():
+        row[0, records.R.reserves] = 1
+        for why in self._admissions.refused([prompt], row).values():
             raise ValueError(f"prompt: {why}")
         core.refuse_inside("reserve")
-        if prompt.extra_ids is not None:
-            core.enable_extra()
         new: list[Reservation] = []
 
         def take(heads: Ids, rows: Ids) -> int:
@@ -253,21 +240,15 @@ class Reservations:
                 with suppress(KVPoolError):
                     self.abort(new[0])
 
-        signals = DeferSignals()
-        try:
-            with signals:
-                signals.undo = abort
-                core.decide(on, take, row)
-                if on is None and core.transfer.order is not None:
-                    self._wait_until_free(new)
-                    self._expect_writes(new[0])
-                return new[0]
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            signals.undo = abort
+            core.decide(on, take, row)
+            if on is None and core.transfer.order is not None:
+                self._wait_until_free(new)
+                self._expect_writes(new[0])
+            return new[0]
 
     def loadable(self, which: Ids, stream: Any) -> list[Loadable]:
-        """What ``KVCacheManager.loadable`` does."""
         core = self._core
         core.refuse_inside("loadable")
         core.decide(stream, use, which, ids=which)
@@ -344,14 +325,12 @@ class Reservations:
     # -- ending -------------------------------------------------------------------------------------
 
     def commit(self, reservation: Reservation, tokens: int | None = None, stream: Any = None) -> None:
-        """What ``Reservation.commit`` does."""
         count = reservation.tokens
         if tokens is not None:
             count = integer_argument("tokens", tokens, reservation.skip_prefix_n_tokens, reservation.tokens)
         self._end(reservation, verbs.publish_reserved, count, stream)
 
     def abort(self, reservation: Reservation, stream: Any = None) -> None:
-        """What ``Reservation.abort`` does."""
         self._end(reservation, verbs.abort_reserved, 0, stream)
 
     def revoke(self, owner: str) -> int:

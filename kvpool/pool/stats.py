@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.copying.transfer import Transfer
+from kvpool.pool.core import Core
 from kvpool.state.arrays import State, States
 from kvpool.state.records import (
     BINS,
@@ -186,6 +187,31 @@ class Stats(GroupStats):
         return "\n".join(lines)
 
 
+class RequestStats(NamedTuple):
+    """Of each sequence, int32[n] in the order of the ids; int for one id.
+
+    ``prompt``: tokens that it was added with, without those that were appended later. Of those, ``device`` and
+    ``host`` were reused in full blocks and ``partial`` were copied out of a block that matched in part. ``decoded``:
+    tokens that it has now after its prompt. ``committed``: tokens whose KV is written. ``dropped``: tokens that were
+    rewound, and drafts that were not kept. ``recomputed``: tokens of full blocks whose content was cached already
+    when this sequence committed them, so that computing them was wasted, as by requests that share a prefix and run
+    at the same time.
+
+    With several groups of layers, ``host`` is of the group that has the most; ``recomputed`` of the first group that is
+    not for cross attention. A fork begins with its parent's figures, and a beam takes them over with the tokens. A
+    rewind into the prompt makes ``prompt`` smaller.
+    """
+
+    prompt: Any
+    device: Any
+    host: Any
+    partial: Any
+    decoded: Any
+    committed: Any
+    dropped: Any
+    recomputed: Any
+
+
 _OF_GROUPS = [one.name for one in fields(GroupStats) if one.name in COUNTERS]
 _OF_PROMPTS = [name for name in COUNTERS if name not in (*_OF_GROUPS, "events_dropped")]
 
@@ -276,3 +302,14 @@ def snapshot(
         most_hand_overs=hand_overs[1],
         groups=groups,
     )
+
+
+def requests(core: Core, rows: npt.NDArray[np.int64]) -> RequestStats:
+    """The figures of live rows. The caller holds the state lock."""
+    own = core.tokens.sequences[rows]
+    host = np.max([state.sequences["from_host"][rows] for state in core.states], axis=0)
+    partial = own["cached"] % core.config.tokens_per_block
+    return RequestStats(
+        own["prompt"].copy(), own["cached"] - partial - host, host, partial, own["length"] - own["prompt"],
+        own["committed"].copy(), own["dropped"].copy(), own["recomputed"].copy(),
+    )  # fmt: skip

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import Stream
 from kvpool.entry.arguments import (
     bool_argument,
     count_array,
-    encoder_argument,
     id_array,
     is_integer,
     list_argument,
@@ -27,12 +25,11 @@ from kvpool.entry.arguments import (
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import KVPoolError
 from kvpool.operations import Operation
-from kvpool.pool.admissions import Admissions
+from kvpool.pool.admissions import Admissions, as_admission
 from kvpool.pool.core import Core
 from kvpool.pool.keys import Admission, Match
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Prompts
-from kvpool.pool.retention import MAX_TTL, priority_argument, retention_rows
 from kvpool.state import records, verbs
 from kvpool.state.records import LIVE, SWAPPED
 from kvpool.state.sequences import check_kinds
@@ -67,37 +64,30 @@ class Step(NamedTuple):
 class Together:
     """The operations of one pool that are done together. Thread-safe."""
 
-    def __init__(self, core: Core, prompts: Prompts, admissions: Admissions, leases: Leases, answer: Any) -> None:
+    def __init__(self, core: Core, prompts: Prompts, admissions: Admissions, leases: Leases) -> None:
         self._core, self._prompts, self._admissions, self._leases = core, prompts, admissions, leases
-        self._admission = answer
         self._undo = Undo(core.states)
 
     def apply(self, operations: Any, stream: Any) -> list[Any]:
-        """What ``KVCacheManager.apply`` does."""
         core = self._core
         on = None if stream is None else core.as_stream(stream)
         steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
         now, results = core.now(), list[Any]()
         core.refuse_inside("apply")
-        signals = DeferSignals()
-        try:
-            with signals:
-                signals.undo = partial(self._give_back, results)
-                with core.lock, _collector.off():
-                    core.check_open()
-                    if on is None:
-                        core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
-                    accesses = self._decide(steps, results, now)
-                core.transfer.drain()
-                for access in accesses:
-                    access.__exit__(None, None, None)
-                for i, found in enumerate(results):
-                    if isinstance(found, Lease) and not self._leases.settle(found, now):
-                        results[i] = None
-                return results
-        except BaseException:
-            signals.take_back()
-            raise
+        with DeferSignals() as signals:
+            signals.undo = partial(self._give_back, results)
+            with core.lock, _collector.off():
+                core.check_open()
+                if on is None:
+                    core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
+                accesses = self._decide(steps, results, now)
+            core.transfer.drain()
+            for access in accesses:
+                access.__exit__(None, None, None)
+            for i, found in enumerate(results):
+                if isinstance(found, Lease) and not self._leases.settle(found, now):
+                    results[i] = None
+            return results
 
     def _decide(self, steps: list[Step], results: list[Any], now: int) -> list[Any]:
         """Do all steps, or none. Returns the host accesses of the leases that were closed. The state lock is held."""
@@ -160,26 +150,14 @@ class Together:
     def _add_step(
         self, on: Stream | None, prompts: Any, retention: Any, priority: Any, ttl: Any, partial: Any, encoder: Any
     ) -> Step:
-        core, keys = self._core, self._prompts.all_of(list_argument("prompts", prompts))
-        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
-        ranges = [None if own is None else retention_rows(own) for own in given]
-        if len(ranges) != len(keys):
-            raise ValueError(
-                f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
-            )
-        priority = priority_argument("decode_priority", priority)
-        ttl = None if ttl is None else integer_argument("decode_ttl_ms", ttl, 1, MAX_TTL)
-        some, tokens = bool_argument("allow_partial_batch", partial), np.zeros((len(keys), 2), np.int64)
-        tokens[:, 0] = [len(one) for one in keys]
-        if core.config.crosses or encoder is not None:
-            tokens[:, 1] = encoder = encoder_argument("encoder_tokens", encoder, len(keys), core.config.crosses)
-        if any(one.extra_ids is not None for one in keys):
-            core.enable_extra()
+        own = self._admissions.arrivals(prompts, retention, priority, ttl, partial, encoder)
+        tokens = own.rows[:, [records.R.length, records.R.encoder]]
 
-        def run(now: int) -> Any:
-            return self._admissions.admit(keys, ranges, priority, ttl, on, some, encoder, self._admission, now)
+        def run(now: int) -> Admission:
+            with DeferSignals() as door:
+                return as_admission(*self._admissions.admit(door, own, on, now))
 
-        return Step("add", run, prompts=tokens, partial=some)
+        return Step("add", run, prompts=tokens, partial=own.some)
 
     def _append_step(self, on: Stream | None, ids: Any, tokens: Any, counts: Any) -> Step:
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import zmq
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.arguments import priority_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
-from kvpool.pool.retention import priority_argument
 from kvpool.remote.ending import end, new_context
 from kvpool.remote.endpoints import ClientKeys, ClientPassword, check_endpoint
 from kvpool.remote.exchange import Exchange, find

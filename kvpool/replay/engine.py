@@ -49,7 +49,7 @@ class ReplayConfig:
     events: int = 0
     """The number of events that the pool keeps for its readers."""
     secret: bytes | None = field(default=None, repr=False)
-    """The secret of the pool's keys. It is random by default."""
+    """The secret of the pool's keys. By default that of the store, and a random one without a store."""
     store: Store | None = None
     """Where blocks are saved, and loaded from before each admission. It is opened and closed by the replay."""
     store_wait: float = 10.0
@@ -121,7 +121,7 @@ class Replay:
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
             event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
-            secret=config.secret,
+            secret=getattr(config.store, "secret", None) if config.secret is None else config.secret,
         )
         self._verifier: Verifier | None = None
         if isinstance(self._device, VerifyingDevice):

@@ -153,9 +153,10 @@ HEAD = _numbers(
 # no blocks.
 ATTENTION, RECURRENT, CROSS = range(3)
 
-# All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, and of
-# the first one of this call.
-RING = _numbers("next read call")
+# All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the
+# first one of this call, and of the first one that nobody has read; and the rows of all snapshots for the one reader
+# without a cursor, whose numbers are larger by so many.
+RING = _numbers("next read call seen snapshots")
 
 # A request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention
 # ranges (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of its decoded tokens; whether

@@ -25,11 +25,13 @@ CREATED, STORED, REMOVED, UPDATED, CLEARED = constants(*range(5))
 
 @jit
 def _slot(h):
-    """Number the next event and return its place. A full ring loses its oldest event, which is counted."""
+    """Count the next event and return its place. A full ring loses its oldest event. It is counted if nobody has read
+    it."""
     ring = ring_of(h)
     if ring.next - ring.read == h.event_capacity:
         ring.read += 1
-        counters_of(h).events_dropped += 1
+        if ring.read > ring.seen:
+            counters_of(h).events_dropped += 1
     ring.next += 1
     return (ring.next - 1) % h.event_capacity
 

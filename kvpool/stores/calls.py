@@ -3,77 +3,67 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
 from kvpool.entry.arguments import id_array
 from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
 from kvpool.stores import jobs
-from kvpool.stores.job_arguments import Keys, rows_argument
-from kvpool.stores.jobs import Job, Lend
+from kvpool.stores.jobs import Job, Keys, Lend, rows_argument
 from kvpool.stores.seals import BlockNames, Secret
-from kvpool.stores.store import ABSENT, CODES, DAMAGED, FAILED, OK, SEAL_BYTES, Bytes, Rows, Store
+from kvpool.stores.store import ABSENT, CODES, DAMAGED, FAILED, KEY_BYTES, OK, SEAL_BYTES, Bytes, Rows, Store
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
-Contexts = Sequence[bytes] | None
 
 
 class Calls:
     """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
     the store is."""
 
-    def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[BlockNames], object]) -> None:
+    def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[Keys], object]) -> None:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
 
     def do(self, job: Job, places: Rows) -> tuple[Bytes, str]:
         """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
-        own, rows, store = job.keys[places], job.rows[places] if len(job.rows) else NO_ROWS, self._store
-        contexts = _contexts(own)
         try:
-            # The store gets copies, which it may write to.
-            keys = self.hashed(own)
-            if job.kind == jobs.FIND:
-                return _codes(store.find(keys.copy()), len(keys)), ""
             if job.kind == jobs.FORGET:
-                job.dropped += int(store.forget(self.hashed(job.keys).copy()))
+                keys = np.frombuffer(b"".join(job.key_bytes), np.uint8).reshape(-1, KEY_BYTES)
+                job.dropped += int(self._store.forget(keys.copy()))
                 return NO_CODES, ""
             if job.kind == jobs.CLEAR:
-                job.dropped += int(store.clear(job.tag))
+                job.dropped += int(self._store.clear(job.tag))
                 return NO_CODES, ""
-            if job.kind == jobs.SAVE:
-                if job.lend is not None:
-                    return self._lent(job, job.lend, own, keys), ""
-                return self._sealed(job, keys, rows, contexts), ""
-            return self._checked(job, keys, rows, contexts), ""
+            own = job.keys[places]
+            if job.kind == jobs.FIND:
+                return _codes(self._store.find(self._secret.keys(own).copy()), len(own)), ""
+            if job.lend is not None:
+                return self._lent(job, job.lend, own), ""
+            return (self._sealed if job.kind == jobs.SAVE else self._checked)(job, own, job.rows[places]), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
-            return np.full(len(own), FAILED, np.uint8), _text_of(error)
+            return np.full(len(places), FAILED, np.uint8), _text_of(error)
 
-    def hashed(self, keys: Keys) -> Bytes:
-        """Makes keys of names, and leaves keys as they are."""
-        return self._secret.opaque(keys) if isinstance(keys, BlockNames) else keys
-
-    def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+    def _sealed(self, job: Job, own: Keys, rows: Rows) -> Bytes:
         """Seal rows and save them."""
-        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
-        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
+        keys = self._secret.keys(own)
+        seals = self._secret.seal(keys, rows, self._memory, _contexts(own))
+        return _codes(self._store.save(keys.copy(), rows.copy(), seals, job.tag, job.limit, lambda: job.done), len(own))
 
-    def _lent(self, job: Job, lend: Lend, names: Any, keys: Bytes) -> Bytes:
+    def _lent(self, job: Job, lend: Lend, names: Keys) -> Bytes:
         """Save rows that are lent."""
-        codes = np.full(len(keys), ABSENT, np.uint8)
+        codes = np.full(len(names), ABSENT, np.uint8)
         try:
             with lend(names) as rows:
                 found = id_array("rows", rows)
-                if len(found) != len(keys):
-                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(keys)} names")
+                if len(found) != len(names):
+                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(names)} names")
                 there = np.flatnonzero(found >= 0)
                 # What was lent after a job was given up may be something else under the same name.
                 if len(there) and not job.done:
                     own = rows_argument(found[there], len(there), len(self._memory), False)
-                    codes[there] = self._sealed(job, keys[there], own, _contexts(names[there]))
+                    codes[there] = self._sealed(job, names[there], own)
         except BlockNotFound:
             # The rows may have got other bytes before the store had read them, and their seals would be right.
             codes[:] = ABSENT
@@ -81,15 +71,15 @@ class Calls:
                 self._forget(names)
         return codes
 
-    def _checked(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+    def _checked(self, job: Job, own: Keys, rows: Rows) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
+        keys = self._secret.keys(own)
         answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
-        codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
+        codes, seals = _codes(answer, len(own)), np.asarray(found, np.uint8).reshape(len(own), SEAL_BYTES)
         there = np.flatnonzero(codes == OK)
         if len(there) and not job.done:
-            known = contexts and [contexts[place] for place in there.tolist()]
-            own = self._secret.seal(keys[there], rows[there], self._memory, known)
-            wrong = there[(seals[there] != own).any(axis=1)]
+            right = self._secret.seal(keys[there], rows[there], self._memory, _contexts(own[there]))
+            wrong = there[(seals[there] != right).any(axis=1)]
             if len(wrong):
                 codes[wrong] = DAMAGED
                 with suppress(Exception):
@@ -104,11 +94,11 @@ class Calls:
             return {}
 
 
-def _contexts(keys: Keys) -> Contexts:
-    return keys.contexts if isinstance(keys, BlockNames) else None
+def _contexts(blocks: Keys) -> tuple[bytes, ...] | None:
+    return blocks.contexts if isinstance(blocks, BlockNames) else None
 
 
-def _codes(answer: Any, count: int) -> Bytes:
+def _codes(answer: object, count: int) -> Bytes:
     """A private copy of what a store has answered. Raises ValueError for what it must not answer."""
     codes = np.array(answer)
     fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
-from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import CANCELLED, Bytes, Rows
+from kvpool.stores.store import CANCELLED, MODEL_BYTES, Rows
 
-Running = Iterable[tuple[Job, Rows]]
-"""Jobs with the places of the blocks that calls of the store have now."""
-Hashed = Callable[[Bytes | BlockNames], Bytes]
-"""Makes keys of names, and leaves keys as they are."""
+Running = Mapping[int, tuple[Job, Rows]]
+"""By thread: the job that a call of the store is for, and the places of its blocks."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 30.0
-
-
-class _Drop:
-    """A forget or a clear. ``at``: when it may be tried again."""
-
-    def __init__(self, job: Job, hashed: Hashed) -> None:
-        self.job, self.at, self.running = job, -math.inf, False
-        self.wait = RETRY_SECONDS
-        self._hashed, self.keys = hashed, frozenset(key.tobytes() for key in hashed(job.keys))
-
-    def concerns(self, job: Job) -> npt.NDArray[np.bool_]:
-        """Which blocks of a job it drops: bool[n]."""
-        if self.job.kind == jobs.CLEAR:
-            return np.full(len(job.codes), job.tag.startswith(self.job.tag))
-        return np.array([key.tobytes() in self.keys for key in self._hashed(job.keys)], np.bool_)
 
 
 class Drops:
@@ -42,33 +25,43 @@ class Drops:
     A drop begins when no call is under way that may save what it drops. Saves that begin later leave out these blocks.
     So when the store has dropped them, nothing brings them back. A drop that fails is tried again, after 50 ms at
     first, and then after twice as long each time, up to 30 s.
+
+    However many drops wait, a job costs one look-up a block. A drop that waits for a call to end is looked at again
+    when that call has ended.
     """
 
-    def __init__(self, hashed: Hashed) -> None:
-        self._hashed, self._drops = hashed, dict[Job, _Drop]()
-        # How many forgets name a key: a job is screened by one look-up a block, however many there are.
-        self._forgotten: Counter[bytes] = Counter()
+    def __init__(self) -> None:
+        self._pauses: dict[Job, float] = {}  # of every drop: until it is tried again
+        self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
+        self._cleared: dict[bytes, Job] = {}  # by the beginning of a tag
+        self._due: list[tuple[float, int, Job]] = []
+        self._held: dict[int, list[Job]] = {}  # by the thread whose call they wait for
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._drops)
-
-    @property
-    def jobs(self) -> list[Job]:
-        return list(self._drops)
+        return len(self._pauses)
 
     def add(self, job: Job) -> None:
-        drop = self._drops[job] = _Drop(job, self._hashed)
-        self._forgotten.update(drop.keys)
+        self._pauses[job] = RETRY_SECONDS
+        if job.kind == jobs.CLEAR:
+            self._cleared[job.tag] = job
+        else:
+            self._forgotten.update(job.key_set)
+        self._put(job, -math.inf)
 
     def clearing(self, tag: bytes) -> Job | None:
         """A clear of the same blocks. None of them was saved since it was added, so that it does for a later one."""
-        return next((job for job in self._drops if job.kind == jobs.CLEAR and job.tag == tag), None)
+        return self._cleared.get(tag)
 
     def remove(self, job: Job) -> None:
         """The store has confirmed it, or the queue is closed."""
-        drop = self._drops.pop(job, None)
-        for key in drop.keys if drop is not None else ():
-            self._forgotten[key] -= 1
+        if self._pauses.pop(job, None) is None:
+            return
+        if job.kind == jobs.CLEAR:
+            del self._cleared[job.tag]
+            return
+        self._forgotten.subtract(job.key_set)
+        for key in job.key_set:
             if not self._forgotten[key]:
                 del self._forgotten[key]
 
@@ -77,33 +70,44 @@ class Drops:
 
         They are not called absent, since the store has said nothing: its health is judged by what it answers.
         """
-        if not self._drops:
-            return False
-        cleared = any(drop.job.kind == jobs.CLEAR and job.tag.startswith(drop.job.tag) for drop in self._drops.values())
-        concerned = np.full(len(job.codes), cleared)
-        if self._forgotten and not cleared:
-            concerned[:] = [key.tobytes() in self._forgotten for key in self._hashed(job.keys)]
+        concerned = np.full(len(job.codes), job.tag in self._cleared or job.tag[:MODEL_BYTES] in self._cleared)
+        if self._forgotten and not concerned.all():
+            concerned[:] = [key in self._forgotten for key in job.key_bytes]
         return job.decide(concerned, CANCELLED)
 
     def next(self, now: float, running: Running) -> Job | None:
         """A drop that may begin now, if there is one."""
-        for drop in self._drops.values():
-            if not drop.running and drop.at <= now and not _is_saved(drop, running):
-                drop.running = True
-                return drop.job
+        while self._due and self._due[0][0] <= now:
+            drop = heapq.heappop(self._due)[2]
+            if drop in self._pauses:
+                saver = next((thread for thread, call in running.items() if _saves(drop, *call)), None)
+                if saver is None:
+                    return drop
+                self._held.setdefault(saver, []).append(drop)
         return None
+
+    def returned(self, thread: int) -> None:
+        """The call of this thread has ended."""
+        for drop in self._held.pop(thread, ()):
+            self._put(drop, -math.inf)
 
     def failed(self, job: Job, now: float) -> None:
         """The store has not dropped it. It is tried again."""
-        drop = self._drops[job]
-        drop.running, drop.at = False, now + drop.wait
-        drop.wait = min(2 * drop.wait, RETRY_SECONDS_MAX)
+        self._put(job, now + self._pauses[job])
+        self._pauses[job] = min(2 * self._pauses[job], RETRY_SECONDS_MAX)
 
     def left(self, now: float) -> float | None:
         """Seconds until a drop that has failed is tried again. None if there is none."""
-        return min((drop.at - now for drop in self._drops.values() if drop.at > now), default=None)
+        return self._due[0][0] - now if self._due and self._due[0][0] > now else None
+
+    def _put(self, job: Job, at: float) -> None:
+        heapq.heappush(self._due, (at, next(self._numbers), job))
 
 
-def _is_saved(drop: _Drop, running: Running) -> bool:
-    """Whether a call under way may save what a drop drops."""
-    return any(job.kind == jobs.SAVE and bool(drop.concerns(job)[places].any()) for job, places in running)
+def _saves(drop: Job, job: Job, places: Rows) -> bool:
+    """Whether a call for these places of a job may save what is to be dropped."""
+    if job.kind != jobs.SAVE:
+        return False
+    if drop.kind == jobs.CLEAR:
+        return job.tag.startswith(drop.tag)
+    return not drop.key_set.isdisjoint(job.key_bytes[place] for place in places.tolist())

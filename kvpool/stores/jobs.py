@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.strided import read_only
+from kvpool.entry.arguments import first_outside, id_array
 from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import CODES, OK, Bytes, Rows
+from kvpool.stores.store import CODES, KEY_BYTES, OK, Bytes, Rows
 
 if TYPE_CHECKING:
     from kvpool.stores.queue import StoreQueue
 
 WAITING = 255
 """The code of a block that is not decided yet."""
+Keys = Bytes | BlockNames
 Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
 """Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
@@ -42,13 +44,13 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_codes", "_keys", "_queue", "_queued", "_rows", "_settled", "began", "deadline",
-        "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
+        "__weakref__", "_calls", "_codes", "_hashed", "_keys", "_queue", "_queued", "_rows", "_settled", "began",
+        "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
-        self, queue: StoreQueue, kind: str, keys: Bytes | BlockNames, rows: Rows, lend: Lend | None, deadline: float,
-        tag: bytes, limit: int,
+        self, queue: StoreQueue, kind: str, keys: Keys, rows: Rows, lend: Lend | None, deadline: float, tag: bytes,
+        limit: int,
     ) -> None:  # fmt: skip
         self._queue = queue
         # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
@@ -57,9 +59,10 @@ class Job:
         self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
         self._calls, self._queued, self._settled = 0, count, not count
+        self._hashed: tuple[list[bytes], frozenset[bytes]] | None = None
 
     @property
-    def keys(self) -> Bytes | BlockNames:
+    def keys(self) -> Keys:
         return self._keys if isinstance(self._keys, BlockNames) else read_only(self._keys)
 
     @property
@@ -114,7 +117,22 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.kind}, blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
 
-    # -- called by the queue, which holds the lock ---------------------------------------------------
+    # -- called by the queue: all but the keys with its lock held ------------------------------------
+
+    def hashed(self) -> tuple[list[bytes], frozenset[bytes]]:
+        """The keys of its blocks in the store, in order, and as a set. They are hashed by the first call."""
+        if self._hashed is None:
+            keys = [key.tobytes() for key in self._queue.secret.keys(self._keys)]
+            self._hashed = keys, frozenset(keys)
+        return self._hashed
+
+    @property
+    def key_bytes(self) -> list[bytes]:
+        return self.hashed()[0]
+
+    @property
+    def key_set(self) -> frozenset[bytes]:
+        return self.hashed()[1]
 
     def call_begins(self, part: slice, now: float) -> Rows:
         """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""
@@ -141,3 +159,26 @@ class Job:
         """Give this code to all blocks that have none. No further call begins."""
         self._codes[self._codes == WAITING] = code
         self._queued, self._settled = 0, True
+
+
+def keys_argument(keys: Any) -> Keys:
+    """A copy, which nobody else changes."""
+    if isinstance(keys, BlockNames):
+        return keys
+    # A subclass may answer with another shape than its memory has.
+    own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
+    if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
+        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
+    return own.copy()
+
+
+def rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
+    """A copy, which nobody else changes."""
+    own = id_array("rows", rows)
+    if len(own) != count:
+        raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
+    if first_outside(own, slots - 1) >= 0:
+        raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
+    if distinct and len(np.unique(own)) != count:
+        raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
+    return own

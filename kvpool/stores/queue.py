@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import os
+import re
 import select
 import threading
 import time
@@ -29,15 +30,7 @@ from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs
 from kvpool.stores.calls import NO_CODES, NO_ROWS, Calls
 from kvpool.stores.drops import Drops
-from kvpool.stores.job_arguments import (
-    Keys,
-    deadline_argument,
-    keys_argument,
-    memory_argument,
-    name_argument,
-    rows_argument,
-)
-from kvpool.stores.jobs import Job, Lend
+from kvpool.stores.jobs import Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
 from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
 
@@ -46,6 +39,7 @@ if TYPE_CHECKING:
 
 NO_LIMIT = (1 << 63) - 1
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
+_READS = (jobs.FIND, jobs.LOAD)
 _DROPS = "drops"
 _BOUND = {jobs.FIND: jobs.LOAD, jobs.LOAD: jobs.LOAD, jobs.SAVE: jobs.SAVE, jobs.FORGET: _DROPS, jobs.CLEAR: _DROPS}
 """Kinds of jobs that wait together, up to a bound."""
@@ -54,10 +48,41 @@ _BOUND = {jobs.FIND: jobs.LOAD, jobs.LOAD: jobs.LOAD, jobs.SAVE: jobs.SAVE, jobs
 class _Piece(NamedTuple):
     """The blocks of a job that one call of the store has. The first fields are the order in the queue."""
 
-    priority: int
+    order: float
     number: int
     job: Job
-    part: slice
+    part: slice = slice(0, 0)
+
+
+class _Pieces:
+    """Pieces of jobs in their order, the first in front. The owner holds the queue's lock.
+
+    Pieces of jobs that are done meanwhile have no use. They are thrown away when as many have come as were left the
+    last time, so that they do not pile up while all threads hang.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Piece] = []
+        self._most, self._numbers = 1024, itertools.count()
+
+    def put(self, order: float, job: Job, part: slice = slice(0, 0)) -> None:
+        if len(self._heap) >= self._most:
+            self._heap = [piece for piece in self._heap if not piece.job.done]
+            heapq.heapify(self._heap)
+            self._most = max(1024, 2 * len(self._heap))
+        heapq.heappush(self._heap, _Piece(order, next(self._numbers), job, part))
+
+    def pop(self) -> _Piece:
+        return heapq.heappop(self._heap)
+
+    def is_first(self, job: Job) -> bool:
+        return self._heap[0].job is job
+
+    def first(self) -> _Piece | None:
+        """The first piece of a job that is not done."""
+        while self._heap and self._heap[0].job.done:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
 
 
 @dataclass(frozen=True)
@@ -109,7 +134,8 @@ class StoreQueue:
     is done at once, and what it has not got is LATE, even if the store hangs.
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: keyed
-    BLAKE3, 128 bits, over key, length, identity and bytes. What does not agree is DAMAGED, and forgotten by the store.
+    BLAKE3, 128 bits, over key, length, identity, context and bytes. What does not agree is DAMAGED, and forgotten by
+    the store.
 
     From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
     saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
@@ -130,16 +156,22 @@ class StoreQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         check_library()
-        self.memory, identity = memory_argument(memory), identity_argument(identity)
+        self.memory, identity = _memory_argument(memory), identity_argument(identity)
+        self.slots, self.block_bytes = self.memory.shape
         self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
-        self._piece_blocks = max(1, size // self.memory.shape[1])
+        self._piece_blocks = max(1, size // self.block_bytes)
         if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
             raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
         # Asked once: a store may say something else later.
-        self._name, self._threads = name_argument(store.name), integer_argument("store.threads", store.threads, 1, 256)
-        self._clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
+        self.name = _name_argument(store.name)
+        """The name of the store."""
+        self._workers = integer_argument("store.threads", store.threads, 1, 256)
+        self.savers = max(1, self._workers - 1)
+        """How many calls of the store save at a time."""
+        self.clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
+        """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
         self.lasting = bool_argument("store.lasting", getattr(store, "lasting", True))
         """Whether what the store keeps can outlive the process."""
         self._store, self._clock, self._process = store, clock, Process()
@@ -149,51 +181,27 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
+        self._calls, self._drops = Calls(store, self.secret, self.memory, self.forget), Drops()
+        self._own_tag = self.secret.tag(b"")
         # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
         # that wait for a call to make, and the one that waits for a deadline, are woken apart.
         self._lock, self._bell = threading.Lock(), Bell()
         self._work_comes, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queue: list[_Piece] = []
-        self._queue_max = 1024
-        self._numbers = itertools.count()
+        self._open: dict[Job, None] = {}  # jobs that have not returned, and drops that are not confirmed
+        self._queue, self._deadlines = _Pieces(), _Pieces()
         self._waiting = dict.fromkeys(_BOUND.values(), 0)
         self._running: dict[int, tuple[Job, Rows]] = {}
-        self._calls = Calls(store, self.secret, self.memory, self.forget)
-        self._drops, self._own_tag = Drops(self._calls.hashed), self.secret.tag(b"")
-        self._deadlines: list[tuple[float, int, Job]] = []
-        self._deadlines_max = 1024
         self._finished: deque[Job] = deque()
         self._blocks = {(kind, code): 0 for kind in jobs.KINDS for code in CODES}
         self._nbytes, self._seconds = dict.fromkeys(jobs.KINDS, 0), dict.fromkeys(jobs.KINDS, 0.0)
         self._refused, self._closing, self._store_closed = 0, False, False
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._signal)
-        self._workers = self._threads
-        names = [f"kvpool-{self._name}-{i}" for i in range(self._threads)]
-        threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        threads.append(threading.Thread(target=self._watch, name=f"kvpool-{self._name}-deadlines", daemon=True))
-        for thread in threads:
-            thread.start()
+        works = [(str(i), self._work) for i in range(self._workers)] + [("deadlines", self._watch)]
+        for name, work in works:
+            threading.Thread(target=work, name=f"kvpool-{self.name}-{name}", daemon=True).start()
 
     # -- jobs ----------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The name of the store."""
-        return self._name
-
-    @property
-    def slots(self) -> int:
-        return int(self.memory.shape[0])
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self.memory.shape[1])
-
-    @property
-    def savers(self) -> int:
-        """How many calls of the store save at a time."""
-        return max(1, self._threads - 1)
 
     def now(self) -> float:
         """Seconds on the queue's clock."""
@@ -229,11 +237,6 @@ class StoreQueue:
     def forget(self, keys: Keys) -> Job:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
-
-    @property
-    def clears(self) -> int:
-        """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
-        return self._clears
 
     def clear(self, tag: bytes | None = None) -> Job:
         """Drop all blocks of the model, or all that were saved with this tag. Raises ValueError for a store that
@@ -274,18 +277,14 @@ class StoreQueue:
         """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
         Never waits. Clears ``fileno``."""
         self._process.check(self)
-        signals, found = DeferSignals(), list[Job]()
-        try:
-            with signals, self._lock:
-                signals.undo = partial(self._put_back, found)
-                found += self._finished
-                self._finished.clear()
-                if found:
-                    os.eventfd_read(self._signal)
-                return found
-        except BaseException:
-            signals.take_back()
-            raise
+        found: list[Job] = []
+        with DeferSignals() as signals, self._lock:
+            signals.undo = partial(self._put_back, found)
+            found += self._finished
+            self._finished.clear()
+            if found:
+                os.eventfd_read(self._signal)
+            return found
 
     def _put_back(self, found: list[Job]) -> None:
         """Nobody has learned of these jobs."""
@@ -307,7 +306,7 @@ class StoreQueue:
         """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
         so. Drops that the store does not confirm are not waited for: wait for their jobs."""
         self._process.check(self)
-        return self.wait_until(lambda: not self._busy(), timeout)
+        return self.wait_until(lambda: all(job.kind in jobs.DROPS for job in self._open), timeout)
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
@@ -328,7 +327,7 @@ class StoreQueue:
         self._process.check(self)
         with DeferSignals(), self._lock:
             self._closing = True
-            for job in (*self._alive(), *self._drops.jobs):
+            for job in list(self._open):
                 if not job.done:
                     self._settle(job, CANCELLED)
             self._work_comes.notify_all()
@@ -352,33 +351,51 @@ class StoreQueue:
     ) -> Job:  # fmt: skip
         self._process.check(self)
         own = keys_argument(keys)
-        tag = self._own_tag if tag is None else tag if kind == jobs.CLEAR else self._tag(tag)
+        if kind != jobs.CLEAR:
+            tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        job = Job(self, kind, own, places, lend, deadline_argument(deadline), tag, limit)
+        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag or b"", limit)
+        self._hash(job)
         bound = _BOUND[kind]
         with DeferSignals(), self._lock:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
-            same = self._drops.clearing(tag) if kind == jobs.CLEAR else None
+            same = self._drops.clearing(job.tag) if kind == jobs.CLEAR else None
             if same is not None:
                 return same
             self._check_room(kind, job.queued)
             self._waiting[bound] += job.queued
             if job.done:
                 self._announce(job)
-            elif kind in jobs.DROPS:
+                return job
+            self._open[job] = None
+            if kind in jobs.DROPS:
                 self._drops.add(job)
-                for other in self._alive():
-                    self._screen(other)
+                for other in self._kept_from_drops():
+                    if kind == jobs.CLEAR or not other.key_set.isdisjoint(job.key_bytes):
+                        self._screen(other)
             else:
                 for start in range(0, len(own), self._piece_blocks):
                     part = slice(start, min(start + self._piece_blocks, len(own)))
-                    heapq.heappush(self._queue, _Piece(_PRIORITY[kind], next(self._numbers), job, part))
+                    self._queue.put(_PRIORITY[kind], job, part)
                 if job.deadline != math.inf:
-                    self._watch_for(job)
-                self._screen(job)
+                    self._deadlines.put(job.deadline, job)
+                    if self._deadlines.is_first(job):
+                        self._alarm.notify()
+                if len(self._drops):
+                    self._screen(job)
             self._wake_one()
         return job
+
+    def _hash(self, job: Job) -> None:
+        """Hash the keys that are compared below, before the lock is taken for that."""
+        if job.kind == jobs.FORGET:
+            with DeferSignals(), self._lock:
+                others = self._kept_from_drops()
+            for other in (job, *others):
+                other.hashed()
+        elif job.kind != jobs.CLEAR and len(self._drops):
+            job.hashed()
 
     def _check_room(self, kind: str, blocks: int) -> None:
         """The lock is held."""
@@ -393,73 +410,63 @@ class StoreQueue:
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
         return own
 
-    def _alive(self) -> set[Job]:
-        """Finds, loads and saves that are queued or under way, and drops under way. The lock is held."""
-        return {piece.job for piece in self._queue} | {job for job, _ in self._running.values()}
-
-    def _busy(self) -> bool:
-        """Whether a find, load or save is queued or under way. The lock is held."""
-        waits = any(not piece.job.done for piece in self._queue)
-        return waits or any(job.kind not in jobs.DROPS for job, _ in self._running.values())
+    def _kept_from_drops(self) -> list[Job]:
+        """The jobs that a drop may concern. The lock is held."""
+        return [job for job in self._open if job.kind not in jobs.DROPS and not job.done]
 
     def _screen(self, job: Job) -> None:
         """Keep a job from what is to be dropped. The lock is held."""
-        if job.kind not in jobs.DROPS and not job.done and self._drops.screen(job):
+        if self._drops.screen(job):
             self._settle(job, CANCELLED)
 
     def _work(self) -> None:
         """One of the threads that call the store."""
-        while (call := self._next()) is not None:
+        thread = threading.get_ident()
+        while (call := self._next(thread)) is not None:
             job, places = call
             began = time.perf_counter()
             codes, error = self._calls.do(job, places)
-            spent = time.perf_counter() - began
             with self._lock:
-                del self._running[threading.get_ident()]
-                self._seconds[job.kind] += spent
-                if job.kind in jobs.DROPS:
-                    self._dropped(job, error)
-                else:
-                    self._returned(job, places, codes, error)
+                del self._running[thread]
+                self._drops.returned(thread)
+                self._seconds[job.kind] += time.perf_counter() - began
+                self._returned(job, places, codes, error)
                 self._bell.ring()
         self._end()
 
-    def _next(self) -> tuple[Job, Rows] | None:
+    def _next(self, thread: int) -> tuple[Job, Rows] | None:
         """Wait for a call to make: a job, and the places of its blocks. Returns None when there will be none."""
         with self._lock:
             while True:
                 call = self._next_drop() or self._next_piece()
                 if call is not None:
-                    self._running[threading.get_ident()] = call
+                    self._running[thread] = call
                     self._wake_one()
                     return call
-                if self._closing and not self._queue:
+                if self._closing and self._queue.first() is None:
                     return None
                 self._work_comes.wait(self._drops.left(self._clock()))
 
     def _wake_one(self) -> None:
         """Wake one thread if there may be a call to make, or a drop to wait for. It wakes the next one in turn. The
         lock is held."""
-        if len(self._drops) or (self._queue and self._may_begin(self._queue[0].job)):
+        piece = self._queue.first()
+        if len(self._drops) or (piece is not None and self._may_begin(piece.job.kind)):
             self._work_comes.notify()
 
-    def _may_begin(self, job: Job) -> bool:
-        return job.kind != jobs.SAVE or self._may_write()
+    def _may_begin(self, kind: str) -> bool:
+        """Saves and drops leave one thread to all others, so that one that hangs keeps no load waiting."""
+        return kind in _READS or sum(job.kind not in _READS for job, _ in self._running.values()) < self.savers
 
     def _next_drop(self) -> tuple[Job, Rows] | None:
         """A drop that may begin now. The lock is held."""
-        job = self._drops.next(self._clock(), [*self._running.values()]) if self._may_write() else None
+        job = self._drops.next(self._clock(), self._running) if self._may_begin(jobs.CLEAR) else None
         return None if job is None else (job, job.call_begins(slice(0, 0), self._clock()))
 
     def _next_piece(self) -> tuple[Job, Rows] | None:
         """The next blocks that may be found, loaded or saved now. The lock is held."""
-        while self._queue:
-            job, part = self._queue[0].job, self._queue[0].part
-            if not job.done and not self._may_begin(job):
-                return None
-            heapq.heappop(self._queue)
-            if job.done:
-                continue
+        while (piece := self._queue.first()) is not None and self._may_begin(piece.job.kind):
+            _, _, job, part = self._queue.pop()
             if self._clock() >= job.deadline:
                 self._settle(job, LATE)
                 continue
@@ -467,66 +474,41 @@ class StoreQueue:
             places = job.call_begins(part, self._clock())
             if len(places):
                 return job, places
-            job.call_ends(places, np.empty(0, np.uint8), "")
+            job.call_ends(places, NO_CODES, "")
         return None
-
-    def _may_write(self) -> bool:
-        """Saves and drops leave one thread to all others, so that one that hangs keeps no load waiting."""
-        writing = sum(job.kind == jobs.SAVE or job.kind in jobs.DROPS for job, _ in self._running.values())
-        return writing < self.savers
 
     def _returned(self, job: Job, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. The lock is held."""
         was_done = job.done
         job.call_ends(places, codes, error)
+        if job.kind in jobs.DROPS and not was_done:
+            if error:
+                self._drops.failed(job, self._clock())
+            else:
+                self._settle(job, OK)
+            return
         if job.done and not was_done:
             self._count(job)
+        if job.done and (job.returned or not was_done):
             self._announce(job)
-        elif job.returned:
-            self._announce(job)
-
-    def _dropped(self, job: Job, error: str) -> None:
-        """A call that drops blocks has returned. The lock is held."""
-        job.call_ends(NO_ROWS, NO_CODES, error)
-        if job.done:
-            self._announce(job)
-        elif error:
-            self._drops.failed(job, self._clock())
-        else:
-            self._settle(job, OK)
-
-    def _watch_for(self, job: Job) -> None:
-        """End this job at its deadline. The lock is held."""
-        if len(self._deadlines) >= self._deadlines_max:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
-            heapq.heapify(self._deadlines)
-            self._deadlines_max = max(1024, 2 * len(self._deadlines))
-        heapq.heappush(self._deadlines, (job.deadline, next(self._numbers), job))
-        first = self._deadlines[0]
-        if first[2] is job or first[0] <= self._clock():
-            self._alarm.notify()
 
     def _watch(self) -> None:
         """The thread that ends jobs at their deadlines."""
         with self._lock:
             while not self._closing:
-                while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= self._clock()):
-                    _, _, job = heapq.heappop(self._deadlines)
-                    if not job.done:
-                        self._settle(job, LATE)
-                left = self._deadlines[0][0] - self._clock() if self._deadlines else 3600.0
-                self._alarm.wait(min(max(left, 0.0), 3600.0))
+                left = 3600.0
+                while (piece := self._deadlines.first()) is not None:
+                    left = piece.order - self._clock()
+                    if left > 0:
+                        break
+                    self._settle(piece.job, LATE)
+                self._alarm.wait(min(left, 3600.0) if piece is not None else 3600.0)
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
         self._waiting[_BOUND[job.kind]] -= job.queued
         self._drops.remove(job)
         job.settle(code)
-        if len(self._queue) > self._queue_max:
-            # Calls that will not be made are not kept until a thread that hangs comes back.
-            self._queue = [piece for piece in self._queue if not piece.job.done]
-            heapq.heapify(self._queue)
-            self._queue_max = max(1024, 2 * len(self._queue))
         self._count(job)
         self._announce(job)
         self._bell.ring()
@@ -541,6 +523,8 @@ class StoreQueue:
 
     def _announce(self, job: Job) -> None:
         """Tell of a job that is done or returned. The lock is held."""
+        if job.returned:
+            self._open.pop(job, None)
         if self._report:
             if not self._finished:
                 os.eventfd_write(self._signal, 1)
@@ -558,3 +542,28 @@ class StoreQueue:
             with self._lock:
                 self._store_closed = True
                 self._bell.ring()
+
+
+def _memory_argument(memory: Any) -> Bytes:
+    # A view of its own, whose shape and type nobody else can change.
+    own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
+    fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
+    if own is None or not fits or not own.flags.c_contiguous or not own.flags.writeable:
+        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
+    return own
+
+
+def _name_argument(name: Any) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
+        raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
+    return str.__str__(name)
+
+
+def _deadline_argument(deadline: Any) -> float:
+    try:
+        found = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
+    return found

@@ -54,18 +54,16 @@ class Secret:
     one for each purpose.
     """
 
-    __slots__ = ("_chain", "_identity", "_opaque", "_roots", "_seals", "_tags", "model")
+    __slots__ = ("_identity", "_opaque", "_seals", "_tags", "model")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
         self._identity = bytes.fromhex(identity.fingerprint)
-        self._opaque, self._roots, chains, self._seals, self._tags = (
+        self._opaque, self._seals, self._tags = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
-            for purpose in (b"opaque", b"roots", b"chains", b"seals", b"tags")
+            for purpose in (b"opaque", b"seals", b"tags")
         )
-        # A copy of it takes half of the time of a new one.
-        self._chain = hashlib.blake2b(key=chains, digest_size=KEY_BYTES)
         self.model = hashlib.blake2b(self._identity, key=self._tags, digest_size=MODEL_BYTES).digest()
         """What all tags of the model begin with."""
 
@@ -85,38 +83,16 @@ class Secret:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
         own = names if isinstance(names, BlockNames) else BlockNames(names)
         begun = hashlib.blake2b(self._identity + own.generation, key=self._opaque, digest_size=KEY_BYTES)
-        found = []
-        for name in own.names:
+        found = np.empty((len(own), KEY_BYTES), np.uint8)
+        for place, name in enumerate(own.names):
             hashed = begun.copy()
             hashed.update(name)
-            found.append(hashed.digest())
-        return _rows(found)
+            found[place] = np.frombuffer(hashed.digest(), np.uint8)
+        return found
 
-    def chain(self, namespace: bytes, group: int, tokens: npt.NDArray[np.int32],
-              extra: npt.NDArray[np.int64] | None, tokens_per_block: int) -> Bytes:  # fmt: skip
-        """Keys of the full blocks of a prompt, for one group of layers: uint8[n, KEY_BYTES].
-
-        Each key is hashed over the key before it, the tokens of its block and their extra ids. The first is hashed over
-        the identity, the namespace and the group.
-        """
-        key, found = self.root(namespace, group), []
-        for start in range(0, len(tokens) - tokens_per_block + 1, tokens_per_block):
-            own = slice(start, start + tokens_per_block)
-            key = self.link(key, block_content(tokens[own], None if extra is None else extra[own]))
-            found.append(key)
-        return _rows(found)
-
-    def root(self, namespace: bytes, group: int) -> bytes:
-        """What the chains of a namespace and a group of layers begin with, in place of a key: KEY_BYTES bytes."""
-        content = self._identity + group.to_bytes(4, "little") + namespace
-        return hashlib.blake2b(content, key=self._roots, digest_size=KEY_BYTES).digest()
-
-    def link(self, before: bytes, content: bytes) -> bytes:
-        """The key of a block after the one with the key ``before``, or after a root. ``content``: its
-        ``block_content``."""
-        hashed = self._chain.copy()
-        hashed.update(before + content)
-        return hashed.digest()
+    def keys(self, blocks: Bytes | BlockNames) -> Bytes:
+        """Makes keys of names, and leaves keys as they are: uint8[n, KEY_BYTES]."""
+        return self.opaque(blocks) if isinstance(blocks, BlockNames) else blocks
 
     def seal(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
         """Seals of rows of memory under these keys, in these contexts: uint8[n, SEAL_BYTES]. The lock of the
@@ -148,12 +124,6 @@ def block_context(
     return sizes + parent + namespace + ids + more
 
 
-def block_content(tokens: npt.NDArray[np.int32], extra: npt.NDArray[np.int64] | None) -> bytes:
-    """The tokens of a block, and their extra ids if there are any, as bytes."""
-    content = tokens.astype("<i4").tobytes()
-    return content if extra is None or not extra.any() else content + extra.astype("<i8").tobytes()
-
-
 def check_library() -> None:
     """Raise ImportError, which names the extra, if the library for seals is missing."""
     try:
@@ -172,7 +142,3 @@ def _exact(name: Any) -> bytes:
     if not isinstance(name, bytes):
         raise TypeError(f"{name!r:.80}: accepted are bytes")
     return bytes.__getitem__(name, slice(None))
-
-
-def _rows(digests: list[bytes]) -> Bytes:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, KEY_BYTES)

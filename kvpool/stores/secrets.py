@@ -1,14 +1,17 @@
-"""The secret that the clients of a shared store are given, as an argument or as a file."""
+"""The secret of a store that several workers share: as an argument, or in a file that nobody else may read."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvpool.stores.seals import SECRET_BYTES
-from kvpool.stores.secret_files import read_secret
+
+_DIGITS = 2 * SECRET_BYTES
 
 
 class SharedSecret:
@@ -22,14 +25,7 @@ class SharedSecret:
     __slots__ = ("_secret",)
 
     def __init__(self, secret: Any = None, secret_file: Any = None) -> None:
-        if (secret is None) == (secret_file is None):
-            raise ValueError("secret, secret_file: accepted is one of them")
-        own = secret if secret_file is None else _read(secret_file)
-        if not isinstance(own, bytes):
-            raise TypeError(f"secret: accepted are {SECRET_BYTES} bytes")
-        if len(own) != SECRET_BYTES:
-            raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
-        self._secret = bytes(memoryview(own))
+        self._secret = secret_argument(secret, secret_file)
 
     def derived(self, purpose: bytes) -> bytes:
         """32 bytes for one purpose, a name of up to 16 bytes. They tell nothing of the secret, nor of other
@@ -43,10 +39,62 @@ class SharedSecret:
         raise TypeError("a secret is not pickled: it would travel with the pickle")
 
 
-def _read(path: Any) -> bytes:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError("secret_file: accepted is a path")
+def secret_argument(secret: Any, secret_file: Any) -> bytes:
+    """The 32 bytes of one of them. Raises TypeError, ValueError, OSError."""
+    if (secret is None) == (secret_file is None):
+        raise ValueError("secret, secret_file: accepted is one of them")
+    if secret is None:
+        if not isinstance(secret_file, (str, os.PathLike)):
+            raise TypeError("secret_file: accepted is a path")
+        return read_secret(Path(secret_file))
+    if not isinstance(secret, bytes):
+        raise TypeError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
+    return bytes(memoryview(secret))
+
+
+def default_place(name: str) -> Path:
+    """Where the secret of stores of this kind is, if no place was named: in ``~/.config/kvpool``, or in
+    ``$XDG_CONFIG_HOME/kvpool``."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "kvpool" / f"{name}.secret"
+
+
+def read_secret(path: Path) -> bytes:
+    """The 32 bytes of a file that has 64 hex digits. Raises ValueError, which does not show the content, and OSError.
+
+    The file must be a regular one of this user, or of root, that no group and nobody else may read or write.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        seen = os.fstat(file.fileno())
+        where = f"secret_file: {path}"
+        if not stat.S_ISREG(seen.st_mode):
+            raise ValueError(f"{where} is no regular file: accepted is a file with {_DIGITS} hex digits")
+        if seen.st_mode & 0o077 or seen.st_uid not in (os.geteuid(), 0):
+            raise ValueError(f"{where} holds a secret, and others can read or write it: chown it, and chmod 600 {path}")
+        text = file.read(_DIGITS + 16).strip()
+    with suppress(ValueError):
+        secret = bytes.fromhex(text.decode("ascii"))
+        if len(secret) == SECRET_BYTES:
+            return secret
+    raise ValueError(f"{where}: accepted is a file with {_DIGITS} hex digits, such as openssl rand -hex 32 prints")
+
+
+def read_or_make_secret(path: Path) -> bytes:
+    """``read_secret`` of a file that is made, with a random secret, if it is not there. Processes that make it at once
+    get the same."""
+    with suppress(FileNotFoundError):
+        return read_secret(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    with open(draft, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
+        file.write(os.urandom(SECRET_BYTES).hex() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     try:
-        return read_secret(Path(path))
-    except ValueError as error:
-        raise ValueError(f"secret_file: {error}") from None
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+    return read_secret(path)

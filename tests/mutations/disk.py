@@ -32,7 +32,7 @@ MUTATIONS = (
         "not self._index.in_doubt",
         "True",
         "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",
-        (f"{DAMAGE}test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes[bytes taken-2]",),
+        (f"{DAMAGE}test_a_block_that_was_there_at_a_crash_is_written_again_once[bytes taken-2]",),
     ),
     Mutation(
         "pages_of_a_failed_commit_are_forgotten",
@@ -68,6 +68,14 @@ MUTATIONS = (
             f"{BLOCKS}test_the_least_recently_used_goes_first_and_of_one_call_the_last",
             f"{BLOCKS}test_a_restart_keeps_the_order_of_last_use",
         ),
+    ),
+    Mutation(
+        "blocks_of_the_old_format_keep_their_room",
+        "DiskStore._read",
+        "database.header.version < VERSION",
+        "False",
+        "After an update a store is full of blocks that nobody can find.",
+        (f"{FOLDER}test_blocks_of_the_old_format_are_counted_once_and_never_served",),
     ),
     Mutation(
         "a_new_secret_keeps_old_rows",

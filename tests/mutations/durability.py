@@ -42,14 +42,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a_row_from_before_a_crash_is_believed",
-        "DiskStore.save",
-        "self._compare(names, rows, stop)",
-        "",
+        "Index.reserve",
+        "self._again(key, tag) if self._doubtful[self._here[key]] else HERE",
+        "HERE",
         "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",
         (
             *_STATES,
             "tests/stores/test_disk_damage.py::"
-            "test_a_block_that_is_there_is_saved_again_only_if_a_crash_took_its_bytes[bytes taken-0]",
+            "test_a_block_that_was_there_at_a_crash_is_written_again_once[bytes taken-0]",
         ),
     ),
     Mutation(

@@ -11,7 +11,7 @@ MUTATIONS = (
     Mutation(
         "a_drop_waits_for_no_save",
         "Drops.next",
-        "not _is_saved(drop, running)",
+        "saver is None",
         "True",
         "A block that was forgotten comes back, as its save was under way.",
         (f"{_DROPS}test_a_drop_waits_for_the_saves_under_way_that_it_concerns[forget]",),
@@ -19,8 +19,8 @@ MUTATIONS = (
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
         "StoreQueue._begin",
-        "for other in self._alive():\n    self._screen(other)",
-        "",
+        "self._screen(other)",
+        "pass",
         "KV of weights that were replaced is loaded after a clear.",
         (f"{_DROPS}test_what_a_store_answers_after_a_drop_counts_no_more[clear-load]",),
     ),
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_drop_that_fails_is_confirmed",
-        "StoreQueue._dropped",
+        "StoreQueue._returned",
         "if error:\n    self._drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
         "self._settle(job, OK)",
         "An operator is told that content is gone, and it is not.",
@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "prefetches_go_on_after_a_forget",
         "Forgetter._drop",
-        "self._loader.forget(concerns)",
+        'self._loader.stop_all("forgotten", concerns)',
         "",
         "A prompt that was forgotten comes back with a prefetch that was under way.",
         (f"{_KEEPER}test_a_prefetch_of_which_a_part_has_come_brings_no_more[prompt]",),
@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "a_save_that_is_over_is_noted_after_a_forget",
         "Forgetter._drop",
-        "lane.settle()",
+        "store.client.poll()",
         "pass",
         "Content that was computed again is never saved: the keeper believes that the store has it.",
         (f"{_KEEPER}test_a_save_that_is_over_and_not_noted_is_taken_back[prompt]",),
@@ -94,15 +94,15 @@ MUTATIONS = (
     Mutation(
         "what_waits_is_saved_after_a_forget",
         "Forgetter._drop",
-        "self._saver.forget(concerns)",
+        'self._saver.give_up("forgotten", concerns)',
         "",
         "Nobody learns that blocks were not saved because they were forgotten.",
         (f"{_KEEPER}test_what_waits_to_be_saved_is_given_up_and_counted[prompt]",),
     ),
     Mutation(
         "a_store_that_is_full_of_drops_is_found_too_late",
-        "Forgetter._links",
-        "lane.queue.check_forget(len(contents))",
+        "Forgetter.blocks",
+        "store.client.queue.check_forget(len(contents))",
         "pass",
         "A call that raises has forgotten half.",
         (f"{_KEEPER}test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_changed",),

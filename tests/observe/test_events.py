@@ -245,3 +245,59 @@ def test_events_are_a_sequence(make: Make) -> None:
     assert events.next == events[-1].next
     with pytest.raises(IndexError, match="event"):
         events[len(events)]
+
+
+# -- readers with cursors ------------------------------------------------------------------------------
+
+
+def test_readers_with_cursors_each_get_everything_and_take_nothing_from_others(make: Make) -> None:
+    engine = make(P=8, event_capacity=64)
+    kept, slow = EventReplay(), EventReplay()
+    cursor = 0
+    for first in (0, 20, 40, 60):
+        engine.seed(range(first, first + 9), committed=8)
+        events = engine.cache.events(since=cursor)
+        assert events.missed == 0 and events.number == cursor and events.next == events.cursor
+        cursor = events.cursor
+        kept.feed(events)
+    slow.feed(engine.cache.events(since=0))
+    assert kept.cached == slow.cached == rebuilt(engine.cache.events()) == cached(engine)
+    assert not engine.cache.events() and not engine.cache.events(since=cursor)
+    assert engine.cache.stats().events_dropped == 0
+
+
+def test_a_cursor_that_comes_late_is_told_what_it_has_missed(make: Make) -> None:
+    """The pool keeps no more rows for it. What another has read is not counted as dropped."""
+    engine = make(P=8, event_capacity=4)
+    early = 0
+    for first in (0, 20, 40, 60):
+        engine.seed(range(first, first + 5), committed=4)
+        early = engine.cache.events(since=early).cursor
+    late = engine.cache.events(since=1)
+    assert late.missed == early - 1 - 4 and len(late.records) == 4 and late.cursor == early
+    assert engine.cache.stats().events_dropped == 0
+    for first in (80, 100, 120, 140, 160):
+        engine.seed(range(first, first + 5), committed=4)
+    assert engine.cache.stats().events_dropped == engine.cache.events(since=early).missed > 0
+
+
+def test_a_snapshot_of_one_reader_is_no_gap_for_others(make: Make) -> None:
+    """However large it is, compared with what is kept."""
+    engine = make(P=16, event_capacity=8)
+    engine.seed(range(33), committed=32)
+    own = engine.cache.events(since=0, snapshot=True)
+    assert rebuilt(own[own.before_snapshot :]) == cached(engine)
+    plain, cursor = engine.cache.events(snapshot=True), own.cursor
+    engine.seed(range(100, 105), committed=4)
+    for _ in range(3):
+        engine.cache.events(since=0, snapshot=True)
+    new = engine.cache.events(since=cursor)
+    assert new.missed == 0 and len(new.records) >= 1
+    again = engine.cache.events()
+    assert again.number == plain.next and again.records.tobytes() == new.records.tobytes()
+
+
+@pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1 << 40, ValueError), ("0", TypeError)])
+def test_a_cursor_that_no_call_has_given_is_refused(make: Make, bad: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="since="):
+        make(event_capacity=4).cache.events(since=bad)

@@ -17,6 +17,8 @@ from tests.engine import Engine, open_engine, small_layout
 IDENTITY = ModelIdentity("tiny", "rev 1", "uint16", "2 layers", "test 1")
 T = 4
 """tokens per block"""
+SECRET = b"the secret of all pools here"
+"""Pools that have it find what others have saved, as after a restart."""
 
 
 class Clock:
@@ -38,8 +40,8 @@ def room(blocks: int) -> int:
 
 
 def engine(P: int = 32, S: int = 32, **options: Any) -> Engine:
-    """An engine on a small pool whose secret is random."""
-    return open_engine(T, P, S, **({"event_capacity": 4096} | options))
+    """An engine on a small pool."""
+    return open_engine(T, P, S, **({"event_capacity": 4096, "secret": SECRET} | options))
 
 
 def keeper(of: Engine, stores: Store | Sequence[Store], **options: Any) -> Keeper:
@@ -86,7 +88,7 @@ def grouped(host_blocks: int = 32, head_dim: int = 3) -> KVCacheManager:
         LayerGroup(small_layout(1, layers=3, head_dim=head_dim), kind="recurrent", snapshot_tokens=4),
     ]
     return KVCacheManager(groups=groups, device_blocks=[32] * 3, host_blocks=[host_blocks] * 3, device="cpu",
-                          event_capacity=4096, max_sequence_tokens=256)  # fmt: skip
+                          event_capacity=4096, max_sequence_tokens=256, secret=SECRET)  # fmt: skip
 
 
 def write_all(cache: KVCacheManager, sequence: int, seed: int) -> None:

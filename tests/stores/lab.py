@@ -55,6 +55,14 @@ class Wrong:
         self.calls: list[str] = []
         self.deaf = False
 
+    @property
+    def lasting(self) -> bool:
+        return self.inner.lasting
+
+    @property
+    def secret(self) -> bytes:
+        return self.inner.secret
+
     def _do(self, kind: str, call: Callable[[], Any]) -> Any:
         self.calls.append(kind)
         self.before.get(kind, lambda: None)()

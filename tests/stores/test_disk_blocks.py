@@ -12,8 +12,7 @@ import pytest
 
 from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.slot_index import Index
-from kvpool.stores.disk.table import Table
+from kvpool.stores.disk.slot_index import Index, Table
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, fill, names, open_queue, saved
 

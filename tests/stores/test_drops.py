@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvpool import StoreBusy
-from kvpool.keepers.health import StoreHealth
 from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.drops import Drops
 from kvpool.stores.store import TAG_BYTES
+from kvpool.stores.store_health import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]
@@ -237,27 +237,56 @@ def test_a_second_clear_of_the_same_waits_with_the_first(store: Wrong, queue: St
     assert queue.clear() is not first
 
 
-def test_a_job_is_compared_with_all_drops_by_one_look_at_each_of_its_blocks() -> None:
-    """It is done on the thread of the caller."""
-    hashed: list[int] = []
+class Counted(bytes):
+    """A key whose hash is taken by look-ups, and counted."""
 
-    def keys_of(keys: Any) -> Any:
-        hashed.append(len(keys))
-        return keys
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        Counted.looked_up += 1
+        return super().__hash__()
+
+
+class Named:
+    """Makes the keys of jobs that have no queue."""
+
+    def keys(self, keys: Any) -> list[Any]:
+        return [memoryview_of(key) for key in keys]
+
+
+def memoryview_of(key: Any) -> Any:
+    made = Counted(key.tobytes())
+    return type("Key", (), {"tobytes": lambda self: made})()
+
+
+def test_drops_cost_a_look_at_each_block_of_a_job_however_many_wait() -> None:
+    """It is done on the thread of the caller, and with the lock of the queue."""
+    queue = type("Queue", (), {"secret": Named()})()
 
     def job(kind: str, first: int, count: int) -> Job:
         keys = np.zeros((count, 32), np.uint8)
         keys[:, 0] = np.arange(first, first + count)
-        return Job(None, kind, keys, np.empty(0, np.int64), None, math.inf, bytes(TAG_BYTES), 0)  # type: ignore[arg-type]
+        return Job(queue, kind, keys, np.empty(0, np.int64), None, math.inf, bytes(TAG_BYTES), 0)
 
-    drops, forgets = Drops(keys_of), [job("forget", i, 2) for i in range(100)]
+    drops, forgets = Drops(), [job("forget", i, 2) for i in range(100)]
+    saving = job("save", 0, 200)
+    saving.hashed()
     for forget in forgets:
         drops.add(forget)
-    hashed.clear()
-    assert not drops.screen(found := job("find", 98, 8))
-    assert hashed == [8]
-    assert (found.codes == CANCELLED).tolist() == [True] * 3 + [False] * 5
+    for kind in ("find", "load", "save"):
+        found = job(kind, 98, 8)
+        found.hashed()
+        before = Counted.looked_up
+        assert not drops.screen(found) and Counted.looked_up == before + 8
+        assert (found.codes == CANCELLED).tolist() == [True] * 3 + [False] * 5
+    # All wait for a call that saves what they drop. Until it ends, none is looked at again.
+    running = {1: (saving, np.arange(200))}
+    assert drops.next(0.0, running) is None
+    before = Counted.looked_up
+    assert drops.next(0.0, running) is None and Counted.looked_up == before
+    drops.returned(1)
     for forget in forgets[:-1]:
+        assert drops.next(0.0, {}) is forget
         drops.remove(forget)
     assert not drops.screen(found := job("find", 98, 8))
     assert (found.codes == CANCELLED).tolist() == [False, True, True] + [False] * 5

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.keepers.health import StoreHealth
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
 from kvpool.stores.jobs import FORGET, Job
+from kvpool.stores.store_health import StoreHealth
 
 
 class Clock:

@@ -339,7 +339,7 @@ def test_a_find_leaves_time_for_the_stores_behind_it(
     engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
     find = StoreQueue.find
 
-    def noted(queue: StoreQueue, keys: Any, *, deadline: float) -> Any:
+    def noted(queue: StoreQueue, keys: Any, *, tag: Any, deadline: float) -> Any:
         ends.append(deadline - engine.now)
         return find(queue, keys, deadline=deadline)
 

@@ -15,6 +15,7 @@ from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
 from tests.stores.keeping import (
     IDENTITY,
+    SECRET,
     T,
     engine,
     fetch,
@@ -30,7 +31,6 @@ from tests.stores.keeping import (
 
 
 def test_what_one_pool_has_saved_another_finds_after_a_restart() -> None:
-    """The second pool has another random secret."""
     memory, prompt = store(), tokens(41)
     one = engine()
     with one.cache, keeper(one, memory) as kept:
@@ -219,7 +219,9 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
     layout = small_layout(T)
     for turn in range(2):
         device = SimDevice(seed=seed_of_sim)
-        with KVCacheManager(layout, device_blocks=12, host_blocks=8, device=device, event_capacity=256) as cache:
+        with KVCacheManager(
+            layout, device_blocks=12, host_blocks=8, device=device, event_capacity=256, secret=SECRET
+        ) as cache:
             with Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
                 if turn:
                     assert kept.prefetch(prompt, 60.0).wait(60)

@@ -11,8 +11,9 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvpool.keepers import Keeper, feed
+from kvpool.keepers import Keeper
 from kvpool.observe.metrics import PoolMetrics
+from kvpool.pool.events import Names
 from kvpool.publish import KVEventPublisher
 from tests.engine import Engine, EventReplay
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens, wait
@@ -120,7 +121,7 @@ def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
         assert reader.cached["host"] == set(made.cached("host"))
 
 
-def test_a_keeper_that_has_lost_events_learns_what_there_is() -> None:
+def test_a_keeper_that_has_missed_events_learns_what_there_is() -> None:
     """Its thread is held while the pool overwrites what it did not read."""
     made = engine(P=64, S=64, event_capacity=8)
     with made.cache, keeper(made, store(), interval_ms=60_000) as kept:
@@ -129,50 +130,33 @@ def test_a_keeper_that_has_lost_events_learns_what_there_is() -> None:
             made.seed(tokens(41, first), 41)
         seed(made, kept, [tokens(41, 5000)])
         assert kept.drain(60)
-        assert made.cache.stats().events_dropped > 0 and kept.stats().saved_blocks == 40
-        assert kept.stats().orphans == 0 and not kept.stats().dropped
+        assert kept.stats().events_dropped > 0 and kept.stats().saved_blocks == 40
+        assert not kept.stats().dropped
 
 
-def test_a_reader_learns_the_namespace_of_what_has_gone_again_after_a_gap() -> None:
+def test_what_has_gone_from_the_pool_is_told_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the pool has forgotten whose it was."""
+    monkeypatch.setattr(Names, "LEAST", 1)
     one = engine(P=8, S=8, event_capacity=16)
-    with one.cache:
-        own = feed.Feed(one.cache, ["memory"])
-        for number in range(8):
-            one.seed(tokens(17, 100 * number), 16)
-        one.seed(tokens(9, 5000), 8, salt="tenant")
+    with one.cache, keeper(one, store()) as kept:
+        seed(one, kept, [tokens(9, 5000)], salt="tenant")
         one.cache.forget(namespace=("tenant", None))
-        own.poll()
-        gone = [event for event in own.read() if event.kind == "stored" and event.tokens[0, 0] == 5000]
-        assert len(gone) == 1 and gone[0].salt == "tenant" and gone[0].parent is None
+        for number in range(8):
+            seed(one, kept, [tokens(17, 100 * number)])
+        kept.events()
+        assert kept.forget(namespace=("tenant", None)).wait(60)
+        gone = [event for event in kept.events() if event.kind == "removed" and event.tier == "memory"]
+        assert len(gone) == 2 and {event.salt for event in gone} == {"tenant"}
 
 
-def test_names_are_forgotten_with_the_last_event_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "NAMES", 4)
-    one = engine(P=8, S=8, event_capacity=64)
-    with one.cache:
-        own = feed.Feed(one.cache, ["memory"])
-        for number in range(16):
-            one.seed(tokens(5, 100 * number), 4, salt=f"tenant {number}")
-            own.poll()
-        salts = [event.salt for event in own.read() if event.kind == "stored" and event.tier == "device"]
-        assert salts == [f"tenant {number}" for number in range(16)]
-
-
-def test_a_keeper_that_is_late_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it learns anew what there is, and its reader has lost nothing."""
-    monkeypatch.setattr(feed, "LATE_ROWS", 0)
-    one = engine(P=64, S=64, event_capacity=64)
-    with one.cache:
-        own = feed.Feed(one.cache, ["memory"])
-        own.new(1024)
-        for number in range(20):
-            one.seed(tokens(17, 100 * number), 16)
-            own.poll()
-        rows, parts = 0, 0
-        while (part := own.new(1 << 30)) is not None:
-            rows, parts = rows + part[2] - part[1], parts + 1
-        assert rows <= 64 + 64 + 1, "at most a snapshot, and what the pool would keep"
-        assert own.dropped > 0, "what it has not read is counted"
+def test_others_follow_the_pool_beside_a_keeper(one: Engine) -> None:
+    with keeper(one, store()) as kept:
+        plain, cursor = EventReplay(), EventReplay()
+        seed(one, kept, [PROMPT, tokens(41, 1000)])
+        plain.feed(one.cache.events())
+        cursor.feed(one.cache.events(since=0))
+        assert plain.cached == cursor.cached == {tier: set(one.cached(tier)) for tier in ("device", "host")}
+        assert kept.stats().saved_blocks == 20
 
 
 def test_content_from_before_the_keeper_is_saved_too(one: Engine) -> None:
@@ -285,4 +269,4 @@ def test_nothing_that_is_shown_has_a_secret(one: Engine) -> None:
     with keeper(one, memory) as kept:
         seed(one, kept, [PROMPT])
         text = f"{kept!r} {kept.stats()!r} {kept.prefetch(PROMPT)!r} {scraped(kept, one)!r} {list(kept.events())!r}"
-        assert memory._secret.hex() not in text and repr(memory._secret)[2:-1] not in text
+        assert memory.secret.hex() not in text and repr(memory.secret)[2:-1] not in text

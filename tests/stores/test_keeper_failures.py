@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.keepers import Keeper, Prefetch
-from kvpool.keepers.block_saves import Staging
-from kvpool.keepers.ledger import Ledger
+from kvpool.keepers.known_content import Content, KnownContent
+from kvpool.keepers.staged_store import PoolCopies
 from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
-from kvpool.stores.seals import Secret
+from kvpool.stores.disk import DiskStore
 from kvpool.stores.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, Clock, T, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
@@ -217,14 +218,16 @@ def test_a_block_that_is_evicted_before_it_was_copied_is_counted(one: Engine) ->
         assert stats.saved_blocks + stats.dropped["wrong", "evicted"] == 10
 
 
+def contents_of(one: Engine, count: int) -> list[Content]:
+    return KnownContent(one.cache.groups, T, 100).of_prompt(one.prompt(PROMPT), count)[0]
+
+
 def test_a_row_has_nothing_of_what_was_there_before(one: Engine) -> None:
     """A block is shorter than its row, and the row is saved whole."""
     with one.cache as pool:
         one.seed(PROMPT, 40)
-        ledger = Ledger(pool.groups, T, [Secret(bytes(32), IDENTITY)], 100)
-        contents = ledger.contents(ledger.links(one.prompt(PROMPT), 3), 0)
         rows = np.full((4, 4096), 0xFF, np.uint8)
-        assert Staging(pool, True).copy(contents, rows, [2, 0, 1]) == [True] * 3
+        assert PoolCopies(pool, True).copy(contents_of(one, 3), rows, [2, 0, 1]).all()
         size = pool.groups[0].block_bytes
         assert not rows[:3, size:].any() and (rows[:3, :size] != 0xFF).any(axis=1).all()
 
@@ -239,9 +242,67 @@ def test_nothing_is_saved_that_was_copied_under_a_revoked_lease(one: Engine) -> 
                 pool.revoke("kvpool keeper")
                 return super().__getitem__(place)
 
-        ledger = Ledger(pool.groups, T, [Secret(bytes(32), IDENTITY)], 100)
-        contents = ledger.contents(ledger.links(one.prompt(PROMPT), 3), 0)
-        assert Staging(pool, True).copy(contents, np.zeros((4, 4096), np.uint8), Rows([2, 0, 1])) == [False] * 3
+        assert (
+            not PoolCopies(pool, True).copy(contents_of(one, 3), np.zeros((4, 4096), np.uint8), Rows([2, 0, 1])).any()
+        )
+
+
+def test_nothing_is_saved_for_a_prompt_whose_key_another_one_has(one: Engine) -> None:
+    """The pool has another block under the key by now."""
+    with one.cache as pool:
+        one.seed(PROMPT, 40)
+        own = contents_of(one, 3)
+        own[1].tokens = np.arange(7000, 7000 + T, dtype="<i4").tobytes()
+        assert PoolCopies(pool, True).copy(own, np.zeros((4, 4096), np.uint8), [2, 0, 1]).tolist() == [
+            True,
+            False,
+            True,
+        ]
+
+
+@pytest.mark.parametrize("differs", ["tokens", "salt", "extra_ids", "parent"])
+def test_of_two_prompts_with_one_key_the_second_gets_a_miss(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds a collision of 16 bytes still gets nobody's KV. The name under which the first block was saved is
+    forced upon the block of another prompt."""
+    made, memory, other = engine(), store(), engine()
+    names: dict[str, Any] = {"tokens": {}, "salt": {"salt": "b"}, "extra_ids": {"extra_ids": [9] * 9}, "parent": {}}
+    first, second = tokens(9), {"tokens": tokens(9, 500)}.get(differs, tokens(9))
+    if differs == "parent":
+        # The second blocks agree, those before them do not.
+        second = [*tokens(4, 500), *first[4:]]
+    with made.cache, keeper(made, memory) as kept:
+        seed(made, kept, [first])
+        keys = made.keys(first)
+    forced = dict(zip(other.keys(second, **names[differs]), keys, strict=True))
+    own = KnownContent.name
+
+    def collide(self: KnownContent, content: Content) -> bytes:
+        found = Content(content.group, forced.get(content.key, content.key))
+        return own(self, found)
+
+    with other.cache, keeper(other, memory) as kept:
+        monkeypatch.setattr(KnownContent, "name", collide)
+        handle = kept.prefetch(other.prompt(second, **names[differs]), 60.0)
+        assert handle.wait(60) and handle.blocks == 0 and handle.ended == "failed"
+        assert kept.stats().stores["memory"].blocks["load", "damaged"] >= 1
+        other.release(other.add(second, **names[differs]))
+
+
+@pytest.mark.parametrize("save", ["commit", "evict", "reuse"])
+def test_a_pool_whose_keys_end_with_it_is_refused_at_once(tmp_path: Path, save: str) -> None:
+    """A store that outlives the process would have nothing for the next one."""
+    made, disk = engine(secret=None), DiskStore(tmp_path / "store", room(8))
+    with made.cache:
+        with pytest.raises(ValueError, match=r"secret=store\.secret"):
+            keeper(made, [store(), disk], save=save)
+        assert keeper(made, store()).close(60)
+    kept_secret = engine(secret=disk.secret)
+    with kept_secret.cache, keeper(kept_secret, disk) as kept:
+        seed(kept_secret, kept, [PROMPT])
+    again = DiskStore(tmp_path / "store", room(8))
+    after = engine(secret=again.secret)
+    with after.cache, keeper(after, again) as kept:
+        assert fetch(after, kept, PROMPT) > 0
 
 
 def test_a_namespace_has_no_more_than_its_quota(one: Engine) -> None:
@@ -459,7 +520,7 @@ def test_bad_arguments_are_named(one: Engine, options: dict[str, Any], message: 
 
 
 def test_keys_of_another_pool_are_refused(one: Engine) -> None:
-    other = engine()
+    other = engine(secret=b"another secret of a pool")
     with other.cache, keeper(one, store()) as kept:
         for call in (kept.prefetch, kept.match_prefix):
             with pytest.raises(ValueError, match="another secret"):

@@ -36,6 +36,7 @@ from kvpool.stores.peer.wire import (
     StoreWelcome,
     password,
 )
+from kvpool.stores.seals import BlockNames
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.store import MODEL_BYTES
 from tests.stores.contract import LastingContract
@@ -58,15 +59,15 @@ class TestPeerStore(LastingContract):
 # -- several clients -----------------------------------------------------------------------------------
 
 
-def test_what_one_client_saves_another_finds_and_groups_do_not_mix(serve: Serve) -> None:
-    server, tokens = serve(), np.arange(64, dtype=np.int32)
+def test_what_one_client_saves_another_finds_and_names_do_not_mix(serve: Serve) -> None:
+    server = serve()
     with open_queue(client(server)) as one, open_queue(client(server)) as other:
         fill(one.memory, 8)
         for group in (0, 1):
-            keys, rows = one.secret.chain(b"", group, tokens, None, 16), np.arange(4) + 4 * group
+            keys, rows = BlockNames(names(4, 4 * group)), np.arange(4) + 4 * group
             assert one.save(keys, rows).wait(60, returned=True)
         for group in (1, 0):
-            job = other.load(other.secret.chain(b"", group, tokens, None, 16), np.arange(4))
+            job = other.load(BlockNames(names(4, 4 * group)), np.arange(4))
             assert job.wait(60, returned=True) and job.ok == 4
             assert all(np.array_equal(other.memory[i], content(4 * group + i)) for i in range(4))
 

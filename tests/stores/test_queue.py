@@ -14,7 +14,7 @@ import pytest
 
 from kvpool import ForkedProcess, PoolClosed, StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.seals import BlockNames, Secret, block_content
+from kvpool.stores.seals import BlockNames, Secret
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -410,20 +410,6 @@ def test_memory_is_used_in_place() -> None:
     with StoreQueue(MemoryStore(1 << 20), rows, IDENTITY) as queue:
         saved(queue, 2)
         assert np.shares_memory(rows, queue.memory)
-
-
-def test_a_chain_continues_where_another_ended() -> None:
-    """Keys block by block are those of the whole prompt."""
-    secret, tokens = Secret(bytes(32), IDENTITY), np.arange(12, dtype=np.int32)
-    extra = np.where(tokens > 7, 5, 0).astype(np.int64)
-    whole = secret.chain(b"tenant", 1, tokens, extra, 4)
-    key = secret.root(b"tenant", 1)
-    for place in range(3):
-        own = slice(4 * place, 4 * place + 4)
-        key = secret.link(key, block_content(tokens[own], extra[own]))
-        assert whole[place].tobytes() == key
-    others = [secret.chain(b"tenant", 0, tokens, extra, 4), secret.chain(b"tenant", 1, tokens, None, 4)]
-    assert [int((whole == other).all(axis=1).sum()) for other in others] == [0, 2]
 
 
 # -- a store that writes to what it is given, or whose answers are none ------------------------------------

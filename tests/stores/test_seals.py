@@ -15,41 +15,6 @@ SECRET = Secret(bytes(range(32)), IDENTITY)
 TOKENS = np.arange(12, dtype=np.int32)
 
 
-def chain(tokens: np.ndarray = TOKENS, extra: np.ndarray | None = None, namespace: bytes = b"", group: int = 0,
-          secret: Secret = SECRET) -> list[bytes]:  # fmt: skip
-    return [key.tobytes() for key in secret.chain(namespace, group, tokens, extra, 4)]
-
-
-def test_a_key_says_all_that_is_before_it() -> None:
-    other = TOKENS.copy()
-    other[0] += 1
-    assert not set(chain()) & set(chain(other))
-    assert chain(TOKENS[:10]) == chain()[:2]
-    assert len(chain(TOKENS[:3])) == 0
-
-
-def test_a_change_of_any_part_changes_every_key() -> None:
-    extra = np.zeros(12, np.int64)
-    extra[1] = 1
-    tail = np.zeros(12, np.int64)
-    tail[4:8] = np.frombuffer(TOKENS[8:].tobytes() + bytes(16), np.int64)
-    found = [
-        chain(), chain(extra=extra), chain(namespace=b"a"), chain(group=1), chain(namespace=bytes(4)),
-        chain(secret=Secret(bytes(range(32)), OTHER)), chain(secret=Secret(bytes(32), IDENTITY)),
-    ]  # fmt: skip
-    assert len(set(sum(found, []))) == 21
-    assert chain(extra=tail)[0] == chain()[0] and not set(chain(extra=tail)[1:]) & set(chain())
-    assert chain(extra=np.zeros(12, np.int64)) == chain()
-
-
-def test_keys_that_an_engine_names_are_no_keys_of_prompts() -> None:
-    first = chain()[0]
-    content = first + TOKENS[4:8].tobytes()
-    assert SECRET.opaque([content])[0].tobytes() not in chain()
-    assert SECRET.opaque([bytes(4) + b"tenant"])[0].tobytes() != SECRET.root(b"tenant", 0)
-    assert not np.array_equal(SECRET.opaque([b"a"]), SECRET.opaque([b"b"]))
-
-
 def test_two_models_share_no_key_and_no_namespace() -> None:
     other = Secret(bytes(range(32)), OTHER)
     assert not np.array_equal(SECRET.opaque([b"a"]), other.opaque([b"a"]))

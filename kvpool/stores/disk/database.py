@@ -1,16 +1,18 @@
-"""Database: keeps the pages of a table, in SQLite. It is put aside if it is damaged."""
+"""Database: keeps the pages of a table, in SQLite. It is put aside if it is damaged. Calls of several threads share one
+commit."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sqlite3
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvpool.stores.disk.folder import Folder, check_private
+from kvpool.stores.disk.slot_index import PAGE_BYTES, Page
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PAGE_BYTES, Page
 
 NAME = "rows.sqlite"
 VERSION, BYTES_MAX = 2, 1 << 50
@@ -20,9 +22,9 @@ _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",
     "CREATE TABLE store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB, closed INTEGER)",
 )
-_HEADER = "SELECT version, block_bytes, slots, secret, closed FROM store WHERE " + " AND ".join(
-    [*(f"typeof({name}) = 'integer'" for name in ("version", "block_bytes", "slots", "closed"))]
-    + ["typeof(secret) = 'blob'", "length(secret) <= 64"]
+_HEADER = (
+    "SELECT * FROM store WHERE typeof(version) || typeof(block_bytes) || typeof(slots) || typeof(closed) = "
+    "'integerintegerintegerinteger' AND typeof(secret) = 'blob' AND length(secret) <= 64"
 )
 _FITS = "number BETWEEN 0 AND ? AND typeof(content) = 'blob' AND length(content) = ?"
 """of a page. SQLite reads no content to find its length."""
@@ -109,7 +111,9 @@ class Database:
         """The pages with the numbers [0, ``count``), in any order, and how many others there are. Their content is of
         the right length, and can be anything. Raises OSError."""
         try:
-            fitting = self._connection.execute(f"SELECT number, content FROM pages WHERE {_FITS}", _fits(count))
+            fitting = self._connection.execute(
+                f"SELECT number, content FROM pages WHERE {_FITS}", (count - 1, PAGE_BYTES)
+            )
             found = fitting.fetchall()
             return found, self._connection.execute("SELECT count(*) FROM pages").fetchone()[0] - len(found)
         except sqlite3.Error as error:
@@ -120,7 +124,7 @@ class Database:
         commands: list[tuple[str, Any]] = [("DELETE FROM store", [()])]
         commands.append(("INSERT INTO store VALUES (?, ?, ?, ?, ?)", [tuple(header)]))
         if count is not None:
-            commands.append((f"DELETE FROM pages WHERE NOT ({_FITS})", [_fits(count)]))
+            commands.append((f"DELETE FROM pages WHERE NOT ({_FITS})", [(count - 1, PAGE_BYTES)]))
         self._transaction(commands)
         self.header = header
 
@@ -157,11 +161,6 @@ class Database:
         return OSError(number, f"SQLite: {error}", self._path)
 
 
-def _fits(count: int) -> tuple[int, int]:
-    """The parameters of ``_FITS``, for so many pages."""
-    return count - 1, PAGE_BYTES
-
-
 def _is_no_damage(error: sqlite3.Error) -> bool:
     return any(text in str(error).lower() for text in _NOT_DAMAGE)
 
@@ -172,3 +171,44 @@ def _check_file(path: str) -> None:
     except FileNotFoundError:
         return
     check_private(path, found)
+
+
+class _Batch:
+    """Calls that wait for the same commit."""
+
+    done = False
+    error: Exception | None = None
+
+
+class GroupCommit:
+    """Runs ``commit`` for all who wait for it. Thread-safe.
+
+    While one commit runs, others wait together for the next. So the number of commits follows the speed of the disk,
+    and not the number of calls.
+    """
+
+    def __init__(self, commit: Callable[[], None]) -> None:
+        self._commit, self._changed = commit, threading.Condition()
+        self._next, self._running = _Batch(), False
+
+    def wait(self) -> None:
+        """Return after a commit that has begun after this call. Raises OSError if that has failed."""
+        with self._changed:
+            batch = self._next
+            self._changed.wait_for(lambda: batch.done or not self._running)
+            if not batch.done:
+                self._running, self._next = True, _Batch()
+        if not batch.done:
+            self._run(batch)
+        if batch.error is not None:
+            raise OSError(getattr(batch.error, "errno", None) or 0, f"the commit has failed: {batch.error}")
+
+    def _run(self, batch: _Batch) -> None:
+        try:
+            self._commit()
+        except Exception as error:  # Whatever it is, all who wait are told.
+            batch.error = error
+        finally:
+            with self._changed:
+                batch.done, self._running = True, False
+                self._changed.notify_all()

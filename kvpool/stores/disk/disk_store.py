@@ -1,4 +1,8 @@
-"""DiskStore: keeps blocks in a folder, so that they outlive the process."""
+"""DiskStore: keeps blocks in a folder, so that they outlive the process.
+
+SQLite keeps which slot has which key. The bytes, their eviction and the sharing of syncs are by hand: no library bounds
+the room of blocks in bytes and reads them past the page cache into the memory of the caller.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,11 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.stores.disk import slot_index
-from kvpool.stores.disk.commits import GroupCommit
-from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, Header
+from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slab import Slab, stride_of
-from kvpool.stores.disk.slot_index import Index
+from kvpool.stores.disk.slot_index import PER_PAGE, Index, Table
 from kvpool.stores.disk.system import System
-from kvpool.stores.disk.table import PER_PAGE, Table
 from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 
 DEFAULT_CAPACITY = 64 << 30
@@ -46,8 +48,7 @@ class DiskStore:
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that. So after a crash the first save of a block that was there at the opening reads it, and writes
-    it again if it has other bytes.
+    its seal finds that. So after a crash the first save of a block that was there at the opening writes it again.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
@@ -197,40 +198,16 @@ class DiskStore:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         names = [key.tobytes() for key in keys]
         left = list(range(len(keys)))
-        self._compare(names, rows, stop)
         while left and not stop():
             left = self._save(left, names, rows, seals, tag, limit, stop, codes)
         return codes
-
-    def _compare(self, names: list[bytes], rows: Rows, stop: Stop) -> None:
-        """Drop the blocks that a crash may have left without their bytes, unless they have those of the rows."""
-        with self._lock:
-            slots = self._index.doubtful(names)
-        compared: dict[int, bool] = {}
-        try:
-            for slot, row in zip(slots, rows.tolist(), strict=True):
-                if slot >= 0 and not stop():
-                    compared[slot] = self._holds(slot, row)
-        finally:
-            with self._lock:
-                self._index.settle(names, slots, compared)
-
-    def _holds(self, slot: int, row: int) -> bool:
-        """Whether a slot has the bytes of a row, as far as it can be read."""
-        try:
-            return self._slab.holds(slot, row)
-        except OSError:
-            self._count_error()
-            return False
 
     def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
               stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
         """Save what no other call is writing. Wait for what another writes, and return its places."""
         with self._lock:
-            answers, failed_syncs = (
-                self._index.reserve([names[place] for place in places], tag, limit),
-                self._failed_syncs,
-            )
+            answers = self._index.reserve([names[place] for place in places], tag, limit)
+            failed_syncs = self._failed_syncs
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
         for place, answer in zip(places, answers, strict=True):
             codes[place] = {slot_index.HERE: OK, slot_index.REFUSED: REFUSED}.get(answer, CANCELLED)

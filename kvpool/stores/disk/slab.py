@@ -88,12 +88,6 @@ class Slab:
             buffer[: self.block_bytes] = self._memory[row].data
             self._all(self._system.pwritev, [memoryview(buffer)], slot)
 
-    def holds(self, slot: int, row: int) -> bool:
-        """Whether a slot has the bytes of a row of the memory. Raises OSError."""
-        buffer = self._buffer()
-        self._all(self._system.preadv, [memoryview(buffer)], slot)
-        return np.array_equal(np.frombuffer(buffer, np.uint8, self.block_bytes), self._memory[row])
-
     def sync(self) -> None:
         """Make all that was written durable. Raises OSError."""
         self._system.fdatasync(self._fd)

@@ -1,15 +1,105 @@
-"""Index: which slot has which key, who reads or writes it, and which block is evicted next."""
+"""Index: which slot has which key, who reads or writes it, and which block is evicted next. It is kept in a table, and
+the pages of that are what the database keeps."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from kvpool.stores.disk.table import Table
+from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, TAG_BYTES
+
+ENTRY = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES}"),
+        ("seal", "u1", SEAL_BYTES),
+        ("tag", f"V{TAG_BYTES}"),
+        ("model", "V16"),  # the fingerprint of the identity
+        ("used", "<i8"),  # when it was last used, as a number that grows; 0: the slot is empty
+    ]
+)
+PER_PAGE = 46
+"""A page of entries and what SQLite adds to it fit into one of SQLite's own pages, of 4,096 bytes."""
+PAGE_BYTES = PER_PAGE * ENTRY.itemsize
+USED_MAX = 1 << 62
+
+Page = tuple[int, bytes]
+"""The number of a page, and its content."""
+
+
+class Table:
+    """The entries of all slots. Nothing here is durable. The caller holds a lock.
+
+    A page is *changed* when the database must get it with the next commit. It is *touched* when only the times of last
+    use differ: such a page goes when the store is closed, or with a change.
+    """
+
+    def __init__(self, slots: int) -> None:
+        pages = -(-slots // PER_PAGE)
+        self._all = np.zeros(pages * PER_PAGE, ENTRY)
+        self.entries = self._all[:slots]
+        self.used: npt.NDArray[np.int64] = self.entries["used"]
+        self._changed: set[int] = set()
+        self._touched: set[int] = set()
+        self._now = 0
+
+    def fill(self, pages: list[Page]) -> None:
+        """Take pages as the database has them."""
+        content = np.frombuffer(b"".join(content for _, content in pages), np.uint8)
+        rows = self._all.view(np.uint8).reshape(-1, PAGE_BYTES)
+        rows[[number for number, _ in pages]] = content.reshape(-1, PAGE_BYTES)
+
+    def check(self, slots: int) -> int:
+        """Empty the entries that cannot be true, and those beyond this many slots. Returns how many."""
+        beyond = int(np.count_nonzero(self._all["used"][len(self.entries) :]))
+        if beyond:
+            self._all[len(self.entries) :] = np.zeros(1, ENTRY)
+            self._changed.add(len(self.entries) // PER_PAGE)
+        wrong = (self.used < 0) | (self.used > USED_MAX)
+        wrong[slots:] |= self.used[slots:] != 0
+        for slot in np.flatnonzero(wrong).tolist():
+            self.clear(slot)
+        self._now = int(self.used.max(initial=0))
+        return beyond + int(np.count_nonzero(wrong))
+
+    def now(self) -> int:
+        """The next number for a last use."""
+        self._now += 1
+        return self._now
+
+    def set(self, slot: int, key: bytes, seal: bytes, tag: bytes, model: bytes) -> None:
+        """Note what a slot has, once its bytes are written."""
+        self.entries[slot] = (key, np.frombuffer(seal, np.uint8), tag, model, self.now())
+        self._changed.add(slot // PER_PAGE)
+
+    def clear(self, slot: int) -> None:
+        """Empty an entry."""
+        if self.used[slot]:
+            self.entries[slot] = np.zeros((), ENTRY)
+            self._changed.add(slot // PER_PAGE)
+
+    def touch(self, slot: int) -> None:
+        """Note that a slot is used now."""
+        self.used[slot] = self.now()
+        self._touched.add(slot // PER_PAGE)
+
+    def take(self, everything: bool = False) -> list[Page]:
+        """Copies of the pages that the database gets now. They count as unchanged from now on."""
+        numbers, self._changed = self._changed, set()
+        if everything:
+            numbers |= self._touched
+        self._touched -= numbers
+        pages = self._all.reshape(-1, PER_PAGE)
+        return [(number, pages[number].tobytes()) for number in sorted(numbers)]
+
+    def give_back(self, pages: Iterable[Page]) -> None:
+        """The database has not got these pages."""
+        self._changed.update(number for number, _ in pages)
+
 
 HERE, PENDING, REFUSED = -1, -2, -3
 """Answers in the place of a slot. HERE: the key has one. PENDING: another call writes it."""
@@ -17,15 +107,18 @@ _VICTIMS_MIN = 1024
 
 
 class _Pending(NamedTuple):
+    """``again``: its entry is doubtful, and stays as it is until the bytes are written."""
+
     slot: int
     tag: bytes
+    again: bool = False
 
 
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
     After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
-    right before. A save of it is not acknowledged until its bytes were compared.
+    right before. So the first save of its key writes the slot again, and is not acknowledged before.
 
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
@@ -93,42 +186,23 @@ class Index:
         self._watch(tag, limit)
         for key in keys:
             if key in self._here:
-                answers.append(HERE)
+                answers.append(self._again(key, tag) if self._doubtful[self._here[key]] else HERE)
             elif key in self._pending:
                 answers.append(PENDING)
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
 
-    def doubtful(self, keys: list[bytes]) -> list[int]:
-        """The slots of those keys that are doubtful, -1 for others. They stay as they are until ``settle``."""
-        if not self._doubtful.any():
-            return [-1] * len(keys)
-        found = (self._here.get(key, -1) for key in keys)
-        slots = [slot if slot >= 0 and self._doubtful[slot] else -1 for slot in found]
-        self._pins.update(slot for slot in slots if slot >= 0)
-        return slots
-
-    def settle(self, keys: list[bytes], slots: list[int], compared: Mapping[int, bool]) -> None:
-        """End what ``doubtful`` began. ``compared`` says of slots whether they are right. Entries of those that are not
-        are dropped. What was not compared stays doubtful."""
-        for key, slot in zip(keys, slots, strict=True):
-            if compared.get(slot, False):
-                self._doubtful[slot] = False
-            elif slot in compared and self._here.get(key) == slot:
-                self._drop(self._here, key)
-        self.unpin(slots)
-
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
         for key, seal in zip(reversed(keys), reversed(seals), strict=True):
-            slot, tag = self._pending[key]
+            slot, tag, _ = self._pending[key]
             self._table.set(slot, key, seal, tag, self._model)
 
     def complete(self, keys: list[bytes]) -> None:
         """The table has become durable: from now on these keys are found."""
         for key in reversed(keys):
-            slot, tag = self._pending.pop(key)
+            slot, tag, _ = self._pending.pop(key)
             self._here[key] = slot
             members = self._tags.get(tag)
             if members is not None:
@@ -137,7 +211,10 @@ class Index:
     def abort(self, keys: list[bytes]) -> None:
         """The bytes of these keys will not come, and nobody writes to their slots."""
         for key in keys:
-            slot, tag = self._pending.pop(key)
+            slot, tag, again = self._pending.pop(key)
+            if again and self._table.used[slot]:
+                self._here[key], self._doubtful[slot] = slot, True
+                continue
             self._table.clear(slot)
             self._free.append(slot)
             self._leaves(tag, key)
@@ -188,6 +265,15 @@ class Index:
             members = self._tags.get(self._tag(slot)) if self._tags else None
             if members is not None:
                 members.move_to_end(key)
+
+    def _again(self, key: bytes, tag: bytes) -> int:
+        """The slot of a doubtful entry, or REFUSED while it is read."""
+        slot = self._here[key]
+        if slot in self._pins:
+            return REFUSED
+        del self._here[key]
+        self._doubtful[slot], self._pending[key] = False, _Pending(slot, tag, again=True)
+        return slot
 
     def _take(self, key: bytes, tag: bytes, limit: int, keep: Collection[bytes]) -> int:
         """A slot for a key, or REFUSED."""

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +24,7 @@ from kvpool.stores.mooncake import guarded_client as client
 from kvpool.stores.mooncake.guarded_client import Client
 from kvpool.stores.mooncake.tag_limits import TagLimits
 from kvpool.stores.queue import NO_LIMIT
-from kvpool.stores.seals import SECRET_BYTES
-from kvpool.stores.secret_files import default_place, read_or_make_secret, read_secret
+from kvpool.stores.secrets import default_place, read_or_make_secret, secret_argument
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,
@@ -129,7 +127,7 @@ class MooncakeStore:
         self._master, self._segment = _master_argument(master), _segment_argument(segment)
         self._place = text_argument("hostname", hostname), text_argument("metadata", metadata)
         self._wire = _protocol_argument(protocol), text_argument("devices", devices)
-        self.threads = integer_argument("threads", _number(threads), 1, 64)
+        self.threads = integer_argument("threads", threads, 1, 64)
         self._transform, self._extra = transform, _extra_argument(transform)
         self._secret = _secret_argument(secret, secret_file, self._master)
         client.library()
@@ -382,11 +380,6 @@ def _parts(count: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + most, count)) for start in range(0, count, most))
 
 
-def _number(value: Any) -> Any:
-    """An integer, also of a text: options on command lines are texts."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
 def _master_argument(value: Any) -> str:
     text = text_argument("master", value)
     found = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
@@ -417,24 +410,18 @@ def _extra_argument(transform: Any) -> int:
 
 
 def _secret_argument(secret: Any, file: Any, master: str) -> bytes:
-    if secret is not None:
-        if file is not None:
-            raise ValueError("secret and secret_file: accepted is one of them")
-        if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
-            raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
-        return secret
-    named = file or os.environ.get(SECRET_FILE)
-    if named:
-        try:
-            return read_secret(Path(named))
-        except OSError as error:
-            raise ValueError(f"secret_file={str(named)!r:.200} cannot be read: {error.strerror}") from error
-    if not _on_this_machine(master):
+    file = file or (os.environ.get(SECRET_FILE) or None if secret is None else None)
+    if secret is None and file is None and not _on_this_machine(master):
         raise ValueError(
             f"secret_file: needed with the master {master}, which is on another machine. All workers that share have "
             f"to have the same: openssl rand -hex 32, in a file with mode 600"
         )
-    return read_or_make_secret(default_place("mooncake"))
+    if secret is None and file is None:
+        return read_or_make_secret(default_place("mooncake"))
+    try:
+        return secret_argument(secret, file)
+    except OSError as error:
+        raise ValueError(f"secret_file={str(file)!r:.200} cannot be read: {error.strerror}") from error
 
 
 def _on_this_machine(master: str) -> bool:

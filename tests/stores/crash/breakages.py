@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from kvpool.stores.disk.commits import GroupCommit
-from kvpool.stores.disk.database import Database
+from kvpool.stores.disk.database import Database, GroupCommit
 from kvpool.stores.disk.slab import Slab
 
 

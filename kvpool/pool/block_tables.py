@@ -1,5 +1,5 @@
-"""Hand-overs of block tables to a stream of the device. Each is staged into a buffer of its own, under the state
-lock."""
+"""Block tables on their way out of a pool: for readers on the host in place, and handed over to a stream of the device.
+Each hand-over is staged into a buffer of its own, under the state lock."""
 
 from __future__ import annotations
 
@@ -10,26 +10,63 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.copying.transfer import NO_IDS
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.entry.arguments import id_array
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError
-from kvpool.pool.core import Core
-from kvpool.pool.host_tables import step_arguments
+from kvpool.pool.core import Core, refusal
+from kvpool.state import recurrent
 from kvpool.state.codes import SEVERAL_STREAMS, TOO_SMALL
 from kvpool.state.records import H
 from kvpool.state.sequences import use
-from kvpool.tables.block_table import planes_argument, rows_argument
+from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
 from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, vectors_argument
 from kvpool.tables.staging import Buffer, Staging
-from kvpool.tables.step_tables import StepHandOver, step_argument
+from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
+
+Ids = npt.NDArray[np.int64]
 
 
-class Tables:
-    """Hands the block tables of one pool to its device. Thread-safe."""
+class BlockTables:
+    """The block tables of one pool, for the host and for its device. Thread-safe."""
 
     def __init__(self, core: Core, depth: int) -> None:
         self._core, self.staging = core, Staging(core.device, core.transfer, depth)
+
+    def block_table(self, ids: Any, stream: Any, group: int | None) -> BlockTable:
+        core, which, g = self._core, id_array("ids", ids), self._core.config.group(group)
+        if stream is not None:
+            core.decide(stream, use, which, ids=which)
+        with core.lock:
+            rows = core.rows(which)
+            lengths = core.states[g].sequences["length"][rows].astype(np.int64)
+            return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
+
+    def state_blocks(self, ids: Any, stream: Any, group: int | None) -> npt.NDArray[np.int32]:
+        core, which, g = self._core, id_array("ids", ids), self._core.config.group(group)
+        kind = core.config.groups[g].kind
+        if kind != "recurrent":
+            raise ValueError(f"group={g}: accepted are recurrent groups; this one is of kind {kind}")
+        if stream is not None:
+            core.decide(stream, use, which, ids=which)
+        out = np.empty((len(which), 2), np.int32)
+        with core.lock:
+            recurrent.state_blocks(core.states.heads, g, core.rows(which), out)
+        return out
+
+    def step(self, ids: Any, first: Any, counts: Any, out: Any, stream: Any, group: int | None) -> StepTables:
+        core, (which, begins, each, g) = self._core, step_arguments(self._core, ids, first, counts, group)
+        step = HostStep(None if out is None else step_argument("out", out), begins, each)
+        if stream is not None:
+            core.decide(stream, step.write, which, g, True, ids=which)
+            return step.written
+        with core.lock:
+            core.check_open()
+            error = step.write(core.states.heads, which, g, False)
+            if error < 0:
+                raise refusal(core.states.heads, error, which, core.tokens.sequences)
+        return step.written
 
     def copy_offsets(
         self,
@@ -42,7 +79,6 @@ class Tables:
         stream: Any,
         group: int | None,
     ) -> None:
-        """What ``KVCacheManager.copy_batch_block_offsets`` does."""
         which, table = id_array("ids", ids), self._core.device.as_table(target)
         g = self._core.config.group(group)
         planes = planes_argument(table, scale, v_offset, self._core.config.groups[g].device_blocks)
@@ -59,7 +95,6 @@ class Tables:
                 self._core.check_open()
 
     def copy_csr(self, indptr: Any, indices: Any, last_page_len: Any, ids: Any, stream: Any, group: int | None) -> None:
-        """What ``KVCacheManager.copy_batch_block_csr`` does."""
         which, g = id_array("ids", ids), self._core.config.group(group)
         if self._core.config.groups[g].kind == "recurrent":
             raise ValueError(
@@ -72,7 +107,6 @@ class Tables:
         self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on, g)
 
     def copy_step(self, target: Any, ids: Any, first: Any, counts: Any, stream: Any, group: int | None) -> None:
-        """What ``KVCacheManager.copy_step_tables`` does."""
         which, begins, each, g = step_arguments(self._core, ids, first, counts, group)
         targets = self._core.device.as_step(step_argument("target", target))
         targets.check_rows(len(which))
@@ -86,9 +120,7 @@ class Tables:
         numbers = self._core.states.heads[g]
         return int(numbers[H.width]), int(numbers[H.sinks])
 
-    def _hand_over(
-        self, call: str, hand_over: HandOver, which: npt.NDArray[np.int64], stream: Stream | None, g: int
-    ) -> None:
+    def _hand_over(self, call: str, hand_over: HandOver, which: Ids, stream: Stream | None, g: int) -> None:
         """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
         self._core.refuse_inside(call)
@@ -106,7 +138,7 @@ class Tables:
         if not hand_over.retained:
             raise DeviceError(f"the device has failed: {self._core.transfer.broken}", sticky=True)
 
-    def _stream_of(self, which: npt.NDArray[np.int64]) -> Stream:
+    def _stream_of(self, which: Ids) -> Stream:
         """The stream that these sequences used last. A guess without the state lock, where ids may be wrong."""
         order, used = self._core.transfer.order, self._core.tokens.sequences["stream"]
         if order is None or not len(which):
@@ -115,8 +147,8 @@ class Tables:
 
     def _stage(
         self,
-        heads: npt.NDArray[np.int64],
-        which: npt.NDArray[np.int64],
+        heads: Ids,
+        which: Ids,
         hand_over: HandOver,
         buffer: Buffer,
         stream: Stream | None,
@@ -139,3 +171,21 @@ class Tables:
             partial(hand_over.enqueue, self.staging, self._core.device, buffer, staged, stream or NULL_STREAM)
         )
         return 1
+
+
+def step_arguments(core: Core, ids: Any, first: Any, counts: Any, group: int | None) -> tuple[Ids, Ids, Ids, int]:
+    """Sequences, first tokens and counts of a step, each as private int64[n], and the group. None becomes int64[0]."""
+    which, g = id_array("ids", ids), core.config.group(group)
+    if core.config.groups[g].kind == "recurrent":
+        raise ValueError(f"group={g}: accepted are groups for attention; states are where state_blocks says")
+    return which, _each("first", first, which), _each("counts", counts, which), g
+
+
+def _each(name: str, numbers: Any, which: Ids) -> Ids:
+    """One number for each sequence, or none. The state checks their values."""
+    if numbers is None:
+        return NO_IDS
+    found = id_array(name, numbers)
+    if len(found) != len(which):
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {len(which)} ids")
+    return found
