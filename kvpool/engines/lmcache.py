@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpool.engines.options import PART, STAGED_OPTIONS, EnginePlugin
+from kvpool.engines.options import PART, STAGED_OPTIONS, ElementType, EnginePlugin
 from kvpool.engines.staged import Copy, StagedBlocks, check_store
 from kvpool.stores.store import Bytes
 
@@ -40,7 +40,6 @@ with PLUGIN.imports():
     from lmcache.v1.platform import create_event_notifier
 
 if TYPE_CHECKING:
-    import torch
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
@@ -302,7 +301,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         layout = self._layout(about.shapes or [about.shape], about.dtypes or [about.dtype])
         return layout and layout._replace(nbytes=memory.get_size())
 
-    def _layout(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> _Layout | None:
+    def _layout(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[ElementType]) -> _Layout | None:
         """None where it does not tell objects of two types of elements apart."""
         try:
             self._options.check_dtypes(dtypes)
@@ -310,7 +309,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._refuse(str(error))
             return None
         found = list(zip(shapes, dtypes, strict=True))
-        nbytes = sum(int(shape.numel()) * dtype.itemsize for shape, dtype in found)
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in found)
         return _Layout(nbytes, repr([(tuple(shape), str(dtype)) for shape, dtype in found]))
 
     def _by_size(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> list[_SameSize]:

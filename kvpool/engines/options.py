@@ -51,6 +51,9 @@ class ElementType(Protocol):
     @property
     def is_floating_point(self) -> bool: ...
 
+    @property
+    def itemsize(self) -> int: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
