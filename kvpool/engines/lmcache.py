@@ -213,17 +213,19 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def get_usage(self) -> AdapterUsage:
         """LMCache's figures, with the bytes that the stores have in all, where they say so."""
         with self._lock:
-            found = [(size, blocks.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()]
+            found = [
+                (size, blocks.client.queue.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()
+            ]
         return replace(super().get_usage(), total_bytes_used=sum(size * count for size, count in found))
 
     def report_status(self) -> dict[str, Any]:
         with self._lock:
             blocks = dict(self._blocks)
         return {
-            "is_healthy": not self._closed.is_set() and not any(one.suspended for one in blocks.values()),
+            "is_healthy": not self._closed.is_set() and not any(one.client.suspended for one in blocks.values()),
             "type": type(self).__name__,
             "store": self._options.kind,
-            "stored_object_count": sum(one.stats().store.get("blocks", 0) for one in blocks.values()),
+            "stored_object_count": sum(one.client.queue.stats().store.get("blocks", 0) for one in blocks.values()),
             "object_bytes": sorted(blocks),
             "troubles": {
                 f"{size} {kind} {what}": count

@@ -21,7 +21,6 @@ from kvpool.engines.options import EngineOptions, EnginePlugin
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
-from kvpool.stores.queue import StoreStats
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import OK, Bytes, Rows, Store
 from kvpool.stores.store_client import StoreClient, staging_rows
@@ -74,7 +73,8 @@ class StagedBlocks:
         rows = max(2, options.staging // size)
         memory = staging_rows(1, rows * size)[0, : rows * size].reshape(rows, size)
         health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
-        self._client = StoreClient(store, memory, identity, health=health, patience=0.0, staging=True)
+        self.client = StoreClient(store, memory, identity, health=health, patience=0.0, staging=True)
+        """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
         self.block_bytes = size
         self.seconds = {
             jobs.FIND: options.find_seconds, jobs.LOAD: options.load_seconds, jobs.SAVE: options.save_seconds,
@@ -108,7 +108,7 @@ class StagedBlocks:
         found = [False] * len(names)
         with self._watched(jobs.FIND, len(names)) as usable:
             if usable:
-                job = self._client.find(self._keys(names), deadline=self._deadline(jobs.FIND))
+                job = self.client.find(self._keys(names), deadline=self._deadline(jobs.FIND))
                 found[:] = (self._codes(job) == OK).tolist()
         return found
 
@@ -126,7 +126,7 @@ class StagedBlocks:
         """Drop blocks. A store that is too slow does so after this has returned."""
         with self._watched(jobs.FORGET, len(names)) as usable:
             if usable:
-                self._client.wait(self._client.forget(self._keys(names)), self.seconds[jobs.SAVE])
+                self.client.wait(self.client.forget(self._keys(names)), self.seconds[jobs.SAVE])
 
     def clear(self) -> bool:
         """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
@@ -134,39 +134,22 @@ class StagedBlocks:
         nothing meanwhile. A process that opens the store later finds the blocks if it never confirms."""
         self._generation = os.urandom(16)
         try:
-            job = self._client.clear()
+            job = self.client.clear()
         except Exception as error:
             self._note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
             return False
-        self._client.wait(job, self.seconds[jobs.SAVE])
+        self.client.wait(job, self.seconds[jobs.SAVE])
         return job.ok > 0
-
-    @property
-    def suspended(self) -> bool:
-        """Whether the store has failed and has not answered since, to save or for anything else."""
-        return self._client.suspended
-
-    def resume(self) -> None:
-        """Ask a store again that is suspended."""
-        self._client.health.resume()
-
-    def drain(self, timeout: float) -> bool:
-        """Wait until the store does nothing more, at most ``timeout`` seconds. Returns whether that is so."""
-        return self._client.queue.drain(timeout)
-
-    def stats(self) -> StoreStats:
-        """Figures of the queue and its store."""
-        return self._client.queue.stats()
 
     def close(self) -> None:
         """End all calls, and close the store. Waits at most 10 s. Logs how much went wrong, if anything did."""
-        ended = self._client.close()
+        ended = self.client.close()
         with self._lock:
             troubles = ", ".join(f"{kind} {what} {count}" for (kind, what), count in sorted(self.troubles.items()))
         if troubles:
-            log.warning("kvpool: store %s: blocks by what went wrong: %s", self._client.name, troubles)
+            log.warning("kvpool: store %s: blocks by what went wrong: %s", self.client.name, troubles)
         if not ended:
-            log.warning("kvpool: store %s: a call hangs, and keeps its memory", self._client.name)
+            log.warning("kvpool: store %s: a call hangs, and keeps its memory", self.client.name)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -174,7 +157,7 @@ class StagedBlocks:
         return BlockNames(names, self._generation)
 
     def _deadline(self, kind: str) -> float:
-        return self._client.queue.now() + self.seconds[kind]
+        return self.client.queue.now() + self.seconds[kind]
 
     def _staged(self, kind: str, names: Sequence[bytes], copy: Copy) -> list[bool]:
         """Load or save, as many blocks at a time as there are rows."""
@@ -182,8 +165,8 @@ class StagedBlocks:
         with self._watched(kind, len(names)) as usable:
             keys, deadline = self._keys(names if usable else ()), self._deadline(kind)
             while start < len(keys):
-                left = deadline - self._client.queue.now()
-                rows = self._client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
+                left = deadline - self.client.queue.now()
+                rows = self.client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
                 if not len(rows):
                     self._note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
                     break
@@ -195,7 +178,7 @@ class StagedBlocks:
         self, kind: str, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int, done: list[bool]
     ) -> None:
         """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
-        client, job = self._client, None
+        client, job = self.client, None
         begin = client.save if kind == jobs.SAVE else partial(client.load, hold=True)
         try:
             for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
@@ -214,7 +197,7 @@ class StagedBlocks:
     @contextmanager
     def _watched(self, kind: str, count: int) -> Iterator[bool]:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
-        usable = count > 0 and self._client.usable(kind)
+        usable = count > 0 and self.client.usable(kind)
         if count and not usable:
             self._note(kind, "suspended", count, quiet=True)
         try:
@@ -224,7 +207,7 @@ class StagedBlocks:
 
     def _codes(self, job: Job) -> Bytes:
         """What became of the blocks of a job, once it is done. Counts what went wrong."""
-        self._client.wait(job)
+        self.client.wait(job)
         for code, count in job.counts.items():
             if code not in ("ok", "absent"):
                 self._note(job.kind, code, count, job.error)
@@ -236,4 +219,4 @@ class StagedBlocks:
             self.troubles[kind, trouble] += count
         if first and not quiet:
             text = "kvpool: store %s: %s of %d blocks: %s. More of this is counted, and not logged."
-            log.warning(text, self._client.name, kind, count, f"{trouble} {detail}".strip())
+            log.warning(text, self.client.name, kind, count, f"{trouble} {detail}".strip())

@@ -56,6 +56,10 @@ def load(blocks: StagedBlocks, count: int, first: int = 0) -> dict[int, np.ndarr
     return found
 
 
+def fail() -> None:
+    raise OSError(5, "I/O error")
+
+
 def assert_right(found: dict[int, np.ndarray]) -> None:
     for number, row in found.items():
         assert np.array_equal(row, content(number)), number
@@ -97,16 +101,16 @@ def test_a_store_that_hangs_keeps_its_rows_and_cannot_reach_what_the_engine_uses
     store.before["load"], blocks.seconds["load"] = gate, 0.05
     while not gate.reached.is_set():
         assert load(blocks, 2) == {}
-        blocks.resume()
+        blocks.client.health.resume()
     while not blocks.troubles["load", "without rows"]:
         assert load(blocks, 2) == {}
-        blocks.resume()
+        blocks.client.health.resume()
     del store.before["load"]
     assert load(blocks, 2) == {}, "all rows belong to calls that hang"
     assert blocks.troubles["load", "late"] >= 2
     gate.open()
     blocks.seconds["load"] = 60.0
-    assert blocks.drain(60)
+    assert blocks.client.queue.drain(60)
     found = load(blocks, 2)
     assert len(found) == 2
     assert_right(found)
@@ -116,32 +120,26 @@ def test_a_store_from_which_nothing_comes_is_asked_no_more_for_a_while(make: Ope
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("broken")
-
     store.before["find"] = fail
-    assert blocks.find(names(2)) == [False, False] and blocks.suspended
+    assert blocks.find(names(2)) == [False, False] and blocks.client.suspended
     calls = len(store.calls)
     assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
     assert len(store.calls) == calls
     assert blocks.troubles["load", "suspended"] == 2
     assert all(save(blocks, 2, first=2))
     del store.before["find"]
-    blocks.resume()
-    assert blocks.find(names(4)) == [True] * 4 and not blocks.suspended
+    blocks.client.health.resume()
+    assert blocks.find(names(4)) == [True] * 4 and not blocks.client.suspended
 
 
 def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: Wrong) -> None:
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("read-only")
-
     store.before["save"] = fail
-    assert not any(save(blocks, 2, first=2)) and blocks.suspended
+    assert not any(save(blocks, 2, first=2)) and blocks.client.suspended
     assert blocks.find(names(3)) == [True, True, False] and len(load(blocks, 2)) == 2
-    assert blocks.suspended and not any(save(blocks, 2, first=2))
+    assert blocks.client.suspended and not any(save(blocks, 2, first=2))
     assert store.calls.count("save") == 2
 
 
@@ -149,17 +147,14 @@ def test_a_store_that_finds_and_loads_nothing_is_asked_no_more_for_a_while(make:
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("broken")
-
     store.before["load"] = fail
     for _ in range(5):
         blocks.find(names(2))
         assert load(blocks, 2) == {}
-    assert blocks.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
-    blocks.resume()
+    assert blocks.client.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
+    blocks.client.health.resume()
     del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.suspended
+    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.client.suspended
 
 
 def test_a_load_of_what_the_probe_has_found_ends_the_suspension(
@@ -169,14 +164,11 @@ def test_a_load_of_what_the_probe_has_found_ends_the_suspension(
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("broken")
-
     store.before["load"] = fail
-    assert load(blocks, 2) == {} and blocks.suspended
+    assert load(blocks, 2) == {} and blocks.client.suspended
     del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and blocks.suspended
-    assert len(load(blocks, 2)) == 2 and not blocks.suspended
+    assert blocks.find(names(2)) == [True] * 2 and blocks.client.suspended
+    assert len(load(blocks, 2)) == 2 and not blocks.client.suspended
 
 
 @pytest.mark.parametrize("when", ["fill", "put"])
@@ -213,9 +205,6 @@ def test_a_clear_says_if_the_store_has_not_dropped_the_blocks(make: Open, store:
     blocks = make()
     save(blocks, 2)
     blocks.seconds["save"] = 0.05
-
-    def fail() -> None:
-        raise OSError(5, "I/O error")
 
     store.before["clear"] = fail
     assert not blocks.clear() and blocks.find(names(2)) == [False, False]
@@ -267,9 +256,6 @@ def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
 
 def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
     blocks = make()
-
-    def fail() -> None:
-        raise OSError("broken")
 
     store.before["find"] = fail
     blocks.find(names(2))

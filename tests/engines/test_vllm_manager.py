@@ -123,15 +123,6 @@ def test_the_least_recently_used_are_evicted_and_named(make: Callable[..., Manag
     assert manager.events() == [(False, {1, 2}), (True, {1}), (False, {3, 4, 5})]
 
 
-def test_what_is_being_loaded_is_not_evicted(make: Callable[..., Manager]) -> None:
-    manager = make()
-    blocks = manager.store(1, 2, 3, 4)
-    assert manager.load("a", 2, 3) == blocks[1:3]
-    assert manager.prepare_store(6, 7, 8) is None
-    manager.complete_load("a", 2, 3)
-    assert sorted(manager.prepare_store(6, 7, 8)[2]) != []
-
-
 def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Manager]) -> None:
     manager = make(2)
     blocks = manager.store(1, 2)
@@ -140,16 +131,6 @@ def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Mana
     assert manager.prepare_store(3) is None
     manager.complete_load("b", 1, 2)
     assert manager.prepare_store(3) is not None
-
-
-def test_what_is_stored_already_is_not_evicted_by_the_same_store(make: Callable[..., Manager]) -> None:
-    manager = make()
-    manager.store(1, 2)
-    manager.real.touch(keys(1), request())
-    stored, _, evicted = manager.prepare_store(2, 3, 4, 5)
-    assert (stored, evicted) == ([3, 4, 5], [1])
-    manager.complete_store(2, 3, 4, 5)
-    assert manager.lookup(2) == [HIT]
 
 
 def test_touched_chunks_are_evicted_last(make: Callable[..., Manager]) -> None:
@@ -187,14 +168,6 @@ def test_host_blocks_are_in_the_order_of_the_keys(make: Callable[..., Manager], 
     blocks = manager.store(0, 1, 2)
     assert manager.load("a", *order) == tuple(blocks[number] for number in order)
     manager.complete_load("a", *order)
-
-
-def test_one_hash_of_two_groups_is_two_chunks(make: Callable[..., Manager]) -> None:
-    manager = make()
-    first, second = (make_offload_key(b"hash", group) for group in (0, 1))
-    manager.real.prepare_store([first], request())
-    manager.real.complete_store({first}, request())
-    assert [manager.real.lookup(key, request()) for key in (first, second)] == [HIT, MISS]
 
 
 def test_a_load_that_failed_is_not_found_again(make: Callable[..., Manager]) -> None:

@@ -200,14 +200,14 @@ def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     store.before["load"], blocks.seconds["load"] = gate, 0.2
     empty = objects(3)
     while not gate.reached.is_set():
-        blocks.resume()
+        blocks.client.health.resume()
         assert lab.load(adapter, own, empty) == []
     assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
     gate.open()
-    assert blocks.drain(60)
+    assert blocks.client.queue.drain(60)
     assert not any(one.raw_tensor.any() for one in empty)
     blocks.seconds["load"] = 60
-    blocks.resume()
+    blocks.client.health.resume()
     assert lab.load(adapter, own, empty) == [0, 1, 2] and adapter.report_status()["is_healthy"]
 
 

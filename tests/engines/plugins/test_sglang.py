@@ -106,13 +106,13 @@ def test_a_store_that_hangs_writes_nothing_that_the_engine_uses_again(
     store.before["load"], blocks.seconds["load"] = gate, 0.2
     places = []
     while not gate.reached.is_set():
-        blocks.resume()
+        blocks.client.health.resume()
         indices, came, _ = fetch(controller, TOKENS)
         assert came == 0
         places += [] if indices is None else [indices]
     pages = [lab.write(pool, indices, seed=4) for indices in places]
     gate.open()
-    assert blocks.drain(60)
+    assert blocks.client.queue.drain(60)
     assert all(lab.same(lab.read(pool, indices), own) for indices, own in zip(places, pages, strict=True))
 
 
@@ -141,7 +141,7 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
         assert fetch(controller, TOKENS)[1] == 0 or broken == "save"
     assert not [record for record in caplog.records if record.exc_info]
     store.before.clear()
-    opened[0].resume()
+    opened[0].client.health.resume()
     indices, came, _ = fetch(controller, TOKENS)
     assert came == len(TOKENS) and lab.same(lab.read(pool, indices), pages)
 
