@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -17,9 +17,10 @@ from kvpool.stores.store import ABSENT, CODES, DAMAGED, FAILED, KEY_BYTES, OK, S
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
+Contexts = Sequence[bytes] | None
 
 
-class Calls:
+class CheckedCalls:
     """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
     the store is."""
 
@@ -37,23 +38,24 @@ class Calls:
                 job.dropped += int(self._store.clear(job.tag))
                 return NO_CODES, ""
             own = job.keys[places]
+            keys = self._secret.keys(own)
             if job.kind == jobs.FIND:
-                return _codes(self._store.find(self._secret.keys(own).copy()), len(own)), ""
-            if job.lend is not None:
-                return self._lent(job, job.lend, own), ""
-            return (self._sealed if job.kind == jobs.SAVE else self._checked)(job, own, job.rows[places]), ""
+                return _codes(self._store.find(keys.copy()), len(keys)), ""
+            if job.lend is not None and isinstance(own, BlockNames):
+                return self._lent(job, job.lend, own, keys), ""
+            call = self._sealed if job.kind == jobs.SAVE else self._checked
+            return call(job, keys, job.rows[places], _contexts(own)), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(places), FAILED, np.uint8), _text_of(error)
 
-    def _sealed(self, job: Job, own: Keys, rows: Rows) -> Bytes:
+    def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Seal rows and save them."""
-        keys = self._secret.keys(own)
-        seals = self._secret.seal(keys, rows, self._memory, _contexts(own))
-        return _codes(self._store.save(keys.copy(), rows.copy(), seals, job.tag, job.limit, lambda: job.done), len(own))
+        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
+        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
 
-    def _lent(self, job: Job, lend: Lend, names: Keys) -> Bytes:
-        """Save rows that are lent."""
-        codes = np.full(len(names), ABSENT, np.uint8)
+    def _lent(self, job: Job, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
+        """Save rows that are lent, but not while names are hashed."""
+        codes = np.full(len(keys), ABSENT, np.uint8)
         try:
             with lend(names) as rows:
                 found = id_array("rows", rows)
@@ -63,7 +65,7 @@ class Calls:
                 # What was lent after a job was given up may be something else under the same name.
                 if len(there) and not job.done:
                     own = rows_argument(found[there], len(there), len(self._memory), False)
-                    codes[there] = self._sealed(job, names[there], own)
+                    codes[there] = self._sealed(job, keys[there], own, names[there].contexts)
         except BlockNotFound:
             # The rows may have got other bytes before the store had read them, and their seals would be right.
             codes[:] = ABSENT
@@ -71,14 +73,14 @@ class Calls:
                 self._forget(names)
         return codes
 
-    def _checked(self, job: Job, own: Keys, rows: Rows) -> Bytes:
+    def _checked(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
-        keys = self._secret.keys(own)
         answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
-        codes, seals = _codes(answer, len(own)), np.asarray(found, np.uint8).reshape(len(own), SEAL_BYTES)
+        codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
         there = np.flatnonzero(codes == OK)
         if len(there) and not job.done:
-            right = self._secret.seal(keys[there], rows[there], self._memory, _contexts(own[there]))
+            known = contexts and [contexts[place] for place in there.tolist()]
+            right = self._secret.seal(keys[there], rows[there], self._memory, known)
             wrong = there[(seals[there] != right).any(axis=1)]
             if len(wrong):
                 codes[wrong] = DAMAGED
@@ -94,7 +96,7 @@ class Calls:
             return {}
 
 
-def _contexts(blocks: Keys) -> tuple[bytes, ...] | None:
+def _contexts(blocks: Keys) -> Contexts:
     return blocks.contexts if isinstance(blocks, BlockNames) else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +161,7 @@ class Job:
         self._queued, self._settled = 0, True
 
 
-def keys_argument(keys: Any) -> Keys:
+def keys_argument(keys: object) -> Keys:
     """A copy, which nobody else changes."""
     if isinstance(keys, BlockNames):
         return keys
@@ -172,7 +172,7 @@ def keys_argument(keys: Any) -> Keys:
     return own.copy()
 
 
-def rows_argument(rows: Any, count: int, slots: int, distinct: bool) -> Rows:
+def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
     """A copy, which nobody else changes."""
     own = id_array("rows", rows)
     if len(own) != count:

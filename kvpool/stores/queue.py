@@ -28,7 +28,7 @@ from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs
-from kvpool.stores.calls import NO_CODES, NO_ROWS, Calls
+from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
 from kvpool.stores.drops import Drops
 from kvpool.stores.jobs import Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
@@ -74,9 +74,6 @@ class _Pieces:
 
     def pop(self) -> _Piece:
         return heapq.heappop(self._heap)
-
-    def is_first(self, job: Job) -> bool:
-        return self._heap[0].job is job
 
     def first(self) -> _Piece | None:
         """The first piece of a job that is not done."""
@@ -181,7 +178,7 @@ class StoreQueue:
         except BaseException:
             store.close()
             raise
-        self._calls, self._drops = Calls(store, self.secret, self.memory, self.forget), Drops()
+        self._calls, self._drops = CheckedCalls(store, self.secret, self.memory, self.forget), Drops()
         self._own_tag = self.secret.tag(b"")
         # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
         # that wait for a call to make, and the one that waits for a deadline, are woken apart.
@@ -346,7 +343,7 @@ class StoreQueue:
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: str, keys: Any, rows: Any, deadline: float, tag: bytes | None = None, limit: int = 0,
+        self, kind: str, keys: object, rows: object, deadline: float, tag: bytes | None = None, limit: int = 0,
         lend: Lend | None = None,
     ) -> Job:  # fmt: skip
         self._process.check(self)
@@ -380,7 +377,8 @@ class StoreQueue:
                     self._queue.put(_PRIORITY[kind], job, part)
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)
-                    if self._deadlines.is_first(job):
+                    first = self._deadlines.first()
+                    if first is not None and (first.job is job or first.order <= self._clock()):
                         self._alarm.notify()
                 if len(self._drops):
                     self._screen(job)
@@ -404,7 +402,7 @@ class StoreQueue:
             self._refused += 1
             raise StoreBusy(self.name, kind, waiting, self._queued_max)
 
-    def _tag(self, tag: Any) -> bytes:
+    def _tag(self, tag: object) -> bytes:
         own = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
         if len(own) != TAG_BYTES or not own.startswith(self.secret.model):
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
@@ -544,7 +542,7 @@ class StoreQueue:
                 self._bell.ring()
 
 
-def _memory_argument(memory: Any) -> Bytes:
+def _memory_argument(memory: object) -> Bytes:
     # A view of its own, whose shape and type nobody else can change.
     own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
     fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
@@ -553,7 +551,7 @@ def _memory_argument(memory: Any) -> Bytes:
     return own
 
 
-def _name_argument(name: Any) -> str:
+def _name_argument(name: object) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
         raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
     return str.__str__(name)

@@ -137,7 +137,7 @@ def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:
     return own if [*map(type, own)].count(bytes) == len(own) else tuple(map(_exact, own))
 
 
-def _exact(name: Any) -> bytes:
+def _exact(name: object) -> bytes:
     """The bytes as an exact builtin. Raises TypeError for anything else."""
     if not isinstance(name, bytes):
         raise TypeError(f"{name!r:.80}: accepted are bytes")

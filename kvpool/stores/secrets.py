@@ -24,7 +24,7 @@ class SharedSecret:
 
     __slots__ = ("_secret",)
 
-    def __init__(self, secret: Any = None, secret_file: Any = None) -> None:
+    def __init__(self, secret: object = None, secret_file: object = None) -> None:
         self._secret = secret_argument(secret, secret_file)
 
     def derived(self, purpose: bytes) -> bytes:
@@ -39,7 +39,7 @@ class SharedSecret:
         raise TypeError("a secret is not pickled: it would travel with the pickle")
 
 
-def secret_argument(secret: Any, secret_file: Any) -> bytes:
+def secret_argument(secret: object, secret_file: object) -> bytes:
     """The 32 bytes of one of them. Raises TypeError, ValueError, OSError."""
     if (secret is None) == (secret_file is None):
         raise ValueError("secret, secret_file: accepted is one of them")

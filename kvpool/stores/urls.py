@@ -23,7 +23,7 @@ _COUNTS = ("connections", "threads", "timeout_ms")
 """options that are numbers"""
 
 
-def open_store(text: Any) -> Store:
+def open_store(text: object) -> Store:
     """The store that a text names: ``kind:place?option=value&...``.
 
     ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``. Options are the keyword arguments
@@ -57,7 +57,7 @@ def open_store(text: Any) -> Store:
     return found
 
 
-def bytes_argument(name: str, value: Any) -> int:
+def bytes_argument(name: str, value: object) -> int:
     """A size in bytes: an integer, or a text such as ``"64GiB"``. Raises ValueError."""
     found = parse_size(value)
     if found is None:

@@ -104,7 +104,7 @@ MUTATIONS = (
     # -- stores ------------------------------------------------------------------------------------------------
     Mutation(
         "a_store_writes_to_the_rows_of_a_job",
-        "Calls._checked",
+        "CheckedCalls._checked",
         "self._store.load(keys.copy(), rows.copy(), lambda: job.done)",
         "self._store.load(np.array(keys, copy=None), rows, lambda: job.done)",
         "A store has one row checked, and another one believed.",
@@ -116,7 +116,7 @@ MUTATIONS = (
         "codes = np.array(answer)",
         "codes = np.array(answer).astype(np.uint8)",
         "A store that answers 257 is believed to have said OK.",
-        ("tests/stores/test_queue.py::test_codes_that_are_none_are_failures[[257 257]]",),
+        ("tests/stores/test_queue.py::test_codes_that_are_none_are_failures[[257 257]-find]",),
     ),
     Mutation(
         "an_error_is_asked_for_its_text",
@@ -124,7 +124,7 @@ MUTATIONS = (
         "return type(error).__name__",
         "raise",
         "An error without a text ends a thread of the queue, and its job never returns.",
-        ("tests/stores/test_queue.py::test_an_error_without_a_text_ends_no_thread[find]",),
+        ("tests/stores/test_queue.py::test_no_error_of_a_store_ends_a_thread[Mute-find]",),
     ),
     Mutation(
         "what_was_saved_under_a_lease_that_others_closed_is_kept",

@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_load_is_no_use",
-        "Table.touch",
+        "SlotTable.touch",
         "self.used[slot] = self.now()",
         "",
         "What everybody loads is evicted.",

@@ -24,7 +24,7 @@ MUTATIONS = (
     # -- seals, keys and secrets ---------------------------------------------------------------------------
     Mutation(
         "bytes_that_do_not_agree_with_their_seal_are_believed",
-        "Calls._checked",
+        "CheckedCalls._checked",
         "codes[wrong] = DAMAGED",
         "pass",
         "A disk that gives a wrong byte gives a wrong token.",
@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lent_after_a_clear_is_saved_for_what_was_before",
-        "Calls._lent",
+        "CheckedCalls._lent",
         "not job.done",
         "True",
         "The KV of new weights is found by an engine that has the old ones.",

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.slot_index import Index, Table
+from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, fill, names, open_queue, saved
 
@@ -93,6 +93,19 @@ def test_the_uses_of_a_long_run_are_written_with_later_commits(tmp_path: Path) -
     with open_queue(store_of(tmp_path, 9, name="later")) as queue:
         saved(queue, 4, first=20)
         assert here(queue, 9) == [0, 1, 2, 3, 8]
+
+
+def test_uses_alone_cause_no_commit_and_go_with_the_next_one() -> None:
+    table, block = SlotTable(20 * PER_PAGE), (bytes(32), bytes(16), bytes(16), bytes(16))
+    for page in range(20):
+        table.set(page * PER_PAGE, *block)
+    assert len(table.take()) == 20
+    for page in range(10):
+        table.touch(page * PER_PAGE)
+    assert table.take() == []
+    table.clear(19 * PER_PAGE)
+    assert [number for number, _ in table.take()] == [0, 1, 2, 3, 4, 5, 6, 7, 19]
+    assert [number for number, _ in table.take(everything=True)] == [8, 9]
 
 
 def test_blocks_of_another_model_are_counted_and_go_first(tmp_path: Path) -> None:
@@ -177,7 +190,7 @@ def test_a_call_beyond_its_limit_keeps_its_beginning(tmp_path: Path) -> None:
 def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limits() -> None:
     """A namespace with a limit needs its keys in order. One that has no block any more needs nothing."""
     model, limit = bytes(16), 2
-    index = Index(Table(64), model, in_doubt=False)
+    index = Index(SlotTable(64), model, in_doubt=False)
 
     def save(key: bytes, tag: bytes) -> None:
         assert index.reserve([key], tag, limit)[0] >= 0

@@ -36,7 +36,6 @@ from kvpool.stores.peer.wire import (
     StoreWelcome,
     password,
 )
-from kvpool.stores.seals import BlockNames
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.store import MODEL_BYTES
 from tests.stores.contract import LastingContract
@@ -64,10 +63,10 @@ def test_what_one_client_saves_another_finds_and_names_do_not_mix(serve: Serve) 
     with open_queue(client(server)) as one, open_queue(client(server)) as other:
         fill(one.memory, 8)
         for group in (0, 1):
-            keys, rows = BlockNames(names(4, 4 * group)), np.arange(4) + 4 * group
+            keys, rows = one.secret.opaque(names(4, 4 * group)), np.arange(4) + 4 * group
             assert one.save(keys, rows).wait(60, returned=True)
         for group in (1, 0):
-            job = other.load(BlockNames(names(4, 4 * group)), np.arange(4))
+            job = other.load(other.secret.opaque(names(4, 4 * group)), np.arange(4))
             assert job.wait(60, returned=True) and job.ok == 4
             assert all(np.array_equal(other.memory[i], content(4 * group + i)) for i in range(4))
 

@@ -22,7 +22,7 @@ from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slab import Slab, stride_of
-from kvpool.stores.disk.slot_index import PER_PAGE, Index, Table
+from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
 from kvpool.stores.disk.system import System
 from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
 
@@ -158,13 +158,13 @@ class DiskStore:
         same_secret = database.header is not None and database.header.secret == header.secret
         count = -(-self._slots // PER_PAGE) if same_secret else 0
         pages, others = database.pages(count)
-        table, dropped = Table(self._slots), PER_PAGE * others
+        table, dropped = SlotTable(self._slots), PER_PAGE * others
         table.fill(pages)
         dropped += table.check(min(had, self._slots))
         if database.header is not None and database.header.version < VERSION:
             # Nobody asks for the keys of an older format, and no seal of it is right.
             self._counts["old_format"], count = int(np.count_nonzero(table.used)), 0
-            table = Table(self._slots)
+            table = SlotTable(self._slots)
         in_doubt = database.header is not None and not database.header.closed
         database.begin(header, count)
         self._table, self._index = table, Index(table, model, in_doubt)

@@ -26,16 +26,17 @@ PER_PAGE = 46
 """A page of entries and what SQLite adds to it fit into one of SQLite's own pages, of 4,096 bytes."""
 PAGE_BYTES = PER_PAGE * ENTRY.itemsize
 USED_MAX = 1 << 62
+_TOUCHED_AT_ONCE = 8
 
 Page = tuple[int, bytes]
 """The number of a page, and its content."""
 
 
-class Table:
+class SlotTable:
     """The entries of all slots. Nothing here is durable. The caller holds a lock.
 
     A page is *changed* when the database must get it with the next commit. It is *touched* when only the times of last
-    use differ: such a page goes when the store is closed, or with a change.
+    use differ: some touched pages go with each commit, and all when the store is closed.
     """
 
     def __init__(self, slots: int) -> None:
@@ -44,7 +45,7 @@ class Table:
         self.entries = self._all[:slots]
         self.used: npt.NDArray[np.int64] = self.entries["used"]
         self._changed: set[int] = set()
-        self._touched: set[int] = set()
+        self._touched: dict[int, None] = {}
         self._now = 0
 
     def fill(self, pages: list[Page]) -> None:
@@ -85,14 +86,15 @@ class Table:
     def touch(self, slot: int) -> None:
         """Note that a slot is used now."""
         self.used[slot] = self.now()
-        self._touched.add(slot // PER_PAGE)
+        self._touched[slot // PER_PAGE] = None
 
     def take(self, everything: bool = False) -> list[Page]:
         """Copies of the pages that the database gets now. They count as unchanged from now on."""
         numbers, self._changed = self._changed, set()
-        if everything:
-            numbers |= self._touched
-        self._touched -= numbers
+        if numbers or everything:
+            numbers.update(islice(self._touched, None if everything else _TOUCHED_AT_ONCE))
+        for number in numbers:
+            self._touched.pop(number, None)
         pages = self._all.reshape(-1, PER_PAGE)
         return [(number, pages[number].tobytes()) for number in sorted(numbers)]
 
@@ -125,7 +127,7 @@ class Index:
     have the lowest priority. A block that is read is no victim.
     """
 
-    def __init__(self, table: Table, model: bytes, in_doubt: bool) -> None:
+    def __init__(self, table: SlotTable, model: bytes, in_doubt: bool) -> None:
         self._table, self._model = table, model
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()

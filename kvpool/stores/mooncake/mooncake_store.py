@@ -380,7 +380,7 @@ def _parts(count: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + most, count)) for start in range(0, count, most))
 
 
-def _master_argument(value: Any) -> str:
+def _master_argument(value: object) -> str:
     text = text_argument("master", value)
     found = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
     if found is None or not 0 < int(found[1]) < 1 << 16:
@@ -388,14 +388,14 @@ def _master_argument(value: Any) -> str:
     return text
 
 
-def _segment_argument(value: Any) -> int:
+def _segment_argument(value: object) -> int:
     found = integer_argument("segment", value, 0, _SEGMENT_MAX)
     if 0 < found < _SEGMENT_MIN:
         raise ValueError(f"segment={found}: accepted are 0 and {_SEGMENT_MIN} to {_SEGMENT_MAX} bytes")
     return found
 
 
-def _protocol_argument(value: Any) -> str:
+def _protocol_argument(value: object) -> str:
     if value not in ("tcp", "rdma"):
         raise ValueError(f'protocol={value!r:.80}: accepted are "tcp" and "rdma"')
     return str(value)
@@ -409,7 +409,7 @@ def _extra_argument(transform: Any) -> int:
     return integer_argument("transform.extra", transform.extra, 0, 1 << 20)
 
 
-def _secret_argument(secret: Any, file: Any, master: str) -> bytes:
+def _secret_argument(secret: object, file: object, master: str) -> bytes:
     file = file or (os.environ.get(SECRET_FILE) or None if secret is None else None)
     if secret is None and file is None and not _on_this_machine(master):
         raise ValueError(
@@ -420,6 +420,8 @@ def _secret_argument(secret: Any, file: Any, master: str) -> bytes:
         return read_or_make_secret(default_place("mooncake"))
     try:
         return secret_argument(secret, file)
+    except TypeError as error:  # a text, which names no path here
+        raise ValueError(str(error)) from None
     except OSError as error:
         raise ValueError(f"secret_file={str(file)!r:.200} cannot be read: {error.strerror}") from error
 
