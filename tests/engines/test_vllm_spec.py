@@ -121,6 +121,8 @@ def test_a_worker_loads_what_a_store_has_brought_where_the_scheduler_says_that_i
     worker.submit_load(2, vllm.HostBlocks((3,), partial), base.GPULoadStoreSpec([7, 8], (2, 0), (0, 0)))
     worker.wait({2})
     assert [one.success for one in worker.get_finished()] == [True, comes]
+    reports = [worker.take_report(vllm.WorkerReport({})) for _ in range(2)]
+    assert [(one.failed_blocks, one.partial_blocks) for one in reports] == [(set(), {3}), (set(), set())]
     worker.shutdown()
 
 
