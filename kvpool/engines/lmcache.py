@@ -7,50 +7,44 @@ its end is told by that kind's event file descriptor.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
-import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-import kvpool
-from kvpool.engines.staged import PART, StagedBlocks, StoreOptions
+from kvpool.engines.options import PART, STAGED_OPTIONS, ElementType, EnginePlugin
+from kvpool.engines.staged import Copy, StagedBlocks, check_store
 from kvpool.stores.store import Bytes
 
-TESTED = ("0.5.6",)
-"""The versions of LMCache whose code the tests call."""
+PLUGIN = EnginePlugin(
+    module="lmcache",
+    engine="LMCache",
+    packages=("lmcache",),
+    tested=("0.5.6",),
+    place="adapter_params",
+    options=STAGED_OPTIONS,
+    needs=("stores", "weights"),
+    one_store=True,
+)
 
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lmcache")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-try:
+with PLUGIN.imports():
     from lmcache.lmcache_native import Bitmap
     from lmcache.v1.distributed.internal_api import L2StoreResult
     from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
     from lmcache.v1.platform import create_event_notifier
-except ImportError as error:
-    raise ImportError(
-        f"kvpool.engines.lmcache works with LMCache {', '.join(TESTED)}; LMCache {_version()} is installed: {error}"
-    ) from error
 
 if TYPE_CHECKING:
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
-log = logging.getLogger("lmcache.kvpool")
+log = PLUGIN.log
 
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 _SIZES_MAX = 16
@@ -69,13 +63,8 @@ class _Layout(NamedTuple):
     nbytes: int
     text: str
 
-    @classmethod
-    def of(cls, shapes: Sequence[Any], dtypes: Sequence[Any]) -> _Layout:
-        nbytes = sum(int(shape.numel()) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-        return cls(nbytes, repr([(tuple(shape), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]))
 
-
-class _Part(NamedTuple):
+class _SameSize(NamedTuple):
     """The objects of a task that have one size."""
 
     blocks: StagedBlocks
@@ -86,14 +75,11 @@ class _Part(NamedTuple):
     def chosen(self, done: Sequence[bool]) -> list[int]:
         return [place for place, ok in zip(self.places, done, strict=True) if ok]
 
-    def reader(self, objects: Sequence[MemoryObj]) -> Callable[[int, Bytes], None]:
-        return lambda at, row: np.copyto(row, _bytes(objects[self.places[at]]))
-
-    def writer(self, objects: Sequence[MemoryObj]) -> Callable[[int, Bytes], None]:
-        return lambda at, row: np.copyto(_bytes(objects[self.places[at]]), row)
+    def copies(self, objects: Sequence[MemoryObj], copy: Callable[[MemoryObj, Bytes], None]) -> Copy:
+        return lambda at, row: copy(objects[self.places[at]], row)
 
 
-class _Worker:
+class _TaskThread:
     """A thread that runs tasks, and tells of their results by an event file descriptor. Thread-safe."""
 
     def __init__(self, kind: str) -> None:
@@ -144,12 +130,12 @@ class _Worker:
 class KVPoolL2Adapter(L2AdapterInterface):
     """LMCache's objects in a store. Thread-safe: LMCache calls it from its controllers' threads.
 
-    Its options are in ``adapter_params``: ``store`` and ``revision``, and optionally ``kv_dtype``, ``staging`` and
-    ``deadline``, as in ``StoreOptions``. ``{part}`` in ``store`` stands for the size of the objects. Objects whose type
-    of elements is not known are neither kept nor found.
+    Its options are in ``adapter_params``: ``stores`` and ``weights``, and optionally others of ``EngineOptions`` that
+    ``PLUGIN`` takes. ``{part}`` in ``stores`` stands for the size of the objects. Objects whose type of elements is not
+    known are neither kept nor found.
 
-    No call waits for the store, but ``delete`` and ``close``. A task ends at most ``deadline`` seconds after its thread
-    has begun with it. What fails is an object that is not there; nothing is raised.
+    No call waits for the store, but ``delete`` and ``close``. A task ends at most ``find_seconds``, ``load_seconds`` or
+    ``save_seconds`` after its thread has begun with it. What fails is an object that is not there; nothing is raised.
 
     A store evicts by its own rules, and has no locks: an object that was found may be gone when it is loaded.
 
@@ -160,10 +146,9 @@ class KVPoolL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        self._options = StoreOptions.of(params)
-        self._version = _version()
-        if self._version not in TESTED:
-            log.warning("kvpool was tested with LMCache %s; this is %s", ", ".join(TESTED), self._version)
+        self._options = PLUGIN.read(params)
+        check_store(self._options)
+        PLUGIN.checked_version()
         super().__init__()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -172,7 +157,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._blocks: dict[int, StagedBlocks] = {}
         self._layouts: dict[tuple[str, int, int], _Layout] = {}
         self._numbers, self._closed, self._refused = itertools.count(1), threading.Event(), set[str]()
-        self._workers = {kind: _Worker(kind) for kind in (STORE, LOOKUP, LOAD)}
+        self._workers = {kind: _TaskThread(kind) for kind in (STORE, LOOKUP, LOAD)}
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -218,7 +203,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Drop objects. Asks the store first which of them it has, as LMCache counts their bytes."""
-        for part in self._parts(keys, [self._known(key) for key in keys]):
+        for part in self._by_size(keys, [self._known(key) for key in keys]):
             found = zip(part.places, part.names, part.blocks.find(part.names), strict=True)
             there = [(place, name) for place, name, ok in found if ok]
             part.blocks.forget([name for _, name in there])
@@ -228,17 +213,19 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def get_usage(self) -> AdapterUsage:
         """LMCache's figures, with the bytes that the stores have in all, where they say so."""
         with self._lock:
-            found = [(size, blocks.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()]
+            found = [
+                (size, blocks.client.queue.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()
+            ]
         return replace(super().get_usage(), total_bytes_used=sum(size * count for size, count in found))
 
     def report_status(self) -> dict[str, Any]:
         with self._lock:
             blocks = dict(self._blocks)
         return {
-            "is_healthy": not self._closed.is_set() and not any(one.suspended for one in blocks.values()),
+            "is_healthy": not self._closed.is_set() and not any(one.client.suspended for one in blocks.values()),
             "type": type(self).__name__,
             "store": self._options.kind,
-            "stored_object_count": sum(one.stats().store.get("blocks", 0) for one in blocks.values()),
+            "stored_object_count": sum(one.client.queue.stats().store.get("blocks", 0) for one in blocks.values()),
             "object_bytes": sorted(blocks),
             "troubles": {
                 f"{size} {kind} {what}": count
@@ -263,9 +250,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
     # -- on the threads of the adapter ---------------------------------------------------------------
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        stored = []
-        for part in self._parts(keys, self._layouts_of(keys, objects)):
-            stored += part.chosen(part.blocks.save(part.names, part.reader(objects)))
+        stored = self._move(StagedBlocks.save, keys, objects, lambda memory, row: np.copyto(row, _bytes(memory)))
         sizes = [objects[place].get_size() for place in stored]
         if stored:
             self._notify_keys_stored([keys[place] for place in stored], sizes)
@@ -277,22 +262,26 @@ class KVPoolL2Adapter(L2AdapterInterface):
             given[group] if (group := key.object_group_id) in given else self._known(key) for key in keys
         ]  # fmt: skip
         self._remember(keys, layouts)
-        found = Bitmap(len(keys))
-        for part in self._parts(keys, layouts):
-            for place in part.chosen(part.blocks.find(part.names)):
-                found.set(place)
-        return found
+        found = [part.chosen(part.blocks.find(part.names)) for part in self._by_size(keys, layouts)]
+        return _bitmap(len(keys), itertools.chain(*found))
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
-        loaded = []
-        for part in self._parts(keys, self._layouts_of(keys, objects)):
-            loaded += part.chosen(part.blocks.load(part.names, part.writer(objects)))
-        found = Bitmap(len(keys))
-        for place in loaded:
-            found.set(place)
+        loaded = self._move(StagedBlocks.load, keys, objects, lambda memory, row: np.copyto(_bytes(memory), row))
         if loaded:
             self._notify_keys_accessed([keys[place] for place in loaded])
-        return found
+        return _bitmap(len(keys), loaded)
+
+    def _move(
+        self, call: Callable[[StagedBlocks, list[bytes], Copy], list[bool]], keys: list[ObjectKey],
+        objects: list[MemoryObj], copy: Callable[[MemoryObj, Bytes], None],
+    ) -> list[int]:  # fmt: skip
+        """Save or load objects. Returns the places of those for which that was done."""
+        layouts = [self._layout_of(memory) for memory in objects]
+        self._remember(keys, layouts)
+        done = []
+        for part in self._by_size(keys, layouts):
+            done += part.chosen(call(part.blocks, part.names, part.copies(objects, copy)))
+        return done
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -309,35 +298,30 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._workers[kind].begin(number, guarded, otherwise)
         return number
 
-    def _layouts_of(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[_Layout | None]:
-        layouts = [self._layout_of(memory) for memory in objects]
-        self._remember(keys, layouts)
-        return layouts
-
     def _layout_of(self, memory: MemoryObj) -> _Layout | None:
         about = memory.metadata
         layout = self._layout(about.shapes or [about.shape], about.dtypes or [about.dtype])
         return layout and layout._replace(nbytes=memory.get_size())
 
-    def _layout(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> _Layout | None:
+    def _layout(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[ElementType]) -> _Layout | None:
         """None where it does not tell objects of two types of elements apart."""
         try:
             self._options.check_dtypes(dtypes)
         except ValueError as error:
             self._refuse(str(error))
             return None
-        return _Layout.of(shapes, dtypes)
+        found = list(zip(shapes, dtypes, strict=True))
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in found)
+        return _Layout(nbytes, repr([(tuple(shape), str(dtype)) for shape, dtype in found]))
 
-    def _parts(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> list[_Part]:
+    def _by_size(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> list[_SameSize]:
         """The objects of each size, where there is a store for them."""
-        parts: dict[int, tuple[list[int], list[bytes]]] = {}
+        named: dict[int, dict[int, bytes]] = {}
         for place, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             if layout is not None:
-                places, names = parts.setdefault(layout.nbytes, ([], []))
-                places.append(place)
-                names.append(_name(key, layout))
-        opened = ((self._open(size), *part) for size, part in parts.items())
-        return [_Part(blocks, places, names) for blocks, places, names in opened if blocks is not None]
+                named.setdefault(layout.nbytes, {})[place] = _name(key, layout)
+        opened = ((self._open(size), names) for size, names in named.items())
+        return [_SameSize(blocks, list(names), list(names.values())) for blocks, names in opened if blocks is not None]
 
     def _open(self, size: int) -> StagedBlocks | None:
         """The store for objects of this size, opened at its first use. None if it cannot be opened."""
@@ -348,7 +332,10 @@ class KVPoolL2Adapter(L2AdapterInterface):
                 self._refuse(f"objects of {size} bytes beside {sorted(self._blocks)} need a store with {PART}")
                 return None
             try:
-                made = self._make(size)
+                made = StagedBlocks.open(
+                    PLUGIN, self._options, f"objects-{size}", size,
+                    model="named by each key", elements="named by each key", layout=f"objects of {size} bytes",
+                )  # fmt: skip
             except Exception as error:
                 self._open_again = time.monotonic() + _OPEN_AGAIN_S
                 self._refuse(f"no store could be opened: {type(error).__name__}: {error}"[:1000])
@@ -358,18 +345,6 @@ class KVPoolL2Adapter(L2AdapterInterface):
         if self._closed.is_set():
             made.close()
         return made
-
-    def _make(self, size: int) -> StagedBlocks:
-        identity = kvpool.ModelIdentity(
-            model="named by each key",
-            revision=self._options.revision,
-            kv_dtype=f"named by each key {self._options.kv_dtype}".rstrip(),
-            layout=f"objects of {size} bytes",
-            hash_version=f"lmcache {self._version}",
-        )
-        store = self._options.make(f"objects-{size}")
-        log.info("kvpool: objects of %d bytes are kept in the store %s", size, store.name)
-        return StagedBlocks(store, size, identity, staging=self._options.staging, deadline=self._options.deadline)
 
     def _refuse(self, why: str) -> None:
         """Log each reason once."""
@@ -402,6 +377,13 @@ def _name(key: ObjectKey, layout: _Layout) -> bytes:
     """All that tells an object apart from others."""
     parts = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
     return repr((*parts, layout.text)).encode()
+
+
+def _bitmap(count: int, places: Iterable[int]) -> Bitmap:
+    found = Bitmap(count)
+    for place in places:
+        found.set(place)
+    return found
 
 
 def _bytes(memory: MemoryObj) -> Bytes:

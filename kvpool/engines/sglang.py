@@ -7,31 +7,30 @@ A page of SGLang is a block: the bytes of all layers of one rank, in the order o
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-import kvpool
-from kvpool.engines.staged import PART, SHARED, StagedBlocks, StoreOptions
+from kvpool.engines.options import PART, SHARED, STAGED_OPTIONS, EnginePlugin
+from kvpool.engines.staged import StagedBlocks, check_store
 from kvpool.stores.store import Bytes
 
-TESTED = ("0.5.23",)
-"""The versions of SGLang whose code the tests call."""
+PLUGIN = EnginePlugin(
+    module="sglang",
+    engine="SGLang",
+    packages=("sglang",),
+    tested=("0.5.23",),
+    place="the extra config of the storage backend",
+    options=STAGED_OPTIONS,
+    needs=("stores", "weights"),
+    one_store=True,
+    others=("backend_name", "module_path", "class_name", "interface_v1", "allocator"),
+)
 
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-try:
+with PLUGIN.imports():
     import torch
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
@@ -42,19 +41,17 @@ try:
         PoolTransfer,
         PoolTransferResult,
     )
-except ImportError as error:
-    raise ImportError(
-        f"kvpool.engines.sglang works with SGLang {', '.join(TESTED)}; SGLang {_version()} is installed: {error}"
-    ) from error
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
+    from sglang.srt.observability.metrics_collector import StorageMetrics
 
-log = logging.getLogger("sglang.kvpool")
+log = PLUGIN.log
 
-OWN_OPTIONS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-"""Keys of the extra configuration that are SGLang's."""
 _REPORTS = 1024
+_LOADS, _SAVES = "prefetch", "backup"
+"""SGLang's words for loads and saves."""
+Page = TypeVar("Page")
 
 
 class _Pool(NamedTuple):
@@ -85,10 +82,11 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     """SGLang's pages in a store. SGLang makes one in each rank, and calls it from several threads of its own.
 
     Its options are in ``--hicache-storage-backend-extra-config``, beside ``backend_name``, ``module_path`` and
-    ``class_name``: ``store`` and ``revision``, and optionally ``kv_dtype``, ``staging`` and ``deadline``, as in
-    ``StoreOptions``. ``{part}`` in ``store`` stands for the pool and the rank.
+    ``class_name``: ``stores`` and ``weights``, and optionally others of ``EngineOptions`` that ``PLUGIN`` takes.
+    ``{part}`` in ``stores`` stands for the pool and the rank.
 
-    Every call waits for the store, at most ``deadline`` seconds. None raises: what fails is a page that is not there.
+    Every call waits for the store, at most ``find_seconds``, ``load_seconds`` or ``save_seconds``. None raises: what
+    fails is a page that is not there.
 
     Raises
     ------
@@ -97,22 +95,18 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        version = _version()
-        if version not in TESTED:
-            log.warning("kvpool was tested with SGLang %s; this is %s", ", ".join(TESTED), version)
+        PLUGIN.checked_version()
         self._config = storage_config
-        self._options = StoreOptions.of(storage_config.extra_config or {}, OWN_OPTIONS)
+        self._options = PLUGIN.read(storage_config.extra_config or {})
+        check_store(self._options)
         one_writer = storage_config.is_mla_model and storage_config.tp_size > 1
         if one_writer and self._options.kind not in SHARED:
             raise ValueError(
-                f"store={self._options.store!r:.80}: with MLA only some ranks write, and all read. Accepted is a store "
-                f"that they share: {', '.join(SHARED)}"
+                f"stores={self._options.stores!r:.80}: with MLA only some ranks write, and all read. Accepted is a "
+                f"store that they share: {', '.join(SHARED)}"
             )
-        self._version = version
         self._pools: dict[str, _Pool] = {}
-        self._reports: dict[str, deque[tuple[int, float]]] = {
-            kind: deque(maxlen=_REPORTS) for kind in ("prefetch", "backup")
-        }
+        self._reports: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=_REPORTS) for kind in (_LOADS, _SAVES)}
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -135,24 +129,20 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             known.blocks.close()
         elif self._pools and not self._options.separate:
             raise ValueError(
-                f"store={self._options.store!r:.80}: there are pools beside {', '.join(self._pools)}: {name}. Accepted "
-                f"is a text with {PART}, so that each has a store"
+                f"stores={self._options.stores!r:.80}: there are pools beside {', '.join(self._pools)}: {name}. "
+                f"Accepted is a text with {PART}, so that each has a store"
             )
         rank = self._rank(name, host_pool)
         # Replicas of attention have the same bytes, but no two processes may have one folder.
         replica = self._config.dp_rank if self._options.kind not in SHARED else 0
-        store = self._options.make(f"{name}-{rank}" + (f"-dp{replica}" if replica else ""))
+        part = f"{name}-{rank}" + (f"-dp{replica}" if replica else "")
         layers = f"layers {getattr(host_pool, 'start_layer', 0)} to {getattr(host_pool, 'end_layer', 'the last')}"
-        layout = f"{name}, {rank}, {host_pool.layout}, {host_pool.page_size} tokens, {size} bytes a page, {layers}"
-        identity = kvpool.ModelIdentity(
+        blocks = StagedBlocks.open(
+            PLUGIN, self._options, part, size,
             model=self._config.model_name or "unnamed",
-            revision=self._options.revision,
-            kv_dtype=f"{page.dtype} {self._options.kv_dtype}".rstrip(),
-            layout=layout,
-            hash_version=f"sglang {self._version}",
-        )
-        blocks = StagedBlocks(store, size, identity, staging=self._options.staging, deadline=self._options.deadline)
-        log.info("kvpool: pages of the pool %s, %d bytes each, are kept in the store %s", name, size, store.name)
+            elements=str(page.dtype),
+            layout=f"{name}, {rank}, {host_pool.layout}, {host_pool.page_size} tokens, {size} bytes a page, {layers}",
+        )  # fmt: skip
         self._pools[name] = _Pool(host_pool, blocks, page.dtype, _views(host_pool))
 
     def _rank(self, name: str, host_pool: HostKVCache) -> str:
@@ -182,16 +172,10 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Write pages to tensors of the size of a page. Returns those that came, and None for others."""
-        targets = list(target_locations or ())
         pool = self._pools.get(PoolName.KV.value)
-        if pool is None or len(targets) != len(keys) or not all(_fits(tensor, pool) for tensor in targets):
-            return [None] * len(keys)
-
-        def put(place: int, row: Bytes) -> None:
-            np.copyto(_bytes(targets[place]).reshape(-1), row)
-
-        came = self._timed("prefetch", pool, lambda: pool.blocks.load(_names(keys), put))
-        return [target if ok else None for target, ok in zip(targets, came, strict=True)]
+        targets = _fitting(target_locations, pool)
+        came = self._move(_LOADS, pool, keys, targets, lambda target, row: np.copyto(_bytes(target).reshape(-1), row))
+        return [targets[at] if ok else None for at, ok in enumerate(came)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -200,27 +184,21 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Save tensors of the size of a page. Returns whether the store has all of them."""
-        pages = list(values or ())
         pool = self._pools.get(PoolName.KV.value)
-        if pool is None or len(pages) != len(keys) or not all(_fits(page, pool) for page in pages):
-            return False
-
-        def fill(place: int, row: Bytes) -> None:
-            np.copyto(row, _bytes(pages[place]).reshape(-1))
-
-        return all(self._timed("backup", pool, lambda: pool.blocks.save(_names(keys), fill)))
+        pages = _fitting(values, pool)
+        return all(self._move(_SAVES, pool, keys, pages, lambda page, row: np.copyto(row, _bytes(page).reshape(-1))))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages to the places of the pool that ``host_indices`` names, an index for each token."""
-        return self._load(PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys))
+        return self._transfer(_LOADS, PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Save pages of the pool."""
-        return self._save(PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys))
+        return self._transfer(_SAVES, PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys))
 
     # -- pages of several pools ----------------------------------------------------------------------
 
@@ -249,12 +227,12 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {transfer.name: self._load(transfer) for transfer in transfers}
+        return {transfer.name: self._transfer(_LOADS, transfer) for transfer in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {transfer.name: self._save(transfer) for transfer in transfers}
+        return {transfer.name: self._transfer(_SAVES, transfer) for transfer in transfers}
 
     # -- the rest ------------------------------------------------------------------------------------
 
@@ -264,12 +242,14 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         confirmed = [pool.blocks.clear() for pool in self._pools.values()]
         if not all(confirmed):
             log.warning("clear: the store has not dropped the old pages yet. If this process ends before it does, the "
-                        "next one finds them, unless it has another revision")  # fmt: skip
+                        "next one finds them, unless its weights have another name")  # fmt: skip
         if self._options.kind in SHARED:
-            log.warning("clear: until it is started again with another revision, this process shares no pages")
+            log.warning(
+                "clear: until it is started again with another name for its weights, this process shares no pages"
+            )
         return True
 
-    def get_stats(self) -> Any:
+    def get_stats(self) -> StorageMetrics | None:
         """Pages and GB/s of the calls since the last time, in SGLang's own form. None if nobody asked for metrics."""
         if not self._config.enable_storage_metrics:
             return None
@@ -277,7 +257,8 @@ class KVPoolHiCacheStorage(HiCacheStorage):
 
         found = StorageMetrics()
         for kind, reports in self._reports.items():
-            for pages, speed in _drained(reports):
+            while reports:
+                pages, speed = reports.popleft()
                 getattr(found, f"{kind}_pgs").append(pages)
                 getattr(found, f"{kind}_bandwidth").append(speed)
         return found
@@ -291,34 +272,27 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         pool = self._pools.get(str(name))
         return [False] * len(keys) if pool is None else pool.blocks.find(_names(keys))
 
-    def _load(self, transfer: PoolTransfer) -> list[bool]:
-        pool, pages = self._places(transfer)
-        if pool is None:
-            return [False] * len(transfer.keys or ())
-        names, load = _names(transfer.keys or ()), pool.load
-        return self._timed("prefetch", pool, lambda: pool.blocks.load(names, lambda at, row: load(pages[at], row)))
-
-    def _save(self, transfer: PoolTransfer) -> list[bool]:
-        pool, pages = self._places(transfer)
-        if pool is None:
-            return [False] * len(transfer.keys or ())
-        names, save = _names(transfer.keys or ()), pool.save
-        return self._timed("backup", pool, lambda: pool.blocks.save(names, lambda at, row: save(pages[at], row)))
-
-    def _places(self, transfer: PoolTransfer) -> tuple[_Pool | None, list[int]]:
-        """The pool of a transfer, and the first index of each page. There is no pool if they do not fit the keys."""
-        pool, indices = self._pools.get(str(transfer.name)), transfer.host_indices
+    def _transfer(self, kind: str, transfer: PoolTransfer) -> list[bool]:
+        """Load or save pages of a host pool, whose indices are those of tokens."""
+        pool, indices, keys = self._pools.get(str(transfer.name)), transfer.host_indices, transfer.keys or ()
         if pool is None or indices is None:
-            return None, []
+            return [False] * len(keys)
         size = getattr(pool.host, "page_size", 1) or 1
-        if indices.numel() != size * len(transfer.keys or ()):
-            log.error("kvpool: %d indices for %d pages", indices.numel(), len(transfer.keys or ()))
-            return None, []
-        return pool, indices[::size].tolist()
+        if indices.numel() != size * len(keys):
+            log.error("kvpool: %d indices for %d pages", indices.numel(), len(keys))
+            return [False] * len(keys)
+        return self._move(kind, pool, keys, indices[::size].tolist(), pool.load if kind == _LOADS else pool.save)
 
-    def _timed(self, kind: str, pool: _Pool, call: Callable[[], list[bool]]) -> list[bool]:
+    def _move(
+        self, kind: str, pool: _Pool | None, keys: Sequence[str], pages: Sequence[Page],
+        copy: Callable[[Page, Bytes], None],
+    ) -> list[bool]:  # fmt: skip
+        """Load or save pages, one for each key, or none. ``copy(page, row)`` copies one to or from its row."""
+        if pool is None or len(pages) != len(keys):
+            return [False] * len(keys)
+        call = pool.blocks.load if kind == _LOADS else pool.blocks.save
         began = time.perf_counter()
-        done = call()
+        done = call(_names(keys), lambda at, row: copy(pages[at], row))
         spent = time.perf_counter() - began
         if self._config.enable_storage_metrics and any(done):
             self._reports[kind].append((sum(done), sum(done) * pool.blocks.block_bytes / spent / 1e9))
@@ -343,9 +317,15 @@ def _restorable(found: Sequence[bool], needed: int) -> list[int]:
     return able
 
 
-def _fits(tensor: Any, pool: _Pool) -> bool:
-    shaped = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
-    return shaped and tensor.nbytes == pool.blocks.block_bytes
+def _fitting(tensors: Sequence[Any] | None, pool: _Pool | None) -> list[torch.Tensor]:
+    """The tensors, if each is the bytes of a page on the CPU. None of them otherwise."""
+    found = list(tensors or ())
+    right = pool is not None and all(
+        isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        and tensor.nbytes == pool.blocks.block_bytes
+        for tensor in found
+    )  # fmt: skip
+    return found if right else []
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
@@ -373,8 +353,3 @@ def _flat_page(name: str, host_pool: HostKVCache) -> torch.Tensor:
     if page is None or not page.nbytes:
         raise ValueError(f"SGLang's host pool {name} ({type(host_pool).__name__}) gives no pages of bytes")
     return page
-
-
-def _drained(reports: deque[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    while reports:
-        yield reports.popleft()

@@ -31,7 +31,7 @@ def paged(tensors: Sequence[Any]) -> PagedKV:
     return PagedKV.of(arrays, "L | B D")
 
 
-class Part(NamedTuple):
+class GroupBlocks(NamedTuple):
     """The blocks of one group that a job copies."""
 
     group: int
@@ -46,16 +46,21 @@ class Ended(NamedTuple):
     """A job that has ended. Nothing reads or writes its blocks any more."""
 
     job: int
+    store: bool
     error: str | None
     """Why the copy failed, or None."""
     nbytes: int
     seconds: float
+    host_blocks: set[int]
+    """that it copied to, or from"""
+    partial: set[int]
+    """those of which it left something out"""
 
 
 class _Job(NamedTuple):
     copies: list[HostCopy]
     store: bool
-    parts: Sequence[Part]
+    parts: Sequence[GroupBlocks]
     error: str | None
     began: float
 
@@ -90,7 +95,7 @@ class Transfers:
         counts: Sequence[int],
         firsts: Sequence[int],
         host_blocks: Sequence[int],
-    ) -> list[Part]:
+    ) -> list[GroupBlocks]:
         """Split a job into the parts of its groups.
 
         Parameters
@@ -123,26 +128,19 @@ class Transfers:
             if count:
                 placed = np.full(first % per + count, -1, np.int64)
                 placed[first % per :] = blocks[at : at + count]
-                found.append(Part(group, placed, hosts[end + (-len(placed) // per) : end]))
+                found.append(GroupBlocks(group, placed, hosts[end + (-len(placed) // per) : end]))
                 at += count
         return found
 
-    def partial(self, parts: Sequence[Part]) -> set[int]:
-        """The host blocks of which these parts leave something out."""
-        per, found = self._written.shape[1], set[int]()
-        for part in parts:
-            there = np.zeros((len(part.host_blocks), per), bool)
-            there.reshape(-1)[: len(part.blocks)] = part.blocks >= 0
-            found.update(part.host_blocks[~there.all(axis=1)].tolist())
-        return found
-
-    def store(self, job: int, parts: Sequence[Part], stream: Any = None) -> None:
+    def store(self, job: int, parts: Sequence[GroupBlocks], stream: Any = None) -> None:
         """Begin to copy the engine's blocks to host blocks, after all work that is enqueued on ``stream``."""
         for part in parts:
             self._written[part.host_blocks] = False
         self._begin(job, parts, stream, store=True, error=None)
 
-    def load(self, job: int, parts: Sequence[Part], stream: Any = None, partial: Collection[int] | None = None) -> None:
+    def load(
+        self, job: int, parts: Sequence[GroupBlocks], stream: Any = None, partial: Collection[int] | None = None
+    ) -> None:
         """Begin to copy host blocks to the engine's blocks, after all work that is enqueued on ``stream``.
 
         ``partial``: the host blocks of which a store has left something out. All others are whole, whoever has filled
@@ -172,19 +170,19 @@ class Transfers:
         self._jobs.clear()
         self._copies.close()
 
-    def _has(self, part: Part, checked: npt.NDArray[np.int64] | None) -> bool:
+    def _has(self, part: GroupBlocks, checked: npt.NDArray[np.int64] | None) -> bool:
         """Whether stores of this worker have written what a part has blocks for, in the host blocks that are checked,
         or in all."""
         hosts, places = self._places(part)
         written = self._written[hosts, places]
         return bool((written if checked is None else written | ~np.isin(hosts, checked)).all())
 
-    def _places(self, part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _places(self, part: GroupBlocks) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Indices into ``_written`` of the places that a part has blocks for."""
         index = np.flatnonzero(part.blocks >= 0)
         return part.host_blocks[index // self._written.shape[1]], index % self._written.shape[1]
 
-    def _begin(self, job: int, parts: Sequence[Part], stream: Any, *, store: bool, error: str | None) -> None:
+    def _begin(self, job: int, parts: Sequence[GroupBlocks], stream: Any, *, store: bool, error: str | None) -> None:
         began, copies = time.perf_counter(), []
         copy = self._copies.copy_in if store else self._copies.copy_out
         try:
@@ -197,10 +195,15 @@ class Transfers:
     def _end(self, number: int, job: _Job) -> Ended:
         seconds = time.perf_counter() - job.began
         error = next(filter(None, [job.error, *map(_outcome, job.copies)]), None)
-        if job.store and error is None:
-            for part in job.parts:
+        per, hosts, partial = self._written.shape[1], set[int](), set[int]()
+        for part in job.parts:
+            there = np.zeros((len(part.host_blocks), per), bool)
+            there.reshape(-1)[: len(part.blocks)] = part.blocks >= 0
+            hosts.update(part.host_blocks.tolist())
+            partial.update(part.host_blocks[~there.all(axis=1)].tolist())
+            if job.store and error is None:
                 self._written[self._places(part)] = True
-        return Ended(number, error, sum(copy.nbytes for copy in job.copies), seconds)
+        return Ended(number, job.store, error, sum(copy.nbytes for copy in job.copies), seconds, hosts, partial)
 
 
 def _is_over(job: _Job) -> bool:

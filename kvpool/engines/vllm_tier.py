@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.engines.stores import lasting_identity, store_options
-from kvpool.engines.vllm import identity, version
+from kvpool.engines.options import lasting_identity
+from kvpool.engines.vllm import PLUGIN as HOST_TIER
+from kvpool.engines.vllm import identity
 from kvpool.errors import StoreBusy
 
-try:
+PLUGIN = replace(
+    HOST_TIER,
+    module="vllm_tier",
+    place="secondary_tiers",
+    options={
+        "stores": (), "weights": None, "find_seconds": 1.0, "load_seconds": 10.0, "save_seconds": 60.0,
+        "remember_seconds": 1.0,
+    },
+    needs=("stores",),
+    one_store=True,
+    others=(),
+)  # fmt: skip
+
+with PLUGIN.imports():
     from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-except ImportError as error:
-    raise ImportError(f"this vLLM has no secondary tiers that kvpool.engines.vllm_tier knows: {error}") from error
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, ScheduleEndContext
@@ -28,7 +40,7 @@ if TYPE_CHECKING:
     from kvpool.stores.jobs import Job
     from kvpool.stores.seals import BlockNames
 
-log = logging.getLogger("vllm.kvpool")
+log = PLUGIN.log
 
 CLEAR_SECONDS = 1.0
 """How long a reset waits for the store to drop what it has."""
@@ -44,19 +56,19 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     ----------
     offloading_spec, primary_kv_view, tier_type, backpressure_detector
         vLLM's. Blocks are saved from and loaded into the rows of ``primary_kv_view``, in place.
-    store
-        As a text, such as ``"disk:/path?capacity=100GiB"``.
+    stores
+        One, as a text, such as ``"disk:/path?capacity=100GiB"``.
     weights
         A text that tells the weights, and what else the model computes with, from others. Stores that outlive the
         process need it.
     find_seconds, load_seconds, save_seconds
-        Deadlines.
+        Deadlines. 1, 10 and 60 by default.
     remember_seconds
-        For so long the answer to a lookup is used again.
+        For so long the answer to a lookup is used again. 1 by default.
 
     Raises
     ------
-    ValueError, OSError
+    TypeError, ValueError, OSError
         For options that cannot work, and what opening the store raises.
 
     Notes
@@ -69,38 +81,25 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(
-        self,
-        offloading_spec: OffloadingSpec,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        backpressure_detector: BackpressureDetector | None = None,
-        *,
-        store: str = "",
-        weights: str | None = None,
-        find_seconds: float = 1.0,
-        load_seconds: float = 10.0,
-        save_seconds: float = 60.0,
-        remember_seconds: float = 1.0,
-    ) -> None:
-        from kvpool.stores.queue import StoreQueue
+        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None, **given: Any,
+    ) -> None:  # fmt: skip
         from kvpool.stores.store import OK
-        from kvpool.stores.store_health import StoreHealth
+        from kvpool.stores.store_client import StoreClient
         from kvpool.stores.urls import open_store
 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        options = store_options({"stores": [store] if store else [], "weights": weights})
-        if not options:
-            raise ValueError("store is missing in the secondary tier: a text is needed, such as 'disk:/path'")
-        if options.lasting and weights is None:
-            raise ValueError(f'store={store!r:.80}: name the model\'s weights, such as "weights": "revision 1a2b3c"')
-        passing = identity(offloading_spec.config, version())
-        own = lasting_identity(passing, weights, "of the weights", "vLLM's") if weights is not None else passing
-        self._seconds = {"find": find_seconds, "load": load_seconds, "save": save_seconds, "known": remember_seconds}
-        self._ok, self._health = OK, StoreHealth()
-        self._queue = StoreQueue(open_store(store), _rows(primary_kv_view), own)
-        self._jobs: dict[Job, TransferJob | list[OffloadKey]] = {}
-        # Jobs that are done, and whose call hangs.
-        self._hung: set[Job] = set()
+        self._options = options = PLUGIN.read(given)
+        options.check_seed()
+        if options.lasting and options.weights is None:
+            raise ValueError(
+                f'stores={options.lasting!r:.80}: name the model\'s weights, such as "weights": "revision 1a2b3c"'
+            )
+        own = identity(offloading_spec.config, PLUGIN.version())
+        if options.weights is not None:
+            own = lasting_identity(own, options.weights, "of the weights", "vLLM's")
+        self._ok = OK
+        self._client = StoreClient(open_store(options.stores[0]), _rows(primary_kv_view), own, patience=0.0)
         # Keys that the store is asked for, those of them that it will be asked for, and what it has said, until when.
         self._asked: set[OffloadKey] = set()
         self._new: list[OffloadKey] = []
@@ -112,7 +111,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         there, until = self._known.get(key, (False, -math.inf))
-        if until > self._queue.now():
+        if until > self._now():
             return LookupResult.HIT if there else LookupResult.MISS
         if key not in self._asked:
             if len(self._asked) >= KNOWN_MAX:
@@ -126,18 +125,20 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask the store for what this step has looked up."""
-        if not self._new:
-            return
         keys, self._new = self._new, []
-        if self._health.usable():
-            try:
-                job = self._queue.find(self._names(keys), deadline=self._deadline("find"))
-            except StoreBusy:
-                self._answer(keys, [False] * len(keys))
-            else:
-                self._jobs[job] = keys
-        else:
-            self._answer(keys, [False] * len(keys))
+        if not keys:
+            return
+        try:
+            if self._client.usable("find"):
+                self._client.find(
+                    self._names(keys),
+                    lambda job: self._answer(keys, (job.codes == self._ok).tolist()),
+                    deadline=self._now() + self._options.find_seconds,
+                )
+                return
+        except StoreBusy:
+            pass
+        self._answer(keys, [False] * len(keys))
 
     def has_pending_work(self) -> bool:
         """Whether requests wait for answers of the store."""
@@ -148,83 +149,72 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         for key in job_metadata.keys:
             self._known.pop(key, None)
-        self._submit("save", job_metadata)
+        self._submit("save", job_metadata, self._options.save_seconds)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit("load", job_metadata)
+        self._submit("load", job_metadata, self._options.load_seconds)
 
-    def _submit(self, kind: str, asked: TransferJob) -> None:
-        if self._health.usable(writes=kind == "save", found=kind == "load"):
-            begin = self._queue.save if kind == "save" else self._queue.load
-            keys, rows = self._names(asked.keys), np.asarray(asked.chunk_ids, np.int64)
-            try:
-                self._jobs[begin(keys, rows, deadline=self._deadline(kind))] = asked
+    def _submit(self, kind: str, asked: TransferJob, seconds: float) -> None:
+        """Begin a job. vLLM is told of its end when nothing reads or writes its rows any more."""
+        begin = self._client.save if kind == "save" else self._client.load
+        keys, rows = self._names(asked.keys), np.asarray(asked.chunk_ids, np.int64)
+        try:
+            if self._client.usable(kind):
+                begin(keys, rows, returned=lambda job: self._end(asked, job), deadline=self._now() + seconds)
                 return
-            except StoreBusy:
-                pass
+        except StoreBusy:
+            pass
         self._results.append(JobResult(job_id=asked.job_id, success=False))
 
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that have ended. Nothing reads or writes their rows any more."""
-        for job in self._queue.finished():
-            asked = self._jobs.get(job)
-            if asked is None:
-                continue
-            if job not in self._hung:
-                self._health.note(job)
-            if isinstance(asked, list):
-                self._answer(asked, (job.codes == self._ok).tolist())
-            elif not job.returned:
-                self._hung.add(job)
-                continue
-            else:
-                self._results.append(self._result(asked, job))
-            self._hung.discard(job)
-            del self._jobs[job]
-        results, self._results = self._results, []
-        return results
-
-    def _result(self, asked: TransferJob, job: Job) -> JobResult:
+    def _end(self, asked: TransferJob, job: Job) -> None:
         ok = (job.codes == self._ok).tolist()
         came = [key for key, good in zip(asked.keys, ok, strict=True) if good]
         if asked.is_promotion and len(came) < len(ok):
             log.warning("kvpool: %d of %d chunks did not come from the store: %s", len(ok) - len(came), len(ok), job)
             gone = [key for key, good in zip(asked.keys, ok, strict=True) if not good]
             self._answer(gone, [False] * len(gone))
-        return JobResult(
+        result = JobResult(
             job_id=asked.job_id,
             success=all(ok),
             successful_keys=came if asked.is_promotion else None,
             transfer_time=job.seconds,
-            transfer_bytes=len(came) * self._queue.block_bytes,
+            transfer_bytes=len(came) * self._client.queue.block_bytes,
         )
+        self._results.append(result)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """The jobs that have ended. Nothing reads or writes their rows any more."""
+        self._client.poll()
+        results, self._results = self._results, []
+        return results
 
     def drain_jobs(self) -> None:
         """Wait until the store reads and writes no row any more. What was saved before is not found from now on, and
         the store drops it."""
-        while not self._queue.drain(10.0):
-            log.warning("kvpool: a reset waits for the store %r", self._queue.name)
+        client = self._client
+        while not client.queue.drain(10.0):
+            log.warning("kvpool: a reset waits for the store %r", client.name)
+        client.poll()
         self._generation = os.urandom(16)
-        if self._queue.clears and not self._queue.clear().wait(CLEAR_SECONDS):
+        if client.queue.clears and not client.wait(client.clear(), CLEAR_SECONDS):
             log.warning("kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
-                        self._queue.name)  # fmt: skip
+                        client.name)  # fmt: skip
         self._known.clear()
 
     def shutdown(self) -> None:
         """Finish what runs, and close the store. Raises TimeoutError if a call of the store hangs; vLLM then keeps the
         memory."""
-        self._queue.drain(5.0)
-        if not self._queue.close():
-            raise TimeoutError(f"the store {self._queue.name!r} hangs, and may still write to vLLM's host memory")
-        self._jobs.clear()
-        # vLLM unmaps the memory, to which the queue and the store refer.
-        del self._queue
+        self._client.queue.drain(5.0)
+        if not self._client.close():
+            raise TimeoutError(f"the store {self._client.name!r} hangs, and may still write to vLLM's host memory")
+        # vLLM unmaps the memory, to which the client and the store refer.
+        del self._client
 
     # -- what they share -----------------------------------------------------------------------------
 
     def _answer(self, keys: Iterable[OffloadKey], there: Iterable[bool]) -> None:
         """Remember what the store has said."""
-        until = self._queue.now() + self._seconds["known"]
+        until = self._now() + self._options.remember_seconds
         for key, here in zip(keys, there, strict=True):
             self._asked.discard(key)
             self._known.pop(key, None)
@@ -237,11 +227,11 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
         return BlockNames(keys, self._generation)
 
-    def _deadline(self, kind: str) -> float:
-        return self._queue.now() + self._seconds[kind]
+    def _now(self) -> float:
+        return self._client.queue.now()
 
 
-def _rows(view: memoryview) -> npt.NDArray[Any]:
+def _rows(view: memoryview) -> npt.NDArray[np.uint8]:
     """The rows of vLLM's host memory uint8[chunks, bytes], in place. They hold its array and not the view, which vLLM
     releases."""
     rows = np.asarray(view.obj if isinstance(view.obj, np.ndarray) and view.obj.shape == view.shape else view)

@@ -221,8 +221,8 @@ class StoreClient:
                     taken = self._free[len(self._free) - count :]
                     del self._free[len(self._free) - count :]
                     return np.array(taken, np.int64)
-                hanging = sum(len(job.rows) for job, each in self._jobs.items() if job.done and not each.held)
-                in_use = self.queue.slots - len(self._free) - hanging
+                hangs = [job for job, each in self._jobs.items() if job.done and not job.returned and not each.held]
+                in_use = self.queue.slots - len(self._free) - sum(len(job.rows) for job in hangs)
             left = end - time.monotonic()
             if left <= 0 or in_use <= 0:
                 return np.empty(0, np.int64)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,8 @@ import pytest
 pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
 
 from kvpool.engines import staged
-from kvpool.engines.staged import StagedBlocks, StoreOptions
+from kvpool.engines.options import EngineOptions
+from kvpool.engines.staged import StagedBlocks
 from kvpool.stores import MemoryStore
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
@@ -32,7 +31,8 @@ def make(store: Wrong) -> Iterator[Open]:
     opened = []
 
     def make(rows: int = 8) -> StagedBlocks:
-        blocks = StagedBlocks(store, BLOCK_BYTES, IDENTITY, staging=rows * BLOCK_BYTES, deadline=60.0)
+        options = EngineOptions(staging=rows * BLOCK_BYTES, find_seconds=60.0, load_seconds=60.0, save_seconds=60.0)
+        blocks = StagedBlocks(store, BLOCK_BYTES, IDENTITY, options)
         opened.append(blocks)
         return blocks
 
@@ -56,6 +56,10 @@ def load(blocks: StagedBlocks, count: int, first: int = 0) -> dict[int, np.ndarr
     return found
 
 
+def fail() -> None:
+    raise OSError(5, "I/O error")
+
+
 def assert_right(found: dict[int, np.ndarray]) -> None:
     for number, row in found.items():
         assert np.array_equal(row, content(number)), number
@@ -76,7 +80,7 @@ def test_wrong_bytes_are_not_handed_over(make: Open, store: Wrong, caplog: pytes
     save(blocks, 3)
 
     def swap(answer: Any) -> Any:
-        store.memory[:2] = store.memory[[1, 0]]
+        store.memory[5:7] = store.memory[[6, 5]]  # of the last rows, which are lent first
         return answer
 
     store.after["load"] = swap
@@ -94,16 +98,19 @@ def test_a_store_that_hangs_keeps_its_rows_and_cannot_reach_what_the_engine_uses
     blocks = make(rows=4)
     save(blocks, 2)
     gate = Gate()
-    store.before["load"], blocks.deadline = gate, 0.05
+    store.before["load"], blocks.seconds["load"] = gate, 0.05
     while not gate.reached.is_set():
         assert load(blocks, 2) == {}
-        blocks.resume()
+        blocks.client.health.resume()
+    while not blocks.troubles["load", "without rows"]:
+        assert load(blocks, 2) == {}
+        blocks.client.health.resume()
     del store.before["load"]
-    assert load(blocks, 2) == {}, "both rows of loads belong to the call that hangs"
-    assert blocks.troubles["load", "late"] >= 2 and blocks.troubles["load", "without rows"] >= 2
+    assert load(blocks, 2) == {}, "all rows belong to calls that hang"
+    assert blocks.troubles["load", "late"] >= 2
     gate.open()
-    blocks.deadline = 60.0
-    assert blocks.drain(60)
+    blocks.seconds["load"] = 60.0
+    assert blocks.client.queue.drain(60)
     found = load(blocks, 2)
     assert len(found) == 2
     assert_right(found)
@@ -113,32 +120,26 @@ def test_a_store_from_which_nothing_comes_is_asked_no_more_for_a_while(make: Ope
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("broken")
-
     store.before["find"] = fail
-    assert blocks.find(names(2)) == [False, False] and blocks.suspended
+    assert blocks.find(names(2)) == [False, False] and blocks.client.suspended
     calls = len(store.calls)
     assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
     assert len(store.calls) == calls
     assert blocks.troubles["load", "suspended"] == 2
     assert all(save(blocks, 2, first=2))
     del store.before["find"]
-    blocks.resume()
-    assert blocks.find(names(4)) == [True] * 4 and not blocks.suspended
+    blocks.client.health.resume()
+    assert blocks.find(names(4)) == [True] * 4 and not blocks.client.suspended
 
 
 def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: Wrong) -> None:
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("read-only")
-
     store.before["save"] = fail
-    assert not any(save(blocks, 2, first=2)) and blocks.suspended
+    assert not any(save(blocks, 2, first=2)) and blocks.client.suspended
     assert blocks.find(names(3)) == [True, True, False] and len(load(blocks, 2)) == 2
-    assert blocks.suspended and not any(save(blocks, 2, first=2))
+    assert blocks.client.suspended and not any(save(blocks, 2, first=2))
     assert store.calls.count("save") == 2
 
 
@@ -146,17 +147,14 @@ def test_a_store_that_finds_and_loads_nothing_is_asked_no_more_for_a_while(make:
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("broken")
-
     store.before["load"] = fail
     for _ in range(5):
         blocks.find(names(2))
         assert load(blocks, 2) == {}
-    assert blocks.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
-    blocks.resume()
+    assert blocks.client.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
+    blocks.client.health.resume()
     del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.suspended
+    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.client.suspended
 
 
 def test_a_load_of_what_the_probe_has_found_ends_the_suspension(
@@ -166,14 +164,11 @@ def test_a_load_of_what_the_probe_has_found_ends_the_suspension(
     blocks = make()
     save(blocks, 2)
 
-    def fail() -> None:
-        raise OSError("broken")
-
     store.before["load"] = fail
-    assert load(blocks, 2) == {} and blocks.suspended
+    assert load(blocks, 2) == {} and blocks.client.suspended
     del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and blocks.suspended
-    assert len(load(blocks, 2)) == 2 and not blocks.suspended
+    assert blocks.find(names(2)) == [True] * 2 and blocks.client.suspended
+    assert len(load(blocks, 2)) == 2 and not blocks.client.suspended
 
 
 @pytest.mark.parametrize("when", ["fill", "put"])
@@ -209,14 +204,11 @@ def test_what_was_cleared_has_left_the_store(make: Open, store: Wrong) -> None:
 def test_a_clear_says_if_the_store_has_not_dropped_the_blocks(make: Open, store: Wrong) -> None:
     blocks = make()
     save(blocks, 2)
-    blocks.deadline = 0.05
-
-    def fail() -> None:
-        raise OSError(5, "I/O error")
+    blocks.seconds["save"] = 0.05
 
     store.before["clear"] = fail
     assert not blocks.clear() and blocks.find(names(2)) == [False, False]
-    blocks.deadline = 60.0
+    blocks.seconds["save"] = 60.0
     del store.before["clear"]
     assert blocks.clear() and not store.inner.stats()["blocks"]
 
@@ -251,7 +243,7 @@ def test_threads_that_save_and_load_share_the_rows(make: Open) -> None:
 
 def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
     blocks = make(rows=2)
-    blocks.deadline = 0.01
+    blocks.seconds["save"] = 0.01
     copied = []
 
     def slow(place: int, row: Any) -> None:
@@ -264,9 +256,6 @@ def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
 
 def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
     blocks = make()
-
-    def fail() -> None:
-        raise OSError("broken")
 
     store.before["find"] = fail
     blocks.find(names(2))
@@ -281,42 +270,3 @@ def test_a_closed_store_answers_without_errors(make: Open) -> None:
     save(blocks, 1)
     blocks.close()
     assert blocks.find(names(1)) == [False] and load(blocks, 1) == {} and save(blocks, 1) == [False]
-
-
-GOOD = {"store": "memory:?capacity=1MiB", "revision": "1"}
-
-
-def test_options_are_read() -> None:
-    found = StoreOptions.of({**GOOD, "staging": "64KiB", "deadline": 2, "backend_name": "x"}, ["backend_name"])
-    assert (found.staging, found.deadline, found.kind) == (1 << 16, 2, "memory")
-    assert StoreOptions.of(GOOD) == StoreOptions(**GOOD)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"store": ""}, "store is missing"),
-        ({"store": "tape:"}, "store='tape:'"),
-        ({"revision": ""}, "revision is missing"),
-        ({"kv_dtype": "auto"}, "kv_dtype='auto': accepted is a text that names the type"),
-        ({"staging": "much"}, "staging='much'"),
-        ({"deadline": 0}, "deadline=0"),
-        ({"deadline": float("nan")}, "deadline=nan"),
-        ({"deadline": True}, "deadline=True"),
-        ({"dedline": 1}, "unknown options dedline"),
-    ],
-)
-def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        StoreOptions.of({**GOOD, **change})
-
-
-@pytest.mark.parametrize(
-    ("options", "named", "accepted"),
-    [({}, True, True), ({}, False, False), ({"kv_dtype": " "}, False, False), ({"kv_dtype": "fp8_e5m2"}, False, True)],
-)
-def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str], named: bool, accepted: bool) -> None:
-    found = StoreOptions.of({**GOOD, **options})
-    plain, bfloat16 = SimpleNamespace(is_floating_point=named), SimpleNamespace(is_floating_point=True)
-    with nullcontext() if accepted else pytest.raises(ValueError, match="kv_dtype is missing"):
-        found.check_dtypes([bfloat16, plain])

@@ -240,8 +240,9 @@ def test_layers_with_blocks_of_different_sizes_are_refused() -> None:
 def test_host_blocks_that_are_filled_in_part_are_named(counts: Any, firsts: Any, expected: set[int]) -> None:
     worker = Worker("cpu", 2)
     hosts = [4, 2, 7][: sum(-(-(first % 2 + count) // 2) for count, first in zip(counts, firsts, strict=True) if count)]
-    parts = worker.transfers.parts(range(sum(counts)), counts, firsts, hosts)
-    assert worker.transfers.partial(parts) == expected
+    worker.store(1, range(sum(counts)), counts, firsts, hosts)
+    ended = worker.ended(1)[1]
+    assert (ended.store, ended.host_blocks, ended.partial) == (True, set(hosts), expected)
     worker.transfers.close()
 
 

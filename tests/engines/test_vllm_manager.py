@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     make_offload_key,
 )
 
-from kvpool.engines.stores import store_options  # noqa: E402
+from kvpool.engines.options import EngineOptions  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
@@ -123,15 +123,6 @@ def test_the_least_recently_used_are_evicted_and_named(make: Callable[..., Manag
     assert manager.events() == [(False, {1, 2}), (True, {1}), (False, {3, 4, 5})]
 
 
-def test_what_is_being_loaded_is_not_evicted(make: Callable[..., Manager]) -> None:
-    manager = make()
-    blocks = manager.store(1, 2, 3, 4)
-    assert manager.load("a", 2, 3) == blocks[1:3]
-    assert manager.prepare_store(6, 7, 8) is None
-    manager.complete_load("a", 2, 3)
-    assert sorted(manager.prepare_store(6, 7, 8)[2]) != []
-
-
 def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Manager]) -> None:
     manager = make(2)
     blocks = manager.store(1, 2)
@@ -140,16 +131,6 @@ def test_a_chunk_that_two_requests_load_is_held_by_both(make: Callable[..., Mana
     assert manager.prepare_store(3) is None
     manager.complete_load("b", 1, 2)
     assert manager.prepare_store(3) is not None
-
-
-def test_what_is_stored_already_is_not_evicted_by_the_same_store(make: Callable[..., Manager]) -> None:
-    manager = make()
-    manager.store(1, 2)
-    manager.real.touch(keys(1), request())
-    stored, _, evicted = manager.prepare_store(2, 3, 4, 5)
-    assert (stored, evicted) == ([3, 4, 5], [1])
-    manager.complete_store(2, 3, 4, 5)
-    assert manager.lookup(2) == [HIT]
 
 
 def test_touched_chunks_are_evicted_last(make: Callable[..., Manager]) -> None:
@@ -187,14 +168,6 @@ def test_host_blocks_are_in_the_order_of_the_keys(make: Callable[..., Manager], 
     blocks = manager.store(0, 1, 2)
     assert manager.load("a", *order) == tuple(blocks[number] for number in order)
     manager.complete_load("a", *order)
-
-
-def test_one_hash_of_two_groups_is_two_chunks(make: Callable[..., Manager]) -> None:
-    manager = make()
-    first, second = (make_offload_key(b"hash", group) for group in (0, 1))
-    manager.real.prepare_store([first], request())
-    manager.real.complete_store({first}, request())
-    assert [manager.real.lookup(key, request()) for key in (first, second)] == [HIT, MISS]
 
 
 def test_a_load_that_failed_is_not_found_again(make: Callable[..., Manager]) -> None:
@@ -259,7 +232,7 @@ class Stored(Manager):
     def __init__(self, chunks: int) -> None:
         self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY)
         self.tier = kvpool.HostTier.of(self.cache)
-        self.real = vllm.KVPoolOffloadingManager(self.cache, store_options({"stores": ["memory:?capacity=1MiB"]}))
+        self.real = vllm.KVPoolOffloadingManager(self.cache, EngineOptions(stores=("memory:?capacity=1MiB",)))
         self.real.open_stores(self.tier.share(), IDENTITY)
 
     def fill(self, *numbers: int) -> None:
@@ -417,7 +390,7 @@ def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
 
 def test_a_request_before_the_stores_are_open_is_refused() -> None:
     real = vllm.KVPoolOffloadingManager(
-        kvpool.HostCache(4, 64, identity=IDENTITY), store_options({"stores": ["memory:?capacity=1MiB"]})
+        kvpool.HostCache(4, 64, identity=IDENTITY), EngineOptions(stores=("memory:?capacity=1MiB",))
     )
     with pytest.raises(ValueError, match="KVPoolOffloadingConnector"):
         real.on_new_request(request())

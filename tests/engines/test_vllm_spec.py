@@ -48,29 +48,6 @@ def config(extra: dict[str, Any], *, workers: int = 1, stages: int = 1, per_chun
     return replace(found, **more)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (4096, 4096),
-        ("4096", 4096),
-        ("8GiB", 8 << 30),
-        ("1.5 MiB", 3 << 19),
-        ("64KiB", 1 << 16),
-        ("2TiB", 2 << 40),
-        ("8GB", 8 * 10**9),
-        ("8 gib", 8 << 30),
-    ],
-)
-def test_host_memory_is_bytes_or_text_with_a_unit(given: Any, expected: int) -> None:
-    assert vllm.host_bytes({"host_memory": given}) == expected
-
-
-@pytest.mark.parametrize("given", [None, "", "8GX", "8 gibs", -1, "much", 1.5, True, [8]])
-def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="host_memory="):
-        vllm.host_bytes({"host_memory": given})
-
-
 @pytest.mark.parametrize(("workers", "per_chunk", "blocks"), [(1, 1, 256), (2, 1, 128), (1, 4, 64), (4, 4, 16)])
 def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks: int) -> None:
     spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}, workers=workers, per_chunk=per_chunk))
@@ -87,7 +64,8 @@ def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks
         (config({"host_memory": "1GiB"}, canonical_layout=True), "canonical_layout"),
         (config({"host_memory": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
         (config({"host_memory": "1GiB", "stores": ["memory:"]}, workers=2, replicated_layout=True), "tensor parallel"),
-        (config({"host_memory": "1GiB", "stores": "memory:"}), "stores='memory:'"),
+        (config({"host_memory": "1GiB", "stores": [1]}), r"stores=\[1\]"),
+        (config({"host_memory": "1GiB", "stores": ["disk:/a"]}), "Set the environment variable PYTHONHASHSEED"),
     ],
 )
 def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> None:
@@ -96,11 +74,11 @@ def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> No
 
 
 def test_another_version_gets_a_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(vllm, "version", lambda: "9.9.9")
+    monkeypatch.setattr(type(vllm.PLUGIN), "version", lambda self: "9.9.9")
     monkeypatch.setattr(vllm.log, "propagate", True)
     monkeypatch.setattr(vllm.log.parent, "propagate", True)
     vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
-    assert f"tested with vLLM {vllm.TESTED[0]}; this is 9.9.9" in caplog.text
+    assert f"tested with vLLM {vllm.PLUGIN.tested[0]}; this is 9.9.9" in caplog.text
 
 
 def test_the_index_and_the_memory_of_every_worker_belong_together() -> None:
@@ -143,6 +121,8 @@ def test_a_worker_loads_what_a_store_has_brought_where_the_scheduler_says_that_i
     worker.submit_load(2, vllm.HostBlocks((3,), partial), base.GPULoadStoreSpec([7, 8], (2, 0), (0, 0)))
     worker.wait({2})
     assert [one.success for one in worker.get_finished()] == [True, comes]
+    reports = [worker.take_report(vllm.WorkerReport({})) for _ in range(2)]
+    assert [(one.failed_blocks, one.partial_blocks) for one in reports] == [(set(), {3}), (set(), set())]
     worker.shutdown()
 
 

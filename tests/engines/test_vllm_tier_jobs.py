@@ -34,7 +34,7 @@ class Tier:
         self.rows = np.zeros((16, BYTES), np.int8)
         self.view = memoryview(self.rows)
         spec = SimpleNamespace(config=config({}))
-        self.real = tiers.KVPoolSecondaryTier(spec, self.view, "kvpool", store="memory:?capacity=1MiB", **options)
+        self.real = tiers.KVPoolSecondaryTier(spec, self.view, "kvpool", stores="memory:?capacity=1MiB", **options)
         self.jobs = 0
 
     def submit(self, load: bool, numbers: list[int], rows: list[int]) -> int:
@@ -136,7 +136,7 @@ def test_a_load_that_hangs_is_reported_when_its_rows_are_free(store: Wrong) -> N
     store.before["load"] = gate
     tier.submit(True, [1], [9])
     assert gate.reached.wait(60)
-    until(lambda: tier.real._queue.stats().blocks["load", "late"] == 1)
+    until(lambda: tier.real._client.queue.stats().blocks["load", "late"] == 1)
     assert list(tier.real.get_finished_jobs()) == []
     gate.open()
     (found,) = tier.results(1)
@@ -172,7 +172,7 @@ def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeyp
     store.before["save"] = gate
     tier.submit(False, [1], [0])
     assert gate.reached.wait(60)
-    queue = tier.real._queue
+    queue = tier.real._client.queue
     monkeypatch.setattr(queue, "drain", lambda timeout: False)
     monkeypatch.setattr(type(queue), "close", lambda self, timeout=10.0: False)
     with pytest.raises(TimeoutError, match="may still write"):
@@ -185,9 +185,9 @@ def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeyp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "store is missing"),
-        ({"store": "disk:/a"}, "PYTHONHASHSEED"),
-        ({"store": "floppy:/a"}, "PYTHONHASHSEED|store="),
+        ({}, "stores is missing"),
+        ({"stores": "disk:/a"}, "PYTHONHASHSEED"),
+        ({"stores": ["memory:", "disk:/a"]}, "accepted is one store"),
     ],
 )
 def test_what_cannot_work_is_said_at_the_start(options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,4 +201,4 @@ def test_a_lasting_store_needs_the_name_of_the_weights(monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     spec = SimpleNamespace(config=config({}))
     with pytest.raises(ValueError, match="name the model's weights"):
-        tiers.KVPoolSecondaryTier(spec, memoryview(np.zeros((4, BYTES), np.int8)), "kvpool", store="disk:/a")
+        tiers.KVPoolSecondaryTier(spec, memoryview(np.zeros((4, BYTES), np.int8)), "kvpool", stores="disk:/a")

@@ -20,6 +20,8 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform import consume_fd
 
 WAIT_S = 60
+SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60)
+"""Deadlines against hanging."""
 SMALL = MemoryLayoutDesc([torch.Size([2, 2, 16, 8])], [torch.bfloat16])
 LARGE = MemoryLayoutDesc([torch.Size([2, 2, 16, 8]), torch.Size([4, 16])], [torch.bfloat16, torch.uint8])
 
@@ -29,7 +31,7 @@ def adapter_config(**params: Any) -> Any:
     spec = {
         "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
         "adapter_params": {
-            "store": "disk:/kv/{part}", "revision": "1", "kv_dtype": "fp8_e4m3", "deadline": 60, **params,
+            "stores": "disk:/kv/{part}", "weights": "1", "kv_dtype": "fp8_e4m3", **SLOW, **params,
         },
     }  # fmt: skip
     return parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))

@@ -38,6 +38,9 @@ NAMES = {
     "backend_name": "kvpool", "module_path": "kvpool.engines.sglang", "class_name": "KVPoolHiCacheStorage",
 }  # fmt: skip
 
+SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60)
+"""Deadlines against hanging."""
+
 
 def names_of(tokens: list[int], prior: str | None = None, page_size: int = PAGE) -> list[str]:
     """The names of the pages of a prompt: a chain of hashes, as SGLang's are."""
@@ -87,7 +90,7 @@ def controller(pool: Any, metrics: bool = False, **options: Any) -> Any:
     kind = HYBRID if isinstance(pool, HostPoolGroup) else PLAIN
     return kind(
         allocator(), pool, PAGE, group(), threading.Event(), storage_backend="dynamic", prefetch_threshold=PAGE,
-        model_name="toy", storage_backend_extra_config={**NAMES, "revision": "1", **options},
+        model_name="toy", storage_backend_extra_config={**NAMES, "weights": "1", **options},
         enable_storage_metrics=metrics,
     )  # fmt: skip
 
@@ -124,7 +127,7 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 def config(**fields: Any) -> HiCacheStorageConfig:
     """What the controller tells the plug-in. Options are among the fields."""
-    own = {name: fields.pop(name) for name in ("store", "revision", "kv_dtype") if name in fields}
+    own = {name: fields.pop(name) for name in ("stores", "weights", "kv_dtype") if name in fields}
     known = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
         "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True, "model_name": "toy",

@@ -71,11 +71,11 @@ def test_objects_of_two_groups_come_back_byte_for_byte_after_a_restart(stores: d
 def test_objects_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("kvpool.stores.disk")
     own, store = keys(6), f"disk:{tmp_path}/{{part}}?capacity=1MiB"
-    with closing(lab.manager(store=store)) as before:
+    with closing(lab.manager(stores=store)) as before:
         stored = lab.Stored(before)
         content = lab.write(before, own, SMALL, seed=2)
         assert stored.wait(own)
-    with closing(lab.manager(store=store)) as after:
+    with closing(lab.manager(stores=store)) as after:
         assert lab.fetch(after, {0: (own, SMALL)}).l2_hit_cells[0].popcount() == 6
         assert same(lab.read(after, own), content)
 
@@ -105,7 +105,7 @@ def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -
 def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys: pytest.CaptureFixture[str]) -> None:
     spec = {
         "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
-        "adapter_params": {"store": "disk:/kv/{part}", "revision": "1", "kv_dtype": "fp8_e4m3"},
+        "adapter_params": {"stores": "disk:/kv/{part}", "weights": "1", "kv_dtype": "fp8_e4m3"},
     }  # fmt: skip
     asyncio.run(run_test_mode("toy", l2_adapter=[json.dumps(spec)], obj_size=1024, num_keys=5))
     printed = capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_nothing_is_found_of_another_layout_or_other_weights(make: Any) -> None:
     halves = lab.MemoryLayoutDesc([torch.Size([SIZE // 2])], [torch.bfloat16])
     assert lab.look_up(adapter, keys(1), {0: halves}) == []
     adapter.close()
-    assert lab.look_up(make(revision="2"), keys(1), {0: LAYOUT}) == []
+    assert lab.look_up(make(weights="2"), keys(1), {0: LAYOUT}) == []
     assert lab.look_up(make(kv_dtype="fp8_e5m2"), keys(1), {0: LAYOUT}) == []
     assert lab.look_up(make(), keys(1), {0: LAYOUT}) == [0]
 
@@ -197,17 +197,17 @@ def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     lab.store(adapter, own, objects(3, first=0))
     (store,), (blocks,) = stores.values(), opened
     gate = Gate()
-    store.before["load"], blocks.deadline = gate, 0.2
+    store.before["load"], blocks.seconds["load"] = gate, 0.2
     empty = objects(3)
     while not gate.reached.is_set():
-        blocks.resume()
+        blocks.client.health.resume()
         assert lab.load(adapter, own, empty) == []
     assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
     gate.open()
-    assert blocks.drain(60)
+    assert blocks.client.queue.drain(60)
     assert not any(one.raw_tensor.any() for one in empty)
-    blocks.deadline = 60
-    blocks.resume()
+    blocks.seconds["load"] = 60
+    blocks.client.health.resume()
     assert lab.load(adapter, own, empty) == [0, 1, 2] and adapter.report_status()["is_healthy"]
 
 
@@ -247,7 +247,7 @@ def test_deleted_objects_are_gone_and_counted_once(make: Any) -> None:
 
 
 def test_sizes_without_a_store_of_their_own_are_not_kept(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    adapter = make(store="disk:/kv")
+    adapter = make(stores="disk:/kv")
     with caplog.at_level(logging.ERROR, "lmcache.kvpool"):
         result = lab.store(adapter, keys(2), [memory_object(SIZE, 0), memory_object(2 * SIZE, 1)])
     assert not result.is_successful()
@@ -291,7 +291,7 @@ def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> No
     assert [adapter.query_load_result(task).popcount() for task in tasks] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("params", "words"), [({"store": "tape:"}, "store='tape:'"), ({"revision": ""}, "revision")])
+@pytest.mark.parametrize(("params", "words"), [({"stores": "tape:"}, "store='tape:'"), ({"weights": ""}, "weights")])
 def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lab.adapter(**params)
@@ -300,7 +300,7 @@ def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str
 def test_another_version_of_lmcache_is_named_in_the_log(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plugin, "_version", lambda: "0.6.0")
+    monkeypatch.setattr(plugin.EnginePlugin, "version", lambda self: "0.6.0")
     with caplog.at_level(logging.WARNING, "lmcache.kvpool"):
         make()
     assert "tested with LMCache 0.5.6; this is 0.6.0" in caplog.text

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
 from tests.engines.plugins import sglang_lab as lab  # noqa: E402
-from tests.engines.plugins.sglang_lab import PAGE, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
+from tests.engines.plugins.sglang_lab import PAGE, SLOW, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
 from tests.stores.lab import Gate, Wrong  # noqa: E402
 
 TOKENS = list(range(1000, 1000 + 10 * PAGE))
@@ -35,7 +35,7 @@ def attach(stores: dict[str, Wrong]) -> Iterator[Callable[..., Any]]:
     attached = []
 
     def attach(pool: Any, *, metrics: bool = False, **options: Any) -> Any:
-        found = lab.controller(pool, metrics, **{"store": "disk:/kv/{part}", "deadline": 60, **options})
+        found = lab.controller(pool, metrics, **{"stores": "disk:/kv/{part}", **SLOW, **options})
         attached.append(found)
         return found
 
@@ -103,16 +103,16 @@ def test_a_store_that_hangs_writes_nothing_that_the_engine_uses_again(
     back_up(controller, kept, TOKENS)
     (store,), (blocks,) = stores.values(), opened
     gate = Gate()
-    store.before["load"], blocks.deadline = gate, 0.2
+    store.before["load"], blocks.seconds["load"] = gate, 0.2
     places = []
     while not gate.reached.is_set():
-        blocks.resume()
+        blocks.client.health.resume()
         indices, came, _ = fetch(controller, TOKENS)
         assert came == 0
         places += [] if indices is None else [indices]
     pages = [lab.write(pool, indices, seed=4) for indices in places]
     gate.open()
-    assert blocks.drain(60)
+    assert blocks.client.queue.drain(60)
     assert all(lab.same(lab.read(pool, indices), own) for indices, own in zip(places, pages, strict=True))
 
 
@@ -141,14 +141,14 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
         assert fetch(controller, TOKENS)[1] == 0 or broken == "save"
     assert not [record for record in caplog.records if record.exc_info]
     store.before.clear()
-    opened[0].resume()
+    opened[0].client.health.resume()
     indices, came, _ = fetch(controller, TOKENS)
     assert came == len(TOKENS) and lab.same(lab.read(pool, indices), pages)
 
 
 def test_pages_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("kvpool.stores.disk")
-    options = {"store": f"disk:{tmp_path}/{{part}}?capacity=1MiB", "interface_v1": 1}
+    options = {"stores": f"disk:{tmp_path}/{{part}}?capacity=1MiB", "interface_v1": 1}
     first, fresh = host_pool("page_first"), host_pool("page_first")
     before = lab.controller(first, **options)
     kept = first.alloc(10 * PAGE)
@@ -167,7 +167,7 @@ def test_replicas_of_attention_have_a_folder_each(tmp_path: Path) -> None:
 
     opened = []
     for dp_rank in (0, 1):
-        options = lab.config(store=f"disk:{tmp_path}/{{part}}?capacity=1MiB", revision="r", dp_rank=dp_rank)
+        options = lab.config(stores=f"disk:{tmp_path}/{{part}}?capacity=1MiB", weights="r", dp_rank=dp_rank)
         opened.append(KVPoolHiCacheStorage(options))
         opened[-1].register_mem_pool_host(host_pool("page_first"))
     assert len(list(tmp_path.iterdir())) == 2
@@ -241,22 +241,22 @@ def test_sglangs_clear_leaves_nothing_to_be_found(attach: Any) -> None:
     "change",
     [
         {"model_name": "other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2}, {"layout": "layer_first"},
-        {"dtype": torch.float16}, {"revision": "2"}, {"kv_dtype": "fp8_e4m3"}, {"version": "0.5.22"},
+        {"dtype": torch.float16}, {"weights": "2"}, {"kv_dtype": "fp8_e4m3"}, {"version": "0.5.22"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_nothing_is_found_of_another_model_or_share_or_layout(
     change: dict[str, Any], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = attach(host_pool("page_first"), store="memory:shared")
+    controller = attach(host_pool("page_first"), stores="memory:shared")
     kept = controller.mem_pool_host.alloc(10 * PAGE)
     back_up(controller, kept, TOKENS)
     keys = lab.names_of(TOKENS)
     config, options = controller.storage_config, dict(controller.storage_config.extra_config)
-    options.update({name: change[name] for name in ("revision", "kv_dtype") if name in change})
+    options.update({name: change[name] for name in ("weights", "kv_dtype") if name in change})
     fields = {name: change[name] for name in change if hasattr(config, name)}
     if "version" in change:
-        monkeypatch.setattr(plugin, "_version", lambda: change["version"])
+        monkeypatch.setattr(plugin.EnginePlugin, "version", lambda self: change["version"])
 
     def found(changed: bool) -> int:
         pool = host_pool(
@@ -282,7 +282,7 @@ def test_pages_of_bytes_are_found_for_one_type_of_elements_only(stores: dict[str
 
     def backend(**options: Any) -> Any:
         found = StorageBackendFactory.create_backend(
-            "dynamic", lab.config(store="disk:/kv", revision="1", **options), pool
+            "dynamic", lab.config(stores="disk:/kv", weights="1", **options), pool
         )
         found.register_mem_pool_host(pool)
         return found
@@ -299,7 +299,7 @@ def test_pages_of_bytes_are_found_for_one_type_of_elements_only(stores: dict[str
 
 def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
     pool = host_pool("page_first")
-    config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, revision="1", store="memory:?capacity=1MiB")
+    config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, weights="1", stores="memory:?capacity=1MiB")
     with pytest.raises(ValueError, match="mooncake, peer"):
         StorageBackendFactory.create_backend("dynamic", config, pool)
 
@@ -307,7 +307,7 @@ def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
 def test_a_second_pool_needs_a_store_of_its_own(attach: Any) -> None:
     pools = {PoolName.KV: host_pool("page_first"), PoolName.DRAFT: host_pool("page_first", layers=1)}
     with pytest.raises(ValueError, match=r"\{part\}"):
-        attach(lab.grouped(pools), store="disk:/kv")
+        attach(lab.grouped(pools), stores="disk:/kv")
 
 
 def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
@@ -318,8 +318,8 @@ def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
 def test_another_version_of_sglang_is_named_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plugin, "_version", lambda: "0.6.0")
-    config = lab.config(revision="1", store="memory:?capacity=1MiB")
+    monkeypatch.setattr(plugin.EnginePlugin, "version", lambda self: "0.6.0")
+    config = lab.config(weights="1", stores="memory:?capacity=1MiB")
     with caplog.at_level(logging.WARNING, "sglang.kvpool"):
         StorageBackendFactory.create_backend("dynamic", config, None)
     assert "tested with SGLang 0.5.23; this is 0.6.0" in caplog.text
@@ -327,7 +327,7 @@ def test_another_version_of_sglang_is_named_in_the_log(
 
 def test_sglangs_metrics_get_pages_and_speed_once(attach: Any) -> None:
     pool = host_pool("page_first")
-    assert attach(pool, store="disk:/other").storage_backend.get_stats() is None
+    assert attach(pool, stores="disk:/other").storage_backend.get_stats() is None
     backend = attach(pool, metrics=True).storage_backend
     kept = pool.alloc(3 * PAGE)
     backend.batch_set_v1(["a", "b", "c"], kept)

@@ -1,0 +1,149 @@
+"""What users write in an engine's configuration, in the same words for each plug-in; and the identity of KV that
+outlives its engine. They need no engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvpool
+from kvpool.engines.options import STAGED_OPTIONS, EngineOptions, EnginePlugin, lasting_identity
+
+PASSING = kvpool.ModelIdentity("/models/tiny", "engine 1", "float16", "LBHNC, tp 1", "vllm 0.32.0, 16 tokens")
+ONE_STORE = EnginePlugin(
+    "toy", "Toy", ("toy",), ("1",), "its file", STAGED_OPTIONS, ("stores", "weights"), True, ("module_path",)
+)
+HOST_TIER = replace(
+    ONE_STORE, options={"host_memory": 0, "stores": (), "save": "commit", "load_seconds": 2.0}, needs=("host_memory",),
+    one_store=False, others=None,
+)  # fmt: skip
+GOOD = {"stores": "memory:?capacity=1MiB", "weights": "1"}
+
+
+def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> None:
+    found = ONE_STORE.read({**GOOD, "staging": "64KiB", "load_seconds": 2, "module_path": "x"})
+    assert found == EngineOptions(stores=(GOOD["stores"],), weights="1", staging=1 << 16, load_seconds=2.0)
+    assert (found.kind, found.separate, found.lasting) == ("memory", True, [])
+    host = HOST_TIER.read(
+        {"host_memory": "1GiB", "stores": ["memory:", "disk:/a"], "cache_policy": "lru", "staging": 0}
+    )
+    assert host == EngineOptions(host_memory=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0)
+    assert not HOST_TIER.read({"host_memory": 1}).stores
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stores": ""}, "stores is missing in its file: accepted is a text such as"),
+        ({"stores": ["memory:", "disk:/a"]}, "stores=.*accepted is one store"),
+        ({"stores": [1]}, r"stores=\[1\]"),
+        ({"weights": ""}, "weights is missing"),
+        ({"weights": 3}, "weights=3"),
+        ({"kv_dtype": "auto"}, "kv_dtype='auto' in its file: accepted is a text that names the type"),
+        ({"staging": "much"}, "staging='much'"),
+        ({"load_seconds": 0}, "load_seconds=0"),
+        ({"find_seconds": float("nan")}, "find_seconds=nan"),
+        ({"save_seconds": True}, "save_seconds=True"),
+        ({"save_seconds": "2"}, "save_seconds='2'"),
+        ({"dedline": 1}, "unknown options dedline in its file: accepted are stores, weights"),
+        ({"save": "commit"}, "unknown options save"),
+        ({"revision": "1"}, "revision and weights in its file say the same"),
+    ],
+)
+def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ONE_STORE.read({**GOOD, **change})
+
+
+@pytest.mark.parametrize("given", [None, "", "8GX", "8 gibs", -1, "much", 1.5, True, [8]])
+def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="host_memory"):
+        HOST_TIER.read({"host_memory": given})
+    with pytest.raises(ValueError, match="save='never' in its file: accepted is 'commit' and 'reuse'"):
+        HOST_TIER.read({"host_memory": 1, "save": "never"})
+
+
+@pytest.mark.parametrize(
+    ("plugin", "old", "new", "words"),
+    [
+        (
+            ONE_STORE, {"store": "disk:/a", "revision": "1", "deadline": 7},
+            {"stores": ["disk:/a"], "weights": "1", "find_seconds": 7, "load_seconds": 7, "save_seconds": 7},
+            ["store is now stores", "revision is now weights", "deadline is now find_seconds, load_seconds, save_sec"],
+        ),
+        (
+            HOST_TIER, {"host_memory": 1, "save": "publish"}, {"host_memory": 1, "save": "commit"},
+            ["save='publish' is now save='commit'"],
+        ),
+    ],
+    ids=["words", "values"],
+)  # fmt: skip
+def test_old_words_do_what_the_new_ones_do_with_one_warning_that_names_these(
+    plugin: EnginePlugin, old: Any, new: Any, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "toy.kvpool"):
+        expected = plugin.read(new)
+        assert not caplog.records and plugin.read(old) == expected
+    (record,) = caplog.records
+    assert all(text in record.getMessage() for text in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "accepted"),
+    [({}, True, True), ({}, False, False), ({"kv_dtype": " "}, False, False), ({"kv_dtype": "fp8_e5m2"}, False, True)],
+)
+def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str], named: bool, accepted: bool) -> None:
+    found = ONE_STORE.read({**GOOD, **options})
+    plain, bfloat16 = SimpleNamespace(is_floating_point=named), SimpleNamespace(is_floating_point=True)
+    with nullcontext() if accepted else pytest.raises(ValueError, match="kv_dtype is missing"):
+        found.check_dtypes([bfloat16, plain])
+
+
+def test_a_lasting_store_needs_a_seed_and_one_in_memory_does_not() -> None:
+    for texts in (("disk:/a",), ("memory:", "disk:/a"), ("mooncake:host:1",)):
+        for environment in ({}, {"PYTHONHASHSEED": ""}):
+            with pytest.raises(ValueError, match="Set the environment variable PYTHONHASHSEED"):
+                EngineOptions(stores=texts).check_seed(environment)
+        EngineOptions(stores=texts).check_seed({"PYTHONHASHSEED": "0"})
+    EngineOptions(stores=("memory:?capacity=1",)).check_seed({})
+    EngineOptions().check_seed({})
+
+
+def test_engines_of_one_model_have_one_identity_and_all_others_another() -> None:
+    seed = {"PYTHONHASHSEED": "0"}
+    own = lasting_identity(PASSING, "r1", "s", "sha256", seed)
+    assert lasting_identity(replace(PASSING, revision="engine 2"), "r1", "s", "sha256", seed) == own
+    others = [
+        lasting_identity(PASSING, "r2", "s", "sha256", seed),
+        lasting_identity(PASSING, "r1", "t", "sha256", seed),
+        lasting_identity(PASSING, "r1", "s", "sha256_cbor", seed),
+        lasting_identity(PASSING, "r1", "s", "sha256", {"PYTHONHASHSEED": "1"}),
+        *(
+            lasting_identity(replace(PASSING, **{name: "other"}), "r1", "s", "sha256", seed)
+            for name in ("model", "kv_dtype", "layout", "hash_version", "kv_scales")
+        ),
+    ]
+    assert len({own, *others}) == 10
+
+
+def test_without_a_name_the_files_of_the_model_tell_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="name its weights"):
+        lasting_identity(replace(PASSING, model=str(tmp_path)), None, "s", "sha256", {})
+    with pytest.raises(ValueError, match="name its weights"):
+        lasting_identity(replace(PASSING, model="org/name"), None, "s", "sha256", {})
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1")
+    passing = replace(PASSING, model=str(tmp_path))
+    own = lasting_identity(passing, None, "s", "sha256", {})
+    assert lasting_identity(passing, None, "s", "sha256", {}) == own
+    weights.write_bytes(b"2")
+    os.utime(weights, (1, 1))
+    assert lasting_identity(passing, None, "s", "sha256", {}) != own
