@@ -3,6 +3,7 @@ that strangers call for.
 
 ZeroMQ's own ROUTER is for peers that are trusted. A peer chooses its name there, and ends the process if it takes the
 one that the next peer would get. And a message may have any number of frames, which are all kept until the last one.
+What is left of a peer here: READ_BYTES and one message of FRAMES_MAX frames that came, and one answer that waits.
 """
 
 from __future__ import annotations

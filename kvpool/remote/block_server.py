@@ -21,10 +21,10 @@ from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.frames import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Welcome
 from kvpool.remote.limits import Limits, ServerStats, fitting
 from kvpool.remote.served import host_bytes, served
-from kvpool.remote.server import Client, Refused, Server
+from kvpool.remote.server import LetIn, Refused, Server
 from kvpool.remote.session import Received
 from kvpool.remote.transport import InlineServer, ServerTransport
-from kvpool.remote.underway import Transfer, UnderWay, Waiting
+from kvpool.remote.underway import Sending, UnderWay, Waiting
 from kvpool.state import guards
 from kvpool.state.hashing import remote_password
 
@@ -177,7 +177,7 @@ class _HostTier:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def take(self, client: Client, received: Received) -> None:
+    def take(self, client: LetIn, received: Received) -> None:
         request = received.message
         self._idle_turns = 0
         if isinstance(request, Hello):
@@ -211,7 +211,7 @@ class _HostTier:
             reason = f"transport {hello.transport!r:.40}: this server sends {self._transport.name!r}"
             raise Refused(hello.id, "transport", reason)
 
-    def _accept(self, client: Client, request: Get, keys: npt.NDArray[np.uint64]) -> None:
+    def _accept(self, client: LetIn, request: Get, keys: npt.NDArray[np.uint64]) -> None:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
@@ -220,7 +220,7 @@ class _HostTier:
         self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
 
-    def _find(self, client: Client, request: Find, keys: npt.NDArray[np.uint64]) -> None:
+    def _find(self, client: LetIn, request: Find, keys: npt.NDArray[np.uint64]) -> None:
         """Answer which blocks are there. The pool is asked in pieces, so that nobody waits long for its lock.
 
         The socket accepts no message of more than BLOCKS_MAX keys.
@@ -274,7 +274,7 @@ class _HostTier:
                 if not self.server.send(request.client, reply, offer.frames, offer.blocks, seal):
                     self._unpin(leases)
                     return
-                transfer = Transfer(request.client, request.id, nbytes, leases, offer.released)
+                transfer = Sending(request.client, request.id, nbytes, leases, offer.released)
                 self._under_way.transfers.append(transfer)
         except BaseException:
             self._unpin(leases)

@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 @dataclass(eq=False)
-class Client:
+class LetIn:
     """A peer that was let in, and has greeted. ``hello``: what it has said of itself first, if it has."""
 
     id: bytes
@@ -54,7 +54,7 @@ class Backend(Protocol):
     def accepted(self) -> tuple[type[Message], ...]:
         """The kinds of messages that clients may send."""
 
-    def take(self, client: Client, received: Received) -> None:
+    def take(self, client: LetIn, received: Received) -> None:
         """Begin what a message asks for. Raises Malformed, Refused."""
 
     def has_room(self) -> bool:
@@ -95,7 +95,7 @@ class Server:
     ) -> None:  # fmt: skip
         check_library()
         self._backend, self._door, self._process = backend, door, Process()
-        self._clients: dict[bytes, Client] = {}
+        self._clients: dict[bytes, LetIn] = {}
         self._posted = deque[Callable[[], object]]()
         self.counts, self.stopping, self._closing = Counts(), threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvpool-server", daemon=True)
@@ -157,7 +157,7 @@ class Server:
     # -- for the thread ----------------------------------------------------------------------------
 
     def send(
-        self, client: Client, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = (),
+        self, client: LetIn, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = (),
         seal: bytes = UNSEALED,
     ) -> bool:  # fmt: skip
         """Queue a message for a client. Returns False, and counts that, if it has gone or has too many unread. Does not
@@ -167,12 +167,12 @@ class Server:
         client.session.sent()
         return True
 
-    def fail(self, client: Client, id: int, code: str, reason: str) -> None:
+    def fail(self, client: LetIn, id: int, code: str, reason: str) -> None:
         """Answer a request with an error."""
         self.counts.failed += 1
         self.send(client, Failed(id, code, reason))
 
-    def guard(self, client: Client, id: int, call: Callable[[], object]) -> None:
+    def guard(self, client: LetIn, id: int, call: Callable[[], object]) -> None:
         """Do something for a request of a client, and answer it with the error that it raises, which so does not end
         the service for all others."""
         try:
@@ -244,9 +244,9 @@ class Server:
         session, answer = answered(self._door.wire_key, frames[0].bytes if len(frames) == 1 else b"")
         self.counts.malformed += session is None
         if self._send(sender, [answer]) and session is not None and descriptor in self.connections:
-            self._clients[sender] = Client(sender, session, descriptor)
+            self._clients[sender] = LetIn(sender, session, descriptor)
 
-    def _take(self, client: Client, frames: list[Any]) -> None:
+    def _take(self, client: LetIn, frames: list[Any]) -> None:
         if not frames:
             raise Malformed("a message without frames")
         received = client.session.unpack([frame.buffer for frame in frames], self._backend.accepted)

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from kvpool.pool.leases import Lease
 from kvpool.remote.limits import Limits
-from kvpool.remote.server import Client, Refused
+from kvpool.remote.server import LetIn, Refused
 
 
 class Waiting(NamedTuple):
     """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2], ``owner`` the owner of its
     leases."""
 
-    client: Client
+    client: LetIn
     id: int
     group: int
     keys: npt.NDArray[np.uint64]
@@ -25,11 +25,11 @@ class Waiting(NamedTuple):
     nbytes: int
 
 
-class Transfer(NamedTuple):
+class Sending(NamedTuple):
     """The blocks of one request, which the transport still uses. ``leases`` is empty once nothing is pinned for
     them."""
 
-    client: Client
+    client: LetIn
     id: int
     nbytes: int
     leases: list[Lease]
@@ -42,7 +42,7 @@ class UnderWay:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._waiting: list[Waiting] = []
-        self.transfers: list[Transfer] = []
+        self.transfers: list[Sending] = []
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class UnderWay:
     def take(self) -> Waiting | None:
         """The oldest request for which there is room, or None. A request of a client without transfers is not overtaken
         by others that wait for room."""
-        limits, blocked = self._limits, set[Client]()
+        limits, blocked = self._limits, set[LetIn]()
         each, total = limits.bytes_per_client or 0, limits.bytes_in_total or 0
         for place, request in enumerate(self._waiting):
             if request.client in blocked:

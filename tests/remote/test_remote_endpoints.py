@@ -12,7 +12,7 @@ from workers import LARGE, SECRET, Make, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
 from kvpool.remote.limits import Limits, fitting
-from kvpool.remote.server import Client, Refused
+from kvpool.remote.server import LetIn, Refused
 from kvpool.remote.session import Session
 from kvpool.remote.transport import InlineServer
 from kvpool.remote.underway import UnderWay, Waiting
@@ -184,10 +184,10 @@ def test_what_waits_is_bounded_over_all_clients() -> None:
     under_way = UnderWay(fitting(Limits(requests_waiting=2), [(4096, 64)]))
     session = Session(b"", b"", True)
     for number in range(2):
-        client = Client(bytes([number]), session, 0)
+        client = LetIn(bytes([number]), session, 0)
         under_way.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
     with pytest.raises(Refused, match="2 requests of all clients wait"):
-        under_way.accept(Waiting(Client(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
+        under_way.accept(Waiting(LetIn(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
 
 
 def test_the_password_is_in_no_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:

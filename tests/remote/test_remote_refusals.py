@@ -14,9 +14,9 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, wor
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.frames import Blocks, Failed, Found, Get, encode
-from kvpool.remote.server import Client
+from kvpool.remote.server import LetIn
 from kvpool.remote.session import Session, greeting
-from kvpool.remote.underway import Transfer, UnderWay, Waiting
+from kvpool.remote.underway import Sending, UnderWay, Waiting
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     """In units of a block: 8 in total, up to 3 for each; what is under way is never released here."""
     under_way = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8))
 
-    clients = {name: Client(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
+    clients = {name: LetIn(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
     none = np.empty((0, 2), np.uint64)
 
     def ask(client: str, nbytes: int) -> None:
@@ -224,7 +224,7 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     def taken() -> list[tuple[str, int]]:
         found = []
         while (request := under_way.take()) is not None:
-            under_way.transfers.append(Transfer(request.client, 1, request.nbytes, [], lambda: False))
+            under_way.transfers.append(Sending(request.client, 1, request.nbytes, [], lambda: False))
             found.append((request.client.id.decode(), request.nbytes))
         return found
 

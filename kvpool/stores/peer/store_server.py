@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 try:
-    from kvpool.remote.server import Client, Refused, Server
+    from kvpool.remote.server import LetIn, Refused, Server
 except ModuleNotFoundError as error:
     raise ImportError("StoreServer needs pyzmq: pip install 'kvpool[remote]'") from error
 
@@ -180,7 +180,7 @@ class _Request(NamedTuple):
     """A checked call of one client. ``blocks`` must fit ``seal``. ``deadline``: in seconds of ``time.monotonic``.
     ``tag``: of a save or a clear. ``stale``: a save that was sent before a drop and begins after it."""
 
-    client: Client
+    client: LetIn
     message: StoreCall
     keys: Bytes
     seals: Bytes
@@ -248,7 +248,7 @@ class _Calls:
         with self._lock:
             self._changed.notify_all()
 
-    def take(self, client: Client, received: Received) -> None:
+    def take(self, client: LetIn, received: Received) -> None:
         message = received.message
         if isinstance(message, StoreHello):
             frames_argument([*received.frames, *received.blocks], 0)
@@ -264,7 +264,7 @@ class _Calls:
             self._waiting.append(request)
             self._changed.notify()
 
-    def _request(self, client: Client, received: Received) -> _Request:
+    def _request(self, client: LetIn, received: Received) -> _Request:
         """The call that a message makes. Raises Malformed."""
         message, (keys, seals), tag, block_bytes = received.message, _no_rows(), b"", self._block_bytes
         saves, loads, clears = (message.call == call for call in ("save", "load", "clear"))
@@ -288,7 +288,7 @@ class _Calls:
         deadline = time.monotonic() + message.wait_ms / 1e3
         return _Request(client, message, keys, seals, blocks, received.seal, tag, deadline)
 
-    def _answered(self, client: Client, answer: _Answer) -> None:
+    def _answered(self, client: LetIn, answer: _Answer) -> None:
         self.under_way -= 1
         self.server.send(client, *answer)
 
