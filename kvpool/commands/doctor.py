@@ -35,7 +35,7 @@ _EVERYTHING = "everything"
 _GPU_EXTRA = "pip install -U 'kvpool[cuda12]' or 'kvpool[cuda13]'"
 
 
-class Part(NamedTuple):
+class Package(NamedTuple):
     """A package, its purpose, how to install it, and the oldest version that suffices, if that is known."""
 
     module: str
@@ -46,24 +46,24 @@ class Part(NamedTuple):
 
 
 _PARTS = (
-    Part("numpy", "numpy", _EVERYTHING, "pip install -U kvpool", "1.24"),
-    Part("numba", "numba", _EVERYTHING, "pip install -U kvpool", "0.60"),
-    Part("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
-    Part("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
-    Part("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
-    Part("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
-    Part("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
-    Part("zmq", "pyzmq", "other workers and routers", "pip install -U 'kvpool[remote]'", "25"),
-    Part("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
-    Part("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
-    Part(
+    Package("numpy", "numpy", _EVERYTHING, "pip install -U kvpool", "1.24"),
+    Package("numba", "numba", _EVERYTHING, "pip install -U kvpool", "0.60"),
+    Package("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
+    Package("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
+    Package("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
+    Package("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
+    Package("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
+    Package("zmq", "pyzmq", "other workers and routers", "pip install -U 'kvpool[remote]'", "25"),
+    Package("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
+    Package("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
+    Package(
         "mooncake",
         "mooncake-transfer-engine-non-cuda",
         "a store in a cluster",
         "pip install -U 'kvpool[mooncake]'",
         "0.3.13",
     ),
-    Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
+    Package("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
@@ -142,7 +142,7 @@ def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | No
     return chosen, because, missing, [] if missing else describe_gpus(), available_ram()
 
 
-def _look(part: Part) -> dict[str, Any]:
+def _look(part: Package) -> dict[str, Any]:
     names = _CUPY_PACKAGES if part.module == "cupy" else (part.package,)
     version = next(filter(None, map(_version, names)), None)
     # A package that is installed may not be importable, and some installations leave no metadata.

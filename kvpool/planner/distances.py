@@ -17,8 +17,8 @@ from kvpool.planner.stack import (
     RUNS,
     STEPS,
     USED,
-    Access,
-    Tables,
+    StackTables,
+    UsedBlocks,
     compact,
     fill_slots,
     record,
@@ -52,7 +52,7 @@ class StackDistances:
         self.tokens_per_block, self.sample, self.requests = tokens_per_block, sample, 0
         self._threshold = np.uint64(round(sample * 2**32))
         groups = 1 if sample == 1 else GROUPS
-        self.tables = Tables(
+        self.tables = StackTables(
             slots=np.full(2 * _START, -1, np.int32),
             keys=np.empty(_START, np.uint64),
             last=np.empty(_START, np.int64),
@@ -104,7 +104,7 @@ class StackDistances:
         full = request.length // self.tokens_per_block
         self._make_room(full, tenant)
         self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
-        access = Access(
+        access = UsedBlocks(
             tokens_per_id,
             self.tokens_per_block,
             lookups=(request.input_length - 1) // self.tokens_per_block,

@@ -20,7 +20,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import States, token_states
 from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
 from kvpool.replay.storing import Storing
-from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, peak_memory_bytes
+from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, Verified, peak_memory_bytes
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 from kvpool.replay.verifier import Verifier, ranges
@@ -233,7 +233,7 @@ class Replay:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             hits=Hits(on_device, on_host, partial, hits, hits / max(self._prompt_tokens, 1)),
-            blocks=Blocks(
+            blocks=MovedBlocks(
                 offloaded=stats.offloaded_blocks,
                 onboarded=stats.onboarded_blocks,
                 forgotten_device=stats.forgotten_device_blocks,
@@ -241,7 +241,7 @@ class Replay:
                 offloads_saved=stats.offloads_saved,
                 partial_copies=stats.copied_blocks,
             ),
-            moved=Moved(
+            moved=CopiedBytes(
                 offloaded_bytes=offloaded,
                 onboarded_bytes=onboarded,
                 within_tier_bytes=within,

@@ -91,7 +91,7 @@ class StressReport:
         return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"])
 
 
-class Contents:
+class ExpectedContents:
     """The content of the pool according to its events, and the bytes of each key, computed from tokens alone.
 
     One thread writes (``learn``, ``follow``); other threads may use ``bytes_of`` and ``host_keys``. ``host_keys`` is
@@ -167,7 +167,7 @@ class Reader:
     at the addresses of leases, as a reader from another process would.
     """
 
-    def __init__(self, replay: Replay, contents: Contents, config: StressConfig) -> None:
+    def __init__(self, replay: Replay, contents: ExpectedContents, config: StressConfig) -> None:
         self._cache, self._contents = replay.cache, contents
         self._random, self._hold = Random(config.seed), config.hold
         self._state, self._block_bytes = replay.cache.core.tokens, config.replay.layout.block_bytes
@@ -268,7 +268,7 @@ class Stress:
         self.replay = Replay(Trace(trace.name, trace.format, self._live), config.replay, progress=self._admitted)
         self.cache = self.replay.cache
         self.watch = VictimWatch(self.cache)
-        self.contents = Contents(self.replay)
+        self.contents = ExpectedContents(self.replay)
         self.reader = Reader(self.replay, self.contents, config)
         self._progress = progress or (lambda count: None)
         self._stop = threading.Event()

@@ -23,7 +23,7 @@ class Hits:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MovedBlocks:
     """Numbers of blocks that were moved between the tiers, copied inside one, or evicted."""
 
     offloaded: int
@@ -37,7 +37,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Moved:
+class CopiedBytes:
     """Bytes that the device copied, and the time it took. A partial copy counts by the tier of its source."""
 
     offloaded_bytes: int
@@ -100,8 +100,8 @@ class Summary:
     prompt_tokens: int
     output_tokens: int
     hits: Hits
-    blocks: Blocks
-    moved: Moved
+    blocks: MovedBlocks
+    moved: CopiedBytes
     control_us_per_request: dict[str, float]
     verified: Verified | None
     stored: Stored | None

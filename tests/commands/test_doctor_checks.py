@@ -124,7 +124,7 @@ def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
 def test_a_verdict_that_failed_is_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = doctor.Part("nothing_of_this_name", "nothing-of-this-name", "everything", "pip install it")
+    broken = doctor.Package("nothing_of_this_name", "nothing-of-this-name", "everything", "pip install it")
     monkeypatch.setattr(doctor, "_PARTS", (*doctor._PARTS, broken))
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
     (check,) = [

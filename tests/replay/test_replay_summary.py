@@ -8,7 +8,16 @@ import sys
 
 import pytest
 
-from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, format_bytes, peak_memory_bytes
+from kvpool.replay.summary import (
+    PHASES,
+    CopiedBytes,
+    Hits,
+    MovedBlocks,
+    Summary,
+    Verified,
+    format_bytes,
+    peak_memory_bytes,
+)
 
 SUMMARY = Summary(
     requests=1000,
@@ -20,8 +29,8 @@ SUMMARY = Summary(
     prompt_tokens=13_732_944,
     output_tokens=349_357,
     hits=Hits(563_616, 277_152, 12, 840_780, 840_780 / 13_732_944),
-    blocks=Blocks(794_456, 17_322, 7, 728_067, 55, 3),
-    moved=Moved(3 << 30, 1 << 29, 0, 1.5, 2.5),
+    blocks=MovedBlocks(794_456, 17_322, 7, 728_067, 55, 3),
+    moved=CopiedBytes(3 << 30, 1 << 29, 0, 1.5, 2.5),
     control_us_per_request=dict.fromkeys(PHASES, 50.0),
     verified=Verified(840_780, 14_082_301, 794_456, 17_322, 3, 0),
     stored=None,
@@ -75,7 +84,7 @@ def test_a_run_that_moved_and_verified_nothing_says_so() -> None:
         skipped=[],
         prompt_tokens=0,
         hits=Hits(0, 0, 0, 0, 0.0),
-        moved=Moved(0, 0, 0, 0.0, None),
+        moved=CopiedBytes(0, 0, 0, 0.0, None),
         verified=None,
         peak_memory_bytes=None,
     )
