@@ -10,9 +10,9 @@ import numpy.typing as npt
 from kvpool.jit import jit
 
 BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED, RUNS, USED = range(8)
-"""Places in ``StackTables.counts``: distinct blocks with a key, the next position in time, and the bits that are set. Then,
-for the last request, the sampled blocks that were looked up, those found, and those new. Then, of all requests, the
-runs, and the sampled blocks used."""
+"""Places in ``StackTables.counts``: distinct blocks with a key, the next position in time, and the bits that are set.
+Then, for the last request, the sampled blocks that were looked up, those found, and those new. Then, of all requests,
+the runs, and the sampled blocks used."""
 
 STEPS = 128
 """Buckets of a coarse histogram for each doubling."""

@@ -92,7 +92,8 @@ def test_contents_and_bytes_that_no_request_calls_for_are_found(monkeypatch: pyt
     learned = ExpectedContents.bytes_of
     monkeypatch.setattr(ExpectedContents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else None)
     assert stress(CONFIG)[1] == {"blocks with content that no request has"}
-    monkeypatch.setattr(ExpectedContents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else b"\0" * 512)
+    zeros = b"\0" * 512
+    monkeypatch.setattr(ExpectedContents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else zeros)
     assert stress(CONFIG)[1] == {"blocks with wrong bytes"}
 
 
