@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpool.errors import BlockNotFound, KVPoolError
 from kvpool.pool.leases import Lease
-from kvpool.replay.content import KVBytes, token_states
+from kvpool.replay.content import KVBytes, names_of, token_states
 from kvpool.replay.engine import Replay, ReplayConfig
 from kvpool.replay.schedule import worst_blocks
 from kvpool.replay.tokens import Request
@@ -103,9 +103,8 @@ class ExpectedContents:
         self._layout, self._width = config.layout, config.layout.tokens_per_block
         page = np.zeros(self._layout.host_shape(config.device_blocks), self._layout.storage_dtype)
         self._page = page.reshape(config.device_blocks, -1).view(np.uint8)
-        self._writer = KVBytes(
-            self._layout, page, self._layout.host_strides(config.device_blocks), config.device_blocks
-        )
+        strides = self._layout.host_strides(config.device_blocks)
+        self._writer = KVBytes(self._layout, page, strides, config.device_blocks)
         self._bytes: dict[bytes, bytes] = {}
         self._recent: deque[list[bytes]] = deque(maxlen=config.active + 1)
         self.cached: dict[str, set[bytes]] = {"device": set(), "host": set()}
@@ -119,7 +118,7 @@ class ExpectedContents:
     def learn(self, request: Request) -> None:
         """Note the bytes of every full block of a request and its answer."""
         tokens = np.concatenate([request.prompt(), request.output()])
-        names = split(self._cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id).keys)
+        names = names_of(self._cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id).keys)
         states = token_states(tokens, self._width, salt=request.salt, adapter_id=request.adapter_id)
         grid = states[: len(names) * self._width].reshape(len(names), self._width)
         self._writer.write_blocks(np.arange(len(names)), grid)
@@ -135,7 +134,7 @@ class ExpectedContents:
             self._next = event.next
             if event.keys is None or event.tier is None:
                 continue
-            names, there = split(event.keys), self.cached[event.tier]
+            names, there = names_of(event.keys), self.cached[event.tier]
             if event.kind == "stored":
                 there.update(names)
                 self.stored += len(names) if event.tier == "host" else 0
@@ -175,9 +174,8 @@ class Reader:
         self._open: list[_Open] = []
         self._known: deque[int] = deque([config.replay.device_blocks], maxlen=256)
         self._turn = self._pinned = 0
-        self.reads = self.opened = self.missed = self.blocks = self.checks = self.wrong = self.unknown = (
-            self.last_lease
-        ) = 0
+        self.reads = self.opened = self.missed = self.blocks = self.last_lease = 0
+        self.checks = self.wrong = self.unknown = 0
         self.first_wrong = ""
         self.error: BaseException | None = None
 
@@ -240,7 +238,7 @@ class Reader:
     def _keys_of(self, lease: Lease) -> list[bytes]:
         """The keys of pinned blocks, which cannot change."""
         fields = self._state.blocks[lease.blocks]
-        return split(np.stack([fields["key0"], fields["key1"]], axis=1).view(np.uint64))
+        return names_of(np.stack([fields["key0"], fields["key1"]], axis=1).view(np.uint64))
 
     def _check(self, lease: Lease, expected: list[bytes | None]) -> None:
         for block, place, wanted in zip(lease.blocks.tolist(), lease.addresses.tolist(), expected, strict=True):
@@ -351,6 +349,7 @@ class Stress:
             failure = f"after the run: {type(error).__name__}: {error}"
         stats, kept = self.cache.stats(), debug.cached(self.cache.core.tokens)
         differ = sum(len(contents.cached[tier] ^ kept[tier].keys()) for tier in kept)
+        forgotten = stats.forgotten_host_blocks + stats.redundant_dropped
         figures: list[Figure] = []
 
         def at_least(name: str, value: int, bound: int) -> None:
@@ -371,12 +370,7 @@ class Stress:
         equal("blocks with content that no request has", reader.unknown, 0)
         at_least("host evictions", watch.evictions, config.evictions)
         at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded)
-        equal(
-            "host blocks forgotten or dropped",
-            stats.forgotten_host_blocks + stats.redundant_dropped,
-            watch.evictions,
-            "evictions",
-        )
+        equal("host blocks forgotten or dropped", forgotten, watch.evictions, "evictions")
         equal("host blocks in removed events", contents.removed, watch.evictions, "evictions")
         equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded")
         equal("events dropped or missing", stats.events_dropped + contents.gaps, 0)
@@ -384,9 +378,3 @@ class Stress:
         equal("blocks lost", stats.lost_blocks, 0)
         at_least("verify() clean, times", self._verified, 1)
         return figures, failure
-
-
-def split(keys: np.ndarray[Any, np.dtype[np.uint64]]) -> list[bytes]:
-    """Keys uint64[n, 2] as 16 bytes each."""
-    raw = keys.tobytes()
-    return [raw[at : at + 16] for at in range(0, len(raw), 16)]

@@ -47,16 +47,16 @@ class CopiedBytes:
     gigabytes_per_second: float | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verified:
     """The amounts that were compared byte by byte."""
 
-    reused_tokens: int
-    released_tokens: int
-    offloaded_blocks: int
-    onboarded_blocks: int
-    partial_copies: int
-    loaded_blocks: int
+    reused_tokens: int = 0
+    released_tokens: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    partial_copies: int = 0
+    loaded_blocks: int = 0
     """Blocks that came from a store."""
 
 

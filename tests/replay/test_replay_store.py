@@ -123,7 +123,7 @@ def test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt() -> None:
     KVBytes(LAYOUT, host, LAYOUT.host_strides(4), 4).write_blocks(np.array([0, 1]), states.reshape(2, 16))
     verifier.expect(states)
     verifier.loaded(np.array([4, 5]))
-    assert verifier.failure is None and verifier.loaded_blocks == 2
+    assert verifier.failure is None and verifier.verified.loaded_blocks == 2
     host[LAYOUT.block_bytes - 1] ^= 1
     verifier.loaded(np.array([4]))
     with pytest.raises(VerificationError, match="host block 4, token 15"):
