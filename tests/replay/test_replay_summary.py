@@ -5,19 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import pytest
 
-from kvpool.replay.summary import (
-    PHASES,
-    CopiedBytes,
-    Hits,
-    MovedBlocks,
-    Summary,
-    Verified,
-    format_bytes,
-    peak_memory_bytes,
-)
+from kvpool.replay import Summary
+from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Verified, format_bytes, peak_memory_bytes
 
 SUMMARY = Summary(
     requests=1000,
@@ -78,17 +71,15 @@ def test_an_interrupted_run_and_a_failed_one_say_so() -> None:
 
 
 def test_a_run_that_moved_and_verified_nothing_says_so() -> None:
-    empty = dataclasses.replace(
-        SUMMARY,
-        requests=0,
-        skipped=[],
-        prompt_tokens=0,
-        hits=Hits(0, 0, 0, 0, 0.0),
-        moved=CopiedBytes(0, 0, 0, 0.0, None),
-        verified=None,
-        peak_memory_bytes=None,
-    )
-    text = empty.text()
+    nothing: dict[str, Any] = {
+        "requests": 0,
+        "skipped": [],
+        "prompt_tokens": 0,
+        "verified": None,
+        "peak_memory_bytes": None,
+    }
+    hits, moved = Hits(0, 0, 0, 0, 0.0), CopiedBytes(0, 0, 0, 0.0, None)
+    text = dataclasses.replace(SUMMARY, hits=hits, moved=moved, **nothing).text()
     assert "moved     nothing" in text and "unknown at the peak" in text
     assert "verified" not in text and "skipped" not in text
 
