@@ -93,12 +93,13 @@ def package(name: str, part: dict[str, Any]) -> Check:
     version, missing = part["version"] or "installed", FAILED if part["required"] else ABSENT
     if part["error"] == "not installed":
         return Check(name, missing, f"not installed ({part['use']})", part["install"])
-    bad = FAILED if part["required"] else WARNING
     if part["error"] is not None:
-        return Check(name, bad, f"{version}, but cannot be imported ({part['use']}): {part['error']}", part["install"])
-    if part["minimum"] and part["version"] and _numbers(part["version"]) < _numbers(part["minimum"]):
-        return Check(name, bad, f"{version}, older than {part['minimum']} ({part['use']})", part["install"])
-    return Check(name, OK, version)
+        found = f"{version}, but cannot be imported ({part['use']}): {part['error']}"
+    elif part["minimum"] and part["version"] and _numbers(part["version"]) < _numbers(part["minimum"]):
+        found = f"{version}, older than {part['minimum']} ({part['use']})"
+    else:
+        return Check(name, OK, version)
+    return Check(name, FAILED if part["required"] else WARNING, found, part["install"])
 
 
 def _numbers(version: str) -> list[int]:

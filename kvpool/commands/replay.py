@@ -221,16 +221,15 @@ def _store(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _layout(options: argparse.Namespace) -> BlockLayout:
+    nbytes, tokens = options.block_bytes, options.tokens_per_block
     if options.model is not None:
-        if options.block_bytes is not None:
+        if nbytes is not None:
             options.error("--model decides the bytes of a block: leave out --block-bytes")
         if options.device_blocks is None and options.device_memory is None:
             options.error("--model needs --device-memory or --device-blocks")
-        return BlockLayout.for_model(options.model, tokens_per_block=options.tokens_per_block)
+        return BlockLayout.for_model(options.model, tokens_per_block=tokens)
     try:
-        return BlockLayout.of_block_bytes(
-            4096 if options.block_bytes is None else options.block_bytes, options.tokens_per_block
-        )
+        return BlockLayout.of_block_bytes(4096 if nbytes is None else nbytes, tokens)
     except ValueError as error:
         return options.error(f"--block-bytes: {error}")
 

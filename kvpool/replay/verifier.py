@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Stream
 from kvpool.errors import KVPoolError
 from kvpool.replay.content import Difference, Ids, KVBytes, States
 from kvpool.replay.summary import Verified
 
-Enqueue = Callable[[Any, Callable[[], None], Ids, Ids], None]
+Enqueue = Callable[[Stream, Callable[[], None], Ids, Ids], None]
 """Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
 (block, first, end)."""
 
@@ -53,8 +53,8 @@ class Verifier:
     def __init__(
         self,
         layout: BlockLayout,
-        device_pool: Any,
-        host_pool: Any,
+        device_pool: npt.NDArray[Any],
+        host_pool: npt.NDArray[Any],
         device_blocks: int,
         host_blocks: int,
         enqueue: Enqueue | None = None,
@@ -73,7 +73,7 @@ class Verifier:
         self._written = np.zeros(self._states.shape, dtype=np.bool_)
         self._mark = np.full(device_blocks + host_blocks, -1, dtype=np.int64)
 
-    def write(self, blocks: Ids, start: int, states: States, stream: Any = None) -> None:
+    def write(self, blocks: Ids, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
         first, last, edges = self._split(start, start + len(states))
         whole, grid = blocks[first:last], self._grid(states, start, first, last)
@@ -84,24 +84,24 @@ class Verifier:
             blocks[edges // self._tokens_per_block], edges % self._tokens_per_block, states[edges - start], stream
         )
 
-    def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Any = None) -> None:
+    def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
         rows = np.stack([blocks, tokens, tokens + 1], axis=1)
         with self._lock:
             self._states[blocks, tokens], self._written[blocks, tokens] = states, True
             self._launch(stream, lambda: self._tiers[0][2].write_tokens(blocks, tokens, states), writes=rows)
 
-    def check_reuse(self, blocks: Ids, states: States, stream: Any = None) -> None:
+    def check_reuse(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError` unless the first ``len(states)`` tokens of a sequence are in `blocks`."""
         self._check_sequence(blocks, states, "was handed out as cached", stream)
         self.verified.reused_tokens += len(states)
 
-    def check_release(self, blocks: Ids, states: States, stream: Any = None) -> None:
+    def check_release(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError` unless a sequence that is about to be released still has all its bytes."""
         self._check_sequence(blocks, states, "was overwritten while in use", stream)
         self.verified.released_tokens += len(states)
 
-    def copied(self, moves: Ids, stream: Any = None) -> None:
+    def copied(self, moves: Ids, stream: Stream = NULL_STREAM) -> None:
         """Record copies that the device has just enqueued, and compare every target with its source's expected bytes.
 
         `moves` is ``int64[n, >=3]`` of source, target, tokens, as if made one after the other. A difference is kept in
@@ -149,7 +149,7 @@ class Verifier:
         if self.failure is not None:
             raise self.failure
 
-    def _launch(self, stream: Any, function: Callable[[], None], reads: Ids = _NONE, writes: Ids = _NONE) -> None:
+    def _launch(self, stream: Stream, function: Callable[[], None], reads: Ids = _NONE, writes: Ids = _NONE) -> None:
         if not len(reads) and not len(writes):
             return
         if self._enqueue is None:
@@ -180,7 +180,7 @@ class Verifier:
         size = self._tokens_per_block
         return states[first * size - start : last * size - start].reshape(-1, size)
 
-    def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Any) -> None:
+    def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Stream) -> None:
         context, size = self.context, self._tokens_per_block
         used = blocks[: -(-len(states) // size)]
         rows = self._rows(used)

@@ -97,9 +97,8 @@ def test_a_store_that_hangs_costs_the_wait_and_no_more(store: MemoryStore) -> No
     run(store, synthetic(3, seed=3))
     wrong, gate = Wrong(store), Gate()
     wrong.before["load"] = gate
-    with Replay(
-        synthetic(3, seed=3), ReplayConfig(LAYOUT, **(TINY | {"store": wrong, "store_wait": 0.2, "verify": True}))
-    ) as replay:
+    config = ReplayConfig(LAYOUT, **(TINY | {"store": wrong, "store_wait": 0.2, "verify": True}))
+    with Replay(synthetic(3, seed=3), config) as replay:
         summary = replay.run()
         gate.open()
     assert summary.requests == 3 and summary.stored is not None and summary.stored.hit_tokens == 0
