@@ -93,12 +93,13 @@ def package(name: str, part: dict[str, Any]) -> Check:
     version, missing = part["version"] or "installed", FAILED if part["required"] else ABSENT
     if part["error"] == "not installed":
         return Check(name, missing, f"not installed ({part['use']})", part["install"])
-    bad = FAILED if part["required"] else WARNING
     if part["error"] is not None:
-        return Check(name, bad, f"{version}, but cannot be imported ({part['use']}): {part['error']}", part["install"])
-    if part["minimum"] and part["version"] and _numbers(part["version"]) < _numbers(part["minimum"]):
-        return Check(name, bad, f"{version}, older than {part['minimum']} ({part['use']})", part["install"])
-    return Check(name, OK, version)
+        found = f"{version}, but cannot be imported ({part['use']}): {part['error']}"
+    elif part["minimum"] and part["version"] and _numbers(part["version"]) < _numbers(part["minimum"]):
+        found = f"{version}, older than {part['minimum']} ({part['use']})"
+    else:
+        return Check(name, OK, version)
+    return Check(name, FAILED if part["required"] else WARNING, found, part["install"])
 
 
 def _numbers(version: str) -> list[int]:
@@ -108,27 +109,19 @@ def _numbers(version: str) -> list[int]:
 
 def compiled_code(seen: dict[str, Any]) -> Check:
     """The verdict on Numba's compiled code, which takes half a minute to make and is kept on disk."""
-    name = "compiled code"
+    name, elsewhere = "compiled code", "set NUMBA_CACHE_DIR to a folder that only you can write"
+    anew = "every process compiles anew, for half a minute"
     if seen["disabled"]:
-        return Check(
-            name,
-            WARNING,
-            "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly",
-            "unset NUMBA_DISABLE_JIT",
-        )
-    elsewhere = "set NUMBA_CACHE_DIR to a folder that only you can write"
+        found = "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly"
+        return Check(name, WARNING, found, "unset NUMBA_DISABLE_JIT")
     if seen["root"] is None:
-        return Check(
-            name, WARNING, "no place for it can be written: every process compiles anew, for half a minute", elsewhere
-        )
+        return Check(name, WARNING, f"no place for it can be written: {anew}", elsewhere)
     if not seen["in_use"]:
-        found = "this Numba does not take kvpool's cache: every process compiles anew, for half a minute"
-        return Check(name, WARNING, found, "pip install -U kvpool")
+        return Check(name, WARNING, f"this Numba does not take kvpool's cache: {anew}", "pip install -U kvpool")
     kept = f"{seen['used'] / _MIB:.0f} MiB in {seen['root']}"
     if seen["free"] < _CACHE_NEEDS:
-        return Check(
-            name, WARNING, f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free", f"make room there, or {elsewhere}"
-        )
+        found = f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free"
+        return Check(name, WARNING, found, f"make room there, or {elsewhere}")
     return Check(name, OK, kept)
 
 
@@ -140,29 +133,21 @@ def driver(found: dict[str, Any]) -> Check:
         if seen["kernel_module"] or seen["gpu_files"]:
             remedy = f"{_CONTAINER}; else reinstall the driver"
             return Check(name, WARNING, f"the system has one that cannot be loaded: {seen['error']}", remedy)
-        return Check(
-            name, ABSENT, "not installed (the cuda device)", "install NVIDIA's driver, on a machine with a GPU"
-        )
-    shown = f"for CUDA {version // 1000}.{version % 1000 // 10}"
-    if version < 12000:
-        return Check(name, WARNING, f"{shown}, too old for CuPy", "update the driver")
-    if len(cupy) > 1:
-        return Check(
-            name,
-            WARNING,
-            f"{shown}, and several CuPy: {', '.join(cupy)}",
-            f"pip uninstall {' '.join(cupy)}, then install one",
-        )
-    if cupy == ["cupy-cuda13x"] and version < 13000:
-        return Check(
-            name, WARNING, f"{shown}, and CuPy for 13", "pip uninstall cupy-cuda13x, then pip install 'kvpool[cuda12]'"
-        )
-    if not found["gpus"] and not seen["gpu_files"]:
-        return Check(name, WARNING, f"{shown}, without a GPU", _CONTAINER)
+        remedy = "install NVIDIA's driver, on a machine with a GPU"
+        return Check(name, ABSENT, "not installed (the cuda device)", remedy)
     fitting = "cuda13" if version >= 13000 else "cuda12"
-    if not cupy:
-        return Check(name, WARNING, f"{shown}, without CuPy", f"pip install 'kvpool[{fitting}]'")
-    return Check(name, OK, shown)
+    several = f"pip uninstall {' '.join(cupy)}, then install one"
+    older = "pip uninstall cupy-cuda13x, then pip install 'kvpool[cuda12]'"
+    problems = (
+        (version < 12000, ", too old for CuPy", "update the driver"),
+        (len(cupy) > 1, f", and several CuPy: {', '.join(cupy)}", several),
+        (cupy == ["cupy-cuda13x"] and version < 13000, ", and CuPy for 13", older),
+        (not found["gpus"] and not seen["gpu_files"], ", without a GPU", _CONTAINER),
+        (not cupy, ", without CuPy", f"pip install 'kvpool[{fitting}]'"),
+    )
+    problem, remedy = next(((words, remedy) for there, words, remedy in problems if there), ("", ""))
+    shown = f"for CUDA {version // 1000}.{version % 1000 // 10}{problem}"
+    return Check(name, WARNING if problem else OK, shown, remedy)
 
 
 def locked_memory(found: dict[str, Any]) -> Check:

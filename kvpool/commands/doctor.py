@@ -8,14 +8,13 @@ import json
 import os
 import platform
 import resource
-from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from kvpool.commands import checks, mooncake_check
 from kvpool.commands.checks import gib
-from kvpool.commands.terminal import FAILED, OK, print_text
+from kvpool.commands.terminal import FAILED, OK, Subparsers, declare, print_text
 
 _HELP = """\
 Say what works on this machine and how to mend what does not: packages, compiled code,
@@ -32,10 +31,11 @@ exit status: 0 the device that was asked for can be used and nothing has failed,
 
 _DEVICES = ("cpu", "cuda", "sim")
 _EVERYTHING = "everything"
+_MOONCAKE = "mooncake-transfer-engine-non-cuda"
 _GPU_EXTRA = "pip install -U 'kvpool[cuda12]' or 'kvpool[cuda13]'"
 
 
-class Part(NamedTuple):
+class Package(NamedTuple):
     """A package, its purpose, how to install it, and the oldest version that suffices, if that is known."""
 
     module: str
@@ -46,46 +46,30 @@ class Part(NamedTuple):
 
 
 _PARTS = (
-    Part("numpy", "numpy", _EVERYTHING, "pip install -U kvpool", "1.24"),
-    Part("numba", "numba", _EVERYTHING, "pip install -U kvpool", "0.60"),
-    Part("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
-    Part("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
-    Part("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
-    Part("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
-    Part("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
-    Part("zmq", "pyzmq", "other workers and routers", "pip install -U 'kvpool[remote]'", "25"),
-    Part("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
-    Part("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
-    Part(
-        "mooncake",
-        "mooncake-transfer-engine-non-cuda",
-        "a store in a cluster",
-        "pip install -U 'kvpool[mooncake]'",
-        "0.3.13",
-    ),
-    Part("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
+    Package("numpy", "numpy", _EVERYTHING, "pip install -U kvpool", "1.24"),
+    Package("numba", "numba", _EVERYTHING, "pip install -U kvpool", "0.60"),
+    Package("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
+    Package("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
+    Package("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
+    Package("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
+    Package("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
+    Package("zmq", "pyzmq", "other workers and routers", "pip install -U 'kvpool[remote]'", "25"),
+    Package("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
+    Package("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
+    Package("mooncake", _MOONCAKE, "a store in a cluster", "pip install -U 'kvpool[mooncake]'", "0.3.13"),
+    Package("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    doctor = subparsers.add_parser(
-        "doctor",
-        help="say what can be used on this machine, and what is missing for the rest",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    doctor.set_defaults(run=run)
-    doctor.add_argument(
-        "--device", choices=("auto", *_DEVICES), default="auto", help="the device that has to work (default: auto)"
-    )
-    doctor.add_argument(
-        "--mooncake",
-        metavar="HOST:PORT",
-        help=f"a Mooncake master that has to be reached (default: ${mooncake_check.MASTER}, which may be unreachable)",
-    )
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    summary = "say what can be used on this machine, and what is missing for the rest"
+    add = declare(subparsers, "doctor", summary, _HELP, run).add_argument
+    add("--device", choices=("auto", *_DEVICES), default="auto", help="the device that has to work (default: auto)")
+    master = f"a Mooncake master that has to be reached (default: ${mooncake_check.MASTER}, which may be unreachable)"
+    add("--mooncake", metavar="HOST:PORT", help=master)
+    add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -135,19 +119,20 @@ def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | No
     from kvpool.device.ram import available_ram
 
     missing = unusable()
+    chosen: str | None = None
     try:
         chosen, because = automatic()
     except ValueError as error:
-        return None, str(error), missing, [] if missing else describe_gpus(), available_ram()
+        because = str(error)
     return chosen, because, missing, [] if missing else describe_gpus(), available_ram()
 
 
-def _look(part: Part) -> dict[str, Any]:
+def _look(part: Package) -> dict[str, Any]:
     names = _CUPY_PACKAGES if part.module == "cupy" else (part.package,)
     version = next(filter(None, map(_version, names)), None)
     # A package that is installed may not be importable, and some installations leave no metadata.
     there = version is not None or find_spec(part.module) is not None
-    error = _failure(lambda: importlib.import_module(part.module)) if there else "not installed"
+    error = _failure(part.module) if there else "not installed"
     required = part.use == _EVERYTHING
     about = {"use": part.use, "install": part.install, "minimum": part.minimum, "required": required}
     return {"version": version, "error": error, **about}
@@ -160,9 +145,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _failure(call: Callable[[], Any]) -> str | None:
+def _failure(module: str) -> str | None:
     try:
-        call()
+        importlib.import_module(module)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

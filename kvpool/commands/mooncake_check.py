@@ -22,13 +22,8 @@ OPEN_TO_ALL = (
 
 def look(asked: str | None) -> dict[str, Any]:
     """What is installed, and whether the master that an option or the environment names can be reached."""
-    found: dict[str, Any] = {
-        "version": None,
-        "tested": None,
-        "error": None,
-        "master": asked or os.environ.get(MASTER) or None,
-    }
-    found |= {"asked": asked is not None, "seen_as": None, "unreachable": None}
+    found: dict[str, Any] = dict.fromkeys(("version", "tested", "error", "seen_as", "unreachable"))
+    found |= {"master": asked or os.environ.get(MASTER) or None, "asked": asked is not None}
     try:
         # Imported here, so that the doctor runs where kvpool cannot be imported.
         from kvpool.stores.mooncake import guarded_client as client

@@ -11,13 +11,19 @@ from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
 from kvpool.commands.terminal import (
     INTERRUPTED,
     OK,
+    Subparsers,
+    add_tiers,
+    add_trace,
+    check_format,
     complain,
     count_argument,
+    declare,
     fraction_argument,
     path_argument,
     print_text,
     progress_bar,
     size_argument,
+    tier_blocks,
 )
 
 if TYPE_CHECKING:
@@ -44,62 +50,28 @@ plan for the requests so far is printed)
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    plan = subparsers.add_parser(
-        "plan",
-        help="hit rate by memory for a request trace",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    plan.set_defaults(run=run, error=plan.error)
-    add = plan.add_argument
-    add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
-    add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
-    add("--limit", type=count_argument(1), metavar="N", help="the first N requests; without TRACE, generate N")
-    add(
-        "--sample",
-        type=fraction_argument,
-        default=1.0,
-        metavar="SHARE",
-        help="of the blocks to follow, such as 0.01 (default: all)",
-    )
+    plan = declare(subparsers, "plan", "hit rate by memory for a request trace", _HELP, run)
+    add_trace(plan)
+    sample = "of the blocks to follow, such as 0.01 (default: all)"
+    plan.add_argument("--sample", type=fraction_argument, default=1.0, metavar="SHARE", help=sample)
     add = plan.add_argument_group("model").add_argument
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add(
-        "--model",
-        metavar="MODEL",
-        help=f"whose KV it is: a model's config.json, or {', '.join(sorted(PRESETS))} (default: {_MODEL})",
-    )
-    for name, meaning in (
-        ("layers", ""),
-        ("kv-heads", ""),
-        ("head-dim", ""),
-        ("planes", ": 2 for K and V (default), 1 for MLA"),
-    ):
-        add(f"--{name}", type=count_argument(1), metavar="N", help=f"instead of --model{meaning}")
+    models = f"whose KV it is: a model's config.json, or {', '.join(sorted(PRESETS))} (default: {_MODEL})"
+    add("--model", metavar="MODEL", help=models)
+    for name in ("layers", "kv-heads", "head-dim"):
+        add(f"--{name}", type=count_argument(1), metavar="N", help="instead of --model")
+    planes = "instead of --model: 2 for K and V (default), 1 for MLA"
+    add("--planes", type=count_argument(1), metavar="N", help=planes)
     add("--dtype", metavar="NAME", help="of an element, with or without --model (default: the model's, else bfloat16)")
-    pool = plan.add_argument_group("a pool to ask about")
-    for tier in ("device", "host"):
-        size = pool.add_mutually_exclusive_group()
-        size.add_argument(
-            f"--{tier}-memory", type=size_argument, metavar="SIZE", help=f"of the {tier} tier, such as 8GiB"
-        )
-        size.add_argument(f"--{tier}-blocks", type=count_argument(0), metavar="N", help="the same in blocks")
+    add_tiers(plan.add_argument_group("a pool to ask about"), 0)
     _add_store(plan)
     add = plan.add_argument_group("times").add_argument
-    add(
-        "--prefill-tokens-per-second",
-        type=float,
-        metavar="N",
-        help="how fast prompts are computed: shows what hits save",
-    )
-    add(
-        "--link-bandwidth",
-        type=float,
-        metavar="GB/S",
-        help="host to device (default: as calibrated on this machine's GPU, else 50)",
-    )
+    prefill = "how fast prompts are computed: shows what hits save"
+    add("--prefill-tokens-per-second", type=float, metavar="N", help=prefill)
+    link = "host to device (default: as calibrated on this machine's GPU, else 50)"
+    add("--link-bandwidth", type=float, metavar="GB/S", help=link)
     add("--link-latency", type=float, default=50.0, metavar="US", help="of an onboard (default: 50)")
     add = plan.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print the plan as JSON")
@@ -154,9 +126,8 @@ def _survey(options: argparse.Namespace) -> tuple[Survey, str, bool]:
     from kvpool.replay.workload import REQUESTS
 
     surveyor = Surveyor(options.tokens_per_block, options.sample)
+    check_format(options)
     if options.trace is None:
-        if options.format != "auto":
-            options.error("--format describes a TRACE, and none is given")
         trace = synthetic(options.limit or REQUESTS)
         title, total = f"{trace.name} ({trace.format})", len(trace.requests)
         stream = iter([(trace.format, request) for request in trace.requests])
@@ -227,13 +198,8 @@ def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine,
     bandwidth, link = options.link_bandwidth, "as given"
     if bandwidth is None:
         bandwidth, link = _calibrated()
-    blocks: dict[str, int | None] = {}
-    for tier in ("device", "host"):
-        count, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
-        if memory is not None and memory < layout.block_bytes and (memory or tier == "device"):
-            options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
-        blocks[tier] = count if memory is None else memory // layout.block_bytes
-    if blocks["device"] is None and blocks["host"] is not None:
+    device, host = (tier_blocks(options, tier, layout) for tier in ("device", "host"))
+    if device is None and host is not None:
         options.error("a host tier needs --device-memory or --device-blocks")
     try:
         machine = Machine(
@@ -241,8 +207,8 @@ def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine,
             options.prefill_tokens_per_second,
             LINK_BANDWIDTH if bandwidth is None else bandwidth,
             options.link_latency,
-            blocks["device"],
-            blocks["host"] or 0,
+            device,
+            host or 0,
             _store(options, layout),
         )
     except ValueError as error:

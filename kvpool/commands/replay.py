@@ -16,14 +16,21 @@ from kvpool.commands.terminal import (
     FAILED,
     INTERRUPTED,
     OK,
+    Subparsers,
+    add_tiers,
+    add_trace,
+    check_format,
     complain,
     count_argument,
+    declare,
     fraction_argument,
     port_argument,
     print_text,
     progress_bar,
     seconds_argument,
     size_argument,
+    tier_blocks,
+    trace_of,
 )
 from kvpool.errors import DeviceError, InsufficientMemory
 
@@ -53,75 +60,33 @@ exit status: 0 done, 1 verification failed or had nothing to verify, 2 wrong usa
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    replay = subparsers.add_parser(
-        "replay",
-        help="replay a request trace and report reuse, moves and cost",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    replay.set_defaults(run=run, error=replay.error)
-    add = replay.add_argument
-    add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
-    add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
-    add("--limit", type=count_argument(1), metavar="N", help="replay the first N requests; without TRACE, generate N")
-    add(
-        "--seed",
-        type=count_argument(0),
-        default=0,
-        metavar="N",
-        help="of the synthetic workload and of --device sim (default: 0)",
-    )
-    add(
-        "--cut",
-        type=count_argument(2),
-        metavar="N",
-        help="cut requests to N tokens (--device sim: default 1/32 of the device tier)",
-    )
+    replay = declare(subparsers, "replay", "replay a request trace and report reuse, moves and cost", _HELP, run)
+    add_trace(replay)
+    seed = "of the synthetic workload and of --device sim (default: 0)"
+    replay.add_argument("--seed", type=count_argument(0), default=0, metavar="N", help=seed)
+    cut = "cut requests to N tokens (--device sim: default 1/32 of the device tier)"
+    replay.add_argument("--cut", type=count_argument(2), metavar="N", help=cut)
     shape = replay.add_argument_group("pool")
-    for tier, lowest in (("device", 1), ("host", 0)):
-        size = shape.add_mutually_exclusive_group()
-        size.add_argument(
-            f"--{tier}-blocks", type=count_argument(lowest), metavar="N", help=f"blocks of the {tier} tier"
-        )
-        size.add_argument(
-            f"--{tier}-memory", type=size_argument, metavar="SIZE", help="the same as bytes, such as 8GiB"
-        )
+    add_tiers(shape, 1)
     add = shape.add_argument
     add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
     add("--block-bytes", type=size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda", "sim"),
-        default="auto",
-        help="what holds and copies the blocks (default: auto)",
-    )
-    add(
-        "--progress",
-        type=fraction_argument,
-        metavar="P",
-        help="how early --device sim works: 0 late, 1 at once (default: 0.5)",
-    )
+    device = "what holds and copies the blocks (default: auto)"
+    add("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help=device)
+    early = "how early --device sim works: 0 late, 1 at once (default: 0.5)"
+    add("--progress", type=fraction_argument, metavar="P", help=early)
     _add_store(replay)
     add = replay.add_argument_group("run").add_argument
-    add(
-        "--active",
-        type=count_argument(1),
-        default=64,
-        metavar="N",
-        help="requests at the same time, at most (default: 64)",
-    )
+    active = "requests at the same time, at most (default: 64)"
+    add("--active", type=count_argument(1), default=64, metavar="N", help=active)
     add("--partial", action=argparse.BooleanOptionalAction, default=True, help="reuse parts of blocks (default: on)")
     add("--verify", action="store_true", help="write all KV bytes; compare them at every reuse, copy and release")
     add("--json", action="store_true", help="print the summary as JSON")
-    add(
-        "--metrics-port",
-        type=port_argument,
-        metavar="N",
-        help="serve metrics for Prometheus on this machine meanwhile; 0: any free port",
-    )
+    port = "serve metrics for Prometheus on this machine meanwhile; 0: any free port"
+    add("--metrics-port", type=port_argument, metavar="N", help=port)
 
 
 def _add_store(replay: argparse.ArgumentParser) -> None:
@@ -132,12 +97,8 @@ def _add_store(replay: argparse.ArgumentParser) -> None:
         help="keep blocks in disk:PATH, mooncake:HOST:PORT, peer:tcp://HOST:PORT or memory:, with ?option=value&... "
         "(extra `stores`); what an earlier run has left there is used, and the summary says how much",
     )
-    add(
-        "--store-wait",
-        type=seconds_argument,
-        metavar="SECONDS",
-        help="how long to wait for saves, and for loads, before each request and at the end (default: 10)",
-    )
+    wait = "how long to wait for saves, and for loads, before each request and at the end (default: 10)"
+    add("--store-wait", type=seconds_argument, metavar="SECONDS", help=wait)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -145,8 +106,7 @@ def run(options: argparse.Namespace) -> int:
     from kvpool.replay import ReplayConfig
     from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
 
-    if options.trace is None and options.format != "auto":
-        options.error("--format describes a TRACE, and none is given")
+    check_format(options)
     sim = options.device == "sim"
     if options.progress is not None and not sim:
         options.error("--progress is of --device sim")
@@ -175,16 +135,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _read_and_replay(options: argparse.Namespace, config: ReplayConfig, show: Callable[[KVCacheManager], None]) -> int:
     """Read or make the trace, replay it, and return the exit status."""
-    from kvpool.replay import TraceError, read_trace, synthetic
-    from kvpool.replay.workload import REQUESTS
+    from kvpool.replay import TraceError
 
     sim = options.device == "sim"
     limit = options.limit or (_SIM_REQUESTS if sim else None)
     try:
-        if options.trace is None:
-            trace = synthetic(limit or REQUESTS, seed=options.seed)
-        else:
-            trace = read_trace(options.trace, format=options.format, limit=limit)
+        trace = trace_of(options, limit)
     except TraceError as error:
         return complain(error)
     cut = options.cut or (max(2, config.device_blocks * options.tokens_per_block // _SIM_SHARE) if sim else None)
@@ -265,28 +221,23 @@ def _store(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _layout(options: argparse.Namespace) -> BlockLayout:
+    nbytes, tokens = options.block_bytes, options.tokens_per_block
     if options.model is not None:
-        if options.block_bytes is not None:
+        if nbytes is not None:
             options.error("--model decides the bytes of a block: leave out --block-bytes")
         if options.device_blocks is None and options.device_memory is None:
             options.error("--model needs --device-memory or --device-blocks")
-        return BlockLayout.for_model(options.model, tokens_per_block=options.tokens_per_block)
+        return BlockLayout.for_model(options.model, tokens_per_block=tokens)
     try:
-        return BlockLayout.of_block_bytes(
-            4096 if options.block_bytes is None else options.block_bytes, options.tokens_per_block
-        )
+        return BlockLayout.of_block_bytes(4096 if nbytes is None else nbytes, tokens)
     except ValueError as error:
         return options.error(f"--block-bytes: {error}")
 
 
 def _blocks(options: argparse.Namespace, tier: str, layout: BlockLayout, default: int) -> int:
-    """Return the number of blocks of a tier: the given one, what fits the given memory, or the workload's default."""
-    blocks, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
-    if blocks is not None:
-        return blocks
-    if memory is None:
+    """The blocks of a tier as given, or the workload's default."""
+    given = tier_blocks(options, tier, layout)
+    if given is None:
         # The blocks of a model are so large that it gets a host tier only if the user asks for one.
         return default if options.model is None else 0
-    if memory < layout.block_bytes and (memory or tier == "device"):
-        options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
-    return memory // layout.block_bytes
+    return given

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.commands.terminal import (
     FAILED,
     INTERRUPTED,
     OK,
+    Subparsers,
     complain,
     count_argument,
+    declare,
     print_text,
     progress_bar,
     size_argument,
+    trace_of,
 )
 from kvpool.errors import InsufficientMemory
 
@@ -33,25 +35,15 @@ cannot be read, 130 interrupted (the figures so far are printed)
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    stress = subparsers.add_parser(
-        "stress",
-        help="replay on one thread, pin and read host blocks on another, and check every byte and count",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    stress.set_defaults(run=run, error=stress.error)
+    summary = "replay on one thread, pin and read host blocks on another, and check every byte and count"
+    stress = declare(subparsers, "stress", summary, _HELP, run)
     add = stress.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
     add("--reads", type=count_argument(1), default=1_000_000, metavar="N", help="pinned reads (default: 1000000)")
-    add(
-        "--seed",
-        type=count_argument(0),
-        default=0,
-        metavar="N",
-        help="of the reader's choices and the synthetic workload (default: 0)",
-    )
+    seed = "of the reader's choices and the synthetic workload (default: 0)"
+    add("--seed", type=count_argument(0), default=0, metavar="N", help=seed)
     add = stress.add_argument_group("pool").add_argument
     add("--device-blocks", type=count_argument(1), default=1024, metavar="N", help="default: 1024")
     add("--host-blocks", type=count_argument(1), default=128, metavar="N", help="default: 128")
@@ -62,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the trace, run both threads and print the figures."""
-    from kvpool.replay import ReplayConfig, TraceError, read_trace, synthetic
+    from kvpool.replay import ReplayConfig, TraceError
     from kvpool.replay.stress_run import EVENTS, Stress, StressConfig
 
     tokens = options.tokens_per_block or (16 if options.trace is None else 128)
@@ -71,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.error(f"--block-bytes: {error}")
     try:
-        trace = synthetic(seed=options.seed) if options.trace is None else read_trace(options.trace)
+        trace = trace_of(options)
     except TraceError as error:
         return complain(error)
     replay = ReplayConfig(layout, options.device_blocks, options.host_blocks, verify=True, events=EVENTS)

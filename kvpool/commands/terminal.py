@@ -1,4 +1,4 @@
-"""What every command shares: exit statuses, kinds of arguments, messages and the progress bar."""
+"""What commands share: exit statuses, options, kinds of arguments, messages and the progress bar."""
 
 from __future__ import annotations
 
@@ -8,11 +8,71 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.sizes import parse_size
 
+if TYPE_CHECKING:
+    from kvpool.arrays.layout import BlockLayout
+    from kvpool.replay import Trace
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def declare(
+    subparsers: Subparsers, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """Declare a command. Its options have ``run``, and ``error``, which exits with a message."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(name, help=summary, description=description, formatter_class=raw)
+    parser.set_defaults(run=run, error=parser.error)
+    return parser
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Declare the trace and how it is read."""
+    add = parser.add_argument
+    add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
+    add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
+    add("--limit", type=count_argument(1), metavar="N", help="the first N requests; without TRACE, generate N")
+
+
+def check_format(options: argparse.Namespace) -> None:
+    """Exit with a message if a format is given without a trace."""
+    if options.trace is None and options.format != "auto":
+        options.error("--format describes a TRACE, and none is given")
+
+
+def trace_of(options: argparse.Namespace, limit: int | None = None) -> Trace:
+    """The given trace, or the synthetic workload of the seed. Raises TraceError."""
+    from kvpool.replay import read_trace, synthetic
+    from kvpool.replay.workload import REQUESTS
+
+    if options.trace is None:
+        return synthetic(limit or REQUESTS, seed=options.seed)
+    return read_trace(options.trace, format=getattr(options, "format", "auto"), limit=limit)
+
+
+def add_tiers(group: argparse._ArgumentGroup, lowest: int) -> None:
+    """Declare the sizes of both tiers, in blocks or in bytes. ``lowest`` is the least number of device blocks."""
+    for tier, least in (("device", lowest), ("host", 0)):
+        size = group.add_mutually_exclusive_group()
+        text = f"blocks of the {tier} tier"
+        size.add_argument(f"--{tier}-blocks", type=count_argument(least), metavar="N", help=text)
+        text = "the same as bytes, such as 8GiB"
+        size.add_argument(f"--{tier}-memory", type=size_argument, metavar="SIZE", help=text)
+
+
+def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> int | None:
+    """The blocks of a tier: the given number, or what fits the given memory. None if neither is given."""
+    blocks, memory = getattr(options, f"{tier}_blocks"), getattr(options, f"{tier}_memory")
+    if memory is None:
+        return blocks
+    if memory < layout.block_bytes and (memory or tier == "device"):
+        options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
+    return memory // layout.block_bytes
 
 
 def progress_bar(total: int | None, unit: str) -> Any:
@@ -81,26 +141,24 @@ def path_argument(text: str) -> Path:
     return Path(text)
 
 
-def fraction_argument(text: str) -> float:
-    """Parse a number from 0 to 1."""
+def _number(text: str, fits: Callable[[float], bool], accepted: str) -> float:
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not within 0..1")
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{value} is not {accepted}")
     return value
+
+
+def fraction_argument(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    return _number(text, lambda value: 0 <= value <= 1, "within 0..1")
 
 
 def seconds_argument(text: str) -> float:
     """Parse a number of seconds, more than 0 and up to an hour."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{value} is not more than 0, up to 3600")
-    return value
+    return _number(text, lambda value: 0 < value <= 3600, "more than 0, up to 3600")
 
 
 def size_argument(text: str) -> int:

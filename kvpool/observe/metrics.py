@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +21,7 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostCacheStats
 from kvpool.keepers.keeper import Keeper, KeeperStats
 from kvpool.pool.manager import KVCacheManager
-from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
-from kvpool.stores.queue import StoreStats
+from kvpool.pool.stats import GroupStats, Histogram, Stats
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -38,345 +38,198 @@ DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
 """A dashboard to import into Grafana. It asks for the Prometheus data source."""
 
 Value = float | Histogram | None
-Read = Callable[[Any], dict[tuple[str, ...], Value]]
+Read = Callable[[Any], Mapping[tuple[str, ...], Value]]
+Figures = str | dict[str, str] | Read
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
 Cache = KVCacheManager | HostCache | Keeper
+COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 
 class Definition(NamedTuple):
     """One metric. ``read`` takes it from a snapshot, as values by the values of ``labels``. A figure that the device
     cannot tell is None, and is left out."""
 
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
+    kind: Kind
     name: str
     help: str
     labels: tuple[str, ...]
     read: Read
 
 
-def _counter(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
-    return Definition(CounterMetricFamily, name, help, labels, read)
+def _reader(figures: Figures) -> Read:
+    """``figures`` is the name of a field, or such names by the value of the one label, or a function."""
+    if callable(figures):
+        return figures
+    named = {(): figures} if isinstance(figures, str) else {(label,): field for label, field in figures.items()}
+    fields = {labels: attrgetter(field) for labels, field in named.items()}
+    return lambda s: {labels: field(s) for labels, field in fields.items()}
 
 
-def _gauge(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
-    return Definition(GaugeMetricFamily, name, help, labels, read)
+def _pool(kind: Kind, name: str, help: str, labels: str, figures: Figures) -> Definition:
+    """A metric with ``labels``, separated by spaces, and the figures of a snapshot."""
+    return Definition(kind, name, help, tuple(labels.split()), _reader(figures))
 
 
-def _histogram(name: str, help: str, labels: tuple[str, ...], read: Read) -> Definition:
-    return Definition(HistogramMetricFamily, name, help, labels, read)
-
-
-def _each(read: Callable[[GroupStats], dict[tuple[str, ...], Value]]) -> Read:
+def _group(kind: Kind, name: str, help: str, labels: str, figures: Figures) -> Definition:
     """The same figures of every group, by the group's number and then by their other labels."""
-    return lambda s: {
-        (str(g), *labels): value for g, group in enumerate(s.groups) for labels, value in read(group).items()
-    }
+    parts = lambda s: {str(g): group for g, group in enumerate(s.groups)}  # noqa: E731
+    return _pool(kind, name, help, f"group {labels}", _each(parts, _reader(figures)))
 
 
-def _states(tier: TierStats) -> dict[str, int]:
-    """The blocks of a tier by state. Every block is in exactly one state."""
-    return {
-        "used": tier.used,
-        "cached": tier.evictable - tier.redundant,
-        "redundant": tier.redundant,
-        "empty": tier.empty,
-    }
+def _store(kind: Kind, name: str, help: str, labels: str, figures: Figures) -> Definition:
+    """The same figures of every store, by its name and then by their other labels."""
+    return _pool(kind, name, help, f"store {labels}", _each(lambda s: s.stores, _reader(figures)))
 
 
-_TIERS = ("device", "host")
+def _each(parts: Callable[[Any], Mapping[str, Any]], read: Read) -> Read:
+    return lambda s: {(name, *labels): value for name, part in parts(s).items() for labels, value in read(part).items()}
+
+
+def _states(group: GroupStats) -> dict[tuple[str, ...], Value]:
+    """The blocks of each tier by state. Every block is in exactly one state."""
+    found: dict[tuple[str, ...], Value] = {}
+    for name, tier in (("device", group.device), ("host", group.host)):
+        counts = (tier.used, tier.evictable - tier.redundant, tier.redundant, tier.empty)
+        found |= {(name, state): n for state, n in zip(("used", "cached", "redundant", "empty"), counts, strict=True)}
+    return found
+
+
+# fmt: off
 DEFINITIONS = (
-    _gauge(
-        "kvpool_blocks",
+    _group(GAUGE, "kvpool_blocks",
         "Blocks now, by state: used (held), cached (reusable until evicted), redundant (a host copy of content that "
         "is also on the device), empty.",
-        ("group", "tier", "state"),
-        _each(
-            lambda g: {(tier, state): count for tier in _TIERS for state, count in _states(getattr(g, tier)).items()}
-        ),
-    ),
-    _gauge(
-        "kvpool_pinned_blocks",
-        "Blocks that leases pin now.",
-        ("group", "tier"),
-        _each(lambda g: {(t,): getattr(g, t).pinned for t in _TIERS}),
-    ),
-    _gauge("kvpool_sequences", "Sequences that run now.", (), lambda s: {(): s.sequences}),
-    _gauge("kvpool_swapped_sequences", "Sequences that are swapped out now.", (), lambda s: {(): s.swapped}),
-    _gauge("kvpool_leases", "Leases that are open now.", (), lambda s: {(): s.leases}),
-    _gauge("kvpool_reservations", "Reservations of loaders that are open now.", (), lambda s: {(): s.reservations}),
-    _gauge(
-        "kvpool_oldest_lease_age_seconds",
-        "Age of the oldest open lease, 0 if none is open.",
-        (),
-        lambda s: {(): s.oldest_lease_ms / 1e3},
-    ),
-    _gauge(
-        "kvpool_staging_hand_overs",
-        "Block tables that are on their way to the device now.",
-        (),
-        lambda s: {(): s.hand_overs},
-    ),
-    _gauge(
-        "kvpool_staging_hand_overs_peak",
-        "The most block tables on their way at once.",
-        (),
-        lambda s: {(): s.most_hand_overs},
-    ),
-    _counter(
-        "kvpool_query_tokens",
+        "tier state", _states),
+    _group(GAUGE, "kvpool_pinned_blocks", "Blocks that leases pin now.",
+        "tier", {"device": "device.pinned", "host": "host.pinned"}),
+    _pool(GAUGE, "kvpool_sequences", "Sequences that run now.", "", "sequences"),
+    _pool(GAUGE, "kvpool_swapped_sequences", "Sequences that are swapped out now.", "", "swapped"),
+    _pool(GAUGE, "kvpool_leases", "Leases that are open now.", "", "leases"),
+    _pool(GAUGE, "kvpool_reservations", "Reservations of loaders that are open now.", "", "reservations"),
+    _pool(GAUGE, "kvpool_oldest_lease_age_seconds", "Age of the oldest open lease, 0 if none is open.",
+        "", lambda s: {(): s.oldest_lease_ms / 1e3}),
+    _pool(GAUGE, "kvpool_staging_hand_overs", "Block tables that are on their way to the device now.",
+        "", "hand_overs"),
+    _pool(GAUGE, "kvpool_staging_hand_overs_peak", "The most block tables on their way at once.",
+        "", "most_hand_overs"),
+    _pool(COUNTER, "kvpool_query_tokens",
         "Prompt tokens that were looked up: on the device all of them, on the host those that no full block on the "
         "device had.",
-        ("tier",),
-        lambda s: {("device",): s.prompt_tokens, ("host",): s.prompt_tokens - s.reused_device_tokens},
-    ),
-    _counter(
-        "kvpool_hit_tokens",
-        "Prompt tokens that were reused in full blocks.",
-        ("tier",),
-        lambda s: {("device",): s.reused_device_tokens, ("host",): s.reused_host_tokens},
-    ),
-    _counter(
-        "kvpool_partial_hit_tokens",
-        "Prompt tokens that were copied from blocks that matched in part.",
-        (),
-        lambda s: {(): s.partial_tokens},
-    ),
-    _counter(
-        "kvpool_request_tokens",
+        "tier", lambda s: {("device",): s.prompt_tokens, ("host",): s.prompt_tokens - s.reused_device_tokens}),
+    _pool(COUNTER, "kvpool_hit_tokens", "Prompt tokens that were reused in full blocks.",
+        "tier", {"device": "reused_device_tokens", "host": "reused_host_tokens"}),
+    _pool(COUNTER, "kvpool_partial_hit_tokens", "Prompt tokens that were copied from blocks that matched in part.",
+        "", "partial_tokens"),
+    _pool(COUNTER, "kvpool_request_tokens",
         "Tokens of requests: appended, dropped (by a rewind, or as rejected drafts), recomputed (cached already when "
         "they were committed), bypassed (in prompts that may not reuse).",
-        ("kind",),
-        lambda s: {(kind,): getattr(s, f"{kind}_tokens") for kind in ("appended", "dropped", "recomputed", "bypassed")},
-    ),
-    _counter(
-        "kvpool_evicted_blocks",
+        "kind", {kind: f"{kind}_tokens" for kind in ("appended", "dropped", "recomputed", "bypassed")}),
+    _group(COUNTER, "kvpool_evicted_blocks",
         "Blocks that were evicted. From the device: offloaded, on_host (the host had a copy), rule (not worth an "
         "offload, or no host tier), host_full. From the host: redundant (the device had the content), capacity.",
-        ("group", "tier", "reason"),
-        _each(
-            lambda g: {
-                ("device", "offloaded"): g.evicted_offloaded_blocks,
-                ("device", "on_host"): g.offloads_saved,
-                ("device", "rule"): g.evicted_by_rule_blocks,
-                ("device", "host_full"): g.evicted_host_full_blocks,
-                ("host", "redundant"): g.redundant_dropped,
-                ("host", "capacity"): g.evicted_host_blocks,
-            }
-        ),
-    ),
-    _counter(
-        "kvpool_forgotten_blocks",
+        "tier reason", lambda g: {
+            ("device", "offloaded"): g.evicted_offloaded_blocks,
+            ("device", "on_host"): g.offloads_saved,
+            ("device", "rule"): g.evicted_by_rule_blocks,
+            ("device", "host_full"): g.evicted_host_full_blocks,
+            ("host", "redundant"): g.redundant_dropped,
+            ("host", "capacity"): g.evicted_host_blocks,
+        }),
+    _group(COUNTER, "kvpool_forgotten_blocks",
         "Blocks whose content is on no tier any more: evicted, superseded, rewound, or released without storing.",
-        ("group", "tier"),
-        _each(lambda g: {("device",): g.forgotten_device_blocks, ("host",): g.forgotten_host_blocks}),
-    ),
-    _counter(
-        "kvpool_moved_bytes",
+        "tier", {"device": "forgotten_device_blocks", "host": "forgotten_host_blocks"}),
+    _group(COUNTER, "kvpool_moved_bytes",
         "Bytes that the device accepted to copy, by direction: offload, onboard, or within a tier.",
-        ("group", "direction"),
-        _each(
-            lambda g: {("offload",): g.offloaded_bytes, ("onboard",): g.onboarded_bytes, ("within",): g.within_bytes}
-        ),
-    ),
-    _counter(
-        "kvpool_moved_seconds",
+        "direction", {"offload": "offloaded_bytes", "onboard": "onboarded_bytes", "within": "within_bytes"}),
+    _group(COUNTER, "kvpool_moved_seconds",
         "Time that copies took, by direction. Absent for a device that copies after the call has returned.",
-        ("group", "direction"),
-        _each(
-            lambda g: {("offload",): g.offload_seconds, ("onboard",): g.onboard_seconds, ("within",): g.within_seconds}
-        ),
-    ),
-    _counter(
-        "kvpool_lost_blocks",
-        "Blocks that lost their content because the device refused a copy.",
-        ("group",),
-        _each(lambda g: {(): g.lost_blocks}),
-    ),
-    _counter(
-        "kvpool_expired_blocks",
-        "Blocks whose time to live has ended.",
-        ("group",),
-        _each(lambda g: {(): g.expired_blocks}),
-    ),
-    _counter(
-        "kvpool_passed_blocks",
+        "direction", {way: f"{way}_seconds" for way in ("offload", "onboard", "within")}),
+    _group(COUNTER, "kvpool_lost_blocks", "Blocks that lost their content because the device refused a copy.",
+        "", "lost_blocks"),
+    _group(COUNTER, "kvpool_expired_blocks", "Blocks whose time to live has ended.", "", "expired_blocks"),
+    _group(COUNTER, "kvpool_passed_blocks",
         "Blocks that sequences gave back because their sliding window had passed them.",
-        ("group",),
-        _each(lambda g: {(): g.passed_blocks}),
-    ),
-    _counter(
-        "kvpool_forgotten_by_call_blocks",
-        "Blocks that a call of forget made unfindable.",
-        ("group",),
-        _each(lambda g: {(): g.forgotten_by_call_blocks}),
-    ),
-    _counter(
-        "kvpool_events_dropped",
-        "Events that were overwritten before they were read.",
-        (),
-        lambda s: {(): s.events_dropped},
-    ),
-    _histogram(
-        "kvpool_block_lifetime_seconds",
+        "", "passed_blocks"),
+    _group(COUNTER, "kvpool_forgotten_by_call_blocks", "Blocks that a call of forget made unfindable.",
+        "", "forgotten_by_call_blocks"),
+    _pool(COUNTER, "kvpool_events_dropped", "Events that were overwritten before they were read.",
+        "", "events_dropped"),
+    _group(HISTOGRAM, "kvpool_block_lifetime_seconds",
         "Time from storing a block to its eviction. On the host, only of content that was nowhere else.",
-        ("group", "tier"),
-        _each(lambda g: {("device",): g.lifetime_ms, ("host",): g.host_lifetime_ms}),
-    ),
-    _histogram(
-        "kvpool_block_idle_before_eviction_seconds",
+        "tier", {"device": "lifetime_ms", "host": "host_lifetime_ms"}),
+    _group(HISTOGRAM, "kvpool_block_idle_before_eviction_seconds",
         "Time from the last use of a block to its eviction. On the host, only of content that was nowhere else.",
-        ("group", "tier"),
-        _each(lambda g: {("device",): g.idle_ms, ("host",): g.host_idle_ms}),
-    ),
-    _histogram(
-        "kvpool_block_reuse_gap_seconds",
-        "Time from the last use of a block to the next hit on it.",
-        ("group",),
-        _each(lambda g: {(): g.reuse_gap_ms}),
-    ),
+        "tier", {"device": "idle_ms", "host": "host_idle_ms"}),
+    _group(HISTOGRAM, "kvpool_block_reuse_gap_seconds", "Time from the last use of a block to the next hit on it.",
+        "", "reuse_gap_ms"),
 )
 
-
 HOST_DEFINITIONS = (
-    _gauge(
-        "kvpool_host_cache_blocks",
+    _pool(GAUGE, "kvpool_host_cache_blocks",
         "Blocks of a host cache: used (pinned or pending), cached (reusable until evicted), empty.",
-        ("state",),
-        lambda s: {("used",): s.used, ("cached",): s.evictable, ("empty",): s.empty},
-    ),
-    _gauge("kvpool_host_cache_pinned_blocks", "Blocks that leases hold.", (), lambda s: {(): s.pinned}),
-    _gauge("kvpool_host_cache_pending_blocks", "Blocks that wait for their bytes.", (), lambda s: {(): s.pending}),
-    _gauge("kvpool_host_cache_leases", "Open leases.", (), lambda s: {(): s.leases}),
-    _gauge(
-        "kvpool_host_cache_oldest_lease_age_seconds",
-        "Age of the oldest open lease, 0 without any.",
-        (),
-        lambda s: {(): s.oldest_lease_ms / 1e3},
-    ),
-    _counter(
-        "kvpool_host_cache_keys",
+        "state", {"used": "used", "cached": "evictable", "empty": "empty"}),
+    _pool(GAUGE, "kvpool_host_cache_pinned_blocks", "Blocks that leases hold.", "", "pinned"),
+    _pool(GAUGE, "kvpool_host_cache_pending_blocks", "Blocks that wait for their bytes.", "", "pending"),
+    _pool(GAUGE, "kvpool_host_cache_leases", "Open leases.", "", "leases"),
+    _pool(GAUGE, "kvpool_host_cache_oldest_lease_age_seconds", "Age of the oldest open lease, 0 without any.",
+        "", lambda s: {(): s.oldest_lease_ms / 1e3}),
+    _pool(COUNTER, "kvpool_host_cache_keys",
         "Keys that were reserved, published, aborted, reused (pinned), evicted, forgotten (evicted ones included).",
-        ("what",),
-        lambda s: {
-            (name,): getattr(s, f"{name}_blocks")
-            for name in ("reserved", "published", "aborted", "reused", "evicted", "forgotten")
-        },
-    ),
-    _counter("kvpool_host_cache_events_dropped", "Events that nobody took.", (), lambda s: {(): s.events_dropped}),
-    _histogram("kvpool_host_cache_lifetime_seconds", "From publishing to eviction.", (), lambda s: {(): s.lifetime_ms}),
-    _histogram(
-        "kvpool_host_cache_idle_before_eviction_seconds",
-        "From the last use to eviction.",
-        (),
-        lambda s: {(): s.idle_ms},
-    ),
-    _histogram(
-        "kvpool_host_cache_reuse_gap_seconds", "From the last use to the next.", (), lambda s: {(): s.reuse_gap_ms}
-    ),
+        "what", {
+            name: f"{name}_blocks" for name in ("reserved", "published", "aborted", "reused", "evicted", "forgotten")
+        }),
+    _pool(COUNTER, "kvpool_host_cache_events_dropped", "Events that nobody took.", "", "events_dropped"),
+    _pool(HISTOGRAM, "kvpool_host_cache_lifetime_seconds", "From publishing to eviction.", "", "lifetime_ms"),
+    _pool(HISTOGRAM, "kvpool_host_cache_idle_before_eviction_seconds", "From the last use to eviction.", "", "idle_ms"),
+    _pool(HISTOGRAM, "kvpool_host_cache_reuse_gap_seconds", "From the last use to the next.", "", "reuse_gap_ms"),
 )
 """The metrics of a ``HostCache``."""
 
-
-def _by_store(read: Callable[[StoreStats], dict[tuple[str, ...], Value]]) -> Read:
-    """The same figures of every store, by its name and then by their other labels."""
-    return lambda s: {
-        (name, *labels): value for name, store in s.stores.items() for labels, value in read(store).items()
-    }
-
-
 STORE_DEFINITIONS = (
-    _counter(
-        "kvpool_store_blocks",
+    _store(COUNTER, "kvpool_store_blocks",
         "Blocks of jobs of a store, by kind (find, load, save, forget, clear) and code: absent, ok, failed, damaged "
         "(other bytes than were saved), late, cancelled, refused.",
-        ("store", "kind", "code"),
-        _by_store(lambda s: {(kind, code): count for (kind, code), count in s.blocks.items()}),
-    ),
-    _counter(
-        "kvpool_store_bytes",
-        "Bytes that a store has loaded or saved.",
-        ("store", "kind"),
-        _by_store(lambda s: {(kind,): s.nbytes[kind] for kind in ("load", "save")}),
-    ),
-    _counter(
-        "kvpool_store_seconds",
-        "Time in calls of a store, of all its threads.",
-        ("store", "kind"),
-        _by_store(lambda s: {(kind,): seconds for kind, seconds in s.seconds.items()}),
-    ),
-    _counter(
-        "kvpool_store_dropped_saves",
+        "kind code", lambda s: s.blocks),
+    _store(COUNTER, "kvpool_store_bytes", "Bytes that a store has loaded or saved.",
+        "kind", lambda s: {(kind,): s.nbytes[kind] for kind in ("load", "save")}),
+    _store(COUNTER, "kvpool_store_seconds", "Time in calls of a store, of all its threads.",
+        "kind", lambda s: {(kind,): seconds for kind, seconds in s.seconds.items()}),
+    _pool(COUNTER, "kvpool_store_dropped_saves",
         "Blocks that were not saved, by reason: queue_full, evicted (before they were copied), quota, suspended, "
         "forgotten, failed, late, refused, cancelled.",
-        ("store", "reason"),
-        lambda s: dict(s.dropped),
-    ),
-    _counter(
-        "kvpool_store_suspensions",
-        "How often a store was suspended because its jobs failed.",
-        ("store",),
-        lambda s: {(name,): health.suspensions for name, health in s.health.items()},
-    ),
-    _gauge(
-        "kvpool_store_suspended",
-        "1 while the reads or the writes of a store are suspended.",
-        ("store", "kind"),
-        lambda s: {
+        "store reason", lambda s: s.dropped),
+    _pool(COUNTER, "kvpool_store_suspensions", "How often a store was suspended because its jobs failed.",
+        "store", lambda s: {(name,): health.suspensions for name, health in s.health.items()}),
+    _pool(GAUGE, "kvpool_store_suspended", "1 while the reads or the writes of a store are suspended.",
+        "store kind", lambda s: {
             (name, kind): float(getattr(health, f"{kind}s_suspended"))
             for name, health in s.health.items()
             for kind in ("read", "write")
-        },
-    ),
-    _gauge(
-        "kvpool_store_queued_blocks",
-        "Blocks of jobs that wait for a store now.",
-        ("store",),
-        _by_store(lambda s: {(): s.queued_blocks}),
-    ),
-    _gauge(
-        "kvpool_store_unconfirmed_drops",
-        "Forgets and clears that a store has not confirmed.",
-        ("store",),
-        _by_store(lambda s: {(): s.unconfirmed_drops}),
-    ),
-    _gauge(
-        "kvpool_store_figure",
+        }),
+    _store(GAUGE, "kvpool_store_queued_blocks", "Blocks of jobs that wait for a store now.", "", "queued_blocks"),
+    _store(GAUGE, "kvpool_store_unconfirmed_drops", "Forgets and clears that a store has not confirmed.",
+        "", "unconfirmed_drops"),
+    _store(GAUGE, "kvpool_store_figure",
         "Figures that a store tells of itself, such as capacity, blocks and evicted.",
-        ("store", "figure"),
-        _by_store(lambda s: {(figure,): value for figure, value in s.store.items()}),
-    ),
-    _counter(
-        "kvpool_keeper_blocks",
+        "figure", lambda s: {(figure,): value for figure, value in s.store.items()}),
+    _pool(COUNTER, "kvpool_keeper_blocks",
         "Blocks that were saved, that have entered the host tier (loaded), and that stores were found to have when a "
         "prompt came (found).",
-        ("kind",),
-        lambda s: {
-            ("saved",): s.saved_blocks,
-            ("loaded",): s.loaded_blocks,
-            ("found",): s.found_blocks,
-        },
-    ),
-    _counter(
-        "kvpool_keeper_prefetches",
+        "kind", {"saved": "saved_blocks", "loaded": "loaded_blocks", "found": "found_blocks"}),
+    _pool(COUNTER, "kvpool_keeper_prefetches",
         "Prefetches that have ended, by reason: loaded, cached, absent, declined (to compute is faster), late, full, "
         "failed, cancelled, reset, closed.",
-        ("reason",),
-        lambda s: {(reason,): count for reason, count in s.prefetches.items()},
-    ),
-    _gauge(
-        "kvpool_keeper_waiting",
+        "reason", lambda s: {(reason,): count for reason, count in s.prefetches.items()}),
+    _pool(GAUGE, "kvpool_keeper_waiting",
         "Blocks that wait to be saved (saves), that were brought and wait for their request (promoted), and prefetches "
         "that are under way.",
-        ("kind",),
-        lambda s: {("saves",): s.waiting_blocks, ("promoted",): s.promoted_blocks, ("prefetches",): s.prefetching},
-    ),
-    _counter(
-        "kvpool_keeper_events_dropped",
+        "kind", {"saves": "waiting_blocks", "promoted": "promoted_blocks", "prefetches": "prefetching"}),
+    _pool(COUNTER, "kvpool_keeper_events_dropped",
         "Rows of events that a keeper, or who reads its events, came too late for.",
-        (),
-        lambda s: {(): s.events_dropped},
-    ),
+        "", "events_dropped"),
 )
 """The metrics of a ``Keeper`` and its stores."""
+# fmt: on
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import ceil, floor, isfinite, log2
+from math import floor
 from typing import Any
 
 import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.planner.curve import Curve
-from kvpool.planner.store_tier import GIB, StorePlan, StoreTier
-from kvpool.planner.survey import Survey
+from kvpool.planner.store_tier import GIB, StorePlan, StoreTier, check_above_0, check_latency, doublings
+from kvpool.planner.survey import Survey, Tenant
 
 STEP_BYTES = 16 * GIB
 """The marginal hit rate is that of this much more memory."""
@@ -43,12 +43,10 @@ class Machine:
     """Behind the tiers, which must be given too."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("prefill_tokens_per_second", 0.0), ("link_bandwidth", 0.0)):
-            value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value > lowest):
-                raise ValueError(f"{name}={value}: must be a number above 0")
-        if not (isfinite(self.link_latency) and self.link_latency >= 0):
-            raise ValueError(f"link_latency={self.link_latency}: must be a number of at least 0")
+        if self.prefill_tokens_per_second is not None:
+            check_above_0("prefill_tokens_per_second", self.prefill_tokens_per_second)
+        check_above_0("link_bandwidth", self.link_bandwidth)
+        check_latency("link_latency", self.link_latency)
         for name in ("device_blocks", "host_blocks"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -66,23 +64,22 @@ class Plan:
     """A survey with a model and a machine. Every method is a pure function of the two."""
 
     def __init__(self, survey: Survey, machine: Machine) -> None:
-        if survey.tokens_per_block != machine.layout.tokens_per_block:
-            raise ValueError(
-                f"layout of {machine.layout.tokens_per_block} tokens per block, survey of {survey.tokens_per_block}"
-            )
+        size = machine.layout.tokens_per_block
+        if survey.tokens_per_block != size:
+            raise ValueError(f"layout of {size} tokens per block, survey of {survey.tokens_per_block}")
         self.survey, self.machine = survey, machine
 
     def gib(self, blocks: float) -> float:
         """The memory of some blocks, GiB."""
         return blocks * self.machine.layout.block_bytes / GIB
 
-    def blocks(self, nbytes: int) -> int:
-        """Whole blocks in some memory."""
-        return nbytes // self.machine.layout.block_bytes
-
     def rate(self, capacity: int) -> float:
         """Share of all prompt tokens that a cache of ``capacity`` blocks finds."""
         return self.survey.hit_tokens(capacity) / max(self.survey.prompt_tokens, 1)
+
+    def tenant_rate(self, tenant: Tenant, capacity: int) -> float:
+        """Share of a tenant's prompt tokens that a cache of ``capacity`` blocks, shared by all, finds."""
+        return round(tenant.curve.hits(capacity)) * self.survey.tokens_per_block / max(tenant.prompt_tokens, 1)
 
     def saved_seconds(self, capacity: int, device_blocks: int) -> float | None:
         """Mean time saved per request: the time to compute what is found, less the time for the part beyond the device
@@ -107,27 +104,23 @@ class Plan:
             "block_rate": tokens / survey.tokens_per_block / max(survey.prompt_blocks, 1),
             "standard_error": error,
             "of_ceiling": tokens / survey.ceiling_tokens if survey.ceiling_tokens else 0.0,
-            "next_16_gib": self.rate(capacity + self.blocks(STEP_BYTES)) - self.rate(capacity),
+            "next_16_gib": self.rate(capacity + STEP_BYTES // self.machine.layout.block_bytes) - self.rate(capacity),
             "saved_seconds_per_request": self.saved_seconds(capacity, self.machine.device_blocks or 0),
         }
 
     def table(self) -> list[int]:
         """The capacities of the table, in blocks: powers of two in bytes, from the longest request up to everything
         that is ever found."""
-        size = self.machine.layout.block_bytes
         needed = self.survey.curve.capacity_for(self.survey.curve.ceiling)
-        lowest = ceil(log2(max(self.survey.longest_blocks, 1) * size))
-        highest = max(lowest, ceil(log2(max(needed, 1) * size)))
-        return [(1 << power) // size for power in range(lowest, highest + 1)]
+        return doublings(self.survey.longest_blocks, needed, self.machine.layout.block_bytes)
 
     def reach(self) -> list[dict[str, Any]]:
         """The memory that reaches each share of the ceiling."""
-        rows = []
+        rows, curve = [], self.survey.curve
         for share in TARGETS:
-            blocks = self.survey.curve.capacity_for(share * self.survey.curve.ceiling)
-            rows.append(
-                {"of_ceiling": share, "blocks": blocks, "gib": self.gib(blocks), "token_rate": self.rate(blocks)}
-            )
+            blocks = curve.capacity_for(share * curve.ceiling)
+            figures = {"blocks": blocks, "gib": self.gib(blocks), "token_rate": self.rate(blocks)}
+            rows.append({"of_ceiling": share, **figures})
         return rows
 
     def break_even(self) -> dict[str, Any] | None:
@@ -174,13 +167,9 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Everything, as nested dictionaries, lists, numbers, strings and None only."""
         survey, machine, store = self.survey, self.machine, self.store()
+        same = ("requests", "prompt_tokens", "output_tokens", "prompt_blocks", "tokens_per_block", "sample")
         return {
-            "requests": survey.requests,
-            "prompt_tokens": survey.prompt_tokens,
-            "output_tokens": survey.output_tokens,
-            "prompt_blocks": survey.prompt_blocks,
-            "tokens_per_block": survey.tokens_per_block,
-            "sample": survey.sample,
+            **{name: getattr(survey, name) for name in same},
             "longest_request_blocks": survey.longest_blocks,
             "distinct_blocks": survey.distinct_blocks,
             "machine": {

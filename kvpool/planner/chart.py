@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvpool.planner.capacity_plan import Plan
 from kvpool.planner.report import duration
 from kvpool.planner.store_tier import StorePlan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SUFFIXES = (".png", ".svg", ".html")
 _TENANTS = 5
@@ -62,14 +65,11 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
     path.write_text(svg if path.suffix == ".svg" else _page(svg[svg.index("<svg") :], title, text), encoding="utf-8")
 
 
-def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
+def _curve(plan: Plan, axes: Axes, title: str, model: str) -> None:
     survey, machine = plan.survey, plan.machine
     tokens = max(survey.prompt_tokens, 1)
-    points = [
-        (blocks, hits)
-        for blocks, hits in plan.points(survey.curve)
-        if blocks >= min(survey.longest_blocks, plan.table()[0])
-    ]
+    lowest = min(survey.longest_blocks, plan.table()[0])
+    points = [(blocks, hits) for blocks, hits in plan.points(survey.curve) if blocks >= lowest]
     memory, rates = [plan.gib(blocks) for blocks, _ in points], [100 * hits / tokens for _, hits in points]
     ceiling = 100 * survey.ceiling_tokens / tokens
     axes.plot(memory, rates, color=_BLUE, linewidth=2.5, label="all requests", zorder=3)
@@ -78,13 +78,9 @@ def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
         low, high = ([rate + sign * error for rate, error in zip(rates, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(memory, low, high, color=_BLUE, alpha=0.15, label="two standard errors of the sample")
     for number, tenant in enumerate(survey.tenants[:_TENANTS], start=1):
-        own = [
-            100 * round(tenant.curve.hits(blocks)) * survey.tokens_per_block / max(tenant.prompt_tokens, 1)
-            for blocks, _ in points
-        ]
-        axes.plot(
-            memory, own, color=f"C{number}", linewidth=1.2, label=f"{tenant_label(tenant.name)}, of its own tokens"
-        )
+        own = [100 * plan.tenant_rate(tenant, blocks) for blocks, _ in points]
+        label = f"{tenant_label(tenant.name)}, of its own tokens"
+        axes.plot(memory, own, color=f"C{number}", linewidth=1.2, label=label)
     axes.axhline(ceiling, color=_GREY, linestyle="--", linewidth=1, label=f"unbounded memory: {ceiling:.1f} %")
     for row in plan.reach() if survey.ceiling_tokens else []:
         if row["of_ceiling"] in _MARKERS:
@@ -93,26 +89,29 @@ def _curve(plan: Plan, axes: Any, title: str, model: str) -> None:
                 row["gib"], 100 * row["token_rate"], _MARKERS[row["of_ceiling"]], color=_BLUE, zorder=4,
                 label=f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB",
             )  # fmt: skip
-    if machine.device_blocks:
-        for name, blocks, side in (
-            ("device", machine.device_blocks, "right"),
-            ("device + host", machine.device_blocks + machine.host_blocks, "left"),
-        ):
-            if name == "device" or machine.host_blocks:
-                axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1)
-                axes.annotate(
-                    name, (plan.gib(blocks), 1), xycoords=("data", "axes fraction"), xytext=(0, 4),
-                    textcoords="offset points", color=_ORANGE, horizontalalignment=side,
-                )  # fmt: skip
+    device, host = machine.device_blocks, machine.host_blocks
+    tiers = [("device", device, "right")] if device else []
+    tiers += [("device + host", device + host, "left")] if device and host else []
+    for name, blocks, side in tiers:
+        axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1)
+        axes.annotate(
+            name, (plan.gib(blocks), 1), xycoords=("data", "axes fraction"), xytext=(0, 4),
+            textcoords="offset points", color=_ORANGE, horizontalalignment=side,
+        )  # fmt: skip
+    axes.set(xlabel=f"KV memory, device and host together, GiB ({model})", ylabel="prompt tokens found in the cache, %")
+    axes.set_title(f"What more KV memory buys\n{title}", loc="left", pad=20)
+    _over_memory(axes)
+
+
+def _over_memory(axes: Axes) -> None:
+    """Scale the axes for shares over memory."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.3g}")
-    axes.set(xlabel=f"KV memory, device and host together, GiB ({model})", ylabel="prompt tokens found in the cache, %")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"What more KV memory buys\n{title}", loc="left", pad=20)
     axes.grid(alpha=0.25)
 
 
-def _gaps(plan: Plan, axes: Any) -> None:
+def _gaps(plan: Plan, axes: Axes) -> None:
     gaps = plan.survey.gaps
     rows, name = (gaps.seconds, duration) if gaps.seconds else (gaps.requests, "{:,}".format)
     total = max(sum(count for _, count in rows), 1)
@@ -125,7 +124,7 @@ def _gaps(plan: Plan, axes: Any) -> None:
     axes.grid(alpha=0.25, axis="y")
 
 
-def _store(plan: Plan, store: StorePlan, axes: Any) -> None:
+def _store(plan: Plan, store: StorePlan, axes: Axes) -> None:
     tokens, size = max(plan.survey.prompt_tokens, 1), plan.survey.tokens_per_block
     tiers, ceiling = 100 * plan.rate(store.tier_blocks), 100 * plan.survey.ceiling_tokens / tokens
     table = store.table()
@@ -140,12 +139,9 @@ def _store(plan: Plan, store: StorePlan, axes: Any) -> None:
         )  # fmt: skip
     if store.store.capacity:
         axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.3g}")
     axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
-    axes.set_ylim(bottom=0)
     axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
-    axes.grid(alpha=0.25)
+    _over_memory(axes)
 
 
 def _page(svg: str, title: str, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import nan
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,8 @@ from kvpool.planner.stack import (
     RUNS,
     STEPS,
     USED,
-    Access,
-    Tables,
+    StackTables,
+    UsedBlocks,
     compact,
     fill_slots,
     record,
@@ -52,7 +53,7 @@ class StackDistances:
         self.tokens_per_block, self.sample, self.requests = tokens_per_block, sample, 0
         self._threshold = np.uint64(round(sample * 2**32))
         groups = 1 if sample == 1 else GROUPS
-        self.tables = Tables(
+        self.tables = StackTables(
             slots=np.full(2 * _START, -1, np.int32),
             keys=np.empty(_START, np.uint64),
             last=np.empty(_START, np.int64),
@@ -104,7 +105,7 @@ class StackDistances:
         full = request.length // self.tokens_per_block
         self._make_room(full, tenant)
         self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
-        access = Access(
+        access = UsedBlocks(
             tokens_per_id,
             self.tokens_per_block,
             lookups=(request.input_length - 1) // self.tokens_per_block,
@@ -131,23 +132,18 @@ class StackDistances:
         blocks, live = int(counts[BLOCKS]) + full, int(counts[LIVE]) + full
         if live > _BLOCKS_MAX:
             raise OverflowError(f"more than {_BLOCKS_MAX} distinct blocks: follow a smaller share of them")
-        grown: dict[str, npt.NDArray[np.generic]] = {}
-        if blocks > len(tables.keys):
-            for name in ("keys", "last", "seen", "hits", "parent"):
-                grown[name] = _longer(getattr(tables, name), blocks)
-        if live >= len(tables.distances):
-            grown["distances"] = _longer(tables.distances, live + 1)
-            grown["again"] = _longer(tables.again, live + 1)
-        if int(counts[RUNS]) + full > len(tables.runs):
-            grown["runs"] = _longer(tables.runs, int(counts[RUNS]) + full)
-        if tenant >= len(tables.coarse):
-            grown["coarse"] = _longer(tables.coarse, tenant + 1)
-        if self.requests >= len(tables.times):
-            grown["times"] = _longer(tables.times, self.requests + 1)
-        if full > len(tables.found):
-            grown["found"] = _longer(tables.found, full)
-        if grown:
-            self.tables = tables = tables._replace(**grown)  # type: ignore[arg-type]
+        needed = {
+            **dict.fromkeys(("keys", "last", "seen", "hits", "parent"), blocks),
+            **dict.fromkeys(("distances", "again"), live + 1),
+            "runs": int(counts[RUNS]) + full,
+            "coarse": tenant + 1,
+            "times": self.requests + 1,
+            "found": full,
+        }
+        short = {name: length for name, length in needed.items() if length > len(getattr(tables, name))}
+        if short:
+            grown = {name: _longer(getattr(tables, name), length) for name, length in short.items()}
+            self.tables = tables = tables._replace(**grown)
         if 2 * blocks > len(tables.slots):
             slots = np.full(_power_of_two(4 * blocks), -1, np.int32)
             fill_slots(slots, tables.keys, counts[BLOCKS])
@@ -180,7 +176,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _longer(array: npt.NDArray[np.generic], length: int) -> npt.NDArray[np.generic]:
+def _longer(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
     result = np.zeros((max(length, 2 * len(array)), *array.shape[1:]), array.dtype)
     result[: len(array)] = array
     return result

@@ -22,16 +22,12 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
     ceiling = plan.row(survey.curve.capacity_for(survey.curve.ceiling))
     shares = f"{ceiling['token_rate']:.2%} of prompt tokens, {ceiling['block_rate']:.2%} of prompt blocks"
     longest, everything = _size(plan.gib(survey.longest_blocks)), _size(plan.gib(survey.distinct_blocks))
+    tokens = f"{survey.prompt_tokens:,} tokens in prompts, {survey.output_tokens:,} in answers"
+    token = f"{_size(layout.token_bytes / 1024)} KiB a token"
     rows = [
         ("plan", title),
-        (
-            "requests",
-            f"{survey.requests:,} with {survey.prompt_tokens:,} tokens in prompts, {survey.output_tokens:,} in answers",
-        ),
-        (
-            "model",
-            f"{model}: {_size(layout.token_bytes / 1024)} KiB a token, blocks of {layout.tokens_per_block} tokens",
-        ),
+        ("requests", f"{survey.requests:,} with {tokens}"),
+        ("model", f"{model}: {token}, blocks of {layout.tokens_per_block} tokens"),
         ("memory", f"{longest} GiB for the longest request, {everything} GiB for everything"),
         ("ceiling", f"{shares} are found again with unbounded memory"),
     ]
@@ -42,10 +38,8 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     exact, times = plan.survey.curve.exact, plan.machine.prefill_tokens_per_second is not None
-    head = (
-        f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}  "
-        f"{'share of the ceiling':<{_BAR + 7}}"
-    )
+    head = f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}"
+    head += f"  {'share of the ceiling':<{_BAR + 7}}"
     lines = [f"{head} {'next 16 GiB':>11}{'  saved per request' if times else ''}"]
     for row in map(plan.row, plan.table()):
         line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>9.2%}"
@@ -61,18 +55,16 @@ def _pool(plan: Plan) -> list[str]:
     if pool is None:
         return []
     lines = []
-    for name, row in (("device alone", pool["device"]), ("device + host", pool["both"])):
+    rows = {"device alone": pool["device"]} | ({"device + host": pool["both"]} if pool["host_blocks"] else {})
+    for name, row in rows.items():
         saved = row["saved_seconds_per_request"]
         times = "" if saved is None else f", {_time(saved)} saved per request"
-        lines.append(
-            f"{name:<14} {_size(row['gib'])} GiB: {row['token_rate']:.2%} of prompt tokens "
-            f"({row['hit_tokens']:,}){times}"
-        )
-    if pool["device_blocks"] < plan.survey.longest_blocks:
-        lines.append(
-            f"the longest request needs {plan.survey.longest_blocks:,} blocks and does not fit into the device tier"
-        )
-    return lines if pool["host_blocks"] else lines[:1] + lines[2:]
+        found = f"{row['token_rate']:.2%} of prompt tokens ({row['hit_tokens']:,})"
+        lines.append(f"{name:<14} {_size(row['gib'])} GiB: {found}{times}")
+    longest = plan.survey.longest_blocks
+    if pool["device_blocks"] < longest:
+        lines.append(f"the longest request needs {longest:,} blocks and does not fit into the device tier")
+    return lines
 
 
 def _store(plan: Plan) -> list[str]:
@@ -115,12 +107,8 @@ def _times(plan: Plan, link: str) -> list[str]:
     if found is None:
         return ["times: give --prefill-tokens-per-second to see what hits save"]
     worth = f"above {found['worthwhile_above_gb_per_second']:.1f} GB/s"
-    where = (
-        "everything found crosses it"
-        if machine.device_blocks is None
-        else "what is found beyond the device tier crosses it"
-    )
-    lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {where}"]
+    what = "everything found" if machine.device_blocks is None else "what is found beyond the device tier"
+    lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {what} crosses it"]
     if found["tokens"] is None:
         return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
     tokens = f"{found['tokens']:,} token{'s' if found['tokens'] > 1 else ''}"
@@ -168,15 +156,9 @@ def _tenants(plan: Plan) -> list[str]:
         f"{'tenant':<24} {'requests':>9} {'prompt tokens':>15}{head}   hit rate of its own tokens, cache shared by all"
     ]
     for tenant in plan.survey.tenants:
-        rates = [
-            round(tenant.curve.hits(blocks)) * plan.survey.tokens_per_block / max(tenant.prompt_tokens, 1)
-            for blocks in columns
-        ]
+        rates = "".join(f"{plan.tenant_rate(tenant, blocks):>13.2%}" for blocks in columns)
         name = tenant.name if len(tenant.name) <= 24 else tenant.name[:21] + "..."
-        lines.append(
-            f"{name:<24} {tenant.requests:>9,} {tenant.prompt_tokens:>15,}"
-            + "".join(f"{rate:>13.2%}" for rate in rates)
-        )
+        lines.append(f"{name:<24} {tenant.requests:>9,} {tenant.prompt_tokens:>15,}{rates}")
     return lines
 
 

@@ -11,9 +11,9 @@ from kvpool.jit import jit
 from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, HITS, INSERTED, RUNS, USED = range(8)
-"""Places in ``Tables.counts``: distinct blocks with a key, the next position in time, and the bits that are set. Then,
-for the last request, the sampled blocks that were looked up, those found, and those new. Then, of all requests, the
-runs, and the sampled blocks used."""
+"""Places in ``StackTables.counts``: distinct blocks with a key, the next position in time, and the bits that are set.
+Then, for the last request, the sampled blocks that were looked up, those found, and those new. Then, of all requests,
+the runs, and the sampled blocks used."""
 
 STEPS = 128
 """Buckets of a coarse histogram for each doubling."""
@@ -30,7 +30,7 @@ _S2, _S4, _S27, _S30, _S31, _S32, _S56 = (np.uint64(n) for n in (2, 4, 27, 30, 3
 _LOW = np.uint64(63)
 
 
-class Tables(NamedTuple):
+class StackTables(NamedTuple):
     """All tables about the blocks seen so far. Blocks with a key are numbered in the order of their first use.
 
     Time is a position in `bits`: each block that was seen has a bit at its last use. `tree` is a Fenwick tree over the
@@ -73,7 +73,7 @@ class Tables(NamedTuple):
     counts: npt.NDArray[np.int64]
 
 
-class Access(NamedTuple):
+class UsedBlocks(NamedTuple):
     """One request. Block k has the content of the `ids` that cover its `tokens_per_block` tokens, after all tokens
     before."""
 

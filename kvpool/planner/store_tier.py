@@ -20,6 +20,24 @@ STORE_LATENCY = 1_000.0
 """Microseconds, if nothing is said."""
 
 
+def check_above_0(name: str, value: float) -> None:
+    """Raise ValueError for what is no finite number above 0."""
+    if not (isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value}: must be a number above 0")
+
+
+def check_latency(name: str, value: float) -> None:
+    """Raise ValueError for what is no finite number of at least 0."""
+    if not (isfinite(value) and value >= 0):
+        raise ValueError(f"{name}={value}: must be a number of at least 0")
+
+
+def doublings(first: int, last: int, block_bytes: int) -> list[int]:
+    """Capacities in blocks that are powers of two in bytes, from ``first`` to ``last`` blocks or a little more."""
+    low, high = (ceil(log2(max(blocks, 1) * block_bytes)) for blocks in (first, last))
+    return [(1 << power) // block_bytes for power in range(low, max(low, high) + 1)]
+
+
 @dataclass(frozen=True)
 class StoreTier:
     """A store. Raises ValueError for an argument out of range."""
@@ -39,10 +57,8 @@ class StoreTier:
             raise ValueError(f"capacity={self.capacity}: must be at least 0")
         if self.save not in SAVES:
             raise ValueError(f"save={self.save!r:.80}: accepted are {', '.join(SAVES)}")
-        if not (isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise ValueError(f"store_bandwidth={self.bandwidth}: must be a number above 0")
-        if not (isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"store_latency={self.latency}: must be a number of at least 0")
+        check_above_0("store_bandwidth", self.bandwidth)
+        check_latency("store_latency", self.latency)
 
 
 class StorePlan:
@@ -90,9 +106,7 @@ class StorePlan:
             lowest, needed = self.survey.longest_blocks, needed - self.tier_blocks
         else:
             lowest = self.tier_blocks + 1
-        first = ceil(log2(max(lowest, 1) * size))
-        last = max(first, ceil(log2(max(needed, 1) * size)))
-        return [(1 << power) // size for power in range(first, last + 1)]
+        return doublings(lowest, needed, size)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as nested dictionaries, lists, numbers, strings and None only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ class Surveyor:
             raise ValueError(f"sample={sample}: must be {SAMPLE_MIN} to 1")
         self.sample = sample
         self._distances = StackDistances(tokens_per_block, sample)
-        self._blocks_before = np.zeros(1 << 10, np.int64)
+        self._blocks_before = array("q")
         self._tokens = np.zeros(2, np.int64)
         self._lookups = self._prompt_blocks = self._longest = self._used = 0
         self._tenants: dict[str | None, int] = {}
@@ -126,14 +127,12 @@ class Surveyor:
             self._record(request)
 
     def _record(self, request: Request) -> None:
-        index, size = self._distances.requests, self.tokens_per_block
-        if index == len(self._blocks_before):
-            self._blocks_before = np.concatenate([self._blocks_before, np.zeros_like(self._blocks_before)])
-        self._blocks_before[index] = self._distances.blocks
+        size, before = self.tokens_per_block, self._distances.blocks
         name = request.salt if request.tenant is None else request.tenant
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
         lookups = (request.input_length - 1) // size
         followed, _, _ = self._distances.record(request, tenant)
+        self._blocks_before.append(before)
         self._of_tenants[tenant] += (1, request.input_length, lookups, followed)
         self._tokens += (request.input_length, request.output_length)
         self._lookups += lookups
@@ -163,7 +162,7 @@ class Surveyor:
         missed = (tables.cold + found[:, -1])[:, None] - found
         followed = int(cumulative[-1] + tables.cold.sum())
         curve = Curve(cumulative, followed, self._lookups, self.sample, missed=missed)
-        before = self._blocks_before[:requests]
+        before = np.array(self._blocks_before, np.int64)
         return Survey(
             tokens_per_block=self.tokens_per_block,
             sample=self.sample,

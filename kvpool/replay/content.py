@@ -59,6 +59,11 @@ def token_states(
     return grid.reshape(-1)[: len(stream)]
 
 
+def names_of(keys: npt.NDArray[np.uint64]) -> list[bytes]:
+    """Keys uint64[n, 2] as 16 bytes each."""
+    return [key.tobytes() for key in keys]
+
+
 class Difference(NamedTuple):
     """The first place where a pool's bytes are not the expected ones."""
 

@@ -4,7 +4,7 @@ verified."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import States, token_states
 from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
 from kvpool.replay.storing import Storing
-from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, peak_memory_bytes
+from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 from kvpool.replay.verifier import Verifier, ranges
@@ -72,16 +72,15 @@ _STORE_EVENTS = 1 << 18
 """What a store's keeper may be behind."""
 
 
+@dataclass(slots=True, eq=False)
 class _Running:
     """A request between admission and release. `states` is None where nothing is verified."""
 
-    __slots__ = ("id", "input_length", "length", "output", "states", "stream")
-
-    def __init__(
-        self, id: int, request: Request, output: npt.NDArray[np.int32], states: States | None, stream: Stream
-    ) -> None:
-        self.id, self.input_length, self.length, self.stream = id, request.input_length, request.input_length, stream
-        self.output, self.states = output, states
+    id: int
+    length: int
+    output: npt.NDArray[np.int32]
+    states: States | None
+    stream: Stream
 
 
 class Replay:
@@ -107,9 +106,8 @@ class Replay:
         self._progress = progress or (lambda count: None)
         self._size = config.layout.tokens_per_block
         longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
-        inner = (
-            SimDevice(config.seed, progress=config.progress) if config.device == "sim" else get_device(config.device)
-        )
+        sim = config.device == "sim"
+        inner = SimDevice(config.seed, progress=config.progress) if sim else get_device(config.device)
         self._device = (VerifyingDevice if config.verify else MeteredDevice)(inner)
         warm_up(self._size, config)
         self.cache = KVCacheManager(
@@ -131,10 +129,9 @@ class Replay:
             self._device.verifier = self._verifier
         self._storing: Storing | None = None
         if config.store is not None:
+            store, wait = config.store, config.store_wait
             try:
-                self._storing = Storing(
-                    config.store, self.cache, config.layout, written=config.verify, wait=config.store_wait
-                )
+                self._storing = Storing(store, self.cache, config.layout, written=config.verify, wait=wait)
             except BaseException:
                 self.close()
                 raise
@@ -179,12 +176,8 @@ class Replay:
             The user interrupts the replay.
         """
         config = self.config
-        steps = schedule(
-            self.trace.requests,
-            device_blocks=config.device_blocks,
-            active=config.active,
-            tokens_per_block=self._size,
-        )
+        blocks, active = config.device_blocks, config.active
+        steps = schedule(self.trace.requests, device_blocks=blocks, active=active, tokens_per_block=self._size)
         self._begin = perf_counter()
         try:
             for step in steps:
@@ -195,8 +188,8 @@ class Replay:
                         self._append(items)
                     case Finish(request):
                         self._finish(request)
-                    case Skip(request, blocks):
-                        self._skipped.append(f"{request.name}: {request.length:,} tokens need {blocks:,} blocks")
+                    case Skip(request, needed):
+                        self._skipped.append(f"{request.name}: {request.length:,} tokens need {needed:,} blocks")
                 if isinstance(step, (Admit, Skip)):
                     self._progress(1)
             if self._storing is not None:
@@ -213,16 +206,6 @@ class Replay:
         on_device, on_host, partial = (int(n) for n in self._hits)
         hits = on_device + on_host + partial
         offloaded, onboarded, within = (int(n) for n in device.copied_bytes)
-        verified = None
-        if verifier is not None:
-            verified = Verified(
-                verifier.reused_tokens,
-                verifier.released_tokens,
-                verifier.offloaded_blocks,
-                verifier.onboarded_blocks,
-                verifier.partial_copies,
-                verifier.loaded_blocks,
-            )
         return Summary(
             requests=self._admitted,
             planned=len(self.trace.requests),
@@ -233,7 +216,7 @@ class Replay:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             hits=Hits(on_device, on_host, partial, hits, hits / max(self._prompt_tokens, 1)),
-            blocks=Blocks(
+            blocks=MovedBlocks(
                 offloaded=stats.offloaded_blocks,
                 onboarded=stats.onboarded_blocks,
                 forgotten_device=stats.forgotten_device_blocks,
@@ -241,7 +224,7 @@ class Replay:
                 offloads_saved=stats.offloads_saved,
                 partial_copies=stats.copied_blocks,
             ),
-            moved=Moved(
+            moved=CopiedBytes(
                 offloaded_bytes=offloaded,
                 onboarded_bytes=onboarded,
                 within_tier_bytes=within,
@@ -249,7 +232,7 @@ class Replay:
                 gigabytes_per_second=(offloaded + onboarded + within) / device.copy_ns if device.copy_ns else None,
             ),
             control_us_per_request={name: ns / requests / 1e3 for name, ns in self._phase_ns.items()},
-            verified=verified,
+            verified=None if verifier is None else replace(verifier.verified),
             stored=None if self._storing is None else self._storing.summary(),
             wall_seconds=self._end - self._begin,
             peak_memory_bytes=peak_memory_bytes(),
@@ -278,7 +261,7 @@ class Replay:
             self._bring(self._storing, keys, states)
         stream = self._prefill[request.index % 2]
         admission = self._timed("match_allocate", cache.add_sequence_batch, [keys], stream=stream)
-        running = _Running(int(admission.ids[0]), request, output, states, stream)
+        running = _Running(int(admission.ids[0]), request.input_length, output, states, stream)
         self._running[request.index] = running
         self._admitted += 1
         self._prompt_tokens += request.input_length
@@ -352,22 +335,15 @@ class Replay:
 
     def _resolved(self) -> dict[str, Any]:
         config, layout = self.config, self.config.layout
+        shape = ("layers", "planes", "kv_heads", "head_dim")
         return {
             "trace": self.trace.name,
             "format": self.trace.format,
             "device": self._device.name,
-            "device_blocks": config.device_blocks,
-            "host_blocks": config.host_blocks,
-            "tokens_per_block": self._size,
-            "block_bytes": layout.block_bytes,
-            "layers": layout.layers,
-            "planes": layout.planes,
-            "kv_heads": layout.kv_heads,
-            "head_dim": layout.head_dim,
+            **{name: getattr(config, name) for name in ("device_blocks", "host_blocks")},
+            **{name: getattr(layout, name) for name in ("tokens_per_block", "block_bytes", *shape)},
             "dtype": layout.dtype_name,
-            "active": config.active,
-            "partial": config.partial,
-            "verify": config.verify,
+            **{name: getattr(config, name) for name in ("active", "partial", "verify")},
             **({} if config.store is None else {"store": config.store.name, "store_wait": config.store_wait}),
             **({"seed": config.seed, "progress": config.progress} if config.device == "sim" else {}),
         }

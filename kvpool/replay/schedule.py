@@ -4,7 +4,7 @@ pools."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvpool.replay.tokens import Request
@@ -63,30 +63,31 @@ def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, to
         while running and (len(running) >= active or held + need > device_blocks):
             oldest = running.popleft()
             held -= worst_blocks(oldest, tokens_per_block)
-            yield from _drain(oldest, done.pop(oldest.index), tokens_per_block)
+            yield from _drain(oldest, done, tokens_per_block)
         yield Admit(request)
         running.append(request)
         done[request.index] = 0
         held += need
-        items = _chunks(running, done, tokens_per_block)
-        if items:
+        if items := _grow(running, done, tokens_per_block):
             yield Append(items)
-            for other, start, count in items:
-                done[other.index] = start + count
-    while running:
-        oldest = running.popleft()
-        yield from _drain(oldest, done.pop(oldest.index), tokens_per_block)
+    for oldest in running:
+        yield from _drain(oldest, done, tokens_per_block)
 
 
-def _chunks(running: deque[Request], done: dict[int, int], tokens_per_block: int) -> list[tuple[Request, int, int]]:
-    return [
-        (request, done[request.index], min(tokens_per_block, request.output_length - done[request.index]))
-        for request in running
-        if done[request.index] < request.output_length
-    ]
+def _grow(requests: Iterable[Request], done: dict[int, int], tokens_per_block: int) -> list[tuple[Request, int, int]]:
+    """Give each request that has output left a block's worth of it. ``done`` are the tokens so far, by index."""
+    items = []
+    for request in requests:
+        start = done[request.index]
+        count = min(tokens_per_block, request.output_length - start)
+        if count > 0:
+            items.append((request, start, count))
+            done[request.index] = start + count
+    return items
 
 
-def _drain(request: Request, start: int, tokens_per_block: int) -> Iterator[Step]:
-    for at in range(start, request.output_length, tokens_per_block):
-        yield Append([(request, at, min(tokens_per_block, request.output_length - at))])
+def _drain(request: Request, done: dict[int, int], tokens_per_block: int) -> Iterator[Step]:
+    while items := _grow([request], done, tokens_per_block):
+        yield Append(items)
+    del done[request.index]
     yield Finish(request)

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.arrays.layout import BlockLayout
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.keepers import Keeper
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
+from kvpool.replay.content import names_of
 from kvpool.replay.summary import Stored
 from kvpool.stores import Store
 
@@ -63,7 +61,7 @@ class Storing:
 
     def computed(self, keys: BlockKeys) -> None:
         """This run has the blocks of these tokens from now on."""
-        self._seen.update(_names(keys.keys))
+        self._seen.update(names_of(keys.keys))
 
     def settle(self) -> None:
         """Wait until what the pool has is saved, so that evictions that follow lose nothing."""
@@ -88,13 +86,9 @@ class Storing:
 
     def _note(self, keys: BlockKeys, first: int, last: int) -> None:
         """Count the blocks of a prompt that came from the store."""
-        came = _names(keys.keys[first:last])
+        came = names_of(keys.keys[first:last])
         self._hit_tokens += self._width * len(came)
         self._earlier_tokens += self._width * sum(name not in self._seen for name in came)
-
-
-def _names(keys: npt.NDArray[np.uint64]) -> list[bytes]:
-    return [key.tobytes() for key in keys]
 
 
 def _positive(counts: dict[str, int]) -> dict[str, int]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpool.errors import BlockNotFound, KVPoolError
 from kvpool.pool.leases import Lease
-from kvpool.replay.content import KVBytes, token_states
+from kvpool.replay.content import KVBytes, names_of, token_states
 from kvpool.replay.engine import Replay, ReplayConfig
 from kvpool.replay.schedule import worst_blocks
 from kvpool.replay.tokens import Request
@@ -92,7 +92,7 @@ class StressReport:
         return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"])
 
 
-class Contents:
+class ExpectedContents:
     """The content of the pool according to its events, and the bytes of each key, computed from tokens alone.
 
     One thread writes (``learn``, ``follow``); other threads may use ``bytes_of`` and ``host_keys``. ``host_keys`` is
@@ -104,9 +104,8 @@ class Contents:
         self._layout, self._width = config.layout, config.layout.tokens_per_block
         page = np.zeros(self._layout.host_shape(config.device_blocks), self._layout.storage_dtype)
         self._page = page.reshape(config.device_blocks, -1).view(np.uint8)
-        self._writer = KVBytes(
-            self._layout, page, self._layout.host_strides(config.device_blocks), config.device_blocks
-        )
+        strides = self._layout.host_strides(config.device_blocks)
+        self._writer = KVBytes(self._layout, page, strides, config.device_blocks)
         self._bytes: dict[bytes, bytes] = {}
         self._recent: deque[list[bytes]] = deque(maxlen=config.active + 1)
         self.cached: dict[str, set[bytes]] = {"device": set(), "host": set()}
@@ -120,7 +119,7 @@ class Contents:
     def learn(self, request: Request) -> None:
         """Note the bytes of every full block of a request and its answer."""
         tokens = np.concatenate([request.prompt(), request.output()])
-        names = split(self._cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id).keys)
+        names = names_of(self._cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id).keys)
         states = token_states(tokens, self._width, salt=request.salt, adapter_id=request.adapter_id)
         grid = states[: len(names) * self._width].reshape(len(names), self._width)
         self._writer.write_blocks(np.arange(len(names)), grid)
@@ -136,7 +135,7 @@ class Contents:
             self._next = event.next
             if event.keys is None or event.tier is None:
                 continue
-            names, there = split(event.keys), self.cached[event.tier]
+            names, there = names_of(event.keys), self.cached[event.tier]
             if event.kind == "stored":
                 there.update(names)
                 self.stored += len(names) if event.tier == "host" else 0
@@ -168,7 +167,7 @@ class Reader:
     at the addresses of leases, as a reader from another process would.
     """
 
-    def __init__(self, replay: Replay, contents: Contents, config: StressConfig) -> None:
+    def __init__(self, replay: Replay, contents: ExpectedContents, config: StressConfig) -> None:
         self._cache, self._contents = replay.cache, contents
         self._random, self._hold = Random(config.seed), config.hold
         self._state, self._block_bytes = replay.cache.core.tokens, config.replay.layout.block_bytes
@@ -176,9 +175,8 @@ class Reader:
         self._open: list[_Open] = []
         self._known: deque[int] = deque([config.replay.device_blocks], maxlen=256)
         self._turn = self._pinned = 0
-        self.reads = self.opened = self.missed = self.blocks = self.checks = self.wrong = self.unknown = (
-            self.last_lease
-        ) = 0
+        self.reads = self.opened = self.missed = self.blocks = self.last_lease = 0
+        self.checks = self.wrong = self.unknown = 0
         self.first_wrong = ""
         self.error: BaseException | None = None
 
@@ -241,7 +239,7 @@ class Reader:
     def _keys_of(self, lease: Lease) -> list[bytes]:
         """The keys of pinned blocks, which cannot change."""
         fields = self._state.blocks[lease.blocks]
-        return split(np.stack([fields["key0"], fields["key1"]], axis=1).view(np.uint64))
+        return names_of(np.stack([fields["key0"], fields["key1"]], axis=1).view(np.uint64))
 
     def _check(self, lease: Lease, expected: list[bytes | None]) -> None:
         for block, place, wanted in zip(lease.blocks.tolist(), lease.addresses.tolist(), expected, strict=True):
@@ -269,7 +267,7 @@ class Stress:
         self.replay = Replay(Trace(trace.name, trace.format, self._live), config.replay, progress=self._admitted)
         self.cache = self.replay.cache
         self.watch = VictimWatch(self.cache)
-        self.contents = Contents(self.replay)
+        self.contents = ExpectedContents(self.replay)
         self.reader = Reader(self.replay, self.contents, config)
         self._progress = progress or (lambda count: None)
         self._stop = threading.Event()
@@ -352,6 +350,7 @@ class Stress:
             failure = f"after the run: {type(error).__name__}: {error}"
         stats, kept = self.cache.stats(), _cached(self.cache.core.tokens)
         differ = sum(len(contents.cached[tier] ^ kept[tier]) for tier in kept)
+        forgotten = stats.forgotten_host_blocks + stats.redundant_dropped
         figures: list[Figure] = []
 
         def at_least(name: str, value: int, bound: int) -> None:
@@ -372,12 +371,7 @@ class Stress:
         equal("blocks with content that no request has", reader.unknown, 0)
         at_least("host evictions", watch.evictions, config.evictions)
         at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded)
-        equal(
-            "host blocks forgotten or dropped",
-            stats.forgotten_host_blocks + stats.redundant_dropped,
-            watch.evictions,
-            "evictions",
-        )
+        equal("host blocks forgotten or dropped", forgotten, watch.evictions, "evictions")
         equal("host blocks in removed events", contents.removed, watch.evictions, "evictions")
         equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded")
         equal("events dropped or missing", stats.events_dropped + contents.gaps, 0)

@@ -23,7 +23,7 @@ class Hits:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MovedBlocks:
     """Numbers of blocks that were moved between the tiers, copied inside one, or evicted."""
 
     offloaded: int
@@ -37,7 +37,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Moved:
+class CopiedBytes:
     """Bytes that the device copied, and the time it took. A partial copy counts by the tier of its source."""
 
     offloaded_bytes: int
@@ -47,16 +47,16 @@ class Moved:
     gigabytes_per_second: float | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verified:
     """The amounts that were compared byte by byte."""
 
-    reused_tokens: int
-    released_tokens: int
-    offloaded_blocks: int
-    onboarded_blocks: int
-    partial_copies: int
-    loaded_blocks: int
+    reused_tokens: int = 0
+    released_tokens: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    partial_copies: int = 0
+    loaded_blocks: int = 0
     """Blocks that came from a store."""
 
 
@@ -100,8 +100,8 @@ class Summary:
     prompt_tokens: int
     output_tokens: int
     hits: Hits
-    blocks: Blocks
-    moved: Moved
+    blocks: MovedBlocks
+    moved: CopiedBytes
     control_us_per_request: dict[str, float]
     verified: Verified | None
     stored: Stored | None

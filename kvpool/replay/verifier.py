@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Stream
 from kvpool.errors import KVPoolError
 from kvpool.replay.content import Difference, Ids, KVBytes, States
+from kvpool.replay.summary import Verified
 
-Enqueue = Callable[[Any, Callable[[], None], Ids, Ids], None]
+Enqueue = Callable[[Stream, Callable[[], None], Ids, Ids], None]
 """Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
 (block, first, end)."""
 
@@ -52,8 +53,8 @@ class Verifier:
     def __init__(
         self,
         layout: BlockLayout,
-        device_pool: Any,
-        host_pool: Any,
+        device_pool: npt.NDArray[Any],
+        host_pool: npt.NDArray[Any],
         device_blocks: int,
         host_blocks: int,
         enqueue: Enqueue | None = None,
@@ -62,8 +63,7 @@ class Verifier:
         self._expected: dict[bytes, States] | None = None
         self.context = "before the first request"
         self.failure: VerificationError | None = None
-        self.reused_tokens = self.released_tokens = 0
-        self.offloaded_blocks = self.onboarded_blocks = self.partial_copies = self.loaded_blocks = 0
+        self.verified = Verified()
         self._device_blocks, self._tokens_per_block = device_blocks, layout.tokens_per_block
         self._tiers = [("device", 0, KVBytes(layout, device_pool, layout.device_strides(device_blocks), device_blocks))]
         if host_blocks:
@@ -73,7 +73,7 @@ class Verifier:
         self._written = np.zeros(self._states.shape, dtype=np.bool_)
         self._mark = np.full(device_blocks + host_blocks, -1, dtype=np.int64)
 
-    def write(self, blocks: Ids, start: int, states: States, stream: Any = None) -> None:
+    def write(self, blocks: Ids, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
         first, last, edges = self._split(start, start + len(states))
         whole, grid = blocks[first:last], self._grid(states, start, first, last)
@@ -84,24 +84,24 @@ class Verifier:
             blocks[edges // self._tokens_per_block], edges % self._tokens_per_block, states[edges - start], stream
         )
 
-    def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Any = None) -> None:
+    def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
         rows = np.stack([blocks, tokens, tokens + 1], axis=1)
         with self._lock:
             self._states[blocks, tokens], self._written[blocks, tokens] = states, True
             self._launch(stream, lambda: self._tiers[0][2].write_tokens(blocks, tokens, states), writes=rows)
 
-    def check_reuse(self, blocks: Ids, states: States, stream: Any = None) -> None:
+    def check_reuse(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError` unless the first ``len(states)`` tokens of a sequence are in `blocks`."""
         self._check_sequence(blocks, states, "was handed out as cached", stream)
-        self.reused_tokens += len(states)
+        self.verified.reused_tokens += len(states)
 
-    def check_release(self, blocks: Ids, states: States, stream: Any = None) -> None:
+    def check_release(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError` unless a sequence that is about to be released still has all its bytes."""
         self._check_sequence(blocks, states, "was overwritten while in use", stream)
-        self.released_tokens += len(states)
+        self.verified.released_tokens += len(states)
 
-    def copied(self, moves: Ids, stream: Any = None) -> None:
+    def copied(self, moves: Ids, stream: Stream = NULL_STREAM) -> None:
         """Record copies that the device has just enqueued, and compare every target with its source's expected bytes.
 
         `moves` is ``int64[n, >=3]`` of source, target, tokens, as if made one after the other. A difference is kept in
@@ -136,23 +136,20 @@ class Verifier:
             for block in blocks.tolist():
                 states = expected.get(host.read_first_lanes(block - origin))
                 found = None if states is None else host.check_blocks(np.array([block - origin]), states[None])
+                self._written[block] = states is not None and found is None
                 if states is None or found is not None:
                     token = 0 if found is None else found.token
-                    place = f"{tier} block {block}, token {token}, {self.context}"
-                    message = f"{place}: what came from a store is no block of this prompt"
-                    failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
-                    self.failure = self.failure or failure
-                    self._written[block] = False
+                    self._fail(block, tier, token, "what came from a store is no block of this prompt")
                 else:
-                    self._states[block], self._written[block] = states, True
-                    self.loaded_blocks += 1
+                    self._states[block] = states
+                    self.verified.loaded_blocks += 1
 
     def raise_failure(self) -> None:
         """Raise the `VerificationError` that is kept in `failure`, if any."""
         if self.failure is not None:
             raise self.failure
 
-    def _launch(self, stream: Any, function: Callable[[], None], reads: Ids = _NONE, writes: Ids = _NONE) -> None:
+    def _launch(self, stream: Stream, function: Callable[[], None], reads: Ids = _NONE, writes: Ids = _NONE) -> None:
         if not len(reads) and not len(writes):
             return
         if self._enqueue is None:
@@ -183,7 +180,7 @@ class Verifier:
         size = self._tokens_per_block
         return states[first * size - start : last * size - start].reshape(-1, size)
 
-    def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Any) -> None:
+    def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Stream) -> None:
         context, size = self.context, self._tokens_per_block
         used = blocks[: -(-len(states) // size)]
         rows = self._rows(used)
@@ -193,15 +190,13 @@ class Verifier:
         def check() -> None:
             first, last, edges = self._split(0, len(states))
             tier, _, memory = self._tiers[0]
-            if last > first:
-                found = memory.check_blocks(blocks[first:last], self._grid(states, 0, first, last))
-                if found:
-                    raise self._error(tier, int(blocks[first + found.row]), found, complaint, context)
-            if len(edges):
+            ids = blocks[first:last]
+            found = memory.check_blocks(ids, self._grid(states, 0, first, last))
+            if found is None:
                 ids = blocks[edges // size]
                 found = memory.check_tokens(ids, edges % size, states[edges])
-                if found:
-                    raise self._error(tier, int(ids[found.row]), found, complaint, context)
+            if found is not None:
+                raise self._error(tier, int(ids[found.row]), found, complaint, context)
 
         with self._lock:
             self._launch(stream, check, reads=rows)
@@ -228,16 +223,15 @@ class Verifier:
             row, token = (int(i) for i in np.argwhere(inside & ~known)[0])
             block = int(moves[row, SOURCE])
             tier = "device" if block < self._device_blocks else "host"
-            message = f"{tier} block {block}, token {token}, {self.context}: was copied before its KV was written"
-            self.failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
+            self._fail(block, tier, token, "was copied before its KV was written")
         states = self._states[moves[:, SOURCE]]
         targets = moves[:, TARGET]
         self._states[targets] = np.where(inside, states, self._states[targets])
         self._written[targets] |= inside & known
         from_device, to_device = moves[:, SOURCE] < self._device_blocks, targets < self._device_blocks
-        self.offloaded_blocks += int((from_device & ~to_device).sum())
-        self.onboarded_blocks += int((~from_device & to_device & (moves[:, TOKENS] == size)).sum())
-        self.partial_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
+        self.verified.offloaded_blocks += int((from_device & ~to_device).sum())
+        self.verified.onboarded_blocks += int((~from_device & to_device & (moves[:, TOKENS] == size)).sum())
+        self.verified.partial_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
 
     def _check_targets(self, moves: Ids, states: States, context: str) -> None:
         """Compare the targets of moves with their token states, ``uint64[n, tokens_per_block]``. The first difference
@@ -260,6 +254,12 @@ class Verifier:
             complaint = f"is not what the copy from block {source} should leave"
             self.failure = self.failure or self._error(tier, block, difference, complaint, context)
             return
+
+    def _fail(self, block: int, tier: str, token: int, complaint: str) -> None:
+        """Keep the failure of a block that has no bytes to show."""
+        message = f"{tier} block {block}, token {token}, {self.context}: {complaint}"
+        failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
+        self.failure = self.failure or failure
 
     def _error(self, tier: str, block: int, found: Difference, complaint: str, context: str) -> VerificationError:
         place = f"layer {found.layer}, plane {found.plane}, head {found.head}"

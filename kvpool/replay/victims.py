@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.jit import jit
 from kvpool.pool.manager import KVCacheManager
@@ -35,7 +36,7 @@ BEFORE, NOW = 1, 2  # values of ``gone``: in an earlier decision, in the current
 
 
 @jit
-def _shielded(h: Any, places: Any, redundant: int, forgotten: int) -> int:
+def _shielded(h: Any, places: npt.NDArray[Any], redundant: int, forgotten: int) -> int:
     """Count the evictions of a decision that would have taken a pinned block. Such blocks leave the order."""
     blocks, count = blocks_of(h), places.shape[0]
     copies = 0
@@ -65,13 +66,13 @@ def _shielded(h: Any, places: Any, redundant: int, forgotten: int) -> int:
 
 
 @jit
-def _arrive(places: Any, totals: Any, i: int, rank: int, ticket: int) -> None:
+def _arrive(places: npt.NDArray[Any], totals: npt.NDArray[np.int64], i: int, rank: int, ticket: int) -> None:
     totals[CLOCK] += 1
     places[i].rank, places[i].stamp, places[i].ticket, places[i].gone = rank, totals[CLOCK], ticket, 0
 
 
 @jit
-def _follow(h: Any, places: Any, totals: Any) -> None:
+def _follow(h: Any, places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
     """Give a stamp to each block that has entered a list, and keep the places of pinned blocks."""
     blocks, lists, origin = blocks_of(h), lists_of(h), h.device_blocks
     for rank in range(2):
@@ -100,7 +101,7 @@ def _follow(h: Any, places: Any, totals: Any) -> None:
 
 
 @jit
-def look(heads: Any, places: Any, totals: Any) -> None:
+def look(heads: npt.NDArray[Any], places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
     """Record one lock holder's changes in ``places`` PLACE[host blocks] and ``totals`` int64[TOTALS]."""
     h = head(heads, 0)
     counters = counters_of(h)

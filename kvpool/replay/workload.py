@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -65,18 +65,8 @@ def synthetic(requests: int = REQUESTS, *, seed: int = 0) -> Trace:
                 chats.pop(0)
         prompt = _ask(chat, random, base | _USER_STREAM | index)
         answer = expand_output(base | _ANSWER_STREAM | index, 16 + int(random.expovariate(1 / 180)))
-        result.append(
-            Request(
-                index,
-                0,
-                len(prompt),
-                len(answer),
-                tokens=prompt,
-                outputs=answer,
-                salt=chat.salt,
-                adapter_id=chat.adapter_id,
-            )
-        )
+        request = Request(index, 0, len(prompt), len(answer), tokens=prompt, outputs=answer)
+        result.append(replace(request, salt=chat.salt, adapter_id=chat.adapter_id))
         chat.history = np.concatenate([prompt, answer])
         if len(chat.history) > _CONTEXT:
             chats.remove(chat)

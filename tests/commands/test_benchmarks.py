@@ -46,9 +46,8 @@ def discover() -> list[Benchmark]:
     found = []
     for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
         module = importlib.import_module(f"{PACKAGE}.{name}")
-        for owner in [
-            item for item in vars(module).values() if inspect.isclass(item) and item.__module__ == module.__name__
-        ]:
+        classes = [item for item in vars(module).values() if inspect.isclass(item)]
+        for owner in [item for item in classes if item.__module__ == module.__name__]:
             found += [Benchmark(name, owner, method) for method in dir(owner) if method.partition("_")[0] in KINDS]
     return found
 
@@ -109,9 +108,8 @@ def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
     finally:
         assert all(pools.closed for pools in opened)
         assert thread_count() == threads
-    assert opened or benchmark.module in ("disk", "hostcache", "kv_copies", "peers", "signals", "start"), (
-        "a pool was expected, and none was seen"
-    )
+    without = ("disk", "hostcache", "kv_copies", "peers", "signals", "start")
+    assert opened or benchmark.module in without, "a pool was expected, and none was seen"
 
 
 def test_every_subject_is_discovered() -> None:
@@ -119,9 +117,10 @@ def test_every_subject_is_discovered() -> None:
     assert len(BENCHMARKS) >= BENCHMARKS_MIN
 
 
-@pytest.mark.parametrize(
-    "owner", sorted({benchmark.owner for benchmark in BENCHMARKS}, key=str), ids=lambda owner: owner.__name__
-)
+OWNERS = sorted({benchmark.owner for benchmark in BENCHMARKS}, key=str)
+
+
+@pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.__name__)
 def test_parameters_are_named_and_start_with_the_smallest(owner: type[Any]) -> None:
     params = Benchmark("", owner, "").params
     assert len(params) == len(getattr(owner, "param_names", []))

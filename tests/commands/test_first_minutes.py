@@ -78,27 +78,22 @@ def test_dtypes_of_other_packages_are_accepted_by_their_names() -> None:
 
 @pytest.mark.parametrize("command", ["fetch", "serve"])
 def test_a_command_without_pyzmq_names_the_extra(command: str) -> None:
-    code = (
-        "from kvpool.__main__ import main\nimport os\nos.environ['KVPOOL_SECRET'] = '00' * "
-        f"32\nsys.exit(main([{command!r}]))"
-    )
-    done = run_without(["zmq"], code)
+    secret = "import os\nos.environ['KVPOOL_SECRET'] = '00' * 32"
+    done = run_without(["zmq"], f"from kvpool.__main__ import main\n{secret}\nsys.exit(main([{command!r}]))")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "kvpool[remote]" in done.stderr, done.stderr
 
 
 def test_the_doctor_reports_where_numba_cannot_be_imported() -> None:
-    done = run_without(
-        ["numba", "numba.core", "llvmlite"], "from kvpool.__main__ import main\nsys.exit(main(['doctor']))"
-    )
+    doctor = "from kvpool.__main__ import main\nsys.exit(main(['doctor']))"
+    done = run_without(["numba", "numba.core", "llvmlite"], doctor)
     assert done.returncode == 1, done.stderr
     assert "failed   numba:" in done.stdout and "pip install -U kvpool" in done.stdout
     assert "Traceback" not in done.stderr
 
 
 def test_public_names_are_imported_when_they_are_used() -> None:
-    done = run_without(
-        [], "import kvpool; assert 'numba' not in sys.modules; kvpool.KVCacheManager; assert 'numba' in sys.modules"
-    )
+    lazy = "assert 'numba' not in sys.modules; kvpool.KVCacheManager; assert 'numba' in sys.modules"
+    done = run_without([], f"import kvpool; {lazy}")
     assert done.returncode == 0, done.stderr
 
 
@@ -112,35 +107,18 @@ def test_public_names_can_be_listed_imported_and_pickled() -> None:
         kvpool.NoSuchName  # noqa: B018
 
 
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
-QWEN = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "dtype": "float16",
-}
-GEMMA = {
-    "dtype": "bfloat16",
-    "text_config": {"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-}
-DEEPSEEK = {
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
+def config(layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+LLAMA = config(32, 32, 8, hidden_size=4096, torch_dtype="bfloat16")
+QWEN = config(36, 32, 8, head_dim=128, dtype="float16")
+GEMMA = {"dtype": "bfloat16", "text_config": config(34, 8, 4, head_dim=256)}
+DEEPSEEK = config(61, 128, 128, kv_lora_rank=512, qk_rope_head_dim=64)
 
 
 @pytest.mark.parametrize(
-    ("config", "token_bytes"),
+    ("given", "token_bytes"),
     [
         (LLAMA, 32 * 2 * 8 * 128 * 2),
         (QWEN, 36 * 2 * 8 * 128 * 2),
@@ -150,10 +128,10 @@ DEEPSEEK = {
     ids=["llama", "qwen", "gemma", "deepseek"],
 )
 def test_plan_reads_a_models_own_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], token_bytes: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], token_bytes: int
 ) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(given))
     assert main(["plan", "--limit", "20", "--model", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["machine"]["block_bytes"] == 16 * token_bytes and plan["model"].startswith("config.json")

@@ -14,15 +14,9 @@ from kvpool.commands import mooncake_check
 from kvpool.commands.checks import FAILED, OK, WARNING
 from kvpool.stores.mooncake import guarded_client as mooncake_client
 
-WELL: dict[str, Any] = {
-    "version": mooncake_client.TESTED,
-    "tested": mooncake_client.TESTED,
-    "error": None,
-    "master": "10.0.0.1:50051",
-    "asked": True,
-    "seen_as": "10.0.0.2",
-    "unreachable": None,
-}
+TESTED = mooncake_client.TESTED
+WELL: dict[str, Any] = {"version": TESTED, "tested": TESTED, "error": None, "unreachable": None}
+WELL |= {"master": "10.0.0.1:50051", "asked": True, "seen_as": "10.0.0.2"}
 
 
 @pytest.fixture
@@ -41,9 +35,8 @@ def nobody() -> str:
 def test_who_uses_a_master_is_warned_that_clients_are_open_to_all() -> None:
     client, master, security = mooncake_check.judge(WELL)
     assert (client.status, master.status, security.status) == (OK, OK, WARNING)
-    assert (
-        "10.0.0.2" in master.found and "without a password" in security.found and "docs/cluster.md" in security.remedy
-    )
+    assert "10.0.0.2" in master.found
+    assert "without a password" in security.found and "docs/cluster.md" in security.remedy
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
 from kvpool.replay import ReplayConfig, synthetic
-from kvpool.replay.stress_run import EVENTS, Contents, Stress, StressConfig, StressReport
+from kvpool.replay.stress_run import EVENTS, ExpectedContents, Stress, StressConfig, StressReport
 from kvpool.replay.victims import VictimWatch
 
 T = 4
@@ -89,10 +89,11 @@ def test_events_that_were_missed_are_found() -> None:
 
 
 def test_contents_and_bytes_that_no_request_calls_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    learned = Contents.bytes_of
-    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else None)
+    learned = ExpectedContents.bytes_of
+    monkeypatch.setattr(ExpectedContents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else None)
     assert stress(CONFIG)[1] == {"blocks with content that no request has"}
-    monkeypatch.setattr(Contents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else b"\0" * 512)
+    zeros = b"\0" * 512
+    monkeypatch.setattr(ExpectedContents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else zeros)
     assert stress(CONFIG)[1] == {"blocks with wrong bytes"}
 
 
@@ -104,7 +105,7 @@ def test_what_either_thread_dies_of_is_reported(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(KVCacheManager, "find_and_pin_host", fail)
         assert stress(CONFIG)[0].failure == "reader: RuntimeError: broken"
     with monkeypatch.context() as patch:
-        patch.setattr(Contents, "learn", fail)
+        patch.setattr(ExpectedContents, "learn", fail)
         assert stress(CONFIG)[0].failure == "scheduler: RuntimeError: broken"
 
 
@@ -118,14 +119,14 @@ def test_a_run_that_gets_nowhere_ends(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_control_c_prints_the_figures_so_far(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn = Contents.learn
+    learn = ExpectedContents.learn
 
-    def interrupted(self: Contents, request: Any) -> None:
+    def interrupted(self: ExpectedContents, request: Any) -> None:
         if request.index == 9:
             signal.raise_signal(signal.SIGINT)
         learn(self, request)
 
-    monkeypatch.setattr(Contents, "learn", interrupted)
+    monkeypatch.setattr(ExpectedContents, "learn", interrupted)
     assert main(["stress", "--reads", "100000000"]) == 130
     assert "interrupted: the figures so far" in capsys.readouterr().out
 

@@ -21,6 +21,11 @@ from kvpool.replay import synthetic
 
 ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
 GIB = 1 << 30
+FIGURES = {
+    *"trace model link interrupted requests prompt_tokens output_tokens prompt_blocks tokens_per_block".split(),
+    *"sample longest_request_blocks distinct_blocks machine ceiling table reach pool store break_even".split(),
+    *"curve reuse_gaps prefixes tenants".split(),
+}
 
 
 @pytest.fixture
@@ -43,52 +48,18 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_json_has_every_figure(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_of(
-        capsys, trace, "--device-blocks", "40", "--host-blocks", "60", "--prefill-tokens-per-second", "10000"
-    )
-    assert set(plan) == {
-        "trace",
-        "model",
-        "link",
-        "interrupted",
-        "requests",
-        "prompt_tokens",
-        "output_tokens",
-        "prompt_blocks",
-        "tokens_per_block",
-        "sample",
-        "longest_request_blocks",
-        "distinct_blocks",
-        "machine",
-        "ceiling",
-        "table",
-        "reach",
-        "pool",
-        "store",
-        "break_even",
-        "curve",
-        "reuse_gaps",
-        "prefixes",
-        "tenants",
-    }
+    tiers = ["--device-blocks", "40", "--host-blocks", "60"]
+    plan = plan_of(capsys, trace, *tiers, "--prefill-tokens-per-second", "10000")
+    assert set(plan) == FIGURES
     # The first id is shared by all, each second id is seen twice; their last 88 tokens are five blocks and a half.
     tokens = 5 * 512 + 3 * 80
     ceiling = plan["ceiling"]
     assert (ceiling["hit_tokens"], ceiling["hit_blocks"]) == (tokens, tokens // 16)
-    assert ceiling["token_rate"] == pytest.approx(tokens / 3600) and ceiling["block_rate"] == pytest.approx(
-        tokens / 16 / 228
-    )
-    assert (plan["requests"], plan["prompt_tokens"], plan["output_tokens"], plan["prompt_blocks"]) == (
-        6,
-        3600,
-        120,
-        228,
-    )
-    assert (
-        plan["trace"] == "trace.jsonl (mooncake)"
-        and plan["model"] == "llama-3-8b, bfloat16"
-        and not plan["interrupted"]
-    )
+    rates = (ceiling["token_rate"], ceiling["block_rate"])
+    assert rates == pytest.approx((tokens / 3600, tokens / 16 / 228))
+    counts = [plan[name] for name in ("requests", "prompt_tokens", "output_tokens", "prompt_blocks")]
+    assert counts == [6, 3600, 120, 228] and not plan["interrupted"]
+    assert plan["trace"] == "trace.jsonl (mooncake)" and plan["model"] == "llama-3-8b, bfloat16"
     assert plan["machine"]["block_bytes"] == 16 * 128 * 1024
     pool = plan["pool"]
     assert (pool["device"]["blocks"], pool["both"]["blocks"]) == (40, 100)
@@ -105,10 +76,8 @@ def test_text_says_what_json_says(trace: str, capsys: pytest.CaptureFixture[str]
     pool = ["--device-memory", "80MiB", "--host-memory", "120MiB"]
     arguments = [trace, *pool, "--prefill-tokens-per-second", "10000", "--link-bandwidth", "25"]
     plan, text = plan_of(capsys, *arguments), text_of(capsys, *arguments)
-    assert (
-        f"{plan['ceiling']['token_rate']:.2%} of prompt tokens, {plan['ceiling']['block_rate']:.2%} of prompt blocks"
-        in text
-    )
+    ceiling = plan["ceiling"]
+    assert f"{ceiling['token_rate']:.2%} of prompt tokens, {ceiling['block_rate']:.2%} of prompt blocks" in text
     for row in plan["table"]:
         assert re.search(rf" {row['blocks']:,} +{row['token_rate']:.2%} ", text)
     for row in plan["reach"]:
@@ -156,10 +125,8 @@ def test_every_preset_and_explicit_numbers_give_their_bytes(trace: str, capsys: 
         assert plan["machine"]["block_bytes"] == BlockLayout.for_model(name, tokens_per_block=32).block_bytes
     shape = ["--layers", "10", "--kv-heads", "2", "--head-dim", "64"]
     assert plan_of(capsys, trace, *shape)["machine"]["token_bytes"] == 10 * 2 * 64 * 2 * 2
-    assert (
-        plan_of(capsys, trace, *shape, "--planes", "1", "--dtype", "float8_e4m3fn")["machine"]["token_bytes"]
-        == 10 * 2 * 64
-    )
+    small = plan_of(capsys, trace, *shape, "--planes", "1", "--dtype", "float8_e4m3fn")
+    assert small["machine"]["token_bytes"] == 10 * 2 * 64
     assert plan_of(capsys, trace, "--model", "llama-3-8b", "--dtype", "int8")["machine"]["token_bytes"] == 65_536
 
 
@@ -187,11 +154,14 @@ def test_standard_input_and_a_limit(
     assert plan["requests"] == 4 and plan["trace"] == "<stdin> (mooncake)"
 
 
-def test_nothing_reused_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_reused_is_said_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"tokens": [1]}\n')
     assert "nothing is found again" in text_of(capsys, str(path))
     assert plan_of(capsys, str(path))["ceiling"]["hit_tokens"] == 0
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    text_of(capsys, str(path), "--plot", str(tmp_path / "one.svg"))
+    assert (tmp_path / "one.svg").exists()
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])
@@ -209,11 +179,8 @@ def test_charts_are_drawn(
     text = drawn.decode()
     assert "What more KV memory buys" in text and "unbounded memory" in text
     assert suffix == "svg" or ("<pre>plan " in text and text.startswith("<!DOCTYPE html>"))
-    assert (
-        ("two standard errors of the sample" in text)
-        == ("--sample" in arguments)
-        == ("device + host</text>" not in text)
-    )
+    sampled = "--sample" in arguments
+    assert ("two standard errors of the sample" in text) == sampled == ("device + host</text>" not in text)
 
 
 @pytest.mark.parametrize("arguments", [["--sample", "0.5"], ["--device-blocks", "1500", "--host-blocks", "3000"]])
@@ -232,20 +199,9 @@ def test_labels_of_a_chart_lie_on_no_curve(
     curves = [line.get_transform().transform_path(line.get_path()) for line in figure.axes[0].get_lines()]
     labels = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
     assert len(curves) >= 4 and len(labels) > 10
-    on_curves = [
-        text.get_text()
-        for text in labels
-        if any(curve.intersects_bbox(text.get_window_extent(), filled=False) for curve in curves)
-    ]
-    assert not on_curves
-
-
-def test_a_chart_of_nothing_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
-    path = tmp_path / "one.jsonl"
-    path.write_text('{"tokens": [1]}\n')
-    text_of(capsys, str(path), "--plot", str(tmp_path / "one.svg"))
-    assert (tmp_path / "one.svg").exists()
+    for text in labels:
+        box = text.get_window_extent()
+        assert not any(curve.intersects_bbox(box, filled=False) for curve in curves), text.get_text()
 
 
 def test_without_matplotlib_the_extra_is_named(
@@ -282,7 +238,6 @@ def test_a_chart_that_cannot_be_written_is_an_error_behind_the_plan(
         (["--link-latency", "-1"], "link_latency=-1.0"),
         (["--sample", "2"], "2.0 is not within 0..1"),
         (["--tokens-per-block", "0"], "0 is not within 1"),
-        (["--format", "qwen"], "--format describes a TRACE, and none is given"),
     ],
 )
 def test_wrong_usage_says_what_is_accepted(
@@ -332,8 +287,7 @@ def test_bandwidth_is_what_the_gpu_was_calibrated_with(
     assert plan_of(capsys, trace)["machine"]["link_gb_per_second"] == 50
     speeds = (("onboard", 30.0), ("onboard", 41.0), ("offload", 99.0))
     rows = tuple(calibration.Measurement(direction, 1 << 20, 64, "batched", speed) for direction, speed in speeds)
-    calibration.store(
-        calibration.place("H1", 13000, {"XDG_CACHE_HOME": str(tmp_path)}), calibration.Calibration("H1", 13000, rows)
-    )
+    place = calibration.place("H1", 13000, {"XDG_CACHE_HOME": str(tmp_path)})
+    calibration.store(place, calibration.Calibration("H1", 13000, rows))
     plan = plan_of(capsys, trace)
     assert plan["machine"]["link_gb_per_second"] == 41 and plan["link"] == "as calibrated on H1"

@@ -69,19 +69,10 @@ def test_state_of_a_prefix_does_not_depend_on_where_the_prompt_ends() -> None:
 
 
 def test_state_differs_between_namespaces() -> None:
-    namespaces: list[dict[str, Any]] = [
-        {},
-        {"salt": "a"},
-        {"salt": "b"},
-        {"salt": "1"},
-        {"adapter_id": 1},
-        {"adapter_id": "1"},
-        {"adapter_id": 0},
-        {"salt": "a", "adapter_id": 1},
-        {"salt": "None"},
-    ]
-    found = [int(token_states([1, 2, 3], 4, **namespace)[0]) for namespace in namespaces]
-    assert len(set(found)) == len(namespaces)
+    namespaces: list[tuple[str | None, int | str | None]] = [(salt, None) for salt in (None, "a", "b", "1", "None")]
+    namespaces += [(None, 1), (None, "1"), (None, 0), ("a", 1)]
+    found = {int(token_states([1, 2, 3], 4, salt=salt, adapter_id=adapter)[0]) for salt, adapter in namespaces}
+    assert len(found) == len(namespaces)
     assert token_states([1], 4, salt="a") == token_states([1], 4, salt=b"a")
 
 
@@ -105,9 +96,8 @@ def test_bytes_of_a_token_are_the_same_in_every_block_tier_and_way_of_writing(la
     # As bytes: floats that are no numbers differ from themselves.
     raw, pieces = ([np.ascontiguousarray(view).view(np.uint8) for view in views] for views in (whole, pieces))
     assert np.array_equal(raw, pieces)
-    plain = BlockLayout(
-        layout.layers, layout.kv_heads, layout.head_dim, layout.tokens_per_block, layout.dtype, layout.planes
-    )
+    shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.tokens_per_block)
+    plain = BlockLayout(*shape, layout.dtype, layout.planes)
     others, other_memory = open_tier(plain, "host")
     other_memory.write_blocks(np.array([4, 0, 2]), states)
     other = [np.ascontiguousarray(view_of(others, plain, "host", block)).view(np.uint8) for block in (4, 0, 2)]
@@ -129,19 +119,11 @@ def test_every_single_changed_byte_is_found_and_placed(layout: BlockLayout, tier
         for byte in (0, len(element) - 1):
             element[byte] ^= 1
             layer, plane, token, head = place
-            for found in (
-                memory.check_blocks(blocks, states),
-                memory.check_tokens(blocks[rows], tokens, states.reshape(-1)),
-            ):
-                assert found is not None and (found.token, found.layer, found.plane, found.head) == (
-                    token,
-                    layer,
-                    plane,
-                    head,
-                )
-                assert found.found != found.expected
-            difference = memory.check_blocks(blocks, states)
-            assert difference is not None and difference.row == 1
+            whole = memory.check_blocks(blocks, states)
+            for found in (whole, memory.check_tokens(blocks[rows], tokens, states.reshape(-1))):
+                assert found is not None and found.found != found.expected
+                assert (found.token, found.layer, found.plane, found.head) == (token, layer, plane, head)
+            assert whole is not None and whole.row == 1
             element[byte] ^= 1
     assert memory.check_blocks(blocks, states) is None
 

@@ -97,9 +97,8 @@ def test_a_store_that_hangs_costs_the_wait_and_no_more(store: MemoryStore) -> No
     run(store, synthetic(3, seed=3))
     wrong, gate = Wrong(store), Gate()
     wrong.before["load"] = gate
-    with Replay(
-        synthetic(3, seed=3), ReplayConfig(LAYOUT, **(TINY | {"store": wrong, "store_wait": 0.2, "verify": True}))
-    ) as replay:
+    config = ReplayConfig(LAYOUT, **(TINY | {"store": wrong, "store_wait": 0.2, "verify": True}))
+    with Replay(synthetic(3, seed=3), config) as replay:
         summary = replay.run()
         gate.open()
     assert summary.requests == 3 and summary.stored is not None and summary.stored.hit_tokens == 0
@@ -123,7 +122,7 @@ def test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt() -> None:
     KVBytes(LAYOUT, host, LAYOUT.host_strides(4), 4).write_blocks(np.array([0, 1]), states.reshape(2, 16))
     verifier.expect(states)
     verifier.loaded(np.array([4, 5]))
-    assert verifier.failure is None and verifier.loaded_blocks == 2
+    assert verifier.failure is None and verifier.verified.loaded_blocks == 2
     host[LAYOUT.block_bytes - 1] ^= 1
     verifier.loaded(np.array([4]))
     with pytest.raises(VerificationError, match="host block 4, token 15"):

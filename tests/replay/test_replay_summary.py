@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import pytest
 
-from kvpool.replay.summary import PHASES, Blocks, Hits, Moved, Summary, Verified, format_bytes, peak_memory_bytes
+from kvpool.replay import Summary
+from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Verified, format_bytes, peak_memory_bytes
 
 SUMMARY = Summary(
     requests=1000,
@@ -20,8 +22,8 @@ SUMMARY = Summary(
     prompt_tokens=13_732_944,
     output_tokens=349_357,
     hits=Hits(563_616, 277_152, 12, 840_780, 840_780 / 13_732_944),
-    blocks=Blocks(794_456, 17_322, 7, 728_067, 55, 3),
-    moved=Moved(3 << 30, 1 << 29, 0, 1.5, 2.5),
+    blocks=MovedBlocks(794_456, 17_322, 7, 728_067, 55, 3),
+    moved=CopiedBytes(3 << 30, 1 << 29, 0, 1.5, 2.5),
     control_us_per_request=dict.fromkeys(PHASES, 50.0),
     verified=Verified(840_780, 14_082_301, 794_456, 17_322, 3, 0),
     stored=None,
@@ -69,17 +71,15 @@ def test_an_interrupted_run_and_a_failed_one_say_so() -> None:
 
 
 def test_a_run_that_moved_and_verified_nothing_says_so() -> None:
-    empty = dataclasses.replace(
-        SUMMARY,
-        requests=0,
-        skipped=[],
-        prompt_tokens=0,
-        hits=Hits(0, 0, 0, 0, 0.0),
-        moved=Moved(0, 0, 0, 0.0, None),
-        verified=None,
-        peak_memory_bytes=None,
-    )
-    text = empty.text()
+    nothing: dict[str, Any] = {
+        "requests": 0,
+        "skipped": [],
+        "prompt_tokens": 0,
+        "verified": None,
+        "peak_memory_bytes": None,
+    }
+    hits, moved = Hits(0, 0, 0, 0, 0.0), CopiedBytes(0, 0, 0, 0.0, None)
+    text = dataclasses.replace(SUMMARY, hits=hits, moved=moved, **nothing).text()
     assert "moved     nothing" in text and "unknown at the peak" in text
     assert "verified" not in text and "skipped" not in text
 

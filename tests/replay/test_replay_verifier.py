@@ -34,11 +34,8 @@ class Rig:
         self.device.copy_blocks(np.array([(*move, 0) for move in moves], dtype=np.int64).reshape(-1, 4))
 
     def corrupt(self, block: int, token: int, layer: int, plane: int) -> None:
-        segment = (
-            self.pools.device_pool[layer, plane, block]
-            if block < DEVICE
-            else self.pools.host_pool[block - DEVICE, layer, plane]
-        )
+        device, host = self.pools.device_pool, self.pools.host_pool
+        segment = device[layer, plane, block] if block < DEVICE else host[block - DEVICE, layer, plane]
         segment[token].view(np.uint8)[...] ^= 1
 
 
@@ -59,7 +56,7 @@ def test_what_was_written_in_pieces_is_found_whole(start: int, length: int) -> N
     rig.verifier.write(sequence, 0, everything[:start])
     rig.verifier.write(sequence, start, everything[start:])
     rig.verifier.check_reuse(sequence, everything)
-    assert rig.verifier.reused_tokens == start + length
+    assert rig.verifier.verified.reused_tokens == start + length
 
 
 def test_other_bytes_at_a_reuse_are_a_failure_that_names_the_place() -> None:
@@ -68,9 +65,8 @@ def test_other_bytes_at_a_reuse_are_a_failure_that_names_the_place() -> None:
     rig.verifier.write(blocks(2, 4), 0, states(7))
     rig.corrupt(4, 1, layer=1, plane=0)
     rig.verifier.check_reuse(blocks(2, 4), states(5))
-    with pytest.raises(
-        VerificationError, match=r"device block 4, token 1, request 7: was handed out as cached \(layer 1, plane 0"
-    ) as caught:
+    message = r"device block 4, token 1, request 7: was handed out as cached \(layer 1, plane 0"
+    with pytest.raises(VerificationError, match=message) as caught:
         rig.verifier.check_reuse(blocks(2, 4), states(6))
     error = caught.value
     assert (error.block, error.tier, error.token, error.layer, error.plane) == (4, "device", 1, 1, 0)
@@ -93,7 +89,8 @@ def test_copies_carry_content_through_both_tiers() -> None:
     rig.copy((DEVICE, 2, T), (DEVICE + 1, 3, 3))
     rig.verifier.raise_failure()
     rig.verifier.check_reuse(blocks(2, 3), states(7))
-    assert (rig.verifier.offloaded_blocks, rig.verifier.onboarded_blocks, rig.verifier.partial_copies) == (2, 1, 1)
+    found = rig.verifier.verified
+    assert (found.offloaded_blocks, found.onboarded_blocks, found.partial_copies) == (2, 1, 1)
     token = LAYOUT.token_bytes
     assert rig.device.copied_bytes.tolist() == [8 * token, 7 * token, 0]
 
@@ -169,7 +166,7 @@ def test_a_device_that_stops_half_way_is_followed_half_way() -> None:
     with pytest.raises(DeviceError):
         rig.copy((0, 2, T), (1, 3, T))
     inner.fails = False
-    assert rig.verifier.partial_copies == 1
+    assert rig.verifier.verified.partial_copies == 1
     rig.copy((2, 4, T))
     rig.verifier.raise_failure()
     rig.verifier.check_reuse(blocks(4), states(4))
