@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpool.replay import Trace
 
 
+Group: TypeAlias = "argparse._ArgumentGroup"
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -55,7 +56,7 @@ def trace_of(options: argparse.Namespace, limit: int | None = None) -> Trace:
     return read_trace(options.trace, format=getattr(options, "format", "auto"), limit=limit)
 
 
-def add_tiers(group: argparse._ArgumentGroup, lowest: int) -> None:
+def add_tiers(group: Group, lowest: int) -> None:
     """Declare the sizes of both tiers, in blocks or in bytes. ``lowest`` is the least number of device blocks."""
     for tier, least in (("device", lowest), ("host", 0)):
         size = group.add_mutually_exclusive_group()
