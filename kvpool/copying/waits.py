@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +28,12 @@ STREAMS_KEPT = 16
 """This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
 
 Rows = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @jit
 def _need(
-    write: Any, read: Any, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Any
+    write: Rows, read: Rows, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Rows
 ) -> None:
     """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``."""
     slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
@@ -46,7 +46,7 @@ def _need(
 
 
 @jit
-def _need_of_copies(write: Any, read: Any, moves: Any, stream: int, guards: int, need: Any) -> None:
+def _need_of_copies(write: Rows, read: Rows, moves: Rows, stream: int, guards: int, need: Rows) -> None:
     for i in range(moves.shape[0]):
         copies, engine = guards & g.COPY_READS_AFTER_COPIES != 0, guards & g.COPY_READS_AFTER_ENGINE != 0
         _need(write, read, moves[i, SOURCE], stream, False, copies, engine, need)
@@ -55,7 +55,7 @@ def _need_of_copies(write: Any, read: Any, moves: Any, stream: int, guards: int,
 
 
 @jit
-def _need_of_accesses(write: Any, read: Any, rows: Any, guards: int, need: Any, waits: Any) -> None:
+def _need_of_accesses(write: Rows, read: Rows, rows: Rows, guards: int, need: Rows, waits: Flags) -> None:
     """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
     wait."""
     for i in range(rows.shape[0]):
@@ -70,20 +70,20 @@ def _need_of_accesses(write: Any, read: Any, rows: Any, guards: int, need: Any, 
 
 
 @jit
-def _need_of_host(write: Any, read: Any, ids: Any, writes: bool, need: Any) -> None:
+def _need_of_host(write: Rows, read: Rows, ids: Rows, writes: bool, need: Rows) -> None:
     for i in range(ids.shape[0]):
         _need(write, read, ids[i], -1, writes, True, True, need)
 
 
 @jit
-def _mark_copies(write: Any, read: Any, moves: Any, stream: int, point: int) -> None:
+def _mark_copies(write: Rows, read: Rows, moves: Rows, stream: int, point: int) -> None:
     for i in range(moves.shape[0]):
         read[moves[i, SOURCE], stream] = point
         write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
 
 
 @jit
-def _survey(rows: Any, done: Any) -> bool:
+def _survey(rows: Rows, done: Flags) -> bool:
     """Mark the streams that have used blocks in ``done`` bool[streams]. Returns whether a stream follows another
     one."""
     follows = False
@@ -96,7 +96,7 @@ def _survey(rows: Any, done: Any) -> bool:
 
 
 @jit
-def _mark_accesses(write: Any, read: Any, rows: Any, points: Any) -> None:
+def _mark_accesses(write: Rows, read: Rows, rows: Rows, points: Rows) -> None:
     for i in range(rows.shape[0]):
         stream = rows[i, 1]
         if rows[i, 0] == WROTE:

@@ -4,12 +4,15 @@ moves."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.core.typing import Context, Signature
 from numpy.typing import NDArray
 
 from kvpool.arrays.layout import BlockLayout
@@ -125,10 +128,10 @@ def _merge(dimensions: list[tuple[int, ...]], run: int) -> tuple[list[tuple[int,
 
 
 @intrinsic(lambda address: None)
-def _prefetch(typingctx: Any, address: Any) -> Any:
+def _prefetch(typingctx: Context, address: types.Type) -> Any:
     """Fetch a cache line. An address that is not mapped does no harm."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         i32 = ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
@@ -142,10 +145,10 @@ def _prefetch(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), LINE))
-def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
+def _stream_line(typingctx: Context, target: types.Type, source: types.Type) -> Any:
     """Copy one cache line with a store that bypasses the caches. The target is a multiple of the line's size."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
         value = builder.load(builder.inttoptr(args[1], line), align=1)
         store = builder.store(value, builder.inttoptr(args[0], line), align=LINE)
@@ -156,10 +159,10 @@ def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic(lambda: None)
-def fence(typingctx: Any) -> Any:
+def fence(typingctx: Context) -> Any:
     """Make streamed lines visible to other threads before any later write."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()
 

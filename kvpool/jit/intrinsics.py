@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.core.typing import Context, Signature
 from numba.np.arrayobj import populate_array
 
 from kvpool.jit import intrinsic
@@ -96,23 +99,23 @@ def _plain_bit_length(value: Any) -> int:
     return int(value).bit_length()
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def _pointer(context: BaseContext, builder: ir.IRBuilder, array_type: types.Type, array: Any, index: Any) -> Any:
     struct = context.make_array(array_type)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, array_type, struct, [index])
 
 
-def _valid(array: Any, index: Any) -> bool:
+def _valid(array: types.Type, index: types.Type) -> bool:
     whole = isinstance(array, types.Array) and array.ndim == 1 and isinstance(array.dtype, types.Integer)
     return whole and isinstance(index, types.Integer)
 
 
 @intrinsic(_plain_load)
-def load(typingctx: Any, array: Any, index: Any) -> Any:
+def load(typingctx: Context, array: types.Type, index: types.Type) -> Any:
     """Atomic read of ``array[index]``."""
     if not _valid(array, index):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         i = context.cast(builder, args[1], signature.args[1], types.intp)
         pointer = _pointer(context, builder, signature.args[0], args[0], i)
         return builder.load_atomic(pointer, "seq_cst", array.dtype.bitwidth // 8)
@@ -121,12 +124,12 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic(_plain_store)
-def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+def store(typingctx: Context, array: types.Type, index: types.Type, value: types.Type) -> Any:
     """Atomic write of ``array[index]``, ordered after all earlier writes of this thread."""
     if not _valid(array, index):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         i = context.cast(builder, args[1], signature.args[1], types.intp)
         pointer = _pointer(context, builder, signature.args[0], args[0], i)
         new = context.cast(builder, args[2], signature.args[2], array.dtype)
@@ -137,12 +140,14 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic(_plain_compare_exchange)
-def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desired: Any) -> Any:
+def compare_exchange(
+    typingctx: Context, array: types.Type, index: types.Type, expected: types.Type, desired: types.Type
+) -> Any:
     """Store ``desired`` if ``array[index] == expected``. Returns whether it did."""
     if not _valid(array, index):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         i = context.cast(builder, args[1], signature.args[1], types.intp)
         pointer = _pointer(context, builder, signature.args[0], args[0], i)
         old = context.cast(builder, args[2], signature.args[2], array.dtype)
@@ -153,7 +158,7 @@ def compare_exchange(typingctx: Any, array: Any, index: Any, expected: Any, desi
 
 
 @intrinsic(_plain_array_at)
-def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
+def array_at(typingctx: Context, address: types.Type, shape: types.Type, dtype: types.Type) -> Any:
     """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``. The caller keeps
     it alive.
 
@@ -163,7 +168,7 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
         return None
     array_type = types.Array(dtype.dtype, shape.count, "C")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         array = context.make_array(array_type)(context, builder)
         dims = [
             context.cast(builder, dim, shape.dtype, types.intp)
@@ -181,12 +186,12 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
 
 
 @intrinsic(_plain_record_at)
-def record_at(typingctx: Any, address: Any, dtype: Any) -> Any:
+def record_at(typingctx: Context, address: types.Type, dtype: types.Type) -> Any:
     """The memory at the integer ``address`` as a reference to one record of ``dtype``. The caller keeps it alive."""
     if not isinstance(address, types.Integer):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         place = context.cast(builder, args[0], signature.args[0], types.intp)
         return builder.inttoptr(place, context.get_value_type(signature.return_type))
 
@@ -194,22 +199,22 @@ def record_at(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 
 @intrinsic(_plain_address_of)
-def address_of(typingctx: Any, array: Any) -> Any:
+def address_of(typingctx: Context, array: types.Type) -> Any:
     """The address of the first element as an int64. Whoever keeps the address keeps the array alive."""
     if not isinstance(array, types.Array):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, ir.IntType(64))
 
     return types.int64(array), codegen
 
 
 @intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))
-def memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
+def memcpy(typingctx: Context, target: types.Type, source: types.Type, nbytes: types.Type) -> Any:
     """libc's memcpy between two addresses."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
         cgutils.raw_memcpy(builder, *pointers, args[2], 1)
         return context.get_dummy_value()
@@ -218,12 +223,12 @@ def memcpy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 
 @intrinsic(_plain_bit_length)
-def bit_length(typingctx: Any, value: Any) -> Any:
+def bit_length(typingctx: Context, value: types.Type) -> Any:
     """The number of bits of a non-negative int64, without leading zeros."""
     if not isinstance(value, types.Integer):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         word = context.cast(builder, args[0], signature.args[0], types.int64)
         return builder.sub(ir.IntType(64)(64), builder.ctlz(word, ir.IntType(1)(0)))
 
@@ -231,12 +236,12 @@ def bit_length(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic(_plain_prefetch)
-def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Any:
     """Begin to load the cache line of ``array[index]``. The index may be any integer: a prefetch cannot fault."""
     if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, types.Integer):
         return None
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
         i = context.cast(builder, args[1], signature.args[1], types.intp)
         struct = context.make_array(signature.args[0])(context, builder, args[0])
         place = builder.bitcast(builder.gep(struct.data, [i]), cgutils.voidptr_t)
