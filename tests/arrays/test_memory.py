@@ -35,11 +35,11 @@ class SmallDevice(CpuDevice):
     def available_bytes(self, tier: str) -> int | None:
         return self.available[tier]
 
-    def allocate(self, nbytes: int, tier: str) -> Any:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
         if tier == self.fail_tier:
             raise MemoryError
         self.allocated.append(tier)
-        return super().allocate(nbytes, tier)
+        return super().allocate(nbytes, tier, shared)
 
     def free(self, array: Any) -> None:
         self.freed += 1

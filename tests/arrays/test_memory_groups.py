@@ -107,10 +107,10 @@ def test_the_sum_of_all_parts_has_to_fit_into_a_tier(tier: str) -> None:
 @pytest.mark.parametrize("fail_at", range(2 * len(PARTS)))
 def test_when_any_allocation_fails_those_before_it_are_given_back(fail_at: int) -> None:
     class Failing(SmallDevice):
-        def allocate(self, nbytes: int, tier: str) -> Any:
+        def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Any:
             if len(self.allocated) == fail_at:
                 raise MemoryError
-            return super().allocate(nbytes, tier)
+            return super().allocate(nbytes, tier, shared)
 
     device = Failing(dict(ROOM))
     with pytest.raises(InsufficientMemory) as caught:

@@ -133,7 +133,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         gpu.mkdir(parents=True)
         (gpu / "numa_node").write_text(f"{node}\n")
     monkeypatch.setattr(
-        "kvpool.device.cuda.cuda_arrays.processors_near", functools.partial(processors_near, sysfs=tmp_path)
+        "kvpool.device.cuda.cuda_memory.processors_near", functools.partial(processors_near, sysfs=tmp_path)
     )
     return usable[:2]
 
