@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,31 @@ def test_wrong_keys_are_named_but_not_shown(wrong: Any) -> None:
         assert "short" not in str(caught.value) and "aaaa" not in str(caught.value)
     with pytest.raises(ValueError, match="clients"):
         ServerKeys(*SERVER, FRIEND[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("door", ["keys", "the secret"])
+def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, door: str) -> None:
+    """ZeroMQ finds nobody who decides about peers, and then lets in none, not all."""
+    there, here = worker(make), worker(make)
+    tokens = stored(there, 4)
+    server_keys, client_keys = (
+        (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])) if door == "keys" else (None, None)
+    )
+    with BlockServer(there.cache, keys=server_keys) as server:
+        with BlockClient(server.endpoint, here.cache, keys=client_keys) as client:
+            assert client.fetch(tokens) == 4, "this client has what opens the door"
+        served, gone = server.stats(), threading.Event()
+
+        def leave() -> None:
+            server._server._zap.unbind("inproc://zeromq.zap.01")
+            gone.set()
+
+        server._server.post(leave)
+        assert gone.wait(20)
+        with BlockClient(server.endpoint, here.cache, keys=client_keys, timeout_ms=400) as client:
+            with pytest.raises((RemoteTimeout, RemoteError)):
+                client.fetch_blocks(here.keys(tokens))
+        assert server.stats().requests == served.requests and server.stats().malformed == 0
 
 
 def test_a_peer_without_the_secret_gets_no_further_than_the_door(make: Make) -> None:

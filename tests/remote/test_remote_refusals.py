@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from relay import Relay
 from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
+from kvpool.remote.endpoints import ClientSecret
 from kvpool.remote.frames import Blocks, Failed, Found, Get, encode
+from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
 from kvpool.remote.session import Session, greeting
 from kvpool.remote.underway import Sending, UnderWay, Waiting
@@ -40,6 +44,28 @@ def test_pools_that_do_not_fit_together_are_refused_with_the_reason(
                 client.fetch(tokens)
             assert caught.value.code == code and caught.value.blocks == 0
         assert here.reusable(tokens) == 0 and server.stats().refused == (0 if code == "secret" else 2)
+
+
+def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) -> None:
+    """The connection has ended for good then: a send that waits for the next one would wait for ever."""
+    there = worker(make)
+    with BlockServer(there.cache) as server, zmq.Context() as context:
+        link = Link(context, server.endpoint, ClientSecret(b"another"), timeout_ms=600_000, frame_bytes=0, messages=1)
+        until(lambda: not link._socket.poll(0, zmq.POLLOUT), "refusal")
+        raised: list[BaseException] = []
+
+        def greet() -> None:
+            try:
+                link.greet()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=greet, daemon=True)
+        thread.start()
+        until(lambda: raised, "end of the greeting")
+        thread.join()
+        link.close()
+    assert isinstance(raised[0], RemoteError) and raised[0].code == "door", raised
 
 
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
