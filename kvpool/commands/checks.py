@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,18 +44,22 @@ def look_at_jit() -> dict[str, Any] | None:
     return {
         "disabled": bool(config.DISABLE_JIT),
         "root": None if root is None else str(root),
-        "used": None if root is None else sum(map(_size, root.rglob("*.nbc"))),
+        "used": None if root is None else _compiled(root),
         "free": None if root is None else shutil.disk_usage(root).free,
         "in_use": keeps(begin),
     }
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        # Another process has replaced the file in the meantime.
-        return 0
+def _compiled(root: Path) -> int:
+    """Bytes of compiled code below a folder. Other processes replace files and remove folders in the meantime: those
+    count nothing."""
+    total = 0
+    for folder, _, names in os.walk(root):  # it passes over a folder that is gone
+        for name in names:
+            if name.endswith(".nbc"):
+                with suppress(OSError):
+                    total += os.stat(os.path.join(folder, name)).st_size
+    return total
 
 
 def look_at_driver(root: Path = Path("/")) -> dict[str, Any]:

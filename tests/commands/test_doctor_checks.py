@@ -123,9 +123,19 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
 ) -> None:
     (tmp_path / "kept.nbc").write_bytes(bytes(100))
     (tmp_path / "gone.nbc").symlink_to(tmp_path / "nowhere")
+    going = tmp_path / "going"
+    going.mkdir()
+    listed = os.scandir
+
+    def scandir(path: str | Path) -> Any:
+        if Path(path) == going:
+            going.rmdir()
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
     monkeypatch.setattr(folders, "cache_root", lambda: tmp_path)
     found = checks.look_at_jit()
-    assert found is not None and found["used"] == 100
+    assert found is not None and found["used"] == 100 and not going.exists()
 
 
 def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:

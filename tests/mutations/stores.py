@@ -60,7 +60,7 @@ MUTATIONS = (
         "fixed + context",
         "fixed",
         "Who finds two prompts with one key of 16 bytes gets the KV of the other one.",
-        ("tests/stores/test_memory.py::TestMemoryStore::test_a_key_that_two_contents_share_is_a_miss_for_the_second",),
+        _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
     ),
     Mutation(
         "rows_of_a_job_that_is_done_are_given_away",

@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "batches_in_any_order",
         "Transfer.drain",
-        "self._enqueued + 1 if in_order else max(self._queue, default=-1)",
-        "max(self._queue, default=-1)",
+        "in_order = self.guards & guards.TICKET_ORDER",
+        "in_order = False",
         "A copy is enqueued before an earlier decision's copy that fills its source.",
         (_race("a_second_admission_between_decision_and_enqueue"),),
     ),
