@@ -13,12 +13,66 @@ from tests.house.counter import ROOT, report, sizes, totals
 
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-LINES = {}
+LINES = {
+    "asv_bench": 590,
+    "asv_bench/benchmarks": 1510,
+    "cuda": 240,
+    "docs": 220,
+    "examples": 1120,
+    "kvpool": 340,
+    "kvpool/arrays": 780,
+    "kvpool/commands": 1180,
+    "kvpool/copying": 520,
+    "kvpool/device": 3920,
+    "kvpool/engines": 1530,
+    "kvpool/entry": 400,
+    "kvpool/hostcache": 910,
+    "kvpool/jit": 610,
+    "kvpool/keepers": 1930,
+    "kvpool/memory": 910,
+    "kvpool/observe": 280,
+    "kvpool/planner": 1150,
+    "kvpool/pool": 2890,
+    "kvpool/publish": 800,
+    "kvpool/remote": 1860,
+    "kvpool/replay": 1980,
+    "kvpool/state": 4640,
+    "kvpool/stores": 3250,
+    "kvpool/tables": 600,
+    "tests": 1660,
+    "tests/arrays": 840,
+    "tests/commands": 670,
+    "tests/copying": 1370,
+    "tests/device": 2510,
+    "tests/emulated": 2370,
+    "tests/engines": 2710,
+    "tests/examples": 340,
+    "tests/golden": 670,
+    "tests/gpu": 1070,
+    "tests/holders": 1150,
+    "tests/hostcache": 1620,
+    "tests/house": 1410,
+    "tests/interop": 970,
+    "tests/kernels": 1290,
+    "tests/model": 2640,
+    "tests/mutations": 3480,
+    "tests/observe": 980,
+    "tests/planner": 630,
+    "tests/publish": 1520,
+    "tests/race": 2760,
+    "tests/remote": 2150,
+    "tests/replay": 1130,
+    "tests/sequences": 3200,
+    "tests/share": 670,
+    "tests/state": 1450,
+    "tests/stores": 8480,
+    "tests/tables": 860,
+}
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 10.0, "tests": 11.2}
+DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 270
-ANY = 0.17
+FILES = 240
+ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
 """Modules of commands are named by their command."""
@@ -81,6 +135,6 @@ def arguments_of(path: Path) -> list[ast.arg]:
 
 def test_few_arguments_may_be_anything() -> None:
     annotated = [argument for path in MODULES for argument in arguments_of(path)]
-    anything = [one for one in annotated if ast.unparse(one.annotation or one) in ("Any", "typing.Any", "object")]
+    anything = [one for one in annotated if ast.unparse(one.annotation or one) in ("Any", "typing.Any")]
     print(f"{len(anything)} of {len(annotated)}")
     assert len(anything) <= ANY * len(annotated)
