@@ -140,8 +140,13 @@ def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Ca
     assert stores[0].calls.count("load") == stores[1].calls.count("load") == 1
 
 
-def test_after_clear_nothing_is_found_that_was_saved_before(make: Callable[..., Engine]) -> None:
-    """As with weights that were replaced while the engine runs."""
+@pytest.mark.parametrize("clears", [True, False], ids=["dropped later", "never dropped"])
+def test_after_clear_nothing_is_found_that_was_saved_before(
+    make: Callable[..., Engine], store: Wrong, clears: bool
+) -> None:
+    """As with weights that were replaced while the engine runs. Not every store can drop what a model has saved."""
+    gate = store.before["clear"] = Gate()
+    store.clears *= clears
     engine = make(retry_seconds=0.0)
     engine.saved(4)
     engine.write(2, first=10)
@@ -149,6 +154,7 @@ def test_after_clear_nothing_is_found_that_was_saved_before(make: Callable[..., 
     engine.keeper.clear()
     assert engine.cache.stats().evictable == 0
     assert engine.ask(4) == [ABSENT] * 4
+    gate.open()
     engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
