@@ -32,7 +32,7 @@ from kvpool.device.kernels.launch import Grid, Launch
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request
-from kvpool.stores import BlockNames, Job, MemoryStore, StoreQueue
+from kvpool.stores import BlockNames, Job, MemoryStore, StoreClient
 from steps import NAMES, arrays
 from tests import debug
 
@@ -201,7 +201,9 @@ class Stored:
         self.store = MemoryStore(64 * 64)
         self.memory = np.arange(8 * 64, dtype=np.uint32).astype(np.uint8).reshape(8, 64)
         self.memory[:] += np.arange(8, dtype=np.uint8)[:, None]
-        self.queue = StoreQueue(self.store, self.memory, WALKED, secret=bytes(32))
+        self.store.secret = bytes(32)
+        self.client = StoreClient(self.store, self.memory, WALKED)
+        self.queue = self.client.queue
         assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(60, returned=True)
 
     def keys(self, *numbers: int) -> Any:
@@ -209,7 +211,9 @@ class Stored:
 
     def picture(self) -> object:
         assert self.queue.drain(60)
-        return self.memory.tobytes(), sorted((key, *block) for key, block in self.store._blocks.items())
+        self.client.poll()
+        kept = sorted((key, *block) for key, block in self.store._blocks.items())
+        return self.memory.tobytes(), kept, self.client.free("load")
 
     def close(self) -> None:
         assert self.queue.close(60)
@@ -222,7 +226,7 @@ class Kept:
         self.cache = HostCache(8, 64, **_clocked())
         tier = HostTier(8, 64, identity=WALKED, memory=np.zeros(8 * 64, np.uint8))
         self.store = MemoryStore(64 * 64)
-        self.store._secret = bytes(32)
+        self.store.secret = bytes(32)
         self.keeper = HostKeeper(self.cache, tier, [self.store])
         self.keeper.publish(self.cache.reserve(_named("stored")).keys)
         assert self.keeper.drain(60)
@@ -420,10 +424,10 @@ def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return lambda scene, given: getattr(getattr(scene, owner), name)(**given)
 
 
-def _jobs(name: str) -> Callable[[Any, dict[str, Any]], Job]:
+def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], Job]:
     """A job of two blocks, in rows that lie behind those that were saved."""
     others = {"rows": [6, 7]} if name in ("load", "save") else {}
-    return lambda scene, given: getattr(scene.queue, name)(**others | given)
+    return lambda scene, given: getattr(getattr(scene, part), name)(**others | given)
 
 
 def _block_keys(scene: Any, given: dict[str, Any]) -> BlockKeys:
@@ -605,7 +609,8 @@ CASES = [
         )
     ),
     *(
-        Case(f"StoreQueue.{name}", Stored, _jobs(name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
+        Case(f"{owner}.{name}", Stored, _jobs(part, name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
+        for owner, part in (("StoreQueue", "queue"), ("StoreClient", "client"))
         for name, rows, forms in (
             ("find", {}, ARRAY),
             ("forget", {}, ARRAY),
@@ -614,16 +619,23 @@ CASES = [
             ("save", {"rows": ([6, 7], [6, FAR])}, ARRAY),
         )
     ),
+    Case(
+        "StoreClient.give_back",
+        Stored,
+        lambda scene, given: (scene.client.give_back(given["rows"]), list(scene.client._free)),
+        {"rows": ([6, 7], [6, 5])},
+        {},
+        ARRAY,
+    ),
     *(Case(f"Keeper.{name}", Saved, _opaque("keeper", name), {"prompt": PROMPT}, TOKENS) for name in KEEPER_VERBS),
     Case("Keeper.forget", Told, _opaque("keeper", "forget"), {"prompt": PROMPT}, TOKENS),
     Case("Keeper.forget", Told, _opaque("keeper", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
-    Case(
-        "BlockNames",
-        Nothing,
-        lambda scene, given: BlockNames(**given).names,
-        {"names": (_named("here", "there"), _named("here", "x"))},
-        {},
-        LIST,
+    *(
+        Case("BlockNames", Nothing, call, {name: (_named("here", "there"), _named("here", "x"))}, {}, LIST)
+        for name, call in (
+            ("names", lambda scene, given: BlockNames(**given).names),
+            ("contexts", lambda scene, given: BlockNames([b"a", b"b"], **given).contexts),
+        )
     ),
     Case(
         "BlockKeys",

@@ -79,7 +79,7 @@ def at_line(number: int, change: Callable[[], None]) -> Iterator[list[int]]:
         # What holds signals back looks at all of them now and then, and what compiles loads now and then: no lines of
         # the call.
         inside = frame.f_code.co_filename.removeprefix(FOLDER)
-        if inside == frame.f_code.co_filename or inside.startswith(("/interrupt.py", "/jit/")):
+        if inside == frame.f_code.co_filename or inside.startswith(("/entry/interrupt.py", "/jit/")):
             return None
         if event == "line":
             if count[0] == number:
@@ -164,7 +164,7 @@ def walk(case: Case, name: str, form: str) -> None:
 
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
-    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|Job|Keeper|Device|Stream|Launcher|SharedTier"
+    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|StoreHealth|Call|Job|Keeper|Device|Stream|Launcher|SharedTier"
     r"|HostTierDescription|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
@@ -189,7 +189,8 @@ IN_PLACE = {
     *("KVCacheManager.target", "KVCacheManager.indptr", "KVCacheManager.indices", "KVCacheManager.last_page_len"),
     *("KVCacheManager.device_memory", "KVCacheManager.host_memory", "KVCacheManager.table"),
     *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
-    *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory", "StoreQueue.memory"),
+    *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
+    *("StoreQueue.memory", "StoreClient.memory"),
     *(f"StepTables.{name}" for name in NAMES),
     "KVCacheManager.operations",  # a list, whose arrays are walked by operation
     "PagedKV.planes",  # tuples, read into tuples of ints
@@ -217,6 +218,7 @@ VERBS = (
     keepers.HostKeeper,
     keepers.Keeper,
     stores.BlockNames,
+    stores.StoreClient,
     stores.StoreQueue,
 )
 """Public classes that callers make, or whose methods they call."""
