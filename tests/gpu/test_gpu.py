@@ -18,6 +18,7 @@ from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
 from kvpool.device.cuda.fragments import Cutter
 from kvpool.device.tables import StagedRows, staged_bytes, write_rows
+from kvpool.memory.pools import MemoryPools
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")
@@ -210,6 +211,7 @@ def test_staged_rows_of_every_size_are_those_of_numpy(
     cupy: Any, rows: int, width: int, columns: int, planes: int
 ) -> None:
     device, random = CudaDevice(), np.random.default_rng(rows)
+    pools = MemoryPools(device, LAYOUT, 1)
     target = cupy.full((planes, rows + 3, columns + 2), 77, np.int32)
     expected, table = target.get(), device.views.table(target[:, :, :columns])
     buffer = device.allocate(staged_bytes(planes, rows, width), "host")
@@ -224,6 +226,7 @@ def test_staged_rows_of_every_size_are_those_of_numpy(
     device.synchronize()
     np.testing.assert_array_equal(target.get(), expected)
     device.free(buffer)
+    pools.close()
     device.close()
 
 
