@@ -606,15 +606,6 @@ def test_a_store_that_does_not_open_closes_the_others(store: Wrong) -> None:
     assert store.calls == ["open", "close"]
 
 
-def test_bad_keys_are_refused_as_by_the_cache(make: Callable[..., Engine]) -> None:
-    engine = make()
-    with pytest.raises(TypeError):
-        engine.keeper.find("text")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="65 bytes"):
-        engine.keeper.lookup([bytes(65)])
-    assert engine.keeper.stats().asked == 0
-
-
 def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gate = make(), Gate()
     engine.saved(3)
@@ -643,13 +634,6 @@ def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> No
         time.sleep(0.001)
     assert engine.keeper.close(60)
     assert engine.cache.stats().pending == 0 and "load" not in store.calls
-
-
-def test_no_key_or_secret_is_in_what_people_read(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.saved(2)
-    text = repr(engine.keeper) + repr(engine.keeper.stats())
-    assert "block 0" not in text and "Secret" not in text
 
 
 # -- everything at once ----------------------------------------------------------------------------------
