@@ -57,7 +57,7 @@ def test_every_rule_with_a_switch_has_a_mutation() -> None:
 
 
 def test_some_mutations_are_killed() -> None:
-    """Of those in the interpreter, since a changed module is compiled anew. ``KVPOOL_MUTATIONS_SEED`` draws others."""
+    """``KVPOOL_MUTATIONS_SEED`` draws others."""
     seed = int(os.environ.get("KVPOOL_MUTATIONS_SEED", "0"))
     print(f"seed {seed}: python -m tests.mutations --sample {SOME} --seed {seed}")
     assert main(["--sample", str(SOME), "--seed", str(seed)]) == 0

@@ -17,12 +17,11 @@ from tests.mutations.mutation import ROOT, Mutation
 
 
 def chosen(names: Sequence[str], every: bool, sample: int, seed: int) -> list[Mutation]:
-    """The mutations that a command line means. Those that need machine code are not drawn: each compiles for a
-    minute."""
+    """The mutations that a command line means."""
     if every:
         return [*MUTATIONS.values()]
-    quick = sorted(name for name, mutation in MUTATIONS.items() if not mutation.compiled)
-    return [MUTATIONS[name] for name in [*names, *random.Random(seed).sample(quick, min(sample, len(quick)))]]
+    drawn = random.Random(seed).sample(sorted(MUTATIONS), min(sample, len(MUTATIONS)))
+    return [MUTATIONS[name] for name in [*names, *drawn]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,12 +48,12 @@ class Bench:
         mutations = list(mutations)
         for path in {self._package.place(mutation).owner.file for mutation in mutations}:
             path.write_text(ast.unparse(self._package.trees[path]), encoding="utf-8")
-        files: dict[tuple[str, bool], set[str]] = {}
+        files: dict[str, set[str]] = {}
         for mutation in mutations:
             for test in mutation.tests:
-                files.setdefault((test.partition("::")[0], mutation.compiled), set()).add(test)
-        for (_, compiled), tests in files.items():
-            failed, said = self.failed(sorted(tests), compiled)
+                files.setdefault(test.partition("::")[0], set()).add(test)
+        for tests in files.values():
+            failed, said = self.failed(sorted(tests))
             if failed:
                 raise RuntimeError(f"without a mutation fail {', '.join(failed)}:\n{said}")
 
@@ -64,12 +64,12 @@ class Bench:
         text = path.read_text(encoding="utf-8")
         path.write_text(changed, encoding="utf-8")
         try:
-            failed, said = self.failed(mutation.tests, mutation.compiled)
+            failed, said = self.failed(mutation.tests)
         finally:
             path.write_text(text, encoding="utf-8")
         return Verdict(mutation, tuple(test for test in mutation.tests if not _names_one_of(test, failed)), said)
 
-    def failed(self, tests: Iterable[str], compiled: bool) -> tuple[list[str], str]:
+    def failed(self, tests: Iterable[str]) -> tuple[list[str], str]:
         """The tests that fail in the copy as it is, and what pytest said; all of them, where the interpreter died or
         hung."""
         seen = self.folder / "witness.json"
@@ -77,7 +77,7 @@ class Bench:
         environment = {
             **os.environ,
             "KVPOOL_WITNESS": str(seen),
-            "NUMBA_DISABLE_JIT": "0" if compiled else "1",
+            "NUMBA_DISABLE_JIT": "1",
             "PYTHONPATH": str(self.folder),
             "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in a second
         }

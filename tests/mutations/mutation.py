@@ -19,7 +19,7 @@ class Mutation(NamedTuple):
     needless parentheses do not matter.
 
     Every one of ``tests``, node ids of pytest, must then fail. They run in the interpreter (NUMBA_DISABLE_JIT), where a
-    changed module costs nothing, unless the mutation is ``compiled``: what only machine code shows.
+    changed module costs nothing.
     """
 
     name: str
@@ -28,7 +28,6 @@ class Mutation(NamedTuple):
     after: str
     harm: str
     tests: tuple[str, ...]
-    compiled: bool = False
 
     def code(self) -> tuple[Nodes, Nodes]:
         """What is replaced, and what replaces it."""
