@@ -466,7 +466,7 @@ class GroupsMachine(PoolMachine):
     several = True
 
 
-EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "60"))
 PoolMachine.TestCase.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),

@@ -19,7 +19,7 @@ MUTATIONS = (
         "Of two holds that are taken at once one is lost, and its block is given away under its holder.",
         (
             (
-                "tests/race/test_interleavings.py::test_every_interleaving_keeps_the_promise[a word gains a reference "
+                "tests/race/test_interleavings.py::test_interleavings_keep_the_promise[a word gains a reference "
                 "and a pin]"
             ),
         ),
@@ -32,7 +32,7 @@ MUTATIONS = (
         "An unpin too many borrows from the references, and a block that is in use looks free.",
         (
             (
-                "tests/race/test_interleavings.py::test_every_interleaving_keeps_the_promise[a word loses its last "
+                "tests/race/test_interleavings.py::test_interleavings_keep_the_promise[a word loses its last "
                 "reference once]"
             ),
         ),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import random
 import re
 import signal
 import sys
@@ -299,11 +300,13 @@ def _child(scene: Scene, schedule: Schedule, writing: int) -> None:
         os._exit(0)
 
 
-def explore(scene: Scene, preemptions: int | None = 1) -> Report:
-    """Run every schedule with at most ``preemptions`` (None: any number), fewest first; stops at the first that fails.
+def explore(scene: Scene, preemptions: int | None = 1, most: int | None = None, seed: int = 0) -> Report:
+    """Run schedules with at most ``preemptions`` (None: any number), fewest first; stops at the first that fails.
 
-    Where a thread ends or waits, each other one that could go on is tried, at no cost.
+    Where a thread ends or waits, each other one that could go on is tried, at no cost. Those with one preemption more
+    are run in an order that ``seed`` draws, since neighbours end alike. After ``most`` schedules (None: all) it ends.
     """
+    draw = random.Random(seed)
     gc.collect()
     gc.freeze()  # so that a fork does not copy what a collection would touch
     level: deque[Schedule] = deque(((thread, None),) for thread in range(len(scene.verbs)))
@@ -311,6 +314,8 @@ def explore(scene: Scene, preemptions: int | None = 1) -> Report:
     while level:
         following: deque[Schedule] = deque()
         while level:
+            if count == most:
+                return Report(count, None, None)
             schedule = level.popleft()
             turns, failure = run(scene, schedule)
             count += 1
@@ -320,6 +325,7 @@ def explore(scene: Scene, preemptions: int | None = 1) -> Report:
             level += _alternatives(schedule, turns)
             if preemptions is None or spent < preemptions:
                 following += _preempted(schedule, turns)
+        draw.shuffle(following)
         level, spent = following, spent + 1
     return Report(count, None, None)
 

@@ -1,7 +1,8 @@
 """Scenes: small pools in which two calls meet, and what must be true afterwards however their lines are interleaved.
 
 ``NUMBA_DISABLE_JIT=1 python -m tests.race.scenes NAME`` (from the root, with it and ``tests`` on the path) explores
-one; ``--without`` takes a guard out, ``--schedule`` runs a single schedule again, as a failure printed it.
+one; ``--without`` takes a guard out, ``--most`` ends after so many schedules, ``--schedule`` runs a single one again,
+as a failure printed it.
 """
 
 from __future__ import annotations
@@ -465,6 +466,8 @@ def main() -> None:
     parser.add_argument("scene", choices=sorted(BUILDS))
     parser.add_argument("--without", help="the guard to take out")
     parser.add_argument("--preemptions", type=int, help="another bound than the scene's own")
+    parser.add_argument("--most", type=int, help="end after so many schedules, of all")
+    parser.add_argument("--seed", type=int, default=0, help="draws their order")
     parser.add_argument("--schedule", help="run this one only")
     args = parser.parse_args()
     if not config.DISABLE_JIT:
@@ -475,7 +478,8 @@ def main() -> None:
         _, failure = run(scene, read_schedule(args.schedule))
         print(failure or "right")
     else:
-        print(json.dumps(explore(scene, bound if args.preemptions is None else args.preemptions)._asdict()))
+        preemptions = bound if args.preemptions is None else args.preemptions
+        print(json.dumps(explore(scene, preemptions, args.most, args.seed)._asdict()))
 
 
 if __name__ == "__main__":

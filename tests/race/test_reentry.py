@@ -59,6 +59,7 @@ def test_a_lease_that_the_collector_closes_anywhere_inside_a_call_harms_nothing(
     before = gc.get_threshold()
     gc.disable()
     try:
+        collected_at(10**6)  # compiles
         ends = [collected_at(threshold) for threshold in range(3, 60, 2)]
     finally:
         gc.set_threshold(*before)
