@@ -13,7 +13,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Event, Part
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
-from kvpool.device.sim.mirror import Mirror
+from kvpool.device.sim.shadow import Mirror
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference

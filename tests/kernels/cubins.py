@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.device.kernels.launch import OPTIONS, cuda_source
+from kvpool.device.launches import OPTIONS, cuda_source
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 

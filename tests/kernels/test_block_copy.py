@@ -9,9 +9,9 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
+from kvpool.device import launches as copies
 from kvpool.device.base import TOKENS
 from kvpool.device.block_copy import make_plan
-from kvpool.device.kernels import launches as copies
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves

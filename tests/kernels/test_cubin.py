@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvpool.device.kernels.launch import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernels
+from kvpool.device.launches import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernels
 from tests.kernels.cubins import ARCHITECTURES, dump
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))

@@ -12,8 +12,8 @@ import kvpool
 from kvpool import PagedKV, gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import StridedArray, as_strided
-from kvpool.device.kernels import launches as copies
-from kvpool.device.kernels.launch import Grid
+from kvpool.device import launches as copies
+from kvpool.device.launches import Grid
 from kvpool.memory import kv_copy
 from tests.device import reference
 from tests.kernels.caches import AXES, Cache, Sizes, aligned, make_cache
