@@ -292,6 +292,7 @@ class Device(ABC):
         The arrays of ``work.Fragments`` and ``work.TokenMoves`` may be changed when this returns. A staging buffer is
         read when the work is done, not before. Until then the caller does not change the buffer, and keeps alive the
         buffer and what is written. Raises DeviceError where the device fails: any part of the work may have been done.
+        Raises ValueError for a device that is not bound.
         """
 
     @abstractmethod

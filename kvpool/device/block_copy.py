@@ -225,22 +225,22 @@ def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-unt
 
 
 @jit
-def _stream_full(source_block, target_block, near_block, far_block, first_run_ahead, plan):  # type: ignore[no-untyped-def]
+def _stream_full(source_block, target_block, near, far, first_run_ahead, plan):  # type: ignore[no-untyped-def]
     """Copy a whole block past the caches. At the same pace, fetch bytes that will be copied later.
 
-    The bytes that are fetched are the runs of `near_block` from `first_run_ahead` on, then the first runs of
-    `far_block`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
+    The bytes that are fetched are the runs of block `near` from `first_run_ahead` on, then the first runs of
+    block `far`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
     nothing.
     """
     source, source_tier = locate(source_block, plan)
     target, target_tier = locate(target_block, plan)
-    ahead, ahead_tier = locate(near_block, plan)
+    ahead, ahead_tier = locate(near, plan)
     ahead += first_run_ahead * ahead_tier.run_stride
     # A long run fetches ahead inside itself. Only near its end does it fetch from another run.
     within = max(0, plan.run_bytes - AHEAD)
     for run in range(plan.runs):
         if run == plan.runs - first_run_ahead:
-            ahead, ahead_tier = locate(far_block, plan)
+            ahead, ahead_tier = locate(far, plan)
         if within > 0:
             stream_run(target, source, source + AHEAD, within)
         stream_run(target + within, source + within, ahead, plan.run_bytes - within)

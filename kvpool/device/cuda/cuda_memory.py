@@ -7,9 +7,9 @@ import os
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +30,6 @@ CHUNK_BYTES = 1 << 30
 """How many bytes are registered at once. Some drivers refuse more, and progress could not be shown."""
 _TOUCHED_BYTES = 64 << 20
 _QUIET_SECONDS = 2
-
-Progress = Callable[[int], object]
 
 
 class Registrar(Protocol):
@@ -134,14 +132,15 @@ class PinnedMemory:
         # This sets the affinity of the calling thread, not of the process.
         stay = partial(os.sched_setaffinity, 0, near) if near else None
         workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
-        with _progress(nbytes) as progress:
+        with _progress(nbytes) as bar:
             try:
                 touched = [workers.submit(self._touch, self.array, start) for start in range(0, nbytes, _TOUCHED_BYTES)]
                 for start in range(0, nbytes, self.chunk_bytes):
                     size = min(self.chunk_bytes, nbytes - start)
                     _wait(touched[start // _TOUCHED_BYTES : -(-(start + size) // _TOUCHED_BYTES)])
                     self._register(base + start, size, nbytes)
-                    progress(size)
+                    if bar is not None:
+                        bar.update(size)
             finally:
                 workers.shutdown(cancel_futures=True)
 
@@ -195,30 +194,15 @@ def limits() -> str:
     return f"locked memory (ulimit -l): {lockable}; left by the system and its control groups: {left}"
 
 
-def _progress(nbytes: int) -> AbstractContextManager[Progress]:
-    """A function to call with the number of bytes that are pinned. It shows them if somebody watches and it takes
-    long."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return nullcontext(lambda count: None)
+def _progress(nbytes: int) -> AbstractContextManager[Any]:
+    """A bar of the bytes that are pinned, for who watches where it takes long. None without tqdm."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return nullcontext(lambda count: None)
-
-    @contextmanager
-    def bar() -> Iterator[Progress]:
-        with tqdm(
-            total=nbytes,
-            desc="pinning host memory",
-            unit="B",
-            unit_scale=True,
-            delay=_QUIET_SECONDS,
-            leave=False,
-            file=sys.stderr,
-        ) as shown:
-            yield shown.update
-
-    return bar()
+        return nullcontext()
+    hidden = sys.stderr is None or not sys.stderr.isatty()
+    told = "pinning host memory"
+    return tqdm(total=nbytes, desc=told, unit="B", unit_scale=True, delay=_QUIET_SECONDS, leave=False, disable=hidden)
 
 
 def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:

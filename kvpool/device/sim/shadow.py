@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,21 +18,22 @@ Piece = tuple[slice, slice, slice]
 """A part of a block: segments, runs of each, bytes of each run."""
 
 _COMPARED_BYTES = 1 << 20
+_NONE = np.empty((0, 2), np.int64)
 
 
 class Mirror:
-    """The pools of one part and its shadow, as views ``[blocks, segments, runs, bytes]``, with the block ids of
-    its region.
+    """The pools of one part and its shadow, as views ``[blocks, segments, runs, bytes]``. Of the block ids of the pool,
+    the region of the part has ``ids``: a range in each tier.
 
     A segment is one layer and plane of a block. A run is what is contiguous in it for the first n tokens, for any n.
     Copies are made on both sides. After other declared writes, the shadow takes the content of the pools. So the two
     sides differ where an undeclared write was made, also in the middle of a copy.
     """
 
-    def __init__(self, part: Part, shadow: Part, device_blocks: int, host_blocks: int) -> None:
+    def __init__(self, part: Part, shadow: Part, ids: tuple[range, range]) -> None:
         layout, self.pools, self._shadows = part.layout, part[1:], shadow[1:]
         self.tokens = layout.tokens_per_block
-        self._layout, self._counts = layout, (device_blocks, host_blocks)
+        self._layout, self._ids = layout, ids
         row = layout.head_dim * layout.itemsize
         self._runs, self._unit = (1, layout.kv_heads * row) if layout.tokens == "NHD" else (layout.kv_heads, row)
         self._segments = layout.layers * layout.planes
@@ -40,7 +41,7 @@ class Mirror:
         self._shadow = self._view(self._shadows)
 
     def _view(self, pools: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        (device, host), (device_blocks, host_blocks) = pools, self._counts
+        (device, host), (device_blocks, host_blocks) = pools, map(len, self._ids)
         inner = (self._runs, self.tokens * self._unit)
         if self._layout.order == "layer_first":
             device = device.reshape(self._segments, device_blocks, *inner).swapaxes(0, 1)
@@ -50,7 +51,15 @@ class Mirror:
 
     def _locate(self, block: int) -> tuple[int, int]:
         """The tier of a block, and its number in the tier."""
-        return (0, block) if block < self._counts[0] else (1, block - self._counts[0])
+        tier = int(block >= self._ids[1].start)
+        return tier, block - self._ids[tier].start
+
+    def _mine(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Of each tier that has some of these blocks: its number, their numbers in it, and which they are."""
+        for tier, ids in enumerate(self._ids):
+            which = (blocks >= ids.start) & (blocks < ids.stop)
+            if which.any():
+                yield tier, blocks[which] - ids.start, which
 
     def pieces(self, tokens: int, chunk_bytes: int, pieces_max: int) -> list[Piece]:
         """Cut the first ``tokens`` tokens of a block into pieces of about ``chunk_bytes`` each, or larger ones where
@@ -78,44 +87,36 @@ class Mirror:
 
     def adopt(self, rows: NDArray[np.int64]) -> None:
         """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
-        ranges = rows[:, 1] * (self.tokens + 1) + rows[:, 2]
-        for part in np.unique(ranges):
-            first, last = divmod(int(part), self.tokens + 1)
-            touched = slice(first * self._unit, last * self._unit)
-            blocks = rows[ranges == part, 0]
-            host = blocks >= self._counts[0]
-            for tier, ids in enumerate((blocks[~host], blocks[host] - self._counts[0])):
-                if len(ids):
-                    self._shadow[tier][ids, :, :, touched] = self._real[tier][ids, :, :, touched]
+        for tier, blocks, which in self._mine(rows[:, 0]):
+            ranges = rows[which, 1] * (self.tokens + 1) + rows[which, 2]
+            for part in np.unique(ranges):
+                first, last = divmod(int(part), self.tokens + 1)
+                touched, ids = slice(first * self._unit, last * self._unit), blocks[ranges == part]
+                self._shadow[tier][ids, :, :, touched] = self._real[tier][ids, :, :, touched]
 
-    def differences(self) -> NDArray[np.int64]:
+    def differences(self) -> list[NDArray[np.int64]]:
         """Rows (block, token) of everything that differs."""
         found = []
         for tier, (real, shadow) in enumerate(zip(self.pools, self._shadows, strict=True)):
             if not np.array_equal(real, shadow):
                 step = max(1, _COMPARED_BYTES // self._layout.block_bytes)
-                found += [self._different(tier, slice(b, b + step)) for b in range(0, self._counts[tier], step)]
-        return np.concatenate(found) if found else np.empty((0, 2), np.int64)
+                places = np.arange(len(self._ids[tier]))
+                found += [self._different(tier, places[b : b + step]) for b in range(0, len(places), step)]
+        return found
 
-    def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def differences_in(self, blocks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows (block, token) of what differs in some blocks."""
-        host = blocks >= self._counts[0]
-        parts = (blocks[~host], blocks[host] - self._counts[0])
-        return np.concatenate([self._different(tier, ids) for tier, ids in enumerate(parts)])
+        return [self._different(tier, places) for tier, places, _ in self._mine(blocks)]
 
-    def _different(self, tier: int, ids: slice | NDArray[np.int64]) -> NDArray[np.int64]:
-        if isinstance(ids, np.ndarray) and not len(ids):
-            return np.empty((0, 2), np.int64)
-        changed = (self._real[tier][ids] != self._shadow[tier][ids]).any(axis=(1, 2))
-        if not changed.any():
-            return np.empty((0, 2), np.int64)
+    def _different(self, tier: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        changed = (self._real[tier][places] != self._shadow[tier][places]).any(axis=(1, 2))
         found = np.argwhere(changed.reshape(len(changed), self.tokens, self._unit).any(axis=2))
-        found[:, 0] = np.arange(self._counts[tier])[ids][found[:, 0]] + tier * self._counts[0]
+        found[:, 0] = places[found[:, 0]] + self._ids[tier].start
         return found
 
 
 class Mirrors:
-    """The mirrors of all parts of all regions, with the block ids of the pool."""
+    """The mirrors of all parts of all regions."""
 
     def __init__(self, regions: Regions) -> None:
         self.regions, self.nbytes = regions, sum(pool.nbytes for pool in regions.pools)
@@ -126,10 +127,13 @@ class Mirrors:
             for region in regions.all
         ]
         self.real, self._shadow = HostPool(regions), HostPool(Regions(shadows))
-        self._mirrors = [
-            [Mirror(*parts, *region[1:]) for parts in zip(region.parts, shadow.parts, strict=True)]
-            for region, shadow in zip(regions.all, shadows, strict=True)
-        ]
+        self._mirrors: list[list[Mirror]] = []
+        for number, (region, shadow) in enumerate(zip(regions.all, shadows, strict=True)):
+            device, host = regions.pool_ids.first(number)
+            ids = range(device, device + region.device_blocks), range(host, host + region.host_blocks)
+            pairs = zip(region.parts, shadow.parts, strict=True)
+            self._mirrors.append([Mirror(*parts, ids) for parts in pairs])
+        self._all = [mirror for mirrors in self._mirrors for mirror in mirrors]
 
     def copy(self, moves: NDArray[np.int64]) -> None:
         """Make whole moves, on both sides."""
@@ -139,9 +143,8 @@ class Mirrors:
     def torn(self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int) -> list[Callable[[], None]]:
         """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
         any order."""
-        ((region, rows),) = self.regions.split(move[None])
-        source, target, tokens, _ = rows[0].tolist()
-        mirrors = self._mirrors[region]
+        source, target, tokens, _ = move.tolist()
+        mirrors = self._mirrors[int(self.regions.pool_ids.place(move[:1])[0][0])]
         pieces_max = max(1, pieces_max // len(mirrors))
         return [
             partial(mirror.copy_piece, source, target, piece)
@@ -151,41 +154,16 @@ class Mirrors:
 
     def adopt(self, rows: NDArray[np.int64]) -> None:
         """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
-        for region, local in self._by_region(rows):
-            for mirror in self._mirrors[region]:
-                mirror.adopt(local)
+        for mirror in self._all:
+            mirror.adopt(rows)
 
     def differences(self) -> NDArray[np.int64]:
         """Rows (block, token) of everything that differs."""
-        return self._joined(
-            (region, mirror.differences()) for region, mirrors in enumerate(self._mirrors) for mirror in mirrors
-        )
+        return np.concatenate([_NONE, *(rows for mirror in self._all for rows in mirror.differences())])
 
     def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows (block, token) of what differs in some blocks."""
-        parts = self._by_region(blocks[:, None])
-        return self._joined(
-            (region, mirror.differences_in(rows[:, 0])) for region, rows in parts for mirror in self._mirrors[region]
-        )
-
-    def _by_region(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The rows of each region that has any, with the ids of the region in the first column."""
-        if len(self._mirrors) == 1:
-            yield 0, rows
-            return
-        regions, blocks = self.regions.pool_ids.place(rows[:, 0])
-        for region in np.unique(regions).tolist():
-            mine = regions == region
-            yield region, np.column_stack([blocks[mine], rows[mine, 1:]])
-
-    def _joined(self, found: Iterable[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-        """The differences that the mirrors of all regions found, with the block ids of the pool."""
-        rows = [
-            np.column_stack([self.regions.pool_ids.of(region, cells[:, 0]), cells[:, 1]])
-            for region, cells in found
-            if len(cells)
-        ]
-        return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)
+        return np.concatenate([_NONE, *(rows for mirror in self._all for rows in mirror.differences_in(blocks))])
 
 
 class _Watched(NamedTuple):
