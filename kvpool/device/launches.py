@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.device.base import TICKET, TOKENS
 from kvpool.device.block_copy import PIECE_BYTES, PLAN_FIELDS, CopyPlan, cuda_plan
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, TokenMoves, staged_arrays
 
@@ -133,6 +134,7 @@ _KV_IN_FLIGHT, _WARP = 4, 32
 _UNITS_PER_THREAD = 4
 _MOVE_BYTES = 16
 _COUNT_MAX = 2**31 - 1
+RUN_BYTES_MAX = 2**32
 
 
 class KvPlane(NamedTuple):
@@ -265,13 +267,12 @@ def _digits(step: int, tokens: int, heads: int, words: int) -> tuple[int, int, i
     return chunk, token, head, word
 
 
-def move_table(moves: Int64s) -> npt.NDArray[np.uint32]:
-    """Moves int64[n, 4] in the form that the kernel reads, a row in one load of 16 bytes. The moves are as in
-    ``Device.copy_blocks`` and have been checked.
-
-    The ticket is cut to some bits. The kernel does not read it.
-    """
-    return moves.astype(np.uint32)
+def move_table(moves: Int64s, plan: CopyPlan) -> npt.NDArray[np.uint32]:
+    """Moves int64[n, 4], as in ``Device.copy_blocks``, in the form that the kernel reads, a row in one load: source,
+    target, tokens and the bytes of a run, which are fewer than ``RUN_BYTES_MAX``."""
+    rows, tokens = moves.astype(np.uint32), moves[:, TOKENS]
+    rows[:, TICKET] = np.where(tokens == plan.block_tokens, plan.run_bytes, tokens * plan.token_bytes)
+    return rows
 
 
 def block_copies(

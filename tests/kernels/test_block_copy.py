@@ -26,7 +26,7 @@ def copy_by_kernel(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher
     layout = pools.layout
     plan = make_plan(layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
     whole = bool((moves[:, TOKENS] == layout.tokens_per_block).all())
-    with launcher.uploaded(copies.move_table(moves), 0, host=True) as address:
+    with launcher.uploaded(copies.move_table(moves, plan), 0, host=True) as address:
         for launch in copies.block_copies(
             plan, address, len(moves), whole=whole, host=True, grid=launcher.grid, chosen=chosen
         ):

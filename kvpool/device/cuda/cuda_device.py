@@ -55,7 +55,7 @@ from kvpool.device.cuda.runtime import (
     stream_exists,
     usable_stream,
 )
-from kvpool.device.launches import Launch, block_copies, move_table, stage_rows, token_moves
+from kvpool.device.launches import RUN_BYTES_MAX, Launch, block_copies, move_table, stage_rows, token_moves
 from kvpool.device.main_memory import ALIGNMENT, GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
@@ -241,7 +241,8 @@ class CudaDevice(Device):
         # Allocated now, since a decision that has been made cannot be enqueued without them.
         for source in _NEEDED:
             self._launcher.load(source)
-        self._kernels = self._have_kernels()
+        short = all(cutter.plan.run_bytes < RUN_BYTES_MAX for of_region in cutters for cutter in of_region)
+        self._kernels = short and self._have_kernels()
         self._bound = _CutPool(found, cutters)
 
     def _cutter(self, part: Part, region: Region) -> Cutter:
@@ -292,7 +293,7 @@ class CudaDevice(Device):
 
     def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         whole, host = bool((moves[:, TOKENS] == cutter.plan.block_tokens).all()), direction != WITHIN
-        with self._launcher.uploaded(move_table(moves), stream, host=host) as address:
+        with self._launcher.uploaded(move_table(moves, cutter.plan), stream, host=host) as address:
             for launch in block_copies(
                 cutter.plan, address, len(moves), whole=whole, host=host, grid=self._launcher.grid
             ):
