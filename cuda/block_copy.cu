@@ -15,7 +15,9 @@ struct BlockCopy {
     Int moves, count, pieces;
 };
 
-// A row of the table: one load of 16 bytes, the same one in all threads of a warp. Ids and tokens are not negative.
+// A row of the table (source, target, tokens, bytes of a run): one load of 16 bytes, the same one in all threads of a
+// warp. Each word of it is used. The compiler would give the register of an unused one to other values, and these would
+// wait for the load of the next row.
 __device__ __forceinline__ uint4 load_move(const BlockCopy& copy, unsigned item) {
     return __ldg(reinterpret_cast<const uint4*>(copy.moves) + item / (unsigned)copy.pieces);
 }
@@ -24,7 +26,7 @@ template <class Word>
 __device__ __forceinline__ void copy_piece(const Plan& copy, const uint4& move, unsigned piece) {
     const Int source = move.x, target = move.y, tokens = move.z;
     const bool whole = tokens == copy.block_tokens;
-    const Int run_bytes = whole ? copy.run_bytes : tokens * copy.token_bytes;
+    const Int run_bytes = move.w;
     const unsigned cuts = (unsigned)((run_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
     const unsigned run = piece / cuts, inner = (unsigned)copy.inner;
     if (run >= (whole ? copy.runs : copy.outer * copy.inner)) return;

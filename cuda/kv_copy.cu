@@ -62,16 +62,17 @@ template <class Word> __device__ __forceinline__ void copy_plane(const KvCopy& c
     Int paged = LEFT_OUT, staging = 0;
     while (at.chunk * each < layers) {
         Position place[IN_FLIGHT];
-        Int slot[IN_FLIGHT], target[IN_FLIGHT];
+        unsigned slot[IN_FLIGHT], high[IN_FLIGHT];  // the words of a slot as they lie in memory; an int32 has one
+        Int target[IN_FLIGHT];
         Word word[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             place[i] = at;
-            slot[i] = -1;
+            slot[i] = ~0u;
             if (at.layer == 0 && at.chunk * each < layers) {
                 const Int address = copy.slots + (Int)at.token * copy.slot_bytes;
-                slot[i] = copy.slot_bytes == 8 ? __ldg(reinterpret_cast<const Int*>(address))
-                                               : __ldg(reinterpret_cast<const int*>(address));
+                slot[i] = __ldg(reinterpret_cast<const unsigned*>(address));
+                if (copy.slot_bytes == 8) high[i] = __ldg(reinterpret_cast<const unsigned*>(address) + 1);
             }
             advance(at, plane, tokens, layers);
         }
@@ -80,9 +81,11 @@ template <class Word> __device__ __forceinline__ void copy_plane(const KvCopy& c
             if (place[i].layer == 0) {
                 paged = LEFT_OUT;
                 // Negative slots are skipped, and so are those past the end, which the host could not see.
-                if ((unsigned long long)slot[i] < (unsigned long long)copy.slot_end) {
-                    const unsigned block = (unsigned)slot[i] / (unsigned)copy.tokens_per_block;
-                    const unsigned token = (unsigned)slot[i] % (unsigned)copy.tokens_per_block;
+                // An int32 is widened here, behind all loads: widened at its load, it would hold up the next one.
+                const unsigned above = copy.slot_bytes == 8 ? high[i] : slot[i] >> 31;
+                if (slot[i] < copy.slot_end && above == 0) {
+                    const unsigned block = slot[i] / (unsigned)copy.tokens_per_block;
+                    const unsigned token = slot[i] % (unsigned)copy.tokens_per_block;
                     const Int inside = (Int)place[i].word * (Int)sizeof(Word);
                     paged = block * plane.block_stride + token * plane.token_stride +
                             place[i].head * plane.head_stride + inside;

@@ -28,7 +28,7 @@ from kvpool import (
 from kvpool import operations as op
 from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.kernels.launch import Grid, Launch
+from kvpool.device.launches import Grid, Launch
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.distances import StackDistances
 from kvpool.replay.tokens import Request

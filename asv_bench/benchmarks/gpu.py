@@ -17,7 +17,7 @@ from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
 from kvpool.device.cuda.calibration import DIRECTIONS, OFFLOAD, ONBOARD, PATHS
 from kvpool.device.cuda.cuda_device import CudaDevice, unusable
-from kvpool.device.cuda.pinned import CHUNK_BYTES
+from kvpool.device.cuda.cuda_memory import CHUNK_BYTES
 from kvpool.memory.kv_copy import gather_kv, scatter_kv
 from kvpool.memory.pools import MemoryPools
 

@@ -116,7 +116,7 @@ def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | No
     """The device that "auto" chooses, and why; why there is no cuda device; the GPUs; available bytes of memory."""
     from kvpool.device import automatic
     from kvpool.device.cuda import describe_gpus, unusable
-    from kvpool.device.ram import available_ram
+    from kvpool.device.main_memory import available_ram
 
     missing = unusable()
     chosen: str | None = None

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.arrays import dlpack
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import StridedArray
-from kvpool.device.views import HostViews
+from kvpool.device.main_memory import GpuMemory, MainMemory, handle_of
+from kvpool.device.work import StepTargets, Table, host_table
 from kvpool.errors import DeviceError
 
 if TYPE_CHECKING:
     from kvpool.device.work import Work
 
+
+Item = TypeVar("Item")
 TIERS = ("device", "host")
 STAGING = "staging"
 BOUND_ALREADY = "device: already bound to a pool; every pool needs a device of its own"
 NOT_BOUND = "device: not bound to a pool"
-ALIGNMENT = 4096
-"""In bytes. Every allocation starts at a multiple of it, so that a block of whole pages lies on whole pages."""
 
 SOURCE, TARGET, TOKENS, TICKET = range(4)
 """Columns of a batch of moves."""
@@ -63,6 +66,60 @@ class StreamGone(DeviceError):
     """A stream was destroyed by its owner. Its work goes on; no more comes on it."""
 
 
+class Retired(Generic[Item]):
+    """Items by the stream that uses them, oldest first. The order of two streams is not known.
+
+    ``query`` says whether an event is complete. If it raises, the exception goes on to the caller, and no item is
+    forgotten. Not thread-safe.
+    """
+
+    def __init__(self, query: Callable[[Any], bool]) -> None:
+        self._query = query
+        self._streams: dict[int, deque[tuple[Any, Item]]] = {}
+
+    def add(self, stream: int, event: Any, item: Item) -> None:
+        """Add an item that is in use until ``event``. The event is later than those of all earlier items of that
+        stream."""
+        self._streams.setdefault(stream, deque()).append((event, item))
+
+    def reclaim(self) -> Iterator[Item]:
+        """Forget the items whose events are complete, and yield each. Iterate to the end."""
+        for stream, items in list(self._streams.items()):
+            while items and self._query(items[0][0]):
+                yield items.popleft()[1]
+            if not items:
+                del self._streams[stream]
+
+    def count(self, stream: int) -> int:
+        """How many items of a stream are not forgotten yet."""
+        return len(self._streams.get(stream, ()))
+
+    def oldest(self, stream: int) -> Any:
+        """The event of the first item of a stream. There is at least one."""
+        return self._streams[stream][0][0]
+
+    def pending(self) -> int:
+        """How many items are in use now. Changes nothing, so that a signal handler may ask in the middle of a
+        change."""
+        found = 0
+        for items in list(self._streams.values()):
+            events = [event for event, _ in list(items)]
+            while events and self._query(events[0]):
+                del events[0]
+            found += len(events)
+        return found
+
+    def __iter__(self) -> Iterator[tuple[Any, Item]]:
+        for items in list(self._streams.values()):
+            yield from list(items)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._streams.values()))
+
+    def clear(self) -> None:
+        self._streams.clear()
+
+
 class Part(NamedTuple):
     """Memory of some layers of a region. Both tiers have the same ``layout`` and are given as flat bytes."""
 
@@ -89,6 +146,46 @@ class Region(NamedTuple):
     @property
     def tokens_per_block(self) -> int:
         return self.parts[0].layout.tokens_per_block
+
+
+class HostViews:
+    """Views of a device whose tiers are main memory. Devices with memory of their own replace what differs.
+    Thread-safe."""
+
+    places = {"device": (dlpack.CPU, 0), "host": (dlpack.CPU, 0)}
+    """Where a tier is, in the terms of DLPack: the type of the device, and its index."""
+
+    def array(self, memory: StridedArray) -> Any:
+        """The same elements as an array of the type that ``Device.allocate`` returns for that memory. The array keeps
+        ``owner`` alive."""
+        return memory.host_view()
+
+    def pinned(self, memory: StridedArray) -> Any:
+        """Pinned memory of this device, bytes without gaps, as an object of the device's own package. It keeps
+        ``owner`` alive. Raises TypeError for a device that has none."""
+        raise TypeError("this device has no pinned memory")
+
+    def handle(self, array: Any, tier: str) -> MainMemory | GpuMemory:
+        """The handle by which another process opens memory of a tier. Raises DeviceError, and ValueError for memory
+        that no other process can open."""
+        return handle_of(array)
+
+    def table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
+        """The memory that a public call names by its argument ``name``: integers of ``itemsize`` bytes,
+        [..., rows, columns], that the device can write.
+
+        The elements of a row follow each other without gaps. A ``vector`` is [n] without gaps; n may be 0. Raises
+        TypeError or ValueError, which name the argument, for anything else.
+        """
+        return host_table(target, name, vector, itemsize)
+
+    def step(self, arrays: Any) -> StepTargets:
+        """The memory that a public call names by ``arrays``, a ``StepTables``; attributes that are None are left out.
+
+        Also loads the kernel that will write it. Raises DeviceError, and the errors of ``table``.
+        """
+        found: StepTargets = arrays.targets(host_table)
+        return found
 
 
 class Device(ABC):
@@ -195,6 +292,7 @@ class Device(ABC):
         The arrays of ``work.Fragments`` and ``work.TokenMoves`` may be changed when this returns. A staging buffer is
         read when the work is done, not before. Until then the caller does not change the buffer, and keeps alive the
         buffer and what is written. Raises DeviceError where the device fails: any part of the work may have been done.
+        Raises ValueError for a device that is not bound.
         """
 
     @abstractmethod

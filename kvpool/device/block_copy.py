@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
+from kvpool.device.regions import Regions
+from kvpool.device.work import TokenMoves
 from kvpool.jit import intrinsic, jit
 from kvpool.jit.intrinsics import memcpy
 
@@ -223,22 +225,22 @@ def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-unt
 
 
 @jit
-def _stream_full(source_block, target_block, near_block, far_block, first_run_ahead, plan):  # type: ignore[no-untyped-def]
+def _stream_full(source_block, target_block, near, far, first_run_ahead, plan):  # type: ignore[no-untyped-def]
     """Copy a whole block past the caches. At the same pace, fetch bytes that will be copied later.
 
-    The bytes that are fetched are the runs of `near_block` from `first_run_ahead` on, then the first runs of
-    `far_block`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
+    The bytes that are fetched are the runs of block `near` from `first_run_ahead` on, then the first runs of
+    block `far`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
     nothing.
     """
     source, source_tier = locate(source_block, plan)
     target, target_tier = locate(target_block, plan)
-    ahead, ahead_tier = locate(near_block, plan)
+    ahead, ahead_tier = locate(near, plan)
     ahead += first_run_ahead * ahead_tier.run_stride
     # A long run fetches ahead inside itself. Only near its end does it fetch from another run.
     within = max(0, plan.run_bytes - AHEAD)
     for run in range(plan.runs):
         if run == plan.runs - first_run_ahead:
-            ahead, ahead_tier = locate(far_block, plan)
+            ahead, ahead_tier = locate(far, plan)
         if within > 0:
             stream_run(target, source, source + AHEAD, within)
         stream_run(target + within, source + within, ahead, plan.run_bytes - within)
@@ -311,3 +313,38 @@ def _token(slot, plan):  # type: ignore[no-untyped-def]
     """The address of a token of the device tier."""
     block, token = slot // plan.block_tokens, slot % plan.block_tokens
     return plan.device.base + block * plan.device.block_stride + token * plan.token_bytes
+
+
+Int64s = NDArray[np.int64]
+
+
+class HostPool:
+    """The memory of ``regions``, which this keeps alive: a copy gets addresses only. Several threads may copy."""
+
+    def __init__(self, regions: Regions) -> None:
+        self.regions = regions
+        self._plans = [
+            [make_plan(*part, region.device_blocks, region.host_blocks).vector() for part in region.parts]
+            for region in regions.all
+        ]
+        self._streaming = sum(pool.nbytes for pool in regions.pools) > CACHED_BYTES_MAX
+        self._only = self._plans[0][0] if len(self._plans) == len(self._plans[0]) == 1 else None
+
+    def planned(self, moves: Int64s) -> list[tuple[Int64s, Int64s]]:
+        """The moves of each part of each region, and the vector of its plan, for ``copy_moves``."""
+        if self._only is not None:
+            return [(moves, self._only)]
+        return [(rows, plan) for region, rows in self.regions.split(moves) for plan in self._plans[region]]
+
+    def copy_blocks(self, moves: Int64s) -> None:
+        """Make moves, as in ``Device.copy_blocks``."""
+        for rows, plan in self.planned(moves):
+            copy_moves(rows, plan)
+
+    def copy_fragments(self, rows: Int64s) -> None:
+        copy_fragments(rows, self._streaming)
+
+    def move_tokens(self, work: TokenMoves) -> None:
+        for region, found in work.by_region(self.regions):
+            for plan in self._plans[region]:
+                move_tokens(found.moves, plan)

@@ -19,12 +19,10 @@ from kvpool.device.base import (
     Region,
     Stream,
     stream_argument,
-)  # fmt: skip
-from kvpool.device.block_copy import copy_moves
-from kvpool.device.host_pool import HostPool
-from kvpool.device.ram import allocate_ram, available_ram
+)
+from kvpool.device.block_copy import HostPool, copy_moves
+from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import Regions
-from kvpool.device.shared import allocate_shared, free_shared
 from kvpool.device.work import Work
 from kvpool.errors import PoolClosed
 

@@ -1,19 +1,425 @@
-"""Work: what ``Device.enqueue`` takes. Staged tables are in ``tables`` and ``steps``; what concerns blocks is here."""
+"""Work: what ``Device.enqueue`` takes. Each record has ``run``, which does it at once in main memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.regions import Regions
-from kvpool.device.steps import StagedStep
-from kvpool.device.tables import StagedRows, StagedVectors
+from kvpool.arrays.strided import in_numpy
+from kvpool.jit import jit
+from kvpool.jit.intrinsics import array_at
 
 if TYPE_CHECKING:
-    from kvpool.device.host_pool import HostPool
+    from kvpool.device.block_copy import HostPool
+    from kvpool.device.regions import Regions
+
+
+START, SCALE, OFFSET = range(3)
+"""Columns of the planes of a hand-over."""
+
+
+class Table(NamedTuple):
+    """int32[..., rows, columns], or int32[n] (a *vector*), that a device can write.
+
+    ``address`` and ``strides`` are in bytes. ``owner`` keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    owner: Any
+
+    def starts(self) -> list[int]:
+        """The first byte of each plane, counted from the address. A plane is one index of the dimensions before the
+        rows."""
+        places = product(*map(range, self.shape[:-2]))
+        return [sum(i * step for i, step in zip(place, self.strides, strict=False)) for place in places]
+
+
+class StagedRows(NamedTuple):
+    """Rows of block ids on their way into ``table``, in one buffer of the host tier that belongs to this hand-over
+    alone. It fits the table.
+
+    ``buffer`` uint8 is memory of ``Device.allocate``, and ``address`` its first byte. From there on it holds, in this
+    order:
+
+    - int32[rows, width]: the ids, -1 where there is no block, padded to a multiple of 8 bytes;
+    - int64[rows]: for each row of ids the row of the table that it is for, all different;
+    - int64[planes, 3]: for each plane of the table its first byte, counted from the table's address, its scale and its
+      offset.
+
+    In these rows of the table, the columns [width, columns) become -1. ``planes``, ``rows`` and ``columns`` are at
+    least 1. ``width`` may be 0.
+    """
+
+    table: Table
+    buffer: NDArray[np.uint8]
+    address: int
+    planes: int
+    rows: int
+    width: int
+    columns: int
+
+    def run(self, pool: object = None) -> None:
+        """Write them, on the CPU."""
+        write_rows(*self[2:], self.table.address, self.table.strides[-2])
+
+    def written(self) -> list[Table]:
+        """What the device will write."""
+        return [self.table]
+
+    def check(self) -> None:
+        """For devices that look for races, where a buffer that was reused too early may hold anything. Raises
+        ValueError for a write outside the table."""
+        _, rows, planes = staged_arrays(self)
+        starts, shape = planes[:, START], self.table.shape
+        inside = (rows >= 0).all() and (rows < shape[-2]).all() and self.columns <= shape[-1]
+        if not inside or not np.isin(starts, self.table.starts()).all():
+            raise ValueError(
+                f"staged: rows {rows[:8]} in planes at {starts[:8]} are not all in a table of shape {list(shape)}"
+            )
+
+
+@jit(inline="always")
+def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
+    """Ids, rows and planes in the buffer at ``address``."""
+    behind_ids = address + (4 * rows * width + 7) // 8 * 8
+    return (
+        array_at(address, (rows, width), np.int32),
+        array_at(behind_ids, (rows,), np.int64),
+        array_at(behind_ids + 8 * rows, (planes, 3), np.int64),
+    )
+
+
+@jit
+def staged_bytes(planes: int, rows: int, width: int) -> int:
+    """The bytes of ids, rows and planes in the buffer."""
+    return (4 * rows * width + 7) // 8 * 8 + 8 * rows + 24 * planes
+
+
+def staged_arrays(staged: StagedRows) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Ids, rows and planes of a hand-over, as views of its buffer."""
+    ids = 4 * staged.rows * staged.width
+    numbers = staged.buffer[(ids + 7) // 8 * 8 : staged_bytes(*staged[3:6])].view(np.int64)
+    rows, planes = numbers[: staged.rows], numbers[staged.rows :].reshape(staged.planes, 3)
+    return staged.buffer[:ids].view(np.int32).reshape(staged.rows, staged.width), rows, planes
+
+
+@jit
+def write_rows(address: int, planes: int, rows: int, width: int, columns: int, table: int, row_stride: int) -> None:
+    """Write the rows of a hand-over: ``table[plane, row, column] = id * scale + offset``, or -1 where there is no id.
+
+    ``address`` and ``table`` are addresses; ``row_stride`` is in bytes.
+    """
+    ids, row, plane = staged_views(address, planes, rows, width)
+    for p in range(planes):
+        scale, offset = plane[p, SCALE], plane[p, OFFSET]
+        for i in range(rows):
+            target = array_at(table + plane[p, START] + row[i] * row_stride, (columns,), np.int32)
+            for j in range(width):
+                target[j] = ids[i, j] * scale + offset if ids[i, j] >= 0 else -1
+            for j in range(width, columns):
+                target[j] = -1
+
+
+class StagedVectors(NamedTuple):
+    """Numbers on their way into vectors, in one buffer of the host tier that belongs to this hand-over alone.
+
+    ``buffer`` and ``address`` are as in ``StagedRows``. ``pieces`` are (vector, first byte in the buffer, bytes). Each
+    is written to the start of its vector; none is empty.
+    """
+
+    buffer: NDArray[np.uint8]
+    address: int
+    pieces: list[tuple[Table, int, int]]
+
+    def run(self, pool: object = None) -> None:
+        """Write them, on the CPU."""
+        for vector, first, nbytes in self.pieces:
+            ctypes.memmove(vector.address, self.address + first, nbytes)
+
+    def written(self) -> list[Table]:
+        """What the device will write."""
+        return [vector for vector, _, _ in self.pieces]
+
+    def check(self) -> None:
+        """The pieces are in no buffer, so there is nothing to check."""
+
+
+def make_table(
+    name: str,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    owner: Any,
+    vector: bool,
+    itemsize: int,
+) -> Table:
+    """Memory of integers of ``itemsize`` bytes as a table. Raises ValueError for a ``shape`` and ``strides`` (bytes)
+    whose rows cannot be written."""
+    wrong = _wrong(shape, strides, vector, itemsize)
+    if wrong:
+        raise ValueError(f"{name} has {wrong}")
+    if address % itemsize:
+        raise ValueError(f"{name} is at {address:#x}: accepted is a multiple of {itemsize}")
+    return Table(address, shape, strides, owner)
+
+
+@lru_cache(maxsize=256)
+def _wrong(shape: tuple[int, ...], strides: tuple[int, ...], vector: bool, itemsize: int) -> str:
+    """Why rows cannot be written so, or an empty string. Cached, since an engine hands over to the same few targets at
+    every step."""
+    if vector and len(shape) != 1:
+        return f"shape {shape}: accepted is one dimension"
+    if not vector and (len(shape) < 2 or 0 in shape):
+        return f"shape {shape}: accepted is [..., rows, columns], with one of each at least"
+    if strides[-1] != itemsize and shape[-1] > 1:
+        what = "elements" if vector else "columns"
+        return f"strides {strides}: accepted are {what} that follow each other, {itemsize} bytes apart"
+    end = itemsize
+    for stride, count in sorted(zip(strides, shape, strict=True)):
+        if count > 1 and (stride < end or stride % itemsize):
+            return f"shape {shape} and strides {strides}: accepted are elements that do not overlap, in rising order"
+        end += (count - 1) * stride
+    return ""
+
+
+def host_table(target: Any, name: str, vector: bool = False, itemsize: int = 4) -> Table:
+    """An array in main memory as a table, for devices whose memory NumPy reaches. Raises TypeError or ValueError."""
+    target = in_numpy(name, target)
+    # The view has its own type and shape, which nobody else changes.
+    view = np.asarray(target)[...] if isinstance(target, np.ndarray) else None
+    if view is None or view.dtype != (np.int32 if itemsize == 4 else np.int64):
+        found = type(target).__name__ if view is None else view.dtype
+        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array, not {found}")
+    address, read_only = view.__array_interface__["data"]
+    if read_only:
+        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    return make_table(name, address, view.shape, view.strides, target, vector, itemsize)
+
+
+STORED, HOLES, LENGTH, QUERY = range(4)
+"""Columns of the numbers of a step."""
+SLOT_MAPPING, SEQ_LENS, QUERY_START_LOC, LAST_PAGE_LEN, TABLE, INDPTR, INDICES, ROW_STRIDE, COLUMNS = range(9)
+"""The entries of ``StepTargets.places``: an address for each target, 0 where it is not wanted; then the bytes from one
+row of the dense table to the next, and its columns."""
+_INT32_MAX = 2**31 - 1
+
+
+NAMES = ("slot_mapping", "seq_lens", "query_start_loc", "last_page_len", "table", "indptr", "indices")
+_MORE = {"seq_lens": 0, "query_start_loc": 1, "last_page_len": 0, "table": 0, "indptr": 1}
+"""How many entries a vector has beyond one for each sequence."""
+
+AsTable = Callable[[Any, str, bool, int], Table]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTargets:
+    """Memory that a device can write for the tables of a step. See ``tables.steps.StepTables``."""
+
+    tables: dict[str, Table]
+    """The wanted tables by name."""
+    places: NDArray[np.int64]
+    """Where they lie, for ``write_step``: int64[9]."""
+    limits: NDArray[np.int64]
+    """The most tokens, columns and blocks that fit: int64[3]."""
+    rows: int
+    """The most sequences that fit."""
+
+    @classmethod
+    def of(cls, arrays: Any, as_table: AsTable) -> StepTargets:
+        """The targets that a public call names: attributes of ``arrays``, each of which may be None.
+
+        ``as_table``: ``host_table``, or the device's own function of that kind. Raises TypeError or ValueError, which
+        name the array, for an array that cannot be written in this way, and for arrays that share memory.
+        """
+        given = {name: getattr(arrays, name) for name in NAMES}
+        tables = {
+            name: as_table(array, name, name != "table", _itemsize(name))
+            for name, array in given.items()
+            if array is not None
+        }
+        table = tables.get("table")
+        if table is not None and len(table.shape) != 2:
+            raise ValueError(f"table has shape {list(table.shape)}: accepted is [rows, columns]")
+        _check_apart(tables)
+        row = (0, 0) if table is None else (table.strides[0], table.shape[1])
+        addresses = (tables[name].address if name in tables else 0 for name in NAMES)
+        most = ("slot_mapping", -1), ("table", 1), ("indices", -1)
+        limits = [min(tables[name].shape[axis], _INT32_MAX) if name in tables else _INT32_MAX for name, axis in most]
+        rows = min((tables[name].shape[0] - more for name, more in _MORE.items() if name in tables), default=_INT32_MAX)
+        return cls(tables, np.array([*addresses, *row], np.int64), np.array(limits, np.int64), rows)
+
+    def check_rows(self, count: int) -> None:
+        """Raise ValueError if ``count`` sequences do not fit."""
+        if count <= self.rows:
+            return
+        for name, more in _MORE.items():
+            if name in self.tables and self.tables[name].shape[0] < count + more:
+                what = "rows" if name == "table" else "entries"
+                raise ValueError(f"{name} has {self.tables[name].shape[0]} {what}: accepted are {count + more} or more")
+
+
+def _itemsize(name: str) -> int:
+    return 8 if name == "slot_mapping" else 4
+
+
+def _check_apart(tables: dict[str, Table]) -> None:
+    ranges = []
+    for name, table in tables.items():
+        if 0 not in table.shape:
+            last = sum((count - 1) * step for count, step in zip(table.shape, table.strides, strict=True))
+            ranges.append((table.address, table.address + last + _itemsize(name), name))
+    ranges.sort()
+    for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+        if begin < end:
+            raise ValueError(f"{name} and {other} share memory: accepted are arrays that lie apart")
+
+
+class StagedStep(NamedTuple):
+    """A step on its way into ``targets``, in one buffer of the host tier that belongs to this hand-over alone.
+
+    ``buffer`` and ``address`` are as in ``StagedRows``. From the address on, the buffer holds:
+
+    - int64[sequences + 1, 4], the numbers of each sequence: the index of its first block id among the staged ones; how
+      many of its columns, from ``sinks`` on, have no block and are left out; its tokens; the index of its first slot.
+      The last row has the ends.
+    - int32: the block ids, sequence after sequence.
+
+    The tokens that get slots are the last ones of a sequence. None of them is in a column without a block. ``columns``
+    is the largest number of columns of a sequence.
+    """
+
+    targets: StepTargets
+    buffer: NDArray[np.uint8]
+    address: int
+    sequences: int
+    columns: int
+    tokens_per_block: int
+    sinks: int
+
+    def run(self, pool: object = None) -> None:
+        """Write it, on the CPU."""
+        ids_at, places = self.address + int(numbers_bytes(self.sequences)), self.targets.places
+        write_step(self.address, self.sequences, ids_at, True, self.tokens_per_block, self.sinks, places)
+
+    def written(self) -> list[Table]:
+        """What the device will write."""
+        return list(self.targets.tables.values())
+
+    def check(self) -> None:
+        """For devices that look for races, where a buffer that was reused too early may hold anything. Raises
+        ValueError for a write outside the targets."""
+        begin, width, limits = int(numbers_bytes(self.sequences)), self.tokens_per_block, self.targets.limits
+        stored, holes, length, query = self.buffer[:begin].view(np.int64).reshape(-1, 4).T
+        used, gone = -(-length[:-1] // width), holes[:-1]
+        counts, blocks = np.diff(query), np.diff(stored)
+        fits = (counts >= 0) & (counts <= length[:-1]) & (gone >= 0) & (gone <= np.maximum(used - self.sinks, 0))
+        fits &= (blocks == used - gone) & ((gone == 0) | (length[:-1] - counts >= (self.sinks + gone) * width))
+        ends, room = (query[-1], used.max(initial=0), stored[-1]), (len(self.buffer) - begin) // 4
+        if query[0] or stored[0] or not fits.all() or stored[-1] > room or (np.array(ends) > limits).any():
+            raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {limits}")
+
+
+@jit(inline="always")
+def numbers_bytes(sequences: int) -> int:
+    """Bytes of the numbers in the buffer. The block ids follow them."""
+    return 32 * (sequences + 1)
+
+
+@jit(forceinline=True)
+def _run(source: int, target: int, count: int) -> None:
+    """Copy int32."""
+    given, wanted = array_at(source, (count,), np.int32), array_at(target, (count,), np.int32)
+    for i in range(count):
+        wanted[i] = given[i]
+
+
+@jit(forceinline=True)
+def _write_slots(at: int, row: int, first: int, length: int, width: int) -> None:
+    """Write the slots of the tokens [first, length) to ``at``. The entry of column c of their sequence is at
+    ``row + 4 * c``."""
+    slots = array_at(at, (length - first,), np.int64)
+    token = first
+    while token < length:
+        column = token // width
+        block = np.int64(array_at(row + 4 * column, (1,), np.int32)[0])
+        end = min(length, (column + 1) * width)
+        ahead = block * width - column * width
+        for t in range(token, end):
+            slots[t - first] = ahead + t
+        token = end
+
+
+@jit(forceinline=True)
+def _write_row(at: int, columns: int, begin: int, row: int, used: int, sinks: int, holes: int) -> None:
+    """Write a row of the dense table: ``used`` columns, then -1. After the ``sinks``, ``holes`` columns have no block.
+
+    The entries of the sinks are at ``begin``. The entry of a later column c is at ``row + 4 * c``.
+    """
+    if holes:
+        wanted = array_at(at, (columns,), np.int32)
+        _run(begin, at, sinks)
+        for c in range(sinks, sinks + holes):
+            wanted[c] = -1
+        _run(row + 4 * (sinks + holes), at + 4 * (sinks + holes), used - sinks - holes)
+    else:
+        _run(begin, at, used)
+    rest = array_at(at + 4 * used, (columns - used,), np.int32)
+    for c in range(columns - used):
+        rest[c] = -1
+
+
+@jit
+def write_step(
+    numbers_at: int, count: int, ids_at: int, packed: bool, width: int, sinks: int, places: NDArray[np.int64]
+) -> None:
+    """Write the tables of a step, from numbers as in ``StagedStep`` and from block ids. ``places`` are those of
+    ``StepTargets``.
+
+    ``packed``: the ids leave out the columns that have no block, as staged ids do. All arguments are addresses or
+    numbers that have been checked.
+    """
+    numbers = array_at(numbers_at, (count + 1, 4), np.int64)
+    slots, table, indices = places[SLOT_MAPPING], places[TABLE], places[INDICES]
+    seq_lens, last = array_at(places[SEQ_LENS], (count,), np.int32), array_at(places[LAST_PAGE_LEN], (count,), np.int32)
+    starts, indptr = (
+        array_at(places[QUERY_START_LOC], (count + 1,), np.int32),
+        array_at(places[INDPTR], (count + 1,), np.int32),
+    )
+    blocks = np.int64(0)
+    for i in range(count + 1):
+        stored, holes, length, query = numbers[i, STORED], numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY]
+        if places[QUERY_START_LOC]:
+            starts[i] = query
+        if places[INDPTR]:
+            indptr[i] = blocks
+        if i == count:
+            break
+        used, begin = (length + width - 1) // width, ids_at + 4 * stored
+        row = begin - (4 * holes if packed else 0)
+        if places[SEQ_LENS]:
+            seq_lens[i] = length
+        if places[LAST_PAGE_LEN]:
+            last[i] = length - (used - 1) * width if length else 0
+        if slots:
+            _write_slots(slots + 8 * query, row, length - (numbers[i + 1, QUERY] - query), length, width)
+        if table:
+            _write_row(table + i * places[ROW_STRIDE], places[COLUMNS], begin, row, used, sinks, holes)
+        if indices and holes:
+            _run(begin, indices + 4 * blocks, sinks)
+            _run(row + 4 * (sinks + holes), indices + 4 * (blocks + sinks), used - sinks - holes)
+        elif indices:
+            _run(begin, indices + 4 * blocks, used)
+        blocks += used - holes
+
 
 Int64s = NDArray[np.int64]
 

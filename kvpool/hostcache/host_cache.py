@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
-from kvpool.device.ram import available_ram
+from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import as_strided
-from kvpool.device.ram import available_ram
+from kvpool.device.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.device.shared import MainMemory, SharedMemory
 from kvpool.entry.process import Process
 from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.device.base import TIERS, Device
+from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.device.shared import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 

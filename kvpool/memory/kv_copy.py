@@ -17,8 +17,7 @@ from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import stream_argument
 from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, fence, stream_bytes
-from kvpool.device.kernels.launch import Launcher
-from kvpool.device.kernels.launches import KvPlane, KvTokens, kv_copy
+from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import memcpy
 
@@ -286,7 +285,7 @@ def _cuda_launcher(address: int) -> Launcher:
         module = importlib.import_module("kvpool.device.cuda")
     except ImportError as error:
         raise ImportError("memory of a GPU needs the extra 'cuda12' or 'cuda13' of kvpool") from error
-    found: Launcher = module.launcher(address)
+    found: Launcher = module.launcher_at(address)
     return found
 
 

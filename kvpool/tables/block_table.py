@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvpool.arrays.dlpack import CPU, check_no_stream, make_capsule
 from kvpool.arrays.layout import integer_argument
-from kvpool.device.tables import Table
+from kvpool.device.work import Table
 from kvpool.jit import jit
 
 _INT32_MAX = 2**31 - 1

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import Device, Stream
-from kvpool.device.tables import StagedRows, StagedVectors, Table, staged_bytes, staged_views
+from kvpool.device.work import StagedRows, StagedVectors, Table, staged_bytes, staged_views
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, memcpy

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.copying.transfer import Transfer
-from kvpool.device.base import STAGING, Device, Event, Stream
-from kvpool.device.retired import Retired
-from kvpool.device.tables import Table
+from kvpool.device.base import STAGING, Device, Event, Retired, Stream
+from kvpool.device.work import Table
 from kvpool.entry.interrupt import deliver
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.state import guards

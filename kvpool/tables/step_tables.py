@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import Device, Stream
-from kvpool.device.steps import (
+from kvpool.device.work import (
     HOLES,
     LENGTH,
     QUERY,
@@ -18,10 +18,10 @@ from kvpool.device.steps import (
     AsTable,
     StagedStep,
     StepTargets,
+    host_table,
     numbers_bytes,
     write_step,
 )
-from kvpool.device.tables import host_table
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice, get_device
-from kvpool.device.ram import available_ram
+from kvpool.device.main_memory import available_ram
 from kvpool.errors import InsufficientMemory, KVPoolError, PoolClosed
 from kvpool.memory.pools import BLOCKS_MAX, MemoryPools
 

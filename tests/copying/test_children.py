@@ -17,7 +17,7 @@ import pytest
 from numba.core.compiler_lock import global_compiler_lock
 
 from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager, jit, operations
-from kvpool.device.shared import SharedMemory
+from kvpool.device.main_memory import SharedMemory
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.pool import together
 from kvpool.stores import MemoryStore, StoreQueue

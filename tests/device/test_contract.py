@@ -12,7 +12,8 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device import CpuDevice, get_device
-from kvpool.device.base import ALIGNMENT, Device
+from kvpool.device.base import Device
+from kvpool.device.main_memory import ALIGNMENT
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.memory.pools import MemoryPools

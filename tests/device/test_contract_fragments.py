@@ -10,7 +10,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Device, Region
-from kvpool.device.shared import SharedMemory
+from kvpool.device.main_memory import SharedMemory
 from kvpool.device.work import Fragments
 from tests.device.pools import on_device, put, seen
 

@@ -8,7 +8,7 @@ import pytest
 from kvpool import StepTables
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import STAGING, Device
-from kvpool.device.steps import StagedStep, StepTargets
+from kvpool.device.work import StagedStep, StepTargets
 from steps import NAMES, arrays, check
 from tests.device import reference
 from tests.device.pools import make_pools, on_device, seen

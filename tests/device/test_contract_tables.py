@@ -10,7 +10,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import NULL_STREAM, Device
-from kvpool.device.tables import StagedRows, StagedVectors, Table, staged_bytes
+from kvpool.device.work import StagedRows, StagedVectors, Table, staged_bytes
 from kvpool.memory.pools import MemoryPools
 from tests.device.pools import make_pools, on_device, seen
 

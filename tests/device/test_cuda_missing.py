@@ -14,8 +14,7 @@ from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
-from kvpool.device.cuda.driver import find_batch
-from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY
+from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, find_batch
 from kvpool.errors import DeviceError
 
 

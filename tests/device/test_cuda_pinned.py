@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.device.cuda import pinned
-from kvpool.device.cuda.pinned import PinnedMemory, processors_near
+from kvpool.device.cuda import cuda_memory
+from kvpool.device.cuda.cuda_memory import PinnedMemory, processors_near
 
 PAGE = mmap.PAGESIZE
 
@@ -57,10 +57,10 @@ def test_all_of_it_is_registered_in_chunks_from_its_start_to_its_end(nbytes: int
 
 
 def test_pages_are_touched_before_they_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_TOUCHED_BYTES", PAGE)
+    monkeypatch.setattr(cuda_memory, "_TOUCHED_BYTES", PAGE)
     touched: list[int] = []
-    touch = pinned._touch
-    monkeypatch.setattr(pinned, "_touch", lambda array, start: (touch(array, start), touched.append(start)))
+    touch = cuda_memory._touch
+    monkeypatch.setattr(cuda_memory, "_touch", lambda array, start: (touch(array, start), touched.append(start)))
 
     class Watching(FakeRegistrar):
         def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
@@ -117,7 +117,7 @@ def test_memory_that_the_driver_does_not_let_go_stays_mapped(given_back: bool) -
     del memory
     gc.collect()
     assert gone() is not None
-    pinned._registered.clear()
+    cuda_memory._registered.clear()
 
 
 def test_pages_are_touched_by_processors_near_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,14 +155,14 @@ def test_one_chunk_that_cannot_be_unregistered_does_not_keep_the_others() -> Non
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     registrar = FakeRegistrar()
-    monkeypatch.setattr(pinned, "available_ram", lambda: 10 * PAGE)
+    monkeypatch.setattr(cuda_memory, "available_ram", lambda: 10 * PAGE)
     with pytest.raises(MemoryError, match=f"{11 * PAGE} bytes .* {10 * PAGE} can be taken"):
         PinnedMemory(11 * PAGE, registrar)
     assert not registrar.calls
 
 
 def test_a_range_that_no_system_has_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "available_ram", lambda: None)
+    monkeypatch.setattr(cuda_memory, "available_ram", lambda: None)
     with pytest.raises(MemoryError, match="no range"):
         PinnedMemory(1 << 62, FakeRegistrar())
 

@@ -13,7 +13,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Event, Part
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
-from kvpool.device.sim.mirror import Mirror
+from kvpool.device.sim.shadow import Mirror
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
@@ -393,7 +393,7 @@ def test_the_pieces_of_a_move_make_the_move(layout: BlockLayout, chunk_bytes: in
             expected = [view.copy() for view in views]
             reference.copy_blocks(layout, *expected, as_moves((source, target, tokens)))
             part = Part(layout, *pools)
-            mirror = Mirror(part, Part(layout, *(pool.copy() for pool in pools)), 3, 2)
+            mirror = Mirror(part, Part(layout, *(pool.copy() for pool in pools)), (range(3), range(3, 5)))
             pieces = mirror.pieces(tokens, chunk_bytes, 1000)
             total = layout.token_bytes * tokens
             assert len(pieces) >= total / max(chunk_bytes, 1) and (chunk_bytes < total or len(pieces) == 1)

@@ -14,8 +14,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import RaceError, SimDevice
-from kvpool.device.sim.order import AccessOrder, new_clock
-from kvpool.device.sim.reports import Access
+from kvpool.device.sim.order import Access, AccessOrder, new_clock
 from kvpool.device.wrapper import WrappedDevice
 from tests.device.pools import as_moves, make_pools
 

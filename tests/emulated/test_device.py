@@ -14,7 +14,7 @@ from kvpool.device.base import NULL_STREAM, Region, Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import PATHS
-from kvpool.device.kernels.launch import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
+from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
 from kvpool.device.sim import SimDevice
 from kvpool.errors import DeviceError, InsufficientMemory
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen

@@ -18,8 +18,8 @@ from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
-from kvpool.device.cuda.driver import BATCH_FRAGMENTS
-from kvpool.device.cuda.pinned import processors_near
+from kvpool.device.cuda.cuda_memory import processors_near
+from kvpool.device.cuda.runtime import BATCH_FRAGMENTS
 from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves
 from tests.emulated import lab
@@ -105,7 +105,7 @@ def test_no_pinned_memory_is_given_back_before_the_close(driver: Driver, monkeyp
 def test_a_host_tier_that_the_driver_refuses_half_way_leaves_nothing_pinned(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, passed: int
 ) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.pinned.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
     gc.collect()
     device, before = CudaDevice(), driver.counter("registrations")
     driver.fail("cuMemHostRegister_v2", lab.OUT_OF_MEMORY, passed)
@@ -142,10 +142,10 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_pages_of_the_host_tier_are_touched_by_processors_near_the_gpu(
     driver: Driver, nodes: list[int], monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    from kvpool.device.cuda import pinned
+    from kvpool.device.cuda import cuda_memory
 
-    touch, seen, mine = pinned._touch, list[set[int]](), os.sched_getaffinity(0)
-    monkeypatch.setattr(pinned, "_touch", lambda *given: (seen.append(os.sched_getaffinity(0)), touch(*given)))
+    touch, seen, mine = cuda_memory._touch, list[set[int]](), os.sched_getaffinity(0)
+    monkeypatch.setattr(cuda_memory, "_touch", lambda *given: (seen.append(os.sched_getaffinity(0)), touch(*given)))
     device = CudaDevice(index)
     with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=40, device=device):
         assert seen and all(processors == {nodes[index]} for processors in seen)

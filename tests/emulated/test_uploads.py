@@ -13,7 +13,7 @@ from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice
-from kvpool.device.cuda.driver import BATCH_FRAGMENTS
+from kvpool.device.cuda.runtime import BATCH_FRAGMENTS
 from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
 from tests.emulated import lab
@@ -115,7 +115,7 @@ def test_an_upload_is_not_written_over_while_another_stream_is_stalled(driver: D
 def test_kernels_that_pile_up_are_replaced_by_copies_and_nothing_waits(
     driver: Driver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.buffers.DEPTH", 3)
+    monkeypatch.setattr("kvpool.device.cuda.launcher.DEPTH", 3)
     pools, stream = make_pools(device, LAYOUT), device.create_stream("copies")
     go = driver.stall(stream.handle)
     with driver.counting("cuEventSynchronize", "launches") as grown:
@@ -129,7 +129,7 @@ def test_kernels_that_pile_up_are_replaced_by_copies_and_nothing_waits(
 def test_uploads_wait_for_the_oldest_when_too_many_are_under_way(
     driver: Driver, device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.buffers.DEPTH", 2)
+    monkeypatch.setattr("kvpool.device.cuda.launcher.DEPTH", 2)
     stream, table, addresses = device.create_stream("any"), np.arange(10), set()
     with driver.counting("cuEventSynchronize") as grown:
         for i in range(20):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.device.kernels.launch import cuda_source, cuda_sources
+from kvpool.device.launches import cuda_source, cuda_sources
 from tests.emulated import build, twins
 from tests.kernels import shim
 

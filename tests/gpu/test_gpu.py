@@ -17,7 +17,7 @@ from kvpool.device.cuda import CudaDevice, calibration
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
 from kvpool.device.cuda.fragments import Cutter
-from kvpool.device.tables import StagedRows, staged_bytes, write_rows
+from kvpool.device.work import StagedRows, staged_bytes, write_rows
 from kvpool.memory.pools import MemoryPools
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_a_buffer_of_a_closed_pool_that_is_still_on_loan_can_be_read(cupy: Any) 
 
 
 def test_pinned_memory_is_known_to_the_driver_until_it_is_freed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.pinned.CHUNK_BYTES", 64 << 20)
+    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 64 << 20)
     runtime, device = cupy.cuda.runtime, CudaDevice()
     array = device.allocate(200 << 20, "host")
     first, last = array.ctypes.data, array.ctypes.data + array.nbytes - 1

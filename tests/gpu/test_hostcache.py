@@ -38,7 +38,7 @@ def block_of(array: Any, layout: str, block: int) -> np.ndarray:
 def test_blocks_go_down_and_come_back_to_others(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, layout: str, path: str
 ) -> None:
-    monkeypatch.setattr("kvpool.device.cuda.pinned.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
     if path == "plain":
         monkeypatch.setattr("kvpool.device.cuda.cuda_device.find_batch", lambda: None)
     arrays, paged = engine(cupy, layout)

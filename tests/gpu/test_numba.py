@@ -98,7 +98,7 @@ def test_without_numba_cuda_the_error_says_what_to_install(
 ) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "kvpool.device.kernels.step_launches", None)
+    monkeypatch.setitem(sys.modules, "kvpool.device.cuda.step_kernel", None)
     sequence = cache.add_sequence([1])
     with pytest.raises(DeviceError, match=r"numba-cuda.*kvpool\[cuda12\]"):
         cache.copy_step_tables(arrays(1, 1, 1, 1, put=put), sequence)

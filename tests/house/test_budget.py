@@ -23,7 +23,7 @@ LINES = {
     "kvpool/arrays": 780,
     "kvpool/commands": 1180,
     "kvpool/copying": 520,
-    "kvpool/device": 3920,
+    "kvpool/device": 3810,
     "kvpool/engines": 1530,
     "kvpool/entry": 400,
     "kvpool/hostcache": 910,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 240
+FILES = 224
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

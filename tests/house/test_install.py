@@ -24,7 +24,7 @@ PROBE = """
 import pathlib, sys
 import numpy as np
 import kvpool
-from kvpool.device.kernels.launch import cuda_sources
+from kvpool.device.launches import cuda_sources
 place = pathlib.Path(kvpool.__file__).resolve()
 assert sys.argv[1] in str(place), place
 assert (place.parent / "py.typed").is_file() and (place.parent / "dashboards" / "grafana.json").is_file()

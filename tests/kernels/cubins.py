@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from kvpool.device.kernels.launch import OPTIONS, cuda_source
+from kvpool.device.launches import OPTIONS, cuda_source
 
-ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 
 
 @functools.cache
@@ -70,5 +71,23 @@ def dump(source: str, architecture: str, what: str) -> dict[str, str]:
         file.flush()
         done = subprocess.run([tool, f"-{what}", file.name], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pieces = re.split(r"^\s*Function ?: ?|^\s*Function ", done.stdout, flags=re.MULTILINE)[1:]
+    # sm_75 writes down the scope of each access.
+    pieces = re.split(r"^\s*Function ?: ?|^\s*Function ", done.stdout.replace(".SYS", ""), flags=re.MULTILINE)[1:]
     return {re.match(r"\w+", piece).group(): piece for piece in pieces}  # type: ignore[union-attr]
+
+
+class Instruction(NamedTuple):
+    """An instruction, and which scoreboards it raises (-1: none) and waits for (a mask)."""
+
+    text: str
+    raises: int
+    waits: int
+
+
+def scoreboards(sass: str) -> list[Instruction]:
+    """The instructions of a kernel with what their encoding says of scoreboards, as in Jia et al., "Dissecting the
+    NVIDIA Volta GPU Architecture via Microbenchmarking", 2018: of the 128 bits, 110 to 112 are the scoreboard that is
+    raised until a result is there (7: none), and 116 to 121 those that are waited for. It is so since sm_70."""
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/\s+/\* (0x[0-9a-f]{16}) \*/", sass)
+    numbers = [(text, int(high, 16)) for text, high in found]
+    return [Instruction(t, r if (r := high >> 46 & 7) != 7 else -1, high >> 52 & 0x3F) for t, high in numbers]

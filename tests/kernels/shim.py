@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.device.kernels.launch import Grid, Launch, cuda_source, kernels
+from kvpool.device.launches import Grid, Launch, cuda_source, kernels
 
 SANITIZE = "KVPOOL_SHIM_SANITIZE"
 """Environment variable: what to give to the compiler's -fsanitize. The address sanitizer has to be loaded before Python

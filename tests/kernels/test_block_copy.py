@@ -9,9 +9,9 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
+from kvpool.device import launches as copies
 from kvpool.device.base import TOKENS
 from kvpool.device.block_copy import make_plan
-from kvpool.device.kernels import launches as copies
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
@@ -26,7 +26,7 @@ def copy_by_kernel(pools: MemoryPools, moves: np.ndarray, launcher: ShimLauncher
     layout = pools.layout
     plan = make_plan(layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
     whole = bool((moves[:, TOKENS] == layout.tokens_per_block).all())
-    with launcher.uploaded(copies.move_table(moves), 0, host=True) as address:
+    with launcher.uploaded(copies.move_table(moves, plan), 0, host=True) as address:
         for launch in copies.block_copies(
             plan, address, len(moves), whole=whole, host=True, grid=launcher.grid, chosen=chosen
         ):

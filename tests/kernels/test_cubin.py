@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kvpool.device.kernels.launch import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernels
-from tests.kernels.cubins import ARCHITECTURES, dump
+from kvpool.device.launches import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernels
+from tests.kernels.cubins import ARCHITECTURES, dump, scoreboards
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
 IN_FLIGHT = {"kv_copy": ("kv_copy.cu", 4), "block_copy": ("block_copy.cu", 8), "move_tokens": ("token_moves.cu", 4)}
@@ -50,6 +50,35 @@ def test_cubin_of_block_copies_reads_rows_of_16_bytes_and_the_next_one_before_da
         tables = list(re.finditer(TABLE_LOADS, sass))
         assert [found.group() for found in tables] == ["LDG.E.128.CONSTANT"] * 2, kernel
         assert tables[-1].start() < re.search(r"\bLDG\.E\.EF", sass).start(), kernel  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_data_load_waits_for_the_row_of_the_next_piece(architecture: str) -> None:
+    """Of a table in host memory, a row takes as long as data. Two round trips for a piece would be one after the
+    other."""
+    for kernel, sass in dump("block_copy.cu", architecture, "sass").items():
+        code = scoreboards(sass)
+        ahead = max(i for i, one in enumerate(code) if re.search(TABLE_LOADS, one.text))
+        data = [i for i, one in enumerate(code) if "LDG.E.EF" in one.text]
+        assert ahead < data[0] and code[ahead].raises >= 0, kernel
+        early = [one.text for one in code[ahead + 1 : data[-1] + 1] if one.waits >> code[ahead].raises & 1]
+        assert not early, (kernel, early)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_slots_are_loaded_together_whatever_their_width(architecture: str) -> None:
+    """The loads of slots before a load of data: none waits for another."""
+    for kernel, sass in dump("kv_copy.cu", architecture, "sass").items():
+        together, before, boards = 0, 0, 0
+        for one in scoreboards(sass):
+            if re.search(TABLE_LOADS, one.text):
+                assert not before, (kernel, one.text)
+                together, boards = together + 1, boards | 1 << one.raises
+            elif "LDG.E.EF" in one.text:
+                assert together == 0 or together >= IN_FLIGHT["kv_copy"][1], kernel
+                together = before = boards = 0
+            else:
+                before |= one.waits & boards
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

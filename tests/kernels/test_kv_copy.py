@@ -12,8 +12,8 @@ import kvpool
 from kvpool import PagedKV, gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import StridedArray, as_strided
-from kvpool.device.kernels import launches as copies
-from kvpool.device.kernels.launch import Grid
+from kvpool.device import launches as copies
+from kvpool.device.launches import Grid
 from kvpool.memory import kv_copy
 from tests.device import reference
 from tests.kernels.caches import AXES, Cache, Sizes, aligned, make_cache
@@ -233,14 +233,14 @@ def test_shim_copies_between_a_gpu_and_pinned_host_memory_with_few_thread_blocks
 
 def test_shim_threads_load_a_slot_once_and_walk_the_layers_with_it() -> None:
     cache = make_cache("sglang_paged", Sizes(P=2, L=32, B=8, T=16, H=8, D=64), 2)
-    slots = np.random.default_rng(0).permutation(128)[:100]
-    for thread_blocks, chunks in ((1, 1), (4, 2), (400, 8)):
+    permuted = np.random.default_rng(0).permutation(128)[:100]
+    for thread_blocks, chunks, slots in ((1, 1, permuted), (4, 2, permuted), (400, 8, permuted.astype(np.int32))):
         launcher = ShimLauncher(Grid(132))
         staging = staging_for(cache, 100, np.random.default_rng(1), "plain")
         check(cache, slots, staging, 0, gather=True, memory="device", launcher=launcher, thread_blocks=thread_blocks)
         words = 8 * 64 * 2 // 16
-        assert launcher.table_loads == 2 * 100 * words * chunks, (
-            "planes, tokens, words, and chunks of layers where threads are many"
+        assert launcher.table_loads == 2 * 100 * words * chunks * slots.itemsize // 4, (
+            "planes, tokens, words, chunks of layers where threads are many, words of a slot"
         )
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool import PagedKV, StridedArray, gather_kv, scatter_kv
-from kvpool.device.kernels import launches as copies
-from kvpool.device.kernels.launch import Grid
-from kvpool.device.kernels.launches import KvPlane, KvTokens
+from kvpool.device import launches as copies
+from kvpool.device.launches import Grid, KvPlane, KvTokens
 from tests.kernels.caches import Sizes, make_cache
 from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory

@@ -51,9 +51,9 @@ def test_shim_runs_under_the_sanitizers(file: str) -> None:
 PROBE = """
 import ctypes, sys
 import numpy as np
-from kvpool.device.kernels import launches as copies
-from kvpool.device.kernels.launches import KvPlane, KvTokens
-from kvpool.device.kernels.launch import Grid
+from kvpool.device import launches as copies
+from kvpool.device.launches import KvPlane, KvTokens
+from kvpool.device.launches import Grid
 from tests.kernels.shim import ShimLauncher
 paged, staging, slots = np.zeros(64, np.uint8), np.zeros(64, np.uint8), np.arange(4)
 shift, stride = int(sys.argv[1]), int(sys.argv[2])

@@ -19,7 +19,7 @@ import sys
 import numpy as np
 from numba import cuda
 from tests.device import reference
-from kvpool.device.kernels.step_launches import step_tables
+from kvpool.device.cuda.step_kernel import step_tables
 
 assert cuda.is_available() and "simulator" in cuda.jit.__module__
 seed = int(sys.argv[1])
@@ -80,7 +80,7 @@ def test_ptx_of_the_kernel_has_no_local_memory(capability: tuple[int, int]) -> N
 
     if "numba_cuda" not in (cuda.__file__ or ""):
         pytest.skip("numba.cuda is the one inside numba, not numba-cuda: site-packages come by PYTHONPATH")
-    from kvpool.device.kernels.step_launches import signature, step_tables
+    from kvpool.device.cuda.step_kernel import signature, step_tables
 
     try:
         ptx, _ = cuda.compile_ptx(step_tables, signature(), cc=capability)

@@ -10,8 +10,7 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.block_copy import CopyPlan, Tier, make_plan
-from kvpool.device.kernels.launch import Grid
-from kvpool.device.kernels.launches import MOVES, TOKEN_MOVES, token_moves
+from kvpool.device.launches import MOVES, TOKEN_MOVES, Grid, token_moves
 from kvpool.device.work import TokenMoves
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, PoolClosed, SharedTier, attach
-from kvpool.device.shared import is_there, open_shared
+from kvpool.device.main_memory import is_there, open_shared
 from tests.share.pools import LAYOUT, open_pool
 from tests.share.processes import attach_as_nobody, hold, own
 from tests.share.spawned import Spawn

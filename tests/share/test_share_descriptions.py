@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import DeviceError, SharedTier, attach
 from kvpool.device.cuda import open_gpu_memory, unusable
-from kvpool.device.shared import GpuMemory
+from kvpool.device.main_memory import GpuMemory
 from kvpool.memory.attachments import SharedGroup, SharedPart
 from tests.share.pools import LAYOUT, open_pool
 

@@ -12,7 +12,7 @@ import pytest
 from groups_lab import CROSS, FULL, RECURRENT, WINDOWED
 from kvpool import KVCacheManager, PagedKV, Reservation, attach, scatter_kv
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
-from kvpool.device.sim.mirror import Mirrors
+from kvpool.device.sim.shadow import Mirrors
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, cached, run
 

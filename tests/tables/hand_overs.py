@@ -11,8 +11,7 @@ from engine import Engine
 from kvpool import DeviceError, KVCacheManager
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream
-from kvpool.device.tables import StagedVectors
-from kvpool.device.work import Work
+from kvpool.device.work import StagedVectors, Work
 from kvpool.device.wrapper import WrappedDevice
 from steps import GARBAGE, arrays, check, expected
 from tests import debug

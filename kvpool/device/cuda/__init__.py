@@ -8,9 +8,9 @@ from kvpool.device.cuda.cuda_device import (
     CudaDevice,
     describe_gpus,
     device_at,
-    launcher,
+    launcher_at,
     open_gpu_memory,
     unusable,
 )
 
-__all__ = ["COPY_PATH", "CudaDevice", "describe_gpus", "device_at", "launcher", "open_gpu_memory", "unusable"]
+__all__ = ["COPY_PATH", "CudaDevice", "describe_gpus", "device_at", "launcher_at", "open_gpu_memory", "unusable"]

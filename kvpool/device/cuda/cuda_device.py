@@ -7,8 +7,8 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
-    ALIGNMENT,
     BOUND_ALREADY,
     NOT_BOUND,
     NULL_EVENT,
@@ -32,25 +31,38 @@ from kvpool.device.base import (
 )
 from kvpool.device.block_copy import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.buffers import Buffers
 from kvpool.device.cuda.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration, measure
-from kvpool.device.cuda.cuda_events import CudaEvent, EventPool
-from kvpool.device.cuda.cuda_memory import CudaViews, check_adopted, open_memory, pinned_memory, zeroed_array
-from kvpool.device.cuda.driver import Driver, batch_fragments, find_batch
+from kvpool.device.cuda.cuda_memory import (
+    CudaViews,
+    PinnedMemory,
+    check_adopted,
+    open_memory,
+    pinned_memory,
+    zeroed_array,
+)
 from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, by_direction
-from kvpool.device.cuda.launcher import CudaLauncher
-from kvpool.device.cuda.pinned import PinnedMemory
-from kvpool.device.cuda.runtime import Gpu, RuntimeCalls, gpus, own_name, stream_exists, usable_stream
-from kvpool.device.cuda.step_kernel import StepKernel
-from kvpool.device.kernels.launch import Launch
-from kvpool.device.kernels.launches import block_copies, move_table, stage_rows, token_moves
-from kvpool.device.ram import available_ram
+from kvpool.device.cuda.launcher import Buffers, CudaLauncher
+from kvpool.device.cuda.runtime import (
+    CudaEvent,
+    Driver,
+    EventPool,
+    Gpu,
+    RuntimeCalls,
+    batch_fragments,
+    find_batch,
+    gpus,
+    own_name,
+    stream_exists,
+    usable_stream,
+)
+from kvpool.device.launches import RUN_BYTES_MAX, Launch, block_copies, move_table, stage_rows, token_moves
+from kvpool.device.main_memory import ALIGNMENT, GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import Regions
-from kvpool.device.shared import GpuMemory, allocate_shared, free_shared
-from kvpool.device.steps import StagedStep
-from kvpool.device.tables import StagedRows, StagedVectors
-from kvpool.device.work import Fragments, TokenMoves, Work
+from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.errors import DeviceError, PoolClosed
+
+if TYPE_CHECKING:
+    from kvpool.device.cuda.step_kernel import StepKernel
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
 COPY_PATH = "KVPOOL_COPY_PATH"
@@ -106,7 +118,7 @@ def _gpu_of(address: int) -> int:
     return index
 
 
-def launcher(address: int) -> CudaLauncher:
+def launcher_at(address: int) -> CudaLauncher:
     """The launcher of kernels on the GPU whose memory is at ``address``, for memory that belongs to no pool.
 
     Raises DeviceError, and ValueError for memory of no GPU. Thread-safe.
@@ -161,7 +173,6 @@ class CudaDevice(Device):
         self.calibration = calibrations.chosen(calibration or os.environ.get(COPY_PATH), self.device_name, self.driver)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._launcher = CudaLauncher(self._cupy, self._calls, self._events, self._buffers)
-        self._steps = StepKernel(self._calls)
         self._batch, self._batch_fragments = find_batch() if self._launcher.same_addresses else None, batch_fragments()
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
         self._streams: list[Stream] = []
@@ -169,7 +180,7 @@ class CudaDevice(Device):
         self._kernels = False
         self._closed = False
         self._memory_stream = self.create_stream("memory")
-        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._steps_needed)
+        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._load_steps)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -230,7 +241,8 @@ class CudaDevice(Device):
         # Allocated now, since a decision that has been made cannot be enqueued without them.
         for source in _NEEDED:
             self._launcher.load(source)
-        self._kernels = self._have_kernels()
+        short = all(cutter.plan.run_bytes < RUN_BYTES_MAX for of_region in cutters for cutter in of_region)
+        self._kernels = short and self._have_kernels()
         self._bound = _CutPool(found, cutters)
 
     def _cutter(self, part: Part, region: Region) -> Cutter:
@@ -281,7 +293,7 @@ class CudaDevice(Device):
 
     def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         whole, host = bool((moves[:, TOKENS] == cutter.plan.block_tokens).all()), direction != WITHIN
-        with self._launcher.uploaded(move_table(moves), stream, host=host) as address:
+        with self._launcher.uploaded(move_table(moves, cutter.plan), stream, host=host) as address:
             for launch in block_copies(
                 cutter.plan, address, len(moves), whole=whole, host=host, grid=self._launcher.grid
             ):
@@ -414,9 +426,18 @@ class CudaDevice(Device):
             self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, stream.handle))
         self._unless_broken("cudaEventDestroy", self._events.close)
 
-    def _steps_needed(self) -> None:
+    def _load_steps(self) -> StepKernel:
         self._check_open()
-        self._steps.load()
+        return self._steps
+
+    @cached_property
+    def _steps(self) -> StepKernel:
+        """The kernel of step tables. It is made at the first use, so that only who asks for a step needs numba-cuda."""
+        try:
+            from kvpool.device.cuda.step_kernel import StepKernel
+        except ImportError as error:
+            raise DeviceError(f"step tables on a GPU need numba-cuda ({error}): {_INSTALL}") from error
+        return StepKernel(self._calls)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,16 +1,169 @@
-"""Calls of the CUDA runtime: on which device they are made, what their errors mean for a pool, and which streams of
-callers a pool can use."""
+"""Calls of CUDA: the driver where CuPy offers too little of it, the runtime on the GPU of a pool, and events. Also what
+errors mean for a pool, and which streams it can use."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
-from contextlib import AbstractContextManager
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from kvpool.device.base import NULL_STREAM, Stream, stream_argument
-from kvpool.device.cuda.driver import Driver
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.base import BYTES, FROM, NULL_STREAM, TO, Event, Stream, stream_argument
 from kvpool.errors import DeviceError
+
+BATCH_FRAGMENTS = "KVPOOL_BATCH_FRAGMENTS"
+_BATCH_FRAGMENTS = 8192
+LIBRARY = "libcuda.so.1"
+"""The library of the driver."""
+# The version number asks for the interface of this CUDA version. Later drivers keep it.
+_CUDA_VERSION = 12080
+_LEGACY_STREAM_FLAG = 1
+# Read sources in stream order. In any other order, a copy from the host could read before the copy to the host that its
+# stream waits for.
+_SOURCE_IN_STREAM_ORDER = 1
+
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_pointer, _int = ctypes.c_void_p, ctypes.c_int
+
+Batch = Callable[[npt.NDArray[np.int64], int], int]
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes_v1. The locations are hints for managed memory, and ignored for other memory."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_int),
+        ("source_place", ctypes.c_int * 2),
+        ("target_place", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
+    """A function of (fragments int64[n, 3], stream) that enqueues all copies and returns the CUresult. None if the
+    driver has no batched copy.
+
+    The copies must not depend on each other. The stream must not be the null stream, and a context must be current.
+    """
+    try:
+        get = library(LIBRARY).cuGetProcAddress_v2
+    except (OSError, AttributeError):
+        return None
+    address, found = ctypes.c_void_p(), ctypes.c_int()
+    version, flags = ctypes.c_int(_CUDA_VERSION), ctypes.c_uint64(_LEGACY_STREAM_FLAG)
+    if get(b"cuMemcpyBatchAsync", ctypes.byref(address), version, flags, ctypes.byref(found)) or not address.value:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address.value)
+    attributes = _Attributes(source_order=_SOURCE_IN_STREAM_ORDER)
+
+    def batch(fragments: npt.NDArray[np.int64], stream: int) -> int:
+        columns = np.ascontiguousarray(fragments.T)
+        first, failed = size(0), size(0)
+        targets, sources, sizes = (columns[column].ctypes.data for column in (TO, FROM, BYTES))
+        of_all = ctypes.byref(attributes), ctypes.byref(first), 1
+        return int(function(targets, sources, sizes, len(fragments), *of_all, ctypes.byref(failed), stream))
+
+    return batch
+
+
+def batch_fragments() -> int:
+    """The most fragments in one batched copy. Drivers have crashed with tens of thousands."""
+    given = os.environ.get(BATCH_FRAGMENTS)
+    if given is None:
+        return _BATCH_FRAGMENTS
+    if not given.isdecimal() or not 0 < int(given) < 1 << 31:
+        raise ValueError(f"{BATCH_FRAGMENTS}={given!r}: accepted is a number of fragments, 1 or more")
+    return int(given)
+
+
+class Driver:
+    """Contexts and the capture mode of the calling thread. Methods return the CUresult, 0 for success, and their other
+    results.
+
+    A function that the driver does not have does nothing and succeeds. Thread-safe.
+    """
+
+    def __init__(self, library: Callable[[str], Any] = ctypes.CDLL) -> None:
+        try:
+            found = library(LIBRARY)
+        except OSError:
+            found = None
+        self._retain = _function(found, "cuDevicePrimaryCtxRetain", _pointer, _int)
+        self._state = _function(found, "cuDevicePrimaryCtxGetState", _int, _pointer, _pointer)
+        self._push = _function(found, "cuCtxPushCurrent_v2", _pointer)
+        self._pop = _function(found, "cuCtxPopCurrent_v2", _pointer)
+        self._attribute = _function(found, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
+        self._query = _function(found, "cuEventQuery", _pointer)
+        self._exchange = _function(found, "cuThreadExchangeStreamCaptureMode", _pointer)
+
+    def primary_context(self, index: int) -> tuple[int, int | None]:
+        """The context that the runtime uses on a GPU. It is created if it does not exist. It is kept until the process
+        ends, as the runtime's own calls keep it."""
+        context = ctypes.c_void_p()
+        return self._retain(ctypes.byref(context), index), context.value
+
+    def gpu_of(self, address: int, count: int) -> int | None:
+        """Which of the ``count`` GPUs some memory belongs to. Creates no context: where there is GPU memory, there is a
+        context."""
+        found = self._ordinal(address)
+        for index in range(count) if found is None else ():
+            flags, active = ctypes.c_uint(), ctypes.c_int()
+            self._state(index, ctypes.byref(flags), ctypes.byref(active))
+            if active.value and found is None:
+                self.push(self.primary_context(index)[1])
+                found = self._ordinal(address)
+                self.pop()
+        return found
+
+    def _ordinal(self, address: int) -> int | None:
+        """The GPU of an address, as the current context knows it."""
+        number = ctypes.c_int(-1)
+        status = self._attribute(ctypes.byref(number), _DEVICE_ORDINAL, address)
+        return None if status or number.value < 0 else number.value
+
+    def push(self, context: int | None) -> tuple[int, bool]:
+        """Make a context current. Returns whether it did: then ``pop`` has to undo it."""
+        status = self._push(context)
+        return status, status == 0
+
+    def pop(self) -> None:
+        """Restore what was current before ``push``: another context, or none."""
+        self._pop(ctypes.byref(ctypes.c_void_p()))
+
+    def query(self, event: int) -> int:
+        """Query an event. The runtime's own query would leave "not ready" as the last error of this thread. Other code
+        that shares the runtime would take that for a failed launch of its own."""
+        return self._query(event)
+
+    def relax(self) -> ctypes.c_int:
+        """Let calls of this thread pass while other threads capture, without ending a capture. Returns the argument of
+        ``restore``."""
+        mode = ctypes.c_int(_RELAXED)
+        self._exchange(ctypes.byref(mode))
+        return mode
+
+    def restore(self, mode: ctypes.c_int) -> None:
+        self._exchange(ctypes.byref(mode))
+
+
+def _function(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
+    found = getattr(library, name, None)
+    if found is None:
+        return lambda *given: 0
+    found.argtypes, found.restype = arguments, _int
+    return found
+
 
 OUT_OF_MEMORY = 2
 NOT_READY = 600
@@ -196,3 +349,88 @@ def stream_exists(calls: RuntimeCalls, stream: Stream) -> bool:
         except RuntimeError as error:
             return status_of(error) != INVALID_HANDLE
     return True
+
+
+class CudaEvent(Event):
+    """A point on a stream. Its ``cupy.cuda.Event`` returns to the pool with the last reference to this object."""
+
+    __slots__ = ("done", "handle", "inner", "pool")
+
+    def __init__(self, inner: Any, pool: EventPool) -> None:
+        self.inner, self.handle, self.pool, self.done = inner, inner.ptr, pool, False
+
+    def __del__(self) -> None:
+        # What a stream waits for was settled when the wait was enqueued. Only the holder of a reference can ask for
+        # more.
+        self.pool.free.append(self.inner)
+
+
+class EventPool:
+    """``cupy.cuda.Event`` objects without timing, created as needed. ``cupy`` is that package. Thread-safe. All methods
+    raise DeviceError.
+
+    They are recorded by handle, since CuPy's own method needs a stream object of CuPy.
+    """
+
+    def __init__(self, cupy: Any, calls: RuntimeCalls) -> None:
+        self._make, self._calls = cupy.cuda.Event, calls
+        # A destructor may run in the middle of anything, so this takes no lock.
+        self.free: deque[Any] = deque()
+        # The pool refers to events that are in use. Otherwise the garbage collector could destroy an event in a cycle
+        # together with the reference that returns it.
+        self._made: set[Any] = set()
+        # Runs also for a pool that nobody closes, in the right context.
+        weakref.finalize(self, _let_go, calls, self.free, self._made).atexit = False
+
+    def record(self, stream: int) -> CudaEvent:
+        """Record an event after everything enqueued on a stream so far."""
+        with self._calls("cudaEventRecord") as runtime:
+            try:
+                inner = self.free.popleft()
+            except IndexError:
+                # A thread that waits for an event, for a reader or a loader, leaves its processor to others.
+                inner = self._make(block=True, disable_timing=True)
+                self._made.add(inner)
+            event = CudaEvent(inner, self)
+            runtime.eventRecord(event.handle, stream)
+            return event
+
+    def wait(self, stream: int, event: CudaEvent) -> None:
+        """Have a stream wait for an event."""
+        if not event.done:
+            with self._calls("cudaStreamWaitEvent") as runtime:
+                runtime.streamWaitEvent(stream, event.handle)
+
+    def query(self, event: CudaEvent) -> bool:
+        """Whether an event is complete."""
+        if not event.done:
+            with self._calls("cudaEventQuery", unsafe=True) as runtime:
+                status = self._calls.driver.query(event.handle)
+                if status == NOT_READY:
+                    return False
+                runtime.check_status(status)
+            event.done = True
+        return True
+
+    def synchronize(self, event: CudaEvent) -> None:
+        """Wait until an event is complete."""
+        if not event.done:
+            with self._calls("cudaEventSynchronize", unsafe=True) as runtime:
+                runtime.eventSynchronize(event.handle)
+            event.done = True
+
+    def close(self) -> None:
+        """Destroy the unused events. Events that are in use follow with their last reference."""
+        _destroy(self._calls, self.free, self._made)
+
+
+def _destroy(calls: RuntimeCalls, free: deque[Any], made: set[Any]) -> None:
+    with calls("cudaEventDestroy", unsafe=True):
+        made.difference_update(list(free))
+        free.clear()
+
+
+def _let_go(calls: RuntimeCalls, free: deque[Any], made: set[Any]) -> None:
+    """Destroy events if ``close`` is never called, or after it. A GPU that has failed cannot destroy them."""
+    with suppress(DeviceError):
+        _destroy(calls, free, made)

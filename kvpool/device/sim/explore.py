@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.device.sim.choices import ListedChoices
+from kvpool.device.sim.scheduler import Choices
 from kvpool.device.sim.sim_device import SimDevice
 from kvpool.errors import KVPoolError
 
 _WHOLE_MOVE = 2**62
+
+
+class ListedChoices(Choices):
+    """The listed choices, then always the first way. ``made`` has every choice so far, with its number of ways."""
+
+    def __init__(self, listed: Sequence[int] = ()) -> None:
+        self._listed = tuple(listed)
+        self.made: list[tuple[int, int]] = []
+
+    def choose(self, n: int) -> int:
+        if n == 1:
+            return 0
+        at = len(self.made)
+        choice = self._listed[at] if at < len(self._listed) else 0
+        if not 0 <= choice < n:
+            raise ValueError(
+                f"listed[{at}]={choice}: there are {n} ways here; the calls are not those that the list was made for"
+            )
+        self.made.append((choice, n))
+        return choice
+
+    def following(self) -> list[int] | None:
+        """The list of the next schedule, depth first, or None after the last."""
+        made = list(self.made)
+        while made:
+            choice, n = made.pop()
+            if choice + 1 < n:
+                return [earlier for earlier, _ in made] + [choice + 1]
+        return None
+
+    def __repr__(self) -> str:
+        return f"choices=ListedChoices({[choice for choice, _ in self.made]})"
 
 
 class ScheduleFailed(KVPoolError, AssertionError):

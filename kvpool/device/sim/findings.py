@@ -11,10 +11,19 @@ from numpy.typing import NDArray
 
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.regions import Regions
-from kvpool.device.sim.mirror import Mirrors
-from kvpool.device.sim.order import AccessOrder, HostAccess, Rows, rows_argument
-from kvpool.device.sim.reports import Access, Race, RaceError, UndeclaredWrite, call_site, lines_of
-from kvpool.device.sim.sim_arrays import Arrays
+from kvpool.device.sim.order import (
+    Access,
+    AccessOrder,
+    HostAccess,
+    Race,
+    RaceError,
+    Rows,
+    UndeclaredWrite,
+    call_site,
+    lines_of,
+    rows_argument,
+)
+from kvpool.device.sim.shadow import Arrays, Mirrors
 
 POISON = 0xA5
 """The byte that fills freed memory."""

@@ -3,6 +3,8 @@ Choices decide."""
 
 from __future__ import annotations
 
+import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,10 +13,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.device.base import NULL_STREAM, Event, Stream
-from kvpool.device.sim.choices import Choices
-from kvpool.device.sim.mirror import Mirrors
-from kvpool.device.sim.order import LANES, Clock, Rows, new_clock
-from kvpool.device.sim.reports import Access, Site
+from kvpool.device.sim.order import LANES, Access, Clock, Rows, Site, new_clock
+from kvpool.device.sim.shadow import Mirrors
+
+
+class Choices(ABC):
+    """The only source of what is undetermined in a SimDevice. Equal choices and equal calls give equal schedules."""
+
+    @abstractmethod
+    def choose(self, n: int) -> int:
+        """Choose one of ``n`` (1 or more) ways to go on: an int in ``[0, n)``."""
+
+    def early(self, n: int) -> int:
+        """At a call that forces no step, choose which of ``n`` streams takes a step now, or -1 for none."""
+        return self.choose(n + 1) - 1
+
+    def permutation(self, n: int) -> NDArray[np.int64]:
+        """An order of ``n`` things."""
+        left = list(range(n))
+        return np.array([left.pop(self.choose(len(left))) for _ in range(n)], np.int64)
+
+
+class SeededChoices(Choices):
+    """Random choices. ``progress`` (0 to 1) is the probability that one more step is taken early. Raises ValueError for
+    another number."""
+
+    def __init__(self, seed: int, progress: float) -> None:
+        if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
+            raise ValueError(f"progress={progress!r}: a number from 0 to 1 is needed")
+        self._seed, self._progress = seed, progress
+        self._random = random.Random(seed)
+        self._array_random = np.random.default_rng(seed)
+
+    def choose(self, n: int) -> int:
+        return self._random.randrange(n) if n > 1 else 0
+
+    def early(self, n: int) -> int:
+        return self.choose(n) if self._random.random() < self._progress else -1
+
+    def permutation(self, n: int) -> NDArray[np.int64]:
+        return self._array_random.permutation(n)
+
+    def __repr__(self) -> str:
+        return f"seed={self._seed}, progress={self._progress}"
+
 
 # A copy is done in few steps, however many moves it has: some moves in pieces, the others in groups.
 _TORN = 2

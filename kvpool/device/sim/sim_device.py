@@ -30,19 +30,30 @@ from kvpool.device.base import (
     Stream,
     stream_argument,
 )
-from kvpool.device.ram import allocate_ram, available_ram
+from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import Regions
-from kvpool.device.shared import allocate_shared, free_shared
-from kvpool.device.sim.choices import Choices, SeededChoices
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
-from kvpool.device.sim.order import LANE_BITS, NO_ROWS, HostAccess, Rows, Waits, joined, rows_of_moves
-from kvpool.device.sim.reports import Access, Deadlock, call_site, host_call
+from kvpool.device.sim.order import (
+    LANE_BITS,
+    NO_ROWS,
+    Access,
+    Deadlock,
+    HostAccess,
+    Rows,
+    Waits,
+    call_site,
+    host_call,
+    joined,
+    rows_of_moves,
+)
 from kvpool.device.sim.scheduler import (
+    Choices,
     Copy,
     Function,
     Queue,
     Record,
     Scheduler,
+    SeededChoices,
     SimEvent,
     Stall,
     Streams,
@@ -50,9 +61,7 @@ from kvpool.device.sim.scheduler import (
     Wait,
     describe,
 )
-from kvpool.device.steps import StagedStep
-from kvpool.device.tables import StagedRows, StagedVectors
-from kvpool.device.work import Fragments, TokenMoves, Work
+from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import PoolClosed
 

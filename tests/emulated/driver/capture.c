@@ -54,13 +54,27 @@ CUresult check_not_capturing(Stream* stream) {
     return result ? result : unsafe_call();
 }
 
-CUresult check_legacy(Stream* stream) {
-    if (stream != stream->context->legacy) return CUDA_SUCCESS;
+static Capture* in_the_way_of(Stream* stream) {
+    if (stream != stream->context->legacy) return NULL;
     for (Capture* capture = captures; capture; capture = capture->next) {
-        if (capture->context == stream->context && capture->origin->blocking)
-            return invalidate(capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+        if (capture->context == stream->context && capture->origin->blocking) return capture;
     }
-    return CUDA_SUCCESS;
+    return NULL;
+}
+
+CUresult check_legacy(Stream* stream) {
+    Capture* capture = in_the_way_of(stream);
+    return capture ? invalidate(capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) : CUDA_SUCCESS;
+}
+
+// "It is also invalid to synchronize a broader handle which encompasses active stream capture, such as a device or
+// context handle": in every mode, also for a thread in relaxed mode.
+CUresult check_context(Context* context) {
+    CUresult result = CUDA_SUCCESS;
+    for (Capture* capture = captures; capture; capture = capture->next) {
+        if (capture->context == context) result = invalidate(capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    }
+    return result ? result : unsafe_call();
 }
 
 // An event that is recorded on a capturing stream is a point of the graph.
@@ -151,7 +165,9 @@ API CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status)
     CUresult result = enter_context(&context);
     if (result) return result;
     if ((result = find_stream(handle, context, &stream))) return leave(result);
-    if ((result = check_legacy(stream))) return leave(result);
+    // "If this is called on the legacy stream while a blocking stream in the same context is capturing ... the blocking
+    // stream capture is not invalidated."
+    if (in_the_way_of(stream)) return leave(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     Capture* capture = stream->capture;
     *status = !capture           ? CU_STREAM_CAPTURE_STATUS_NONE
               : capture->invalid ? CU_STREAM_CAPTURE_STATUS_INVALIDATED

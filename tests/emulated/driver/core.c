@@ -308,6 +308,30 @@ API CUresult cuDevicePrimaryCtxSetFlags(CUdevice number, unsigned flags) {
     return is_device(number) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
+// A context of the caller's own, beside the primary one of the same GPU.
+API CUresult cuCtxCreate(CUcontext* made, CUctxCreateParams* parameters, unsigned flags, CUdevice number) {
+    CUresult result = enter();
+    if (result) return result;
+    if (!is_device(number)) return leave(CUDA_ERROR_INVALID_DEVICE);
+    if (parameters || depth == 64) return leave(unsupported("cuCtxCreate with parameters"));
+    if ((result = make_arena(&devices[number]))) return leave(result);
+    Context* context = calloc(1, sizeof *context);
+    *context = (Context){.device = number, .alive = true};
+    context->legacy = make_stream(context, true, 0);
+    ++counters[CONTEXTS];
+    *made = (CUcontext)(contexts[depth++] = context);
+    return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuCtxDestroy(CUcontext context) {
+    CUresult result = enter();
+    if (result) return result;
+    if (!context || ((Context*)context)->primary) return leave(CUDA_ERROR_INVALID_CONTEXT);
+    if (current() == (Context*)context) --depth;
+    destroy((Context*)context);
+    return leave(CUDA_SUCCESS);
+}
+
 API CUresult cuCtxGetCurrent(CUcontext* context) {
     if (!initialized || forked) return CUDA_ERROR_NOT_INITIALIZED;
     *context = (CUcontext)current();
@@ -366,7 +390,7 @@ API CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 API CUresult cuCtxSynchronize(void) {
     Context* context;
     CUresult result = enter_context(&context);
-    if (!result) result = leave((result = unsafe_call()) ? result : wait_for_context(context));
+    if (!result) result = leave((result = check_context(context)) ? result : wait_for_context(context));
     return result;
 }
 

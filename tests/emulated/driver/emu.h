@@ -186,6 +186,7 @@ CUresult enqueue(Op* op, Stream* stream);
 CUresult wait_for(Point point);  // with the lock held, which is let go meanwhile
 CUresult wait_for_context(Context* context);
 bool reached(Point point);
+bool uses(uintptr_t first, uintptr_t end, Context** context);  // whether a copy that is not done touches these bytes
 void query_missed(Point point);
 Point tail_of(Stream* stream);
 void drop_all(Context* context);
@@ -204,6 +205,7 @@ bool captured(Op* op, Stream* stream, CUresult* result);
 CUresult unsafe_call(void);
 CUresult check_not_capturing(Stream* stream);
 CUresult check_legacy(Stream* stream);
+CUresult check_context(Context* context);
 CUresult capture_event(Event* event, Stream* stream, bool* done);
 CUresult capture_wait(Event* event, Stream* stream, bool* done);
 

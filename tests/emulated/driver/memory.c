@@ -215,14 +215,18 @@ API CUresult cuMemHostRegister(void* address, size_t bytes, unsigned flags) {
     return leave(CUDA_SUCCESS);
 }
 
+// Nothing says that this waits for what may still use the memory. A copy that is not done reads what is nobody's then.
 API CUresult cuMemHostUnregister(void* address) {
-    Context* context;
+    Context *context, *user;
     CUresult result = enter_context(&context);
     if (result) return result;
     Range* range = find_range((uintptr_t)address);
-    bool known = range && range->base == (uintptr_t)address && range->kind == REGISTERED;
-    leave(CUDA_SUCCESS);
-    return known ? give_back_at((uintptr_t)address, REGISTERED) : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    if (!range || range->base != (uintptr_t)address || range->kind != REGISTERED)
+        return leave(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+    if ((result = unsafe_call())) return leave(result);
+    if (uses(range->base, range->base + range->bytes, &user)) fail(user, CUDA_ERROR_ILLEGAL_ADDRESS);
+    give_back(range);
+    return leave(CUDA_SUCCESS);
 }
 
 API CUresult cuMemHostGetDevicePointer(CUdeviceptr* address, void* host, unsigned flags) {
@@ -463,6 +467,10 @@ static CUresult batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t 
     if (failed) *failed = SIZE_MAX;
     if (!handle || handle == CU_STREAM_LEGACY) return leave(CUDA_ERROR_INVALID_VALUE);
     if ((result = find_stream(handle, context, &stream))) return leave(result);
+    if (stream->capture) {
+        stream->capture->invalid = true;
+        return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    }
     if (!count || !kinds || kinds > count || !attributes || !firsts || firsts[0])
         return leave(CUDA_ERROR_INVALID_VALUE);
     if (count > batch_limit) {

@@ -14,7 +14,7 @@
 
 enum { STREAMS_MAX = 1 << 20, MISSES_MAX = 24 };
 
-static Stream* streams;  // never used again, so that a destroyed one is known for ever
+static Stream* streams;
 static int stream_count;
 static Stream** busy;  // those with operations
 static int busy_count, busy_room;
@@ -73,12 +73,28 @@ API void emu_set_idle_ms(int milliseconds) {
 
 // -- streams ---------------------------------------------------------------------------------------
 
+// A new stream may get the handle of one that was destroyed and has done its work. Its operations count on, so that
+// points of the old one stay reached.
+static Stream* place_of_a_stream(void) {
+    for (int i = 0; i < stream_count; ++i) {
+        if (!streams[i].alive && !streams[i].head && !streams[i].capture) return &streams[i];
+    }
+    return stream_count == STREAMS_MAX ? NULL : &streams[stream_count++];
+}
+
 Stream* make_stream(Context* context, bool blocking, int priority) {
+    static int number;
     if (!streams) streams = calloc(STREAMS_MAX, sizeof *streams);
-    if (stream_count == STREAMS_MAX) return NULL;
-    Stream* stream = &streams[stream_count];
-    *stream = (Stream){
-        .alive = true, .blocking = blocking, .number = stream_count++, .priority = priority, .context = context};
+    Stream* stream = place_of_a_stream();
+    if (!stream) return NULL;
+    free(stream->pending);
+    *stream = (Stream){.alive = true,
+                       .blocking = blocking,
+                       .number = number++,
+                       .priority = priority,
+                       .context = context,
+                       .enqueued = stream->enqueued,
+                       .completed = stream->completed};
     ++counters[STREAMS];
     return stream;
 }
@@ -229,6 +245,20 @@ void free_op(Op* op) {
 
 Point tail_of(Stream* stream) { return (Point){stream, stream->enqueued}; }
 bool reached(Point point) { return point.stream->completed >= point.index; }
+
+bool uses(uintptr_t first, uintptr_t end, Context** context) {
+    for (int i = 0; i < busy_count; ++i) {
+        for (Op* op = busy[i]->head; op; op = op->next) {
+            for (size_t k = op->kind == COPY && !op->failed ? op->pieces_done : op->piece_count; k < op->piece_count; ++k) {
+                Piece* piece = &op->pieces[k];
+                uintptr_t to = (uintptr_t)piece->target, from = (uintptr_t)piece->source;
+                if ((to < end && first < to + piece->bytes) || (from < end && first < from + piece->bytes))
+                    return *context = op->stream->context, true;
+            }
+        }
+    }
+    return false;
+}
 
 static void note_time(Event* event) {
     struct timespec now;

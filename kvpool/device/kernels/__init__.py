@@ -1,1 +1,0 @@
-"""Kernels that run on a GPU: their launches as data, and the place of their CUDA sources."""

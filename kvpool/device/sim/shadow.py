@@ -1,0 +1,253 @@
+"""The shadow: what the pools, and the arrays beside them, should contain after declared operations only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.device.base import Part
+from kvpool.device.block_copy import HostPool
+from kvpool.device.regions import Regions
+from kvpool.device.sim.order import Rows
+
+Piece = tuple[slice, slice, slice]
+"""A part of a block: segments, runs of each, bytes of each run."""
+
+_COMPARED_BYTES = 1 << 20
+_NONE = np.empty((0, 2), np.int64)
+
+
+class Mirror:
+    """The pools of one part and its shadow, as views ``[blocks, segments, runs, bytes]``. Of the block ids of the pool,
+    the region of the part has ``ids``: a range in each tier.
+
+    A segment is one layer and plane of a block. A run is what is contiguous in it for the first n tokens, for any n.
+    Copies are made on both sides. After other declared writes, the shadow takes the content of the pools. So the two
+    sides differ where an undeclared write was made, also in the middle of a copy.
+    """
+
+    def __init__(self, part: Part, shadow: Part, ids: tuple[range, range]) -> None:
+        layout, self.pools, self._shadows = part.layout, part[1:], shadow[1:]
+        self.tokens = layout.tokens_per_block
+        self._layout, self._ids = layout, ids
+        row = layout.head_dim * layout.itemsize
+        self._runs, self._unit = (1, layout.kv_heads * row) if layout.tokens == "NHD" else (layout.kv_heads, row)
+        self._segments = layout.layers * layout.planes
+        self._real = self._view(self.pools)
+        self._shadow = self._view(self._shadows)
+
+    def _view(self, pools: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        (device, host), (device_blocks, host_blocks) = pools, map(len, self._ids)
+        inner = (self._runs, self.tokens * self._unit)
+        if self._layout.order == "layer_first":
+            device = device.reshape(self._segments, device_blocks, *inner).swapaxes(0, 1)
+        else:
+            device = device.reshape(device_blocks, self._segments, *inner)
+        return device, host.reshape(host_blocks, self._segments, *inner)
+
+    def _locate(self, block: int) -> tuple[int, int]:
+        """The tier of a block, and its number in the tier."""
+        tier = int(block >= self._ids[1].start)
+        return tier, block - self._ids[tier].start
+
+    def _mine(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Of each tier that has some of these blocks: its number, their numbers in it, and which they are."""
+        for tier, ids in enumerate(self._ids):
+            which = (blocks >= ids.start) & (blocks < ids.stop)
+            if which.any():
+                yield tier, blocks[which] - ids.start, which
+
+    def pieces(self, tokens: int, chunk_bytes: int, pieces_max: int) -> list[Piece]:
+        """Cut the first ``tokens`` tokens of a block into pieces of about ``chunk_bytes`` each, or larger ones where
+        there would be too many."""
+        run = tokens * self._unit
+        segment = self._runs * run
+        chunk = max(chunk_bytes, -(-self._segments * segment // pieces_max))
+        if chunk >= segment:
+            step = chunk // segment
+            return [(slice(s, s + step), slice(None), slice(0, run)) for s in range(0, self._segments, step)]
+        # A run that does not fit in a chunk is cut. Otherwise a chunk takes as many runs as fit.
+        runs, length = max(1, chunk // run), min(chunk, run)
+        return [
+            (slice(s, s + 1), slice(r, r + runs), slice(at, min(at + length, run)))
+            for s in range(self._segments)
+            for r in range(0, self._runs, runs)
+            for at in range(0, run, length)
+        ]
+
+    def copy_piece(self, source: int, target: int, piece: Piece) -> None:
+        """Make one piece of a move, on both sides."""
+        (source_tier, s), (target_tier, t) = self._locate(source), self._locate(target)
+        for side in (self._real, self._shadow):
+            side[target_tier][t][piece] = side[source_tier][s][piece]
+
+    def adopt(self, rows: NDArray[np.int64]) -> None:
+        """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
+        for tier, blocks, which in self._mine(rows[:, 0]):
+            ranges = rows[which, 1] * (self.tokens + 1) + rows[which, 2]
+            for part in np.unique(ranges):
+                first, last = divmod(int(part), self.tokens + 1)
+                touched, ids = slice(first * self._unit, last * self._unit), blocks[ranges == part]
+                self._shadow[tier][ids, :, :, touched] = self._real[tier][ids, :, :, touched]
+
+    def differences(self) -> list[NDArray[np.int64]]:
+        """Rows (block, token) of everything that differs."""
+        found = []
+        for tier, (real, shadow) in enumerate(zip(self.pools, self._shadows, strict=True)):
+            if not np.array_equal(real, shadow):
+                step = max(1, _COMPARED_BYTES // self._layout.block_bytes)
+                places = np.arange(len(self._ids[tier]))
+                found += [self._different(tier, places[b : b + step]) for b in range(0, len(places), step)]
+        return found
+
+    def differences_in(self, blocks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Rows (block, token) of what differs in some blocks."""
+        return [self._different(tier, places) for tier, places, _ in self._mine(blocks)]
+
+    def _different(self, tier: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        changed = (self._real[tier][places] != self._shadow[tier][places]).any(axis=(1, 2))
+        found = np.argwhere(changed.reshape(len(changed), self.tokens, self._unit).any(axis=2))
+        found[:, 0] = places[found[:, 0]] + self._ids[tier].start
+        return found
+
+
+class Mirrors:
+    """The mirrors of all parts of all regions."""
+
+    def __init__(self, regions: Regions) -> None:
+        self.regions, self.nbytes = regions, sum(pool.nbytes for pool in regions.pools)
+        shadows = [
+            region._replace(
+                parts=tuple(Part(layout, *(pool.copy() for pool in pools)) for layout, *pools in region.parts)
+            )
+            for region in regions.all
+        ]
+        self.real, self._shadow = HostPool(regions), HostPool(Regions(shadows))
+        self._mirrors: list[list[Mirror]] = []
+        for number, (region, shadow) in enumerate(zip(regions.all, shadows, strict=True)):
+            device, host = regions.pool_ids.first(number)
+            ids = range(device, device + region.device_blocks), range(host, host + region.host_blocks)
+            pairs = zip(region.parts, shadow.parts, strict=True)
+            self._mirrors.append([Mirror(*parts, ids) for parts in pairs])
+        self._all = [mirror for mirrors in self._mirrors for mirror in mirrors]
+
+    def copy(self, moves: NDArray[np.int64]) -> None:
+        """Make whole moves, on both sides."""
+        self.real.copy_blocks(moves)
+        self._shadow.copy_blocks(moves)
+
+    def torn(self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int) -> list[Callable[[], None]]:
+        """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
+        any order."""
+        source, target, tokens, _ = move.tolist()
+        mirrors = self._mirrors[int(self.regions.pool_ids.place(move[:1])[0][0])]
+        pieces_max = max(1, pieces_max // len(mirrors))
+        return [
+            partial(mirror.copy_piece, source, target, piece)
+            for mirror in mirrors
+            for piece in mirror.pieces(tokens, chunk_bytes, pieces_max)
+        ]
+
+    def adopt(self, rows: NDArray[np.int64]) -> None:
+        """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
+        for mirror in self._all:
+            mirror.adopt(rows)
+
+    def differences(self) -> NDArray[np.int64]:
+        """Rows (block, token) of everything that differs."""
+        return np.concatenate([_NONE, *(rows for mirror in self._all for rows in mirror.differences())])
+
+    def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows (block, token) of what differs in some blocks."""
+        return np.concatenate([_NONE, *(rows for mirror in self._all for rows in mirror.differences_in(blocks))])
+
+
+class _Watched(NamedTuple):
+    """An array, the content that it should have, and the range of its addresses."""
+
+    array: NDArray[Any]
+    shadow: NDArray[Any]
+    begin: int
+    end: int
+
+
+class Arrays:
+    """The arrays that some access has named. Each has a place with a number above all block ids. Rows name it like a
+    block of ``tokens`` tokens.
+
+    If arrays share bytes, an access to one is an access to all of them. Two halves of one array are separate if each is
+    named by itself.
+    """
+
+    def __init__(self, blocks: int, tokens: int) -> None:
+        self._blocks, self._tokens = blocks, tokens
+        self._watched: list[_Watched | None] = []
+
+    def rows(self, name: str, arrays: Sequence[NDArray[Any]]) -> Rows:
+        """The places of arrays, which are watched from now on. Raises TypeError."""
+        found: set[int] = set()
+        for array in arrays:
+            if not isinstance(array, np.ndarray):
+                raise TypeError(f"{name}: arrays are needed, not {type(array).__name__}")
+            begin, end = _extent(array)
+            self._watch(array, begin, end)
+            found.update(self._sharing(begin, end))
+        return self._rows(sorted(found))
+
+    def _sharing(self, begin: int, end: int) -> list[int]:
+        """The numbers of the arrays that have some of these bytes."""
+        return [
+            i for i, other in enumerate(self._watched) if other is not None and other.begin < end and begin < other.end
+        ]
+
+    def everything(self) -> Rows:
+        return self._rows(range(len(self._watched)))
+
+    def _rows(self, numbers: Sequence[int]) -> Rows:
+        return np.array([(self._blocks + i, 0, self._tokens) for i in numbers], np.int64).reshape(-1, 3)
+
+    def _watch(self, array: NDArray[Any], begin: int, end: int) -> None:
+        if not any(other is not None and _same(other.array, array) for other in self._watched):
+            self._watched.append(_Watched(array, array.copy(), begin, end))
+
+    def forget(self, array: NDArray[Any]) -> None:
+        """Stop watching memory. Its place stays, for accesses that were made before."""
+        begin, end = _extent(array)
+        for i, other in enumerate(self._watched):
+            if other is not None and begin <= other.begin and other.end <= end:
+                self._watched[i] = None
+
+    def adopt(self, places: NDArray[np.int64]) -> None:
+        """Accept the present content of these arrays, and of the arrays that share bytes with them, which may have been
+        named later."""
+        named = [self._watched[i] for i in (places - self._blocks).tolist()]
+        for i in {i for one in named if one is not None for i in self._sharing(one.begin, one.end)}:
+            if (watched := self._watched[i]) is not None:
+                watched.shadow[...] = watched.array
+
+    def differences(self) -> list[int]:
+        """The places of arrays whose content is not what it should be."""
+        wrong = []
+        for i, watched in enumerate(self._watched):
+            if watched is not None and watched.array.tobytes() != watched.shadow.tobytes():
+                wrong.append(self._blocks + i)
+        return wrong
+
+
+def _extent(array: NDArray[Any]) -> tuple[int, int]:
+    """The address of the first byte, and of the first byte after the array."""
+    address = array.ctypes.data
+    if array.size == 0:
+        return address, address
+    steps = [(count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True)]
+    return address + sum(step for step in steps if step < 0), address + sum(
+        step for step in steps if step > 0
+    ) + array.itemsize
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.ctypes.data == b.ctypes.data and a.shape == b.shape and a.strides == b.strides and a.dtype == b.dtype
