@@ -33,7 +33,7 @@ LINES = {
     "kvpool/observe": 280,
     "kvpool/planner": 1150,
     "kvpool/pool": 2890,
-    "kvpool/publish": 800,
+    "kvpool/publish": 660,
     "kvpool/remote": 1860,
     "kvpool/replay": 1980,
     "kvpool/state": 4640,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 240
+FILES = 238
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
