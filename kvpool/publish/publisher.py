@@ -25,8 +25,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import ReplayServer
-from kvpool.remote.connections import Connections
-from kvpool.remote.ending import end, new_context
+from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.endpoints import endpoint_argument
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ LINES = {
     "examples": 1120,
     "kvpool": 340,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1180,
+    "kvpool/commands": 1340,
     "kvpool/copying": 520,
     "kvpool/device": 3920,
     "kvpool/engines": 1530,
@@ -34,7 +34,7 @@ LINES = {
     "kvpool/planner": 1150,
     "kvpool/pool": 2890,
     "kvpool/publish": 660,
-    "kvpool/remote": 1860,
+    "kvpool/remote": 1670,
     "kvpool/replay": 1980,
     "kvpool/state": 4640,
     "kvpool/stores": 3250,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 238
+FILES = 230
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

@@ -18,12 +18,10 @@ except ModuleNotFoundError as error:
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
-from kvpool.remote.ending import end, new_context
+from kvpool.remote.connections import end, new_context
 from kvpool.remote.endpoints import ClientKeys, ClientSecret, check_endpoint
-from kvpool.remote.frames import Malformed, frames_argument
-from kvpool.remote.link import Link, Stop, Stopped, never
-from kvpool.remote.remote_errors import RemoteError
-from kvpool.remote.session import Received
+from kvpool.remote.link import Link, RemoteError, Stop, Stopped, never
+from kvpool.remote.session import Malformed, Received, frames_argument
 from kvpool.stores.peer.wire import (
     KEYS_MAX,
     StoreCall,

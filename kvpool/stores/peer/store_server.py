@@ -23,8 +23,7 @@ except ModuleNotFoundError as error:
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
-from kvpool.remote.frames import Failed, Malformed, Message, frames_argument
-from kvpool.remote.session import UNSEALED, Received
+from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
 from kvpool.stores.peer.wire import (
     CALLS,
     DROPS,
