@@ -190,11 +190,10 @@ class BlockClient:
         self._cache, self._keys = cache, keys
         self._transport = InlineClient() if transport is None else transport
         self._sizes, self._parts = what.block_bytes, what.parts
-        self._hello = Hello(1, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
+        self._hello = Hello(0, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
         self._busy, self._process = threading.Lock(), Process()
         self._context: zmq.Context[Any] | None = new_context()
         self._link: Link | None = None
-        self._welcome: Welcome | None = None
 
     # -- fetching --------------------------------------------------------------------------------
 
@@ -240,7 +239,7 @@ class BlockClient:
             first = self._cache.match_prefix(keys).full_tokens // self._cache.tokens_per_block
             return [(groups[0].index, np.arange(first, last))]
         there = np.zeros((len(self._sizes), full), np.bool_)
-        there[:, :last] = find(self._connected()[0], keys.keys[:last].tobytes(), len(self._sizes))
+        there[:, :last] = find(self._connected(), keys.keys[:last].tobytes(), len(self._sizes))
         lacking = self._cache.lacking(keys, there).blocks
         return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
@@ -317,25 +316,24 @@ class BlockClient:
                 self._busy.release()
 
     def _disconnect(self) -> None:
-        link, self._link, self._welcome = self._link, None, None
+        link, self._link = self._link, None
         self._transport.close()
         if link is not None:
             link.close()
 
-    def _connected(self) -> tuple[Link, Welcome]:
+    def _connected(self) -> Link:
         if self._link is not None and self._link.ended():
             self._disconnect()
-        if self._link is None or self._welcome is None:
+        if self._link is None or self._link.welcome is None:
             self._connect()
-        assert self._link is not None and self._welcome is not None
+        assert self._link is not None
         self._link.timeout_ms = self._timeout_ms
-        return self._link, self._welcome
+        return self._link
 
     def _exchange(self, keys: bytes, group: int) -> Exchange:
-        link, welcome = self._connected()
-        size = self._sizes[group]
-        blocks = self._blocks_of(welcome, size)
-        messages = min(self._messages, welcome.requests, welcome.bytes // (blocks * size))
+        link = self._connected()
+        blocks = self._blocks_of(link.welcome, self._sizes[group])
+        messages = min(self._messages, link.welcome.requests, link.welcome.bytes // (blocks * self._sizes[group]))
         return Exchange(link, self._transport, keys, group, blocks, messages)
 
     def _blocks_of(self, welcome: Welcome, size: int) -> int:
@@ -353,18 +351,15 @@ class BlockClient:
             frame_bytes=max(answer, self._blocks * max(self._sizes)), messages=self._messages,
         )  # fmt: skip
         try:
-            link.greet()
-            received = link.ask(self._hello, [], Welcome)
+            received = link.greet(self._hello, Welcome)
         except RemoteError as error:
             self._explain(error)
-        welcome = received.message
         try:
-            self._check(welcome)
-            nbytes = max(size * self._blocks_of(welcome, size) for size in self._sizes if size)
+            self._check(received.message)
+            nbytes = max(size * self._blocks_of(received.message, size) for size in self._sizes if size)
             self._transport.connect(received.frames, self._parts, nbytes, self._messages)
         except Malformed as error:
             raise RemoteError("malformed", f"{self._endpoint} sent {error}") from None
-        self._welcome = welcome
 
     def _explain(self, error: RemoteError) -> NoReturn:
         """Raise the error, in words of pools."""

@@ -7,6 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -98,6 +99,7 @@ class Link:
         self._endpoint, self._key, self.timeout_ms, self._messages = endpoint, door.wire_key, timeout_ms, messages
         self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
         self._number = 0
+        self.welcome: Any = None
         self._flow: Flow | None = None
         self._session: Session | None = None
         self._socket = socket = context.socket(zmq.DEALER)
@@ -108,8 +110,9 @@ class Link:
         self._monitor = socket.get_monitor_socket(functools.reduce(operator.or_, [zmq.EVENT_CONNECTED, *_ENDED]))
         socket.connect(endpoint)
 
-    def greet(self, stop: Stop = never) -> None:
-        """Have the server prove that it knows the secret."""
+    def greet(self, hello: Message, kind: type[Message], stop: Stop = never) -> Received:
+        """Have the server prove that it knows the secret, and say what this client wants, under a number of its own.
+        Returns the answer, whose message is ``welcome`` from then on."""
         greeted = greeting()
         self._send([greeted])
         answer = self._receive(self.timeout_ms, stop) or []
@@ -118,6 +121,9 @@ class Link:
         if self._session is None:
             reason = f"{self._endpoint} does not prove that it knows the secret: it is another program, or has another"
             raise RemoteError("impostor", reason)
+        received = self.ask(replace(hello, id=self.number()), [], kind, stop)
+        self.welcome = received.message
+        return received
 
     def number(self) -> int:
         """A number for the next message."""

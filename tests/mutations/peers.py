@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         "connections_that_have_ended_are_used_again",
         "PeerStore._taken",
-        "connection.link.ended()",
+        "link.ended()",
         "False",
         "After a restart of the server, the first calls fail although it is back.",
         (f"{PEER}::test_a_server_that_was_restarted_costs_no_failed_call",),

@@ -19,7 +19,7 @@ from kvpool.remote.block_server import Sending, UnderWay, Waiting
 from kvpool.remote.endpoints import ClientSecret
 from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
-from kvpool.remote.session import Blocks, Failed, Found, Get, Session, encode, greeting
+from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) 
 
         def greet() -> None:
             try:
-                link.greet()
+                link.greet(Hello(0, "", "", "", ""), Welcome)
             except BaseException as error:
                 raised.append(error)
 
