@@ -123,7 +123,7 @@ def _report(
 
 
 def _speeds(options: argparse.Namespace) -> list[Any]:
-    from kvpool.remote.throughput import measure
+    from kvpool.commands.throughput import measure
 
     return [measure(size, round_bytes=options.round_bytes) for size in (65_536, 4096)]
 

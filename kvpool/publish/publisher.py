@@ -3,9 +3,11 @@ who ask."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,12 +24,9 @@ from kvpool.pool.events import Events
 from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
-from kvpool.publish.peers import Peers
-from kvpool.publish.replays import Replays
-from kvpool.publish.sent import Sent, tracked
-from kvpool.remote.connections import Connections
-from kvpool.remote.ending import end, new_context
-from kvpool.remote.endpoints import is_loopback
+from kvpool.publish.replay_server import ReplayServer
+from kvpool.remote.connections import Connections, end, new_context
+from kvpool.remote.endpoints import endpoint_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +39,8 @@ POLL_MS = 100
 """How often the thread looks for peers that say too much, or do not end their handshakes."""
 END_EVERY_S = 0.1
 """Memory that an ended connection has held is freed within this time."""
+MESSAGE_BYTES = 512
+"""Bytes of a message besides its payload."""
 _ENDED = "the publisher has ended: it or the pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
 
@@ -76,10 +77,22 @@ class PublisherStats:
     """Requests for a replay that were malformed."""
 
 
-class _Flush:
-    """A caller that waits until everything is published."""
+class _Sent:
+    """The bytes of messages that ZeroMQ holds. ZeroMQ itself counts messages, which can be of any size."""
 
-    done = False
+    def __init__(self) -> None:
+        self._messages: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self.nbytes = 0
+
+    def add(self, frame: zmq.Frame) -> None:
+        nbytes = len(frame) + MESSAGE_BYTES
+        self._messages.append((frame.tracker, nbytes))
+        self.nbytes += nbytes
+
+    def settle(self) -> None:
+        """Forget what ZeroMQ has let go of."""
+        while self._messages and self._messages[0][0].done:
+            self.nbytes -= self._messages.popleft()[1]
 
 
 class KVEventPublisher:
@@ -159,14 +172,14 @@ class KVEventPublisher:
             raise TypeError(f"topic={topic!r:.80}: accepted is a string")
         if block_hashes not in HASHES:
             raise ValueError(f"block_hashes={block_hashes!r:.80}: accepted are {', '.join(HASHES)}")
-        remote = bool_argument("allow_remote", allow_remote)
-        for name, one in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
-            if one is not None or name == "endpoint":
-                _check_endpoint(name, one, remote)
+        needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
+        endpoint_argument("endpoint", endpoint, needs)
+        if replay_endpoint is not None:
+            endpoint_argument("replay_endpoint", replay_endpoint, needs)
         bool_argument("bind", bind)
         topics = bool_argument("replay_topic", replay_topic)
         rank = integer_argument("data_parallel_rank", data_parallel_rank, 0, (1 << 31) - 1)
-        self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000)
+        self._wait_s = min(integer_argument("interval_ms", interval_ms, 1, 60_000), POLL_MS) / 1e3
         kept = integer_argument("replay_messages", replay_messages, 1, 1 << 24)
         self._history = History(kept, integer_argument("replay_bytes", replay_bytes, 0, 1 << 50))
         waiting = integer_argument("hwm", hwm, 1, 1 << 24)
@@ -175,14 +188,14 @@ class KVEventPublisher:
         self._source, self._topic = keeper or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
-        self._lock, self._flushes, self._ended, self._bell = threading.Lock(), list[_Flush](), False, Bell()
-        self._stopping, self._linger_ms = threading.Event(), 0
+        self._lock, self._asked, self._answered, self._bell = threading.Lock(), 0, 0, Bell()
+        self._stopping, self._ended, self._linger_ms = threading.Event(), False, 0
+        self._sent, self._unsent, self._may_end = _Sent(), 0, 0.0
+        named = self._topic if topics else None
+        self._replays = ReplayServer(replay_endpoint, peers, self._history, self._snapshot, named)
+        self.replay_endpoint = self._replays.endpoint
         self._context: zmq.Context[Any] = new_context()
-        self._sent, self._may_end = Sent(), 0.0
-        self._askers: Any = None
         try:
-            self._askers = Peers(replay_endpoint, peers)
-            self._replays = Replays(self._askers, self._history, self._snapshot, self._topic if topics else None)
             self._publish_at(endpoint, bind, waiting, peers)
             # This runs in the caller's thread, so that a pool that cannot be published is refused here.
             events = self._source.events(snapshot=True)
@@ -190,8 +203,7 @@ class KVEventPublisher:
             self._resync(events)
         except BaseException:
             end(self._context)
-            if self._askers is not None:
-                self._askers.close()
+            self._replays.close()
             raise
         self._thread = threading.Thread(target=self._run, name="kvpool-publisher", daemon=True)
         self._thread.start()
@@ -211,7 +223,6 @@ class KVEventPublisher:
         else:
             self._pub.connect(endpoint)
         self.endpoint = str(self._pub.getsockopt_string(zmq.LAST_ENDPOINT))
-        self.replay_endpoint = self._askers.endpoint
 
     # -- for other threads -----------------------------------------------------------------------
 
@@ -219,22 +230,20 @@ class KVEventPublisher:
         """A copy of the figures. Each is right, but they may be some microseconds apart."""
         replays, sent = self._replays, self._sent
         return replace(
-            self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + self._askers.unsent,
+            self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + self._unsent,
             malformed=replays.malformed, talkers=self._subscribers.talkers,
-            connections_refused=self._subscribers.refused + self._askers.refused,
+            connections_refused=self._subscribers.refused + replays.refused,
         )  # fmt: skip
 
     def flush(self) -> None:
         """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed
         if the publisher has ended, or ends before that."""
         self._process.check(self)
-        wanted = _Flush()
         with self._lock:
-            if self._ended:
-                raise PoolClosed(_ENDED)
-            self._flushes.append(wanted)
-        self._bell.wait_for(lambda: wanted.done or self._ended)
-        if not wanted.done:
+            self._asked += 1
+            mine = self._asked
+        self._bell.wait_for(lambda: self._answered >= mine or self._ended)
+        if self._answered < mine:
             raise PoolClosed(_ENDED)
 
     @property
@@ -262,42 +271,49 @@ class KVEventPublisher:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for one in (self._askers.fileno(), self._subscribers.events):
-            poller.register(one, zmq.POLLIN)
-        wait = self._interval
         try:
-            while not self._stopping.is_set():
-                poller.poll(wait)
-                self._subscribers.poll()
-                self._replays.take_requests()
-                with self._lock:
-                    asked_before = len(self._flushes)
-                self._publish_new()
-                with self._lock:
-                    flushes, self._flushes = self._flushes[:asked_before], self._flushes[asked_before:]
-                for one in flushes:
-                    one.done = True
-                self._bell.ring()
-                self._sent.settle()
-                wait = 0 if self._replays.go_on() else min(self._interval, POLL_MS)
-        except PoolClosed:
-            pass
+            asyncio.run(self._serve())
         except Exception:
             _log.exception("the publisher has ended")
         finally:
-            with self._lock:
-                self._ended = True
-            self._bell.ring()
-            self._send(self._encoder.cleared())
-            # The sockets listen until the publisher is closed, and their bounds hold until then.
-            while not self._stopping.wait(END_EVERY_S):
-                self._subscribers.poll()
-                self._askers.poll()
+            self._end()
+            self._replays.close()
             self._subscribers.close()
-            self._askers.close()
             self._pub.close(linger=self._linger_ms)
             end(self._context, self._linger_ms)
+
+    async def _serve(self) -> None:
+        await self._replays.listen()
+        # Those who are too many are refused as they come.
+        asyncio.get_running_loop().add_reader(self._subscribers.events, self._subscribers.poll)
+        # The sockets listen until the publisher is closed, and their bounds hold until then.
+        while not self._stopping.is_set():
+            self._subscribers.poll()
+            self._unsent = self._replays.unsent()
+            if not self._ended:
+                self._turn()
+            await asyncio.sleep(self._wait_s)
+
+    def _turn(self) -> None:
+        """Publish what is new, for all who have asked for that before."""
+        asked = self._asked
+        try:
+            self._publish_new()
+            self._answered = asked
+            self._sent.settle()
+        except PoolClosed:
+            self._end()
+        except Exception:
+            _log.exception("the publisher has ended")
+            self._end()
+        self._bell.ring()
+
+    def _end(self) -> None:
+        """Have subscribers forget everything, once."""
+        if not self._ended:
+            self._ended = True
+            self._bell.ring()
+            self._send(self._encoder.cleared())
 
     def _take(self, snapshot: bool = False) -> tuple[Events, bool]:
         """Take new events. Returns them, and whether earlier ones were lost."""
@@ -340,7 +356,7 @@ class KVEventPublisher:
 
     def _send(self, payload: bytes, stored: int = 0, removed: int = 0) -> None:
         """Publish a message. If a subscriber's queue is full, the others still get it, and the overflow is counted."""
-        frame = tracked(payload)
+        frame = zmq.Frame(payload, track=True, copy=False)
         frames: list[Any] = [self._topic, self._history.next.to_bytes(8, "big"), frame]
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
@@ -381,13 +397,3 @@ def _specs(cache: KVCacheManager, group: Any) -> dict[int, Spec]:
             f"group={index}: accepted is None, or a group that is not for cross attention, of which nothing is cached"
         )
     return {index: Spec()}
-
-
-def _check_endpoint(name: str, endpoint: Any, remote: bool) -> None:
-    if not isinstance(endpoint, str):
-        raise TypeError(f"{name}={endpoint!r:.80}: accepted is a string")
-    scheme, _, rest = endpoint.partition("://")
-    if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
-        raise ValueError(f"{name}={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
-    if scheme == "tcp" and not remote and not is_loopback(rest.rpartition(":")[0]):
-        raise ValueError(f"{name}={endpoint!r:.80}: without allow_remote=True, accepted are addresses of this machine")

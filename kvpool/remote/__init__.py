@@ -3,12 +3,12 @@
 try:
     from kvpool.remote.block_client import BlockClient as BlockClient
     from kvpool.remote.block_server import BlockServer as BlockServer
+    from kvpool.remote.block_server import Limits as Limits
+    from kvpool.remote.block_server import ServerStats as ServerStats
     from kvpool.remote.endpoints import ClientKeys as ClientKeys
     from kvpool.remote.endpoints import ServerKeys as ServerKeys
-    from kvpool.remote.limits import Limits as Limits
-    from kvpool.remote.limits import ServerStats as ServerStats
-    from kvpool.remote.remote_errors import RemoteError as RemoteError
-    from kvpool.remote.remote_errors import RemoteTimeout as RemoteTimeout
+    from kvpool.remote.link import RemoteError as RemoteError
+    from kvpool.remote.link import RemoteTimeout as RemoteTimeout
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "zmq":
         raise

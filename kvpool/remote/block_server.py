@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,9 @@ from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
-from kvpool.remote.frames import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Welcome
-from kvpool.remote.limits import Limits, ServerStats, fitting
-from kvpool.remote.served import host_bytes, served
 from kvpool.remote.server import LetIn, Refused, Server
-from kvpool.remote.session import Received
-from kvpool.remote.transport import InlineServer, ServerTransport
-from kvpool.remote.underway import Sending, UnderWay, Waiting
+from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
+from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import guards
 from kvpool.state.hashing import remote_password
 
@@ -37,6 +34,79 @@ While no blocks are sent, the thread sleeps."""
 KEYS_PER_LOOK = 256
 _NAME_MAX = 64
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a server does for its clients. ``bytes_in_total`` None is half of the host tier.
+    ``bytes_per_client`` None is an eighth of the total, or eight blocks if that is more, but at most half of the total.
+
+    Clients that stop reading must leave room for others. So a client that holds blocks gets more only if another
+    ``bytes_per_client`` of the total stays free, for clients that hold none.
+
+    ``requests_per_client`` and the two sums of bytes count what has been sent and not yet released.
+    ``requests_waiting`` counts what all clients have requested and not been sent.
+    """
+
+    blocks_per_request: int = 64
+    requests_per_client: int = 8
+    bytes_per_client: int | None = None
+    bytes_in_total: int | None = None
+    requests_waiting: int = 1024
+    connections: int = 256
+    """Peers, with or without the password. Others are refused."""
+
+    def __post_init__(self) -> None:
+        integer_argument("blocks_per_request", self.blocks_per_request, 1, BLOCKS_MAX)
+        integer_argument("requests_per_client", self.requests_per_client, 1, 1 << 16)
+        integer_argument("requests_waiting", self.requests_waiting, 1, 1 << 24)
+        integer_argument("connections", self.connections, 1, 1 << 16)
+        for name in ("bytes_per_client", "bytes_in_total"):
+            if getattr(self, name) is not None:
+                integer_argument(name, getattr(self, name), 1, 1 << 62)
+
+
+@dataclass
+class ServerStats:
+    """What a server has done so far, and what it is sending."""
+
+    requests: int = 0
+    """Requests for blocks that were answered with blocks, or that had none."""
+    refused: int = 0
+    """Requests that were answered with an error, with malformed messages."""
+    malformed: int = 0
+    dropped: int = 0
+    """Answers that could not be sent, because the client has gone or has too many unread."""
+    blocks: int = 0
+    bytes: int = 0
+    questions: int = 0
+    """Questions about which blocks are there."""
+    missing_blocks: int = 0
+    """Requested keys that had no host block."""
+    revoked: int = 0
+    """Requests whose leases somebody revoked before the blocks were released. The client was told to discard them."""
+    transfers: int = 0
+    """How many are sent now and not yet released. The next field has their bytes."""
+    transfer_bytes: int = 0
+    connections_refused: int = 0
+    """Connections that were ended at once, because there were ``Limits.connections`` already."""
+
+
+def fitting(limits: Limits, sizes: Sequence[tuple[int, int]]) -> Limits:
+    """Limits under which every accepted request can be served: at least one block of each group of layers, and no more
+    in total than given. ``sizes``: (bytes of a block, host blocks) of each group that is served."""
+    size, host = max(nbytes for nbytes, _ in sizes), sum(nbytes * blocks for nbytes, blocks in sizes)
+    total = max(size, host // 2) if limits.bytes_in_total is None else limits.bytes_in_total
+    each = (
+        max(size, min(total // 2, max(total // 8, 8 * size)))
+        if limits.bytes_per_client is None
+        else min(limits.bytes_per_client, total)
+    )
+    if each < size:
+        raise ValueError(f"limits: {each} bytes do not hold one block of {size} bytes")
+    most = each // min(nbytes for nbytes, _ in sizes)
+    blocks = min(limits.blocks_per_request, most)
+    return replace(limits, blocks_per_request=blocks, bytes_per_client=each, bytes_in_total=total)
 
 
 class BlockServer:
@@ -117,6 +187,82 @@ class BlockServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Waiting(NamedTuple):
+    """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2], ``owner`` the owner of its
+    leases."""
+
+    client: LetIn
+    id: int
+    group: int
+    keys: npt.NDArray[np.uint64]
+    owner: str
+    nbytes: int
+
+
+class Sending(NamedTuple):
+    """The blocks of one request, which the transport still uses. ``leases`` is empty once nothing is pinned for
+    them."""
+
+    client: LetIn
+    id: int
+    nbytes: int
+    leases: list[Lease]
+    released: Callable[[], bool]
+
+
+class UnderWay:
+    """The transfers and requests of one server. Not thread-safe."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting: list[Waiting] = []
+        self.transfers: list[Sending] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all transfers."""
+        return sum(transfer.nbytes for transfer in self.transfers)
+
+    def accept(self, request: Waiting, blocks: int) -> None:
+        """Queue a request. Raises Refused if its client exceeds its limits with this request, or with all of them."""
+        limits = self._limits
+        if blocks > limits.blocks_per_request:
+            raise Refused(
+                request.id, "limit", f"{blocks} blocks in one request: accepted are up to {limits.blocks_per_request}"
+            )
+        if limits.bytes_per_client is not None and request.nbytes > limits.bytes_per_client:
+            reason = f"{request.nbytes} bytes in one request: accepted are up to {limits.bytes_per_client}"
+            raise Refused(request.id, "limit", reason)
+        mine = sum(other.client == request.client for other in self._waiting)
+        if mine >= limits.requests_per_client:
+            reason = f"{mine} requests wait for those before them: accepted are up to {limits.requests_per_client}"
+            raise Refused(request.id, "limit", reason)
+        if len(self._waiting) >= limits.requests_waiting:
+            reason = f"{len(self._waiting)} requests of all clients wait: accepted are up to {limits.requests_waiting}"
+            raise Refused(request.id, "limit", reason)
+        self._waiting.append(request)
+
+    def take(self) -> Waiting | None:
+        """The oldest request for which there is room, or None. A request of a client without transfers is not overtaken
+        by others that wait for room."""
+        limits, blocked = self._limits, set[LetIn]()
+        each, total = limits.bytes_per_client or 0, limits.bytes_in_total or 0
+        for place, request in enumerate(self._waiting):
+            if request.client in blocked:
+                continue
+            mine = [transfer.nbytes for transfer in self.transfers if transfer.client == request.client]
+            # Clients that read nothing hold what they have. The last share of the total is for clients that have
+            # nothing yet.
+            kept_free = min(each, total - each) if mine else 0
+            if self.nbytes + request.nbytes + kept_free > total:
+                if not mine:
+                    return None
+            elif len(mine) < limits.requests_per_client and sum(mine) + request.nbytes <= each:
+                return self._waiting.pop(place)
+            blocked.add(request.client)
+        return None
 
 
 class _HostTier:

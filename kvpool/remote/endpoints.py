@@ -118,16 +118,22 @@ def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
 
     ``inproc`` is not accepted. It would hand the pool's own memory to the reader, who would decide when it is released.
     """
-    if not isinstance(endpoint, str):
-        raise TypeError(f"endpoint={endpoint!r:.80}: accepted is a string")
     if keys is not None and not isinstance(keys, (ServerKeys, ClientKeys)):
         raise TypeError("keys: accepted are ServerKeys for a server, and ClientKeys for a client")
+    return endpoint_argument("endpoint", endpoint, "" if keys else "keys=")
+
+
+def endpoint_argument(name: str, endpoint: object, needs: str = "") -> str:
+    """An endpoint of ZeroMQ. ``needs``: the argument without which only this machine may connect. Raises TypeError,
+    ValueError."""
+    if not isinstance(endpoint, str):
+        raise TypeError(f"{name}={endpoint!r:.80}: accepted is a string")
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
-        raise ValueError(f"endpoint={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
-    if scheme == "tcp" and keys is None and not is_loopback(rest.rpartition(":")[0]):
+        raise ValueError(f"{name}={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
+    if scheme == "tcp" and needs and not is_loopback(rest.rpartition(":")[0]):
         raise ValueError(
-            f"endpoint={endpoint!r:.80}: without keys=, accepted are addresses of this machine, such as "
+            f"{name}={endpoint!r:.80}: without {needs}, accepted are addresses of this machine, such as "
             "tcp://127.0.0.1:5555"
         )
     return endpoint

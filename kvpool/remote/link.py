@@ -7,16 +7,28 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvpool.errors import KVPoolError
+from kvpool.remote.connections import Flow
 from kvpool.remote.endpoints import ClientDoor
-from kvpool.remote.flows import Flow
-from kvpool.remote.frames import Failed, Malformed, Message, encode
-from kvpool.remote.remote_errors import RemoteError, RemoteTimeout
-from kvpool.remote.session import HEAD_BYTES_MAX, UNSEALED, Received, Session, begun, check_library, greeting
+from kvpool.remote.session import (
+    HEAD_BYTES_MAX,
+    UNSEALED,
+    Failed,
+    Malformed,
+    Message,
+    Received,
+    Session,
+    begun,
+    check_library,
+    encode,
+    greeting,
+)
 
 STOP_POLL_MS = 50
 """How often a call that waits asks whether it should stop."""
@@ -32,6 +44,30 @@ _ENDED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak this protocol, or not with a secret or keys",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the connection has ended",
 }
+
+
+class RemoteError(KVPoolError):
+    """The other worker refused, or its answer is one that no server sends.
+
+    Attributes: ``code`` is one word for programs, ``blocks`` how many blocks had entered the pool before the error.
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        # Both may be the words of another process, and may be printed on a terminal.
+        self.code, self.reason, self.blocks = printable(code), printable(reason), 0
+        super().__init__(f"{self.code}: {self.reason}")
+
+
+class RemoteTimeout(RemoteError, TimeoutError):
+    """The other worker did not answer in time. Blocks that came before have entered the pool, and nothing else."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("timeout", reason)
+
+
+def printable(text: str) -> str:
+    """Words of another process, as they may be shown on a terminal."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 class Stopped(Exception):
@@ -63,6 +99,7 @@ class Link:
         self._endpoint, self._key, self.timeout_ms, self._messages = endpoint, door.wire_key, timeout_ms, messages
         self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
         self._number = 0
+        self.welcome: Any = None
         self._flow: Flow | None = None
         self._session: Session | None = None
         self._socket = socket = context.socket(zmq.DEALER)
@@ -73,8 +110,9 @@ class Link:
         self._monitor = socket.get_monitor_socket(functools.reduce(operator.or_, [zmq.EVENT_CONNECTED, *_ENDED]))
         socket.connect(endpoint)
 
-    def greet(self, stop: Stop = never) -> None:
-        """Have the server prove that it knows the secret."""
+    def greet(self, hello: Message, kind: type[Message], stop: Stop = never) -> Received:
+        """Have the server prove that it knows the secret, and say what this client wants, under a number of its own.
+        Returns the answer, whose message is ``welcome`` from then on."""
         greeted = greeting()
         self._send([greeted])
         answer = self._receive(self.timeout_ms, stop) or []
@@ -83,6 +121,9 @@ class Link:
         if self._session is None:
             reason = f"{self._endpoint} does not prove that it knows the secret: it is another program, or has another"
             raise RemoteError("impostor", reason)
+        received = self.ask(replace(hello, id=self.number()), [], kind, stop)
+        self.welcome = received.message
+        return received
 
     def number(self) -> int:
         """A number for the next message."""
@@ -164,7 +205,7 @@ class Link:
             elif self._socket in ready:
                 frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
                 if self._flow is not None:
-                    self._flow.message()
+                    self._flow.messages += 1
                 return frames
             if stop():
                 raise Stopped

@@ -10,8 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.remote.frames import Malformed
-from kvpool.remote.session import Received
+from kvpool.remote.session import Malformed, Received
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, Host, Offer, Parts, ServerTransport
 
 INSTALL = "pip install --no-deps nixl nixl-cu13"

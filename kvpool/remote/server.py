@@ -15,11 +15,20 @@ import zmq
 
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
-from kvpool.remote.connections import Connections
-from kvpool.remote.ending import end, new_context
+from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.endpoints import ServerDoor
-from kvpool.remote.frames import Failed, Malformed, Message, encode
-from kvpool.remote.session import HEAD_BYTES_MAX, UNSEALED, Received, Session, answered, check_library
+from kvpool.remote.session import (
+    HEAD_BYTES_MAX,
+    UNSEALED,
+    Failed,
+    Malformed,
+    Message,
+    Received,
+    Session,
+    answered,
+    check_library,
+    encode,
+)
 
 MESSAGES_PER_TURN = 16
 _DOMAIN = b"kvpool"

@@ -1,8 +1,9 @@
-"""How the bytes of blocks travel: a small interface, and its first implementation, frames of the ZeroMQ message
-itself."""
+"""Which blocks of a pool are served, and how their bytes travel: a small interface, and its first implementation,
+frames of the ZeroMQ message itself."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kvpool.remote.frames import Malformed
-from kvpool.remote.session import Received
+from kvpool.pool.manager import KVCacheManager
+from kvpool.remote.session import NUMBERS_MAX, Malformed, Received
 
 Host = Sequence[Sequence[npt.NDArray[np.uint8]]]
 """The host tier: for each group of layers, and each part of its blocks, uint8[host_blocks, bytes]."""
@@ -22,6 +23,50 @@ Buffer = memoryview
 GATHER_BELOW = zmq.COPY_THRESHOLD
 """In bytes. Smaller blocks of a message are copied into one frame, which is cheaper than sending each from its
 place."""
+
+
+class Served(NamedTuple):
+    """For each group, the bytes of each part of a block. A group for cross attention has none, since nobody can find
+    its blocks.
+
+    ``fingerprint`` is equal for pools whose blocks have the same content, in whatever order on the device, and with
+    whatever interval between states.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    fingerprint: str
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """The bytes of a block of each group, 0 for a group that is not served."""
+        return tuple(map(sum, self.parts))
+
+
+def served(cache: KVCacheManager) -> Served:
+    """What is served of a pool. Raises ValueError for a pool with more groups than a message can have."""
+    if len(cache.groups) > NUMBERS_MAX:
+        raise ValueError(f"cache: it has {len(cache.groups)} groups of layers: accepted are up to {NUMBERS_MAX}")
+    rules = [
+        (group.kind, group.window, group.sinks, [layout.fingerprint for layout in group.layouts])
+        for group in cache.groups
+    ]
+    text = repr((cache.tokens_per_block, rules)).encode()
+    parts = tuple(
+        () if group.kind == "cross" else tuple(layout.block_bytes for layout in group.layouts) for group in cache.groups
+    )
+    return Served(parts, hashlib.blake2b(text, digest_size=16, person=b"kvpool.groups").hexdigest())
+
+
+def host_bytes(cache: KVCacheManager) -> Host:
+    """The host tier as uint8[host_blocks, bytes], for each group and each part that is served."""
+    return [
+        [
+            pool.reshape(-1).view(np.uint8).reshape(group.host_blocks, layout.block_bytes)
+            for pool, layout in zip(pools, group.layouts, strict=True)
+            if group.kind != "cross"
+        ]
+        for group, pools in zip(cache.groups, cache.host_pools, strict=True)
+    ]
 
 
 class Offer(NamedTuple):

@@ -117,3 +117,8 @@ class Store(Protocol):
 
     def close(self) -> None:
         """End. Content that outlives the process stays."""
+
+
+def parts(count: int, most: int) -> list[slice]:
+    """0 to ``count``, in parts of up to ``most``."""
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]

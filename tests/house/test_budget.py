@@ -16,14 +16,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
     "asv_bench": 590,
     "asv_bench/benchmarks": 1510,
-    "cuda": 240,
+    "cuda": 250,
     "docs": 220,
     "examples": 1120,
     "kvpool": 340,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1180,
+    "kvpool/commands": 1340,
     "kvpool/copying": 520,
-    "kvpool/device": 3810,
+    "kvpool/device": 3820,
     "kvpool/engines": 1530,
     "kvpool/entry": 400,
     "kvpool/hostcache": 910,
@@ -33,11 +33,11 @@ LINES = {
     "kvpool/observe": 280,
     "kvpool/planner": 1150,
     "kvpool/pool": 2890,
-    "kvpool/publish": 800,
-    "kvpool/remote": 1860,
+    "kvpool/publish": 660,
+    "kvpool/remote": 1670,
     "kvpool/replay": 1980,
     "kvpool/state": 4640,
-    "kvpool/stores": 3250,
+    "kvpool/stores": 3270,
     "kvpool/tables": 600,
     "tests": 1670,
     "tests/arrays": 840,
@@ -53,25 +53,25 @@ LINES = {
     "tests/hostcache": 1620,
     "tests/house": 1410,
     "tests/interop": 970,
-    "tests/kernels": 1290,
+    "tests/kernels": 1320,
     "tests/model": 2640,
-    "tests/mutations": 3480,
+    "tests/mutations": 3520,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
-    "tests/race": 2760,
+    "tests/race": 2770,
     "tests/remote": 2150,
     "tests/replay": 1130,
     "tests/sequences": 3200,
     "tests/share": 670,
     "tests/state": 1450,
-    "tests/stores": 8480,
+    "tests/stores": 8540,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 224
+FILES = 214
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         "connections_that_have_ended_are_used_again",
         "PeerStore._taken",
-        "connection.link.ended()",
+        "link.ended()",
         "False",
         "After a restart of the server, the first calls fail although it is back.",
         (f"{PEER}::test_a_server_that_was_restarted_costs_no_failed_call",),
@@ -123,24 +123,18 @@ MUTATIONS = (
     Mutation(
         "who_says_nothing_keeps_its_place",
         "Connections.poll",
-        "self._refuse(next(iter(self._strangers), descriptor))",
+        "self._refuse(next(strangers, descriptor))",
         "self._refuse(descriptor)",
         "A peer without the password connects again and again, and no worker is let in any more.",
-        (
-            f"{DOORS}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
-            "tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
-        ),
+        ("tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",),
     ),
     Mutation(
         "who_has_the_password_gives_its_place_to_who_has_not",
-        "Connections.heard",
-        "self._strangers.pop(descriptor, None)",
-        "pass",
+        "Connections.poll",
+        "self._guarded and not flow.messages",
+        "self._guarded",
         "A peer without the password ends the connections of all workers by connecting often.",
-        (
-            f"{DOORS}::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
-            "tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",
-        ),
+        ("tests/remote/test_remote_refusals.py::test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret",),
     ),
     Mutation(
         "what_a_store_brings_is_not_compared",

@@ -16,7 +16,7 @@ from router import Router, cached
 
 from engine import Engine
 from kvpool.publish import KVEventPublisher
-from kvpool.publish.sent import MESSAGE_BYTES
+from kvpool.publish.publisher import MESSAGE_BYTES
 from kvpool.replay.summary import peak_memory_bytes
 
 Make = Callable[..., Engine]
@@ -101,7 +101,7 @@ def test_many_clients_that_never_read_cost_a_message_each(make: Make, publish: P
     with peers(zmq.DEALER, publisher.replay_endpoint, 20) as stuck:
         for one in stuck:
             one.send_multipart([b"", bytes(8)])
-        until(lambda: len(publisher._replays) == 20, "20 replays")
+        until(lambda: publisher._replays.asking == 20, "20 replays")
         publisher.flush()
         assert publisher.stats().queued_bytes <= 20 * MESSAGE
         late = route(publisher)

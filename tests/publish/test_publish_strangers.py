@@ -94,6 +94,7 @@ def test_a_message_that_never_ends_ends_its_connection(
     publisher = publish(engine)
     peer = let_in(str(getattr(publisher, which)), kind)
     assert not goes_on(peer, 32_768 * frame(b"", 1), 1000), "64 MB of empty frames, each of which ZeroMQ would keep"
+    assert is_ended(peer)
     assert serves(publisher, engine, route)
     assert publisher.stats().talkers == (which == "endpoint")
     peer.close()
@@ -172,15 +173,20 @@ def test_a_client_may_speak_a_byte_at_a_time(make: Make, publish: Publish) -> No
     peer.close()
 
 
-def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(make: Make, publish: Publish) -> None:
+def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
+    make: Make, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.publish.replay_server.SEND_BYTES", 4096)
     publisher = publish(make(event_capacity=64))
     peer = let_in(str(publisher.replay_endpoint))
     peer.sendall(command(b"PING", b"\x00\x64context"))
     assert read_frame(peer) == (4, b"\x04PONGcontext")
-    # Who asks and does not read is not told more.
-    assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64"), 2000)
+    # Who asks and does not read is not told more. The request behind shows that all have been read.
+    assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64" + bytes(16)), 200)
+    peer.sendall(REQUEST)
+    until(lambda: publisher._replays.asking, "request")
     publisher.flush()
-    assert publisher.stats().queued_bytes < 100
+    assert publisher.stats().queued_bytes < 1000
     peer.close()
 
 

@@ -13,9 +13,8 @@ from workers import HUGE, LARGE, Fake, Make, expected, packed, stored, until, wi
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.flows import _received as received
-from kvpool.remote.frames import Blocks, Failed, Find, Found, Get, Hello, Welcome
-from kvpool.remote.session import Received, Session
+from kvpool.remote.connections import _received as received
+from kvpool.remote.session import Blocks, Failed, Find, Found, Get, Hello, Received, Session, Welcome
 
 Script = Callable[[Any, list[bytes]], list[Any]]
 

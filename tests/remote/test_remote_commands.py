@@ -16,9 +16,9 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.commands import fetch as fetch_command
 from kvpool.commands.serve import SECRET
+from kvpool.commands.throughput import Throughput, measure
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer
-from kvpool.remote.throughput import Throughput, measure
 from kvpool.replay import synthetic
 from kvpool.replay.fetching import FetchConfig, Fetching
 
@@ -129,7 +129,7 @@ def test_a_slow_transfer_is_shown_and_fails_nothing(monkeypatch: Any, capsys: An
     def slow(size: int, **options: Any) -> Throughput:
         return Throughput(size, 16, 1 << 20, 1, 1e9, 1e9, 2e9, 2e9, 0.5, 0.5)
 
-    monkeypatch.setattr("kvpool.remote.throughput.measure", slow)
+    monkeypatch.setattr("kvpool.commands.throughput.measure", slow)
     assert main(["fetch", "--blocks", "100", "--round-bytes", "1MiB", *SMALL]) == 0
     out = capsys.readouterr().out
     assert re.search(r"65,536 bytes x 16: .* 0\.50", out) and "FAILED" not in out

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
-from kvpool.remote import ending
+from kvpool.remote import connections
 
 
 class Stuck:
@@ -26,12 +28,12 @@ class Stuck:
 def test_a_context_that_does_not_end_is_left_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ending, "GRACE_S", 0.05)
+    monkeypatch.setattr(connections, "GRACE_S", 0.05)
     kept: list[Any] = []
-    monkeypatch.setattr(ending, "_unended", kept)
+    monkeypatch.setattr(connections, "_unended", kept)
     stuck: Any = Stuck()
     with caplog.at_level(logging.WARNING):
-        ending.end(stuck)
+        connections.end(stuck)
     assert stuck.asked.is_set() and kept == [stuck], "kept, since its destructor would wait"
     assert "did not end" in caplog.text
     stuck.ended.set()
@@ -39,16 +41,16 @@ def test_a_context_that_does_not_end_is_left_with_a_warning(
 
 def test_a_context_that_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(ending, "_unended", kept)
+    monkeypatch.setattr(connections, "_unended", kept)
     free: Any = Stuck()
     free.ended.set()
-    ending.end(free)
+    connections.end(free)
     assert free.asked.is_set() and not kept and not caplog.text
 
 
 def test_a_client_that_nobody_closed_keeps_nobody_waiting() -> None:
     """Its context is collected with a message that no server has taken."""
-    context = ending.new_context()
+    context = connections.new_context()
     socket = context.socket(zmq.DEALER)
     assert socket.linger == 0
     socket.connect("tcp://127.0.0.1:1")
@@ -58,3 +60,12 @@ def test_a_client_that_nobody_closed_keeps_nobody_waiting() -> None:
     ended.start()
     ended.join(20)
     assert not ended.is_alive()
+
+
+def test_a_descriptor_that_is_something_else_by_now_is_asked_nothing_and_kept_open_by_nobody(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "w") as file:
+        flow = connections.Flow(file.fileno(), "ipc:///socket", 1)
+        before = len(os.listdir("/proc/self/fd"))
+        assert [flow.ask(lambda connection: 1) for _ in range(100)] == [0] * 100
+        assert len(os.listdir("/proc/self/fd")) == before
+        flow.end()

@@ -12,11 +12,10 @@ import zmq
 from workers import LARGE, SECRET, Make, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
-from kvpool.remote.limits import Limits, fitting
+from kvpool.remote.block_server import Limits, UnderWay, Waiting, fitting
 from kvpool.remote.server import LetIn, Refused
 from kvpool.remote.session import Session
 from kvpool.remote.transport import InlineServer
-from kvpool.remote.underway import UnderWay, Waiting
 from kvpool.state.hashing import remote_password
 
 SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))

@@ -11,8 +11,8 @@ from workers import SECRET, Raw, until
 
 from group_engine import GroupsEngine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
-from kvpool.remote.frames import BLOCKS_MAX, Blocks, Find, Found, Get, Malformed
 from kvpool.remote.nixl import NixlClient, NixlServer, available
+from kvpool.remote.session import BLOCKS_MAX, Blocks, Find, Found, Get, Malformed
 from kvpool.remote.transport import InlineClient, InlineServer
 
 Open = Callable[..., GroupsEngine]
@@ -220,7 +220,7 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
 def test_prompts_of_more_keys_than_a_question_has_room_for_are_asked_for_in_several(
     open_: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.remote.exchange.BLOCKS_MAX", 3)
+    monkeypatch.setattr("kvpool.remote.block_client.BLOCKS_MAX", 3)
     there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
     stored(there)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:

@@ -15,8 +15,7 @@ from workers import SECRET, Fake, Make, Raw, expected, packed, stored, until, wi
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.endpoints import ClientSecret, ServerSecret
-from kvpool.remote.frames import VERSION, Blocks, Find, Get, Hello, Welcome
-from kvpool.remote.session import MAGIC, Received, Session
+from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer import PeerStore, StoreServer
 from kvpool.stores.store import OK, Space

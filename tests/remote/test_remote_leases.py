@@ -18,7 +18,7 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, wor
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
-from kvpool.remote.frames import Get
+from kvpool.remote.session import Get
 from kvpool.remote.transport import InlineServer
 
 BLOCKS = 16

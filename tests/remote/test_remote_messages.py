@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.remote.frames import (
+from kvpool.remote.session import (
     HEADER_BYTES_MAX,
     Blocks,
     Failed,

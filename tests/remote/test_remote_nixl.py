@@ -13,8 +13,8 @@ import zmq
 from workers import LARGE, SECRET, SMALL, Make, Raw, expected, stored, until, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError
-from kvpool.remote.frames import Blocks, Get
 from kvpool.remote.nixl import INSTALL, NixlClient, NixlServer, available, new_agent
+from kvpool.remote.session import Blocks, Get
 
 needs_nixl = pytest.mark.skipif(bool(available()), reason=available())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,11 @@ from relay import Relay
 from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
+from kvpool.remote.block_server import Sending, UnderWay, Waiting
 from kvpool.remote.endpoints import ClientSecret
-from kvpool.remote.frames import Blocks, Failed, Found, Get, encode
 from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
-from kvpool.remote.session import Session, greeting
-from kvpool.remote.underway import Sending, UnderWay, Waiting
+from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) 
 
         def greet() -> None:
             try:
-                link.greet()
+                link.greet(Hello(0, "", "", "", ""), Welcome)
             except BaseException as error:
                 raised.append(error)
 
@@ -274,19 +273,11 @@ def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
     tokens = stored(there, 4)
     endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/blocks"
     with BlockServer(there.cache, endpoint, limits=Limits(connections=5)) as server:
-        silent = []
-        for _ in range(40):
-            silent.append(socket.socket(socket.AF_INET if scheme == "tcp" else socket.AF_UNIX))
-            silent[-1].settimeout(20)
-            host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
-            silent[-1].connect((host, int(port)) if scheme == "tcp" else server.endpoint.removeprefix("ipc://"))
+        silent = [connected(server.endpoint) for _ in range(40)]
         until(lambda: server.stats().connections_refused >= 35, "refusals")
         for one in silent:
-            with one:
-                try:
-                    while one.recv(64):
-                        pass
-                except ConnectionError:
+            with one, suppress(ConnectionError):
+                while one.recv(64):
                     pass
         with BlockClient(server.endpoint, here.cache) as client:
             assert client.fetch(tokens) == 4
@@ -317,6 +308,7 @@ def connected(endpoint: str) -> socket.socket:
     """A connection without a word."""
     if endpoint.startswith("ipc://"):
         silent = socket.socket(socket.AF_UNIX)
+        silent.settimeout(20)
         silent.connect(endpoint.removeprefix("ipc://"))
         return silent
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

@@ -12,10 +12,10 @@ import numpy as np
 import zmq
 
 from engine import Engine
+from kvpool.remote import session as wire
 from kvpool.remote.endpoints import ClientSecret
-from kvpool.remote.frames import Blocks, Failed, Found, Hello, Message, Welcome, encode
-from kvpool.remote.served import served
-from kvpool.remote.session import Received, Session, answered, begun, greeting
+from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Received, Session, Welcome
+from kvpool.remote.transport import served
 from kvpool.state.hashing import remote_password
 from kvpool.stores.peer.wire import StoreDone, StoreWelcome
 
@@ -76,10 +76,10 @@ class Raw:
             self.greet()
 
     def greet(self) -> None:
-        greeted = greeting()
+        greeted = wire.greeting()
         self.socket.send(greeted)
         [answer] = self.receive()
-        self.session = begun(self._key, greeted, answer)
+        self.session = wire.begun(self._key, greeted, answer)
 
     def hello(self, **other: Any) -> Hello:
         cache = self._engine.cache
@@ -124,7 +124,7 @@ def wire_key(engine: Engine) -> bytes:
 
 def packed(session: Session, message: Message | bytes, *frames: Any, blocks: Sequence[Any] = ()) -> list[bytes]:
     """A message as it is sent; bytes stand for its header."""
-    header = message if isinstance(message, bytes) else encode(message)
+    header = message if isinstance(message, bytes) else wire.encode(message)
     found = session.pack(header, frames, blocks, session.seal(blocks))
     session.sent()
     return [bytes(one) for one in found]
@@ -154,7 +154,7 @@ class Fake:
         self._thread.start()
 
     def greeted(self, client: bytes, frames: list[bytes]) -> list[bytes]:
-        session, answer = answered(self._key, frames[0])
+        session, answer = wire.answered(self._key, frames[0])
         assert session is not None
         self._sessions[client] = session
         return [answer]

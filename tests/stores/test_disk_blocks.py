@@ -73,6 +73,15 @@ def test_a_restart_keeps_the_order_of_last_use(tmp_path: Path) -> None:
         assert here(queue, 14) == [0, 1, 8, 9, 10, 11, 12, 13]
 
 
+def test_what_is_used_after_a_restart_is_newer_than_all_before(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 8)
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        load(queue, 6, 7)
+        saved(queue, 6, first=8)
+        assert here(queue, 14) == [6, 7, 8, 9, 10, 11, 12, 13]
+
+
 def test_a_crash_keeps_the_order_of_saves(tmp_path: Path) -> None:
     with open_queue(store_of(tmp_path, 8)) as queue:
         for first in (4, 0):
@@ -108,17 +117,18 @@ def test_uses_alone_cause_no_commit_and_go_with_the_next_one() -> None:
     assert [number for number, _ in table.take(everything=True)] == [8, 9]
 
 
-def test_blocks_of_another_model_are_counted_and_go_first(tmp_path: Path) -> None:
+def test_blocks_of_another_model_are_counted_and_go_before_older_ones_of_this(tmp_path: Path) -> None:
+    with open_queue(store_of(tmp_path, 8)) as queue:
+        saved(queue, 4)
     with open_queue(store_of(tmp_path, 8), OTHER) as queue:
         saved(queue, 4)
     with open_queue(store_of(tmp_path, 8)) as queue:
         stats = queue.stats().store
-        assert stats["other_model_blocks"] == stats["opened_blocks"] == stats["blocks"] == 4
-        saved(queue, 4, first=4)
-        saved(queue, 2, first=8)
-        assert here(queue, 10) == [4, 5, 6, 7, 8, 9]
+        assert (stats["other_model_blocks"], stats["opened_blocks"]) == (4, 8)
+        saved(queue, 3, first=4)
+        assert here(queue, 7) == [0, 1, 2, 3, 4, 5, 6]
     with open_queue(store_of(tmp_path, 8), OTHER) as queue:
-        assert len(here(queue, 4)) == 2, "they are found again by their own model"
+        assert here(queue, 4) == [0], "they are found again by their own model"
 
 
 def test_a_call_larger_than_the_store_keeps_its_beginning(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_random_bytes_in_files(folder: Path, name: str, seed: int) -> None:
     print("seed", seed)
     chance = random.Random(f"{name} {seed}")
     with open(folder / name, "r+b") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size or 4096
         for _ in range(chance.choice([1, 3, 30])):
             file.seek(chance.choice([0, 16, chance.randrange(size)]))
             file.write(chance.randbytes(min(chance.choice([1, 16, 512, 4096]), size)))

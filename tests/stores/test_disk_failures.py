@@ -254,6 +254,7 @@ def test_a_file_system_that_becomes_full(small: Path) -> None:
             failed += int(np.count_nonzero(job.codes == FAILED))
             kept += [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
         assert failed and queue.stats().store["io_errors"]
+    (small / "rest").unlink()
     with open_queue(DiskStore(small / "store")) as queue:
         keys = queue.secret.opaque([b"block %d" % number for number in kept])
         found = queue.find(keys)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 import signal
 import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ import pytest
 from blake3 import blake3
 
 from kvpool import ForkedProcess, PoolClosed
-from kvpool.stores import ABSENT, OK
+from kvpool.stores import ABSENT, FAILED, OK
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.system import System
 from kvpool.stores.store import Space
@@ -149,24 +151,101 @@ def test_a_second_store_of_this_process_is_refused_and_the_first_goes_on(tmp_pat
     opened(tmp_path / "store").close()
 
 
+@pytest.mark.parametrize("removed", ["", "lock", "slab"])
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a child that lives on"])
-def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, forks: bool) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "store"), *(["fork"] if forks else [])]
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, forks: bool, removed: str) -> None:
+    folder = tmp_path / "store"
+    command = [sys.executable, "-c", HOLDER, str(folder), *(["fork"] if forks else [])]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     pid, child = map(int, holder.stdout.readline().split())
     try:
+        if removed:
+            (folder / removed).unlink()
+        left = set(os.listdir(folder))
         with pytest.raises(BlockingIOError, match=f"process {pid} has this folder"):
-            opened(tmp_path / "store")
+            opened(folder)
+        assert set(os.listdir(folder)) <= left, "what was made for the attempt is gone"
         holder.kill()
         holder.wait()
-        opened(tmp_path / "store").close()
+        opened(folder).close()
     finally:
         holder.kill()
         holder.wait()
         holder.stdout.close()
         if forks:
             os.kill(child, signal.SIGKILL)
+
+
+def test_what_could_not_be_opened_leaves_no_folder_and_no_file(tmp_path: Path) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    empty = tmp_path / "empty"
+    empty.mkdir(0o700)
+    for path in (tmp_path / "new", empty):
+        with pytest.raises(OSError, match="the slab takes"):
+            DiskStore(path, CAPACITY, system=System(posix_fallocate=full)).open(SPACE)
+        with pytest.raises(ValueError, match="capacity"):
+            DiskStore(path, 1).open(SPACE)
+    assert os.listdir(tmp_path) == ["empty"] and not os.listdir(empty)
+    used = tmp_path / "used"
+    opened(used).close()
+    before = sorted(os.listdir(used)), (used / "secret").read_bytes()
+    with pytest.raises(ValueError, match="capacity"):
+        DiskStore(used, 1).open(SPACE)
+    assert before == (sorted(os.listdir(used)), (used / "secret").read_bytes())
+
+
+@pytest.mark.parametrize("name", ["lock", "secret", "slab", "rows.sqlite"])
+def test_an_error_names_the_file_with_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "store").mkdir(0o700)
+    (tmp_path / "store" / name).mkdir(0o700)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path / "store" / name)):
+        opened(tmp_path / "store")
+
+
+GONE: dict[str, Callable[[Path], object]] = {
+    "removed": shutil.rmtree,
+    "removed, and made again": lambda folder: (shutil.rmtree(folder), opened(folder).close()),
+    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
+    "its slab removed": lambda folder: (folder / "slab").unlink(),
+    "its rows removed": lambda folder: (folder / "rows.sqlite").unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", GONE)
+def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    store = DiskStore(folder, CAPACITY)
+    with open_queue(store) as queue:
+        saved(queue, 2)
+        assert not queue.stats().store["folder_gone"]
+        GONE[kind](folder)
+        for count in (1, 2):
+            job = queue.save(queue.secret.opaque(names(2, 10)), np.arange(2))
+            assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED, FAILED]
+            assert queue.stats().store["folder_gone"] == count
+        told = [
+            one for one in caplog.records if "removed or replaced" in one.message and one.name.endswith("disk_store")
+        ]
+        assert len(told) == 1 and told[0].levelname == "WARNING"
+        job = queue.load(queue.secret.opaque(names(2)), np.array([4, 5]))
+        assert job.wait(60, returned=True) and job.ok == 2, "what was saved before is still read"
+
+
+def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+
+    def gone(fd: int) -> None:
+        os.fdatasync(fd)
+        (folder / "slab").unlink()
+
+    with open_queue(DiskStore(folder, CAPACITY, system=System(fdatasync=gone))) as queue:
+        job = queue.save(queue.secret.opaque(names(2)), np.arange(2))
+        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED, FAILED]
 
 
 def test_a_child_gets_an_error(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from kvpool import ForkedProcess
-from kvpool.remote.frames import Failed, Message
-from kvpool.remote.session import Received, Session
+from kvpool.remote.session import Failed, Message, Received, Session
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
 from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,28 +23,6 @@ from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
 from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client, until
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
-
-
-def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpool.remote.connections.HANDSHAKE_MS", 600_000)
-    server = serve(connections=3)
-    silent = [socket.create_connection(place_of(server), timeout=20) for _ in range(3)]
-    until(lambda: server.connections == 3, "connections")
-    with open_queue(client(server, connections=1)) as queue:
-        saved(queue, 1)
-        silent += [socket.create_connection(place_of(server), timeout=20) for _ in range(20)]
-        until(lambda: server.stats().connections_refused == 21, "refusals")
-        saved(queue, 2)
-        assert queue.stats().store["connected"] == 1 and server.connections == 3
-    for one in silent:
-        one.close()
-
-
-def place_of(server: StoreServer) -> tuple[str, int]:
-    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
 
 
 def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:

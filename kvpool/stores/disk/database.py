@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from kvpool.stores.disk.folder import Folder, check_private
+from kvpool.stores.disk.folder import DATABASE, Folder, check_private
 from kvpool.stores.disk.slot_index import PAGE_BYTES, Page
 from kvpool.stores.disk.system import System
 
-NAME = "rows.sqlite"
 VERSION, BYTES_MAX = 2, 1 << 50
 """Version 1 has keys and seals of another format."""
-_LOGS = (f"{NAME}-wal", f"{NAME}-shm", f"{NAME}-journal")
+_LOGS = (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal")
 _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",
     "CREATE TABLE store (version INTEGER, block_bytes INTEGER, slots INTEGER, secret BLOB, closed INTEGER)",
@@ -50,7 +49,7 @@ class Database:
 
     def __init__(self, folder: Folder, system: System) -> None:
         self._folder, self._system, self.damaged = folder, system, False
-        self._path = folder.join(NAME)
+        self._path = folder.join(DATABASE)
         try:
             self._open()
         except sqlite3.DatabaseError as error:
@@ -60,7 +59,7 @@ class Database:
 
     def _open(self) -> None:
         # SQLite gives its log and shared memory the mode of the database.
-        os.close(self._folder.open(NAME))
+        os.close(self._folder.open(DATABASE))
         for name in _LOGS:
             _check_file(self._folder.join(name))
         self._connection = self._system.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
@@ -98,7 +97,7 @@ class Database:
 
     def _put_aside(self) -> None:
         """Begin anew. The damaged file stays under another name."""
-        self._folder.put_aside(NAME)
+        self._folder.put_aside(DATABASE)
         for name in _LOGS:
             self._folder.remove(name)
         self.damaged = True

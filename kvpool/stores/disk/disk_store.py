@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYT
 
 DEFAULT_CAPACITY = 64 << 30
 _FORGOTTEN_AT_ONCE = 4096
+_log = logging.getLogger(__name__)
 
 
 class DiskStore:
@@ -52,8 +53,9 @@ class DiskStore:
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
-    other OSErrors. A damaged file is replaced and counted. All calls raise ForkedProcess in a child of ``os.fork()``,
-    and PoolClosed after ``close``.
+    other OSErrors. A call that raises leaves no new folder and no new file. A damaged file is replaced and counted. If
+    the folder or a file in it is removed later, that is logged once, and saves raise OSError. All calls raise
+    ForkedProcess in a child of ``os.fork()``, and PoolClosed after ``close``.
     """
 
     name = "disk"
@@ -83,6 +85,7 @@ class DiskStore:
                 "dropped_rows",
                 "old_format",
                 "damaged_files",
+                "folder_gone",
                 "commits",
             ),
             0,
@@ -101,10 +104,9 @@ class DiskStore:
         self._process.check(self)
         if self._opened:
             return self._folder.secret()
-        folder = _named(self._path, lambda: Folder(self._path))
+        folder = Folder(self._path)
         try:
-            own: bytes = folder.secret()
-            return own
+            return folder.secret()
         finally:
             folder.close()
 
@@ -114,8 +116,8 @@ class DiskStore:
             raise BlockingIOError(errno.EAGAIN, "this store is open already", self._path)
         undo: list[Callable[[], None]] = []
         try:
-            folder = _named(self._path, lambda: Folder(self._path))
-            undo.append(folder.close)
+            folder = Folder(self._path)
+            undo.append(folder.discard)
             secret = folder.secret()
             database = Database(folder, self._system)
             undo.append(database.close)
@@ -195,6 +197,7 @@ class DiskStore:
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         self._check()
+        self._check_folder()
         codes = np.full(len(keys), CANCELLED, np.uint8)
         names = [key.tobytes() for key in keys]
         left = list(range(len(keys)))
@@ -236,6 +239,7 @@ class DiskStore:
         if not written:
             return
         self._commits.wait()
+        self._check_folder()
         with self._lock:
             # A sync that fails is not made up for by the next one: what was written before it may be lost for good.
             if self._failed_syncs != failed_syncs:
@@ -292,6 +296,17 @@ class DiskStore:
         if not self._opened:
             raise PoolClosed("the store is closed")
 
+    def _check_folder(self) -> None:
+        """Raise OSError if nobody would find what is saved."""
+        if self._folder.is_there():
+            return
+        with self._lock:
+            self._counts["folder_gone"] += 1
+            first = self._counts["folder_gone"] == 1
+        if first:
+            _log.warning("%s, or a file in it, was removed or replaced: nothing is saved there any more", self._path)
+        raise OSError(errno.ESTALE, "the folder or a file in it was removed or replaced", self._path)
+
     def _transfer(self, call: Callable[[list[int], list[int]], None], places: list[int], slots: list[int], rows: Rows,
                   codes: Bytes, stop: Stop) -> None:  # fmt: skip
         """Read or write slots, and set the codes of their places. Raises the last error if there was nothing else."""
@@ -345,13 +360,3 @@ class DiskStore:
     def _count_error(self) -> None:
         with self._lock:
             self._counts["io_errors"] += 1
-
-
-def _named(path: str, call: Callable[[], Any]) -> Any:
-    """Say what a read-only file system means here."""
-    try:
-        return call()
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        raise OSError(errno.EROFS, "a DiskStore needs a file system that it can write to", path) from None

@@ -6,12 +6,16 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from kvpool.stores.seals import SECRET_BYTES
 
-LOCK, SECRET = "lock", "secret"
+LOCK, SECRET, SLAB, DATABASE = "lock", "secret", "slab", "rows.sqlite"
+_FLOCK = "hhqqi"
+"""``struct flock``: type, whence, start, length, process"""
 
 _open: set[tuple[int, int, int]] = set()
 """(process, device, inode) of the folders that are open here. A record lock does not keep out its own process."""
@@ -21,83 +25,97 @@ _open_lock = threading.Lock()
 class Folder:
     """A folder that is made if it is not there, checked, and locked until ``close``.
 
-    The lock is a record lock: the kernel ends it with the process that took it, also while forked children live on.
-    Raises PermissionError for a folder or file that others can reach, BlockingIOError while another store has it, and
-    other OSErrors.
+    The file ``lock`` and the slab are locked: who removes one of them lets nobody in. The locks are record locks: the
+    kernel ends them with the process that took them, also while forked children live on. So nobody may open and close
+    these files meanwhile. Raises PermissionError for a folder or file that others can reach, BlockingIOError while
+    another store has it, and other OSErrors, which name the file with its folder.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-            os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
-        self._fd = _open_folder(path)
-        self._lock_fd, self._entry = -1, (0, 0, 0)
+        self.path, self._fd, self._locked, self._entry = path, -1, list[int](), (0, 0, 0)
+        self._made, self._is_new = list[str](), False
+        self._files: dict[str, tuple[int, int]] = {}
         try:
+            with suppress(FileExistsError), self._named():
+                os.mkdir(path, 0o700)
+                self._is_new = True
+                os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
+            self._fd = _open_folder(path)
             check_private(path, os.fstat(self._fd))
             _sync_path(os.path.dirname(os.path.abspath(path)))
             self._lock()
         except BaseException:
-            self.close()
+            self.discard()
             raise
 
     def _lock(self) -> None:
         found = os.fstat(self._fd)
         entry = os.getpid(), found.st_dev, found.st_ino
         with _open_lock:
-            # Before the file is opened: closing it again would end the lock of the store that has it.
+            # Before a file is opened: closing it again would end the lock of the store that has it.
             if entry in _open:
                 raise BlockingIOError(errno.EAGAIN, f"a store of this process ({entry[0]}) has this folder", self.path)
-            self._lock_fd = self.open(LOCK)
-            try:
-                fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
-                holder = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
-                raise BlockingIOError(errno.EAGAIN, f"a store of process {holder} has this folder", self.path) from None
+            for name in (LOCK, SLAB):
+                self._locked.append(self.open(name))
+                self._lock_file(self._locked[-1])
             _open.add(entry)
             self._entry = entry
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+
+    def _lock_file(self, fd: int) -> None:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
+            holder = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))[4] or "unknown"
+            raise BlockingIOError(errno.EAGAIN, f"a store of process {holder} has this folder", self.path) from None
 
     def join(self, name: str) -> str:
-        return os.path.join(self.path, name)
+        return os.path.join(self.path, name) if name else self.path
 
     def open(self, name: str, flags: int = 0) -> int:
         """Open a file for reading and writing, and make it if it is not there. It gets the mode 0600."""
         flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        with self._named(name):
+            try:
+                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+                self._made.append(name)
+            except FileExistsError:
+                fd = os.open(name, flags, dir_fd=self._fd)
         try:
-            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
-            os.fchmod(fd, 0o600)
-            return fd
-        except FileExistsError:
-            pass
-        try:
-            fd = os.open(name, flags, dir_fd=self._fd)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise PermissionError(errno.EPERM, "accepted is no symbolic link", self.join(name)) from None
-            raise
-        try:
-            check_private(self.join(name), os.fstat(fd))
+            if name in self._made:
+                os.fchmod(fd, 0o600)
+            found = os.fstat(fd)
+            check_private(self.join(name), found)
         except BaseException:
             os.close(fd)
             raise
+        self._files[name] = found.st_dev, found.st_ino
         return fd
+
+    def is_there(self) -> bool:
+        """Whether who opens this folder next finds the files that are used here."""
+        try:
+            found = os.stat(self.path), os.fstat(self._fd)
+            seen = {name: os.stat(name, dir_fd=self._fd, follow_symlinks=False) for name in (SLAB, DATABASE)}
+        except OSError:
+            return False
+        same = all((one.st_dev, one.st_ino) == self._files[name] for name, one in seen.items())
+        return same and os.path.samestat(*found)
 
     def remove(self, name: str) -> bool:
         """Remove a file. Returns whether it was there."""
         try:
-            os.unlink(name, dir_fd=self._fd)
+            with self._named(name):
+                os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
             return False
         return True
 
     def put_aside(self, name: str) -> None:
         """Rename a damaged file, so that a person can look at it. An older one is replaced."""
-        os.rename(name, f"{name}.damaged", src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        self.sync()
+        self._rename(name, f"{name}.damaged")
 
     def sync(self) -> None:
         """Make the names in the folder durable."""
@@ -123,16 +141,42 @@ class Folder:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename("secret.new", SECRET, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        self.sync()
+        self._rename("secret.new", SECRET)
         return made
 
+    def _rename(self, name: str, other: str) -> None:
+        with self._named(name):
+            os.rename(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        self.sync()
+
+    @contextmanager
+    def _named(self, name: str = "") -> Iterator[None]:
+        """Say which file of which folder an error is about, and what a read-only file system means here."""
+        try:
+            yield
+        except OSError as error:
+            reasons = {
+                errno.EROFS: "a DiskStore needs a file system that it can write to",
+                errno.ELOOP: "accepted is no symbolic link",
+            }
+            number = errno.EPERM if error.errno == errno.ELOOP else error.errno
+            raise OSError(number, reasons.get(error.errno or 0, error.strerror), self.join(name)) from None
+
+    def discard(self) -> None:
+        """Remove what was made here, of which nobody knows yet, and close."""
+        with suppress(OSError):
+            for name in self._made:
+                self.remove(name)
+            if self._is_new:
+                os.rmdir(self.path)
+        self.close()
+
     def close(self) -> None:
-        """Unlock. In a forked child this must not be called: the lock is the parent's."""
-        for fd in (self._lock_fd, self._fd):
+        """Unlock. In a forked child this must not be called: the locks are the parent's."""
+        for fd in (*self._locked, self._fd):
             if fd >= 0:
                 os.close(fd)
-        self._lock_fd = self._fd = -1
+        self._locked, self._fd = [], -1
         with _open_lock:
             _open.discard(self._entry)
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvpool.stores.disk.folder import Folder
+from kvpool.stores.disk.folder import SLAB, Folder
 from kvpool.stores.disk.system import System
 from kvpool.stores.store import Bytes
 
-NAME = "slab"
 ALIGNMENT = 4096
 """of places, sizes and memory in direct I/O"""
 _RUN_BYTES, _RUN_BLOCKS = 4 << 20, 64
@@ -28,15 +27,15 @@ class Slab:
     """
 
     def __init__(self, folder: Folder, slots: int, memory: Bytes, system: System) -> None:
-        self._memory, self._system, self._path = memory, system, folder.join(NAME)
+        self._memory, self._system, self._path = memory, system, folder.join(SLAB)
         self.block_bytes, self.stride = int(memory.shape[1]), stride_of(int(memory.shape[1]))
         try:
-            self._fd = folder.open(NAME, os.O_DIRECT)
+            self._fd = folder.open(SLAB, os.O_DIRECT)
             self.direct = True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._fd, self.direct = folder.open(NAME), False
+            self._fd, self.direct = folder.open(SLAB), False
         self._own = threading.local()
         aligned = memory.ctypes.data % ALIGNMENT == 0 and self.stride == self.block_bytes
         self._in_place = aligned or not self.direct

@@ -39,6 +39,7 @@ from kvpool.stores.store import (
     Rows,
     Space,
     Stop,
+    parts,
 )
 
 SECRET_FILE = "KVPOOL_MOONCAKE_SECRET_FILE"
@@ -177,7 +178,7 @@ class MooncakeStore:
 
     def find(self, keys: Bytes) -> Bytes:
         codes = np.empty(len(keys), np.uint8)
-        for part in _parts(len(keys), _FIND_KEYS):
+        for part in parts(len(keys), _FIND_KEYS):
             answer = self._opened().exist(self._names(keys[part]))
             codes[part] = self._judge(answer, lambda there: OK if there else ABSENT)
         return codes
@@ -185,7 +186,7 @@ class MooncakeStore:
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         with self._area() as area:
-            for part in _parts(len(keys), self._most):
+            for part in parts(len(keys), self._most):
                 if stop():
                     break
                 codes[part] = self._save_limited(keys[part], rows[part], seals[part], tag, limit, area)
@@ -194,7 +195,7 @@ class MooncakeStore:
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
         with self._area() as area:
-            for part in _parts(len(keys), self._most):
+            for part in parts(len(keys), self._most):
                 if stop():
                     break
                 own = area[: part.stop - part.start]
@@ -204,7 +205,7 @@ class MooncakeStore:
 
     def forget(self, keys: Bytes) -> int:
         count = 0
-        for part in _parts(len(keys), _FIND_KEYS):
+        for part in parts(len(keys), _FIND_KEYS):
             answer = self._opened().remove(self._names(keys[part]))
             wrong = [code for code in answer if code < 0 and code != client.NOT_THERE]
             if wrong:
@@ -374,10 +375,6 @@ class MooncakeStore:
         if len(codes) and (codes == FAILED).all():
             raise OSError(errno.EIO, f"Mooncake, {len(codes)} blocks: {client.reason(answer[0])} (code {answer[0]})")
         return codes
-
-
-def _parts(count: int, most: int) -> Iterator[slice]:
-    return (slice(start, min(start + most, count)) for start in range(0, count, most))
 
 
 def _master_argument(value: object) -> str:

@@ -18,12 +18,10 @@ except ModuleNotFoundError as error:
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
-from kvpool.remote.ending import end, new_context
+from kvpool.remote.connections import end, new_context
 from kvpool.remote.endpoints import ClientKeys, ClientSecret, check_endpoint
-from kvpool.remote.frames import Malformed, frames_argument
-from kvpool.remote.link import Link, Stop, Stopped, never
-from kvpool.remote.remote_errors import RemoteError
-from kvpool.remote.session import Received
+from kvpool.remote.link import Link, RemoteError, Stop, Stopped, never
+from kvpool.remote.session import Malformed, Received, frames_argument
 from kvpool.stores.peer.wire import (
     KEYS_MAX,
     StoreCall,
@@ -36,7 +34,7 @@ from kvpool.stores.peer.wire import (
     wire_key,
 )
 from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.store import ABSENT, CANCELLED, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space
+from kvpool.stores.store import ABSENT, CANCELLED, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, parts
 
 CALL_BYTES_MAX = 4 << 20
 """The most bytes of blocks that this client sends or takes in one call, if a block is not larger."""
@@ -90,7 +88,7 @@ class PeerStore:
         self.threads = integer_argument("connections", connections, 1, 64)
         self._process, self._lock = Process(), threading.Lock()
         self._context: zmq.Context[Any] | None = None
-        self._idle: list[_Connection] = []
+        self._idle: list[Link] = []
         self._made = self._busy = self._failed = self._era = 0
         self._session = os.urandom(16).hex()
 
@@ -107,9 +105,10 @@ class PeerStore:
     def open(self, space: Space) -> bytes:
         self._process.check(self)
         self._memory, self._block_bytes = space.memory, space.block_bytes
+        self._most = max(1, CALL_BYTES_MAX // space.block_bytes)
         self._context = new_context()
         try:
-            with self._connection(never):
+            with self._connection():
                 pass
         except (Refusal, PermissionError):
             self.close()
@@ -120,50 +119,51 @@ class PeerStore:
 
     def find(self, keys: Bytes) -> Bytes:
         codes = np.full(len(keys), ABSENT, np.uint8)
-        for part in _parts(len(keys), KEYS_MAX):
-            with self._connection(never) as connection:
-                codes[part] = _codes(connection.call("find", [keys[part]]), len(keys[part]))
+        for part in parts(len(keys), KEYS_MAX):
+            with self._connection() as link:
+                codes[part] = _codes(_call(link, "find", [keys[part]]), len(keys[part]))
         return codes
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         with suppress(Stopped):
-            for part in _parts(len(keys), self._blocks_per_call(stop)):
-                with self._connection(stop) as connection:
+            for part in parts(len(keys), self._blocks_per_call(stop)):
+                with self._connection(stop) as link:
                     # A copy: what is under way may outlive the call, and the rows may change then.
                     blocks, of_save = [self._memory[rows[part]]], {"tag": tag.hex(), "limit": limit, **self._now()}
-                    answer = connection.call("save", [keys[part], seals[part]], blocks, stop, **of_save)
+                    answer = _call(link, "save", [keys[part], seals[part]], blocks, stop, **of_save)
                     codes[part] = _codes(answer, len(keys[part]))
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
         with suppress(Stopped):
-            for part in _parts(len(keys), self._blocks_per_call(stop)):
-                with self._connection(stop) as connection:
-                    answer = connection.call("load", [keys[part]], stop=stop)
+            for part in parts(len(keys), self._blocks_per_call(stop)):
+                with self._connection(stop) as link:
+                    answer = _call(link, "load", [keys[part]], stop=stop)
                     frames_argument(answer.frames, 2)
                     found = codes_of(np.frombuffer(answer.frames[0], np.uint8), len(keys[part]))
                     sealed = rows_of(answer.frames[1:], len(found), SEAL_BYTES)
                     blocks = rows_of(answer.blocks, int((found == OK).sum()), self._block_bytes)
-                    connection.check(answer)
+                    if not link.is_sealed(answer.blocks, answer.seal):
+                        raise Malformed("blocks that do not fit their seal")
                 codes[part], seals[part] = found, sealed
                 self._memory[rows[part][found == OK]] = blocks
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
         era, dropped = self._now(drops=1), 0
-        for part in _parts(len(keys), KEYS_MAX):
-            with self._connection(never) as connection:
-                count = _count(connection.call("forget", [keys[part]], **era))
+        for part in parts(len(keys), KEYS_MAX):
+            with self._connection() as link:
+                count = _count(_call(link, "forget", [keys[part]], **era))
                 if count > len(keys[part]):
                     raise Malformed(f"{count} of {len(keys[part])} keys")
             dropped += count
         return dropped
 
     def clear(self, tag: bytes) -> int:
-        with self._connection(never) as connection:
-            return _count(connection.call("clear", tag=tag.hex(), **self._now(drops=1)))
+        with self._connection() as link:
+            return _count(_call(link, "clear", tag=tag.hex(), **self._now(drops=1)))
 
     def stats(self) -> dict[str, int]:
         self._process.check(self)
@@ -191,25 +191,27 @@ class PeerStore:
             return {"session": self._session, "era": self._era}
 
     def _blocks_per_call(self, stop: Stop) -> int:
-        with self._connection(stop) as connection:
-            return connection.blocks
+        with self._connection(stop) as link:
+            return min(int(link.welcome.blocks_per_call), self._most)
 
     @contextmanager
-    def _connection(self, stop: Stop) -> Iterator[_Connection]:
+    def _connection(self, stop: Stop = never) -> Iterator[Link]:
         """A connection that nobody else uses meanwhile. An error ends it."""
         self._process.check(self)
-        connection = self._taken()
+        link = self._taken()
         try:
-            if not connection.blocks:
-                connection.greet(stop, self._block_bytes)
+            if link.welcome is None:
+                most = link.greet(StoreHello(0, self._block_bytes), StoreWelcome, stop).message.blocks_per_call
+                if not 1 <= most <= KEYS_MAX:
+                    raise Malformed(f"calls of {most} blocks")
                 with self._lock:
                     self._made += 1
-            yield connection
+            yield link
         except BaseException as error:
             with self._lock:
                 self._busy -= 1
                 self._failed += not isinstance(error, Stopped)
-            connection.close()
+            link.close()
             if isinstance(error, Malformed):
                 raise ConnectionError(f"{self._endpoint} sent {error}") from None
             if isinstance(error, RemoteError) and not isinstance(error, OSError):
@@ -218,59 +220,33 @@ class PeerStore:
             raise
         with self._lock:
             self._busy -= 1
-            self._idle.append(connection)
+            self._idle.append(link)
 
-    def _taken(self) -> _Connection:
+    def _taken(self) -> Link:
         """An idle connection that has not ended, or else a new one."""
         with self._lock:
             if self._context is None:
                 raise ValueError("the store is closed, or was not opened")
-            connection = None
-            while self._idle and connection is None:
-                connection = self._idle.pop()
-                if connection.link.ended():
-                    connection.close()
-                    connection = None
-            if connection is None:
-                most = max(1, CALL_BYTES_MAX // self._block_bytes)
-                link = Link(
-                    self._context, self._endpoint, self._door, timeout_ms=self._timeout_ms,
-                    frame_bytes=frame_bytes_max(most, self._block_bytes), messages=1,
-                )  # fmt: skip
-                connection = _Connection(link, most)
+            link = None
+            while self._idle and link is None:
+                link = self._idle.pop()
+                if link.ended():
+                    link.close()
+                    link = None
+            link = link or Link(
+                self._context, self._endpoint, self._door, timeout_ms=self._timeout_ms,
+                frame_bytes=frame_bytes_max(self._most, self._block_bytes), messages=1,
+            )  # fmt: skip
             self._busy += 1
-            return connection
+            return link
 
 
-class _Connection:
-    """A link to the server, and how many ``blocks`` a call on it may have: none before ``greet``. Only for one thread
-    at a time. Calls raise what ``Link`` raises."""
-
-    def __init__(self, link: Link, most: int) -> None:
-        self.link, self._most, self.blocks = link, most, 0
-
-    def greet(self, stop: Stop, block_bytes: int) -> None:
-        """Learn how many blocks a call may have."""
-        self.link.greet(stop)
-        welcome = self.link.ask(StoreHello(self.link.number(), block_bytes), [], StoreWelcome, stop).message
-        if not 1 <= welcome.blocks_per_call <= KEYS_MAX:
-            raise Malformed(f"calls of {welcome.blocks_per_call} blocks")
-        self.blocks = min(welcome.blocks_per_call, self._most)
-
-    def call(
-        self, call: str, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), stop: Stop = never, **fields: Any
-    ) -> Received:
-        """Make one call. Returns its answer."""
-        message = StoreCall(self.link.number(), call, self.link.timeout_ms, **fields)
-        return self.link.ask(message, frames, StoreDone, stop, blocks)
-
-    def check(self, answer: Received) -> None:
-        """Raise Malformed unless the blocks of an answer are those that the server has sealed."""
-        if not self.link.is_sealed(answer.blocks, answer.seal):
-            raise Malformed("blocks that do not fit their seal")
-
-    def close(self) -> None:
-        self.link.close()
+def _call(
+    link: Link, call: str, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), stop: Stop = never, **fields: Any
+) -> Received:
+    """Make one call. Returns its answer."""
+    message = StoreCall(link.number(), call, link.timeout_ms, **fields)
+    return link.ask(message, frames, StoreDone, stop, blocks)
 
 
 def _codes(answer: Received, count: int) -> Bytes:
@@ -281,8 +257,3 @@ def _codes(answer: Received, count: int) -> Bytes:
 def _count(answer: Received) -> int:
     frames_argument([*answer.frames, *answer.blocks], 0)
     return int(answer.message.count)
-
-
-def _parts(count: int, most: int) -> list[slice]:
-    """0 to ``count``, in parts of up to ``most``."""
-    return [slice(first, min(first + most, count)) for first in range(0, count, most)]

@@ -23,8 +23,7 @@ except ModuleNotFoundError as error:
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
-from kvpool.remote.frames import Failed, Malformed, Message, frames_argument
-from kvpool.remote.session import UNSEALED, Received
+from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
 from kvpool.stores.peer.wire import (
     CALLS,
     DROPS,
@@ -266,25 +265,21 @@ class _Calls:
 
     def _request(self, client: LetIn, received: Received) -> _Request:
         """The call that a message makes. Raises Malformed."""
-        message, (keys, seals), tag, block_bytes = received.message, _no_rows(), b"", self._block_bytes
-        saves, loads, clears = (message.call == call for call in ("save", "load", "clear"))
+        message, frames = received.message, received.frames
+        saves, clears = message.call == "save", message.call == "clear"
         if message.call not in CALLS:
             raise Malformed(f"call={message.call!r:.40}: accepted are {', '.join(CALLS)}")
         if not 1 <= message.wait_ms <= WAIT_MS_MAX:
             raise Malformed(f"wait_ms={message.wait_ms}: accepted are 1 to {WAIT_MS_MAX}")
-        if saves or clears:
-            tag = _tag(message.tag, *((TAG_BYTES,) if saves else (MODEL_BYTES, TAG_BYTES)))
-        frames_argument(received.frames, 0 if clears else 2 if saves else 1)
-        if not clears:
-            count, most = received.frames[0].nbytes // KEY_BYTES, self._blocks_per_call if saves or loads else KEYS_MAX
-            if not 1 <= count <= most:
-                raise Malformed(f"{count} keys: accepted are 1 to {most}")
-            keys = rows_of(received.frames[:1], count, KEY_BYTES)
-        if saves:
-            seals = rows_of(received.frames[1:], len(keys), SEAL_BYTES)
-        else:
-            frames_argument(received.blocks, 0)
-        blocks = rows_of(received.blocks or [b""], len(keys) if saves else 0, block_bytes)
+        tag = _tag(message.tag, *(TAG_BYTES,) if saves else (MODEL_BYTES, TAG_BYTES)) if saves or clears else b""
+        frames_argument(frames, 0 if clears else 2 if saves else 1)
+        count = 0 if clears else frames[0].nbytes // KEY_BYTES
+        most = self._blocks_per_call if message.call in ("save", "load") else KEYS_MAX
+        if not clears and not 1 <= count <= most:
+            raise Malformed(f"{count} keys: accepted are 1 to {most}")
+        keys = rows_of(frames[:1] or [b""], count, KEY_BYTES)
+        seals = rows_of(frames[1:] or [b""], count if saves else 0, SEAL_BYTES)
+        blocks = rows_of(received.blocks or [b""], count if saves else 0, self._block_bytes)
         deadline = time.monotonic() + message.wait_ms / 1e3
         return _Request(client, message, keys, seals, blocks, received.seal, tag, deadline)
 
@@ -401,10 +396,6 @@ class _Calls:
     def _count(self, **more: int) -> None:
         with self._lock:
             self.stats = replace(self.stats, **{name: getattr(self.stats, name) + n for name, n in more.items()})
-
-
-def _no_rows() -> tuple[Bytes, Bytes]:
-    return np.empty((0, KEY_BYTES), np.uint8), np.empty((0, SEAL_BYTES), np.uint8)
 
 
 def _tag(text: str, *sizes: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.remote.frames import Malformed, Message
+from kvpool.remote.session import Malformed, Message
 from kvpool.stores.secrets import SharedSecret
 from kvpool.stores.store import KEY_BYTES, REFUSED, Bytes
 

@@ -18,8 +18,7 @@ import zmq
 from kvpool.arrays.layout import BlockLayout
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.block_client import BlockClient
-from kvpool.remote.block_server import BlockServer
-from kvpool.remote.limits import Limits
+from kvpool.remote.block_server import BlockServer, Limits
 
 _SECRET = bytes(32)
 """Only made-up content is ever stored under it."""
