@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 400,
     "kvpool/hostcache": 910,
     "kvpool/jit": 610,
-    "kvpool/keepers": 1930,
+    "kvpool/keepers": 1870,
     "kvpool/memory": 910,
     "kvpool/observe": 280,
     "kvpool/planner": 1150,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1290,
     "tests/model": 2640,
-    "tests/mutations": 3480,
+    "tests/mutations": 3490,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 670,
     "tests/state": 1450,
-    "tests/stores": 8480,
+    "tests/stores": 8570,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""

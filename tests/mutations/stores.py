@@ -137,8 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "clear_lets_saves_go_on",
-        "HostSaves.cancel",
-        "for job in self._jobs:\n    job.cancel()",
+        "Bridge.cancel",
+        "for job in self._saves:\n    job.cancel()",
         "",
         "The KV of new weights is found by an engine that has the old ones.",
         (_HASHED,),
@@ -156,9 +156,9 @@ MUTATIONS = (
     ),
     Mutation(
         "stores_are_lent_more_than_their_share",
-        "HostSaves.__init__",
-        "min(AT_ONCE, room // sum(line.queue.savers for line in lines))",
-        "max(AT_ONCE, room // sum(line.queue.savers for line in lines))",
+        "HostCacheTier.__init__",
+        "min(AT_ONCE, room // sum(client.queue.savers for client in clients))",
+        "max(AT_ONCE, room // sum(client.queue.savers for client in clients))",
         "A store that hangs keeps the whole cache pinned: the engine can store nothing more.",
         (_host("test_small_caches_lend_stores_no_more_than_their_share"),),
     ),

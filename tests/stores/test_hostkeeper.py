@@ -582,6 +582,8 @@ def test_with_no_block_free_nothing_comes(make: Callable[..., Engine]) -> None:
         ({"save_share": 1.5}, "save_share=1.5"),
         ({"load_seconds": -1.0}, "load_seconds=-1.0"),
         ({"retry_seconds": float("nan")}, "retry_seconds=nan"),
+        ({"quota": -1}, "quota=-1"),
+        ({"policies": []}, "policies has 0 elements"),
     ],
 )
 def test_bad_options_are_named(store: Wrong, options: Any, message: str) -> None:
