@@ -161,6 +161,14 @@ MUTATIONS = (
         (f"{_FAILURES}test_nothing_is_saved_that_was_copied_under_a_revoked_lease",),
     ),
     Mutation(
+        "rows_of_blocks_that_have_gone_are_kept",
+        "PoolTier.pin",
+        "client.give_back(rows[~there])",
+        "",
+        "With each block that is evicted before it was copied, a row is lost: in the end nothing is saved any more.",
+        (f"{_KEEPER}test_a_copy_that_the_device_refuses_saves_nothing_wrong",),
+    ),
+    Mutation(
         "a_row_keeps_what_was_there_before",
         "PoolTier._copy",
         "row[at:] = 0",

@@ -163,6 +163,15 @@ MUTATIONS = (
         (_host("test_small_caches_lend_stores_no_more_than_their_share"),),
     ),
     Mutation(
+        "what_nobody_reads_takes_room_for_ever",
+        "HostLoads._load",
+        "while self._unread and next(iter(self._unread.values())) <= now:\n"
+        "    del self._unread[next(iter(self._unread))]",
+        "",
+        "After some requests that were aborted, nothing comes from a store any more.",
+        (_host("test_what_came_and_nobody_reads_makes_room_after_a_while"),),
+    ),
+    Mutation(
         "a_save_of_nothing_is_an_answer",
         "_failed",
         '"absent" if job.kind == jobs.SAVE else ""',
