@@ -16,7 +16,7 @@ from kvpool.errors import StoreBusy
 from kvpool.stores.jobs import FIND, SAVE, Job, Lend
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import OK, Rows, Store
+from kvpool.stores.store import OK, Bytes, Rows, Store
 from kvpool.stores.store_client import StoreClient
 
 Block = TypeVar("Block", bound=Hashable)
@@ -132,6 +132,14 @@ class Bridge(Generic[Block]):
     def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], job: Job) -> None:
         search.job = None
         self.search(search, search.found(number, blocks, job), number + 1)
+
+    def find_now(self, number: int, blocks: Sequence[Block]) -> Bytes | None:
+        """The codes of blocks in a store, where that takes no I/O. None if only a search can tell."""
+        client = self.clients[number]
+        if not client.queue.indexed or client.health.suspended():
+            return None
+        codes = client.queue.find_now(self._tier.names(blocks, sealed=False))
+        return None if codes is None or (codes > OK).any() else codes
 
     def load(
         self, number: int, blocks: Sequence[Block], deadline: float, done: Callable[[Loading[Block]], None],

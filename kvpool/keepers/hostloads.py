@@ -1,0 +1,340 @@
+"""HostLoads: keys that a host cache does not have, and blocks that come to it from its stores. And HostCacheTier, the
+cache as a bridge to stores sees it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import compress, islice
+
+import numpy as np
+
+from kvpool.errors import BlockNotFound, KVPoolError, OutOfBlocks, StoreBusy
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_leases import HostLease
+from kvpool.keepers.bridge import Bridge, Loading, Search
+from kvpool.keepers.choice import LoadAttempt, LoadPolicy
+from kvpool.stores.jobs import Job, Lend
+from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import CODES, OK, Rows
+from kvpool.stores.store_client import StoreClient
+
+AT_ONCE = 64
+"""Most blocks of one save."""
+ASKED_MAX = 65_536
+"""Keys that are asked for at once, and keys that are remembered as absent."""
+NOW_MAX = 64
+"""Keys that are asked for at once, on the thread of the scheduler."""
+UNREAD_SECONDS = 10.0
+"""For so long a block that has come, and that nobody reads, takes room from others."""
+OWNER = "kvpool stores"
+"""Of the leases under which blocks are saved."""
+
+
+class HostCacheTier:
+    """A ``HostCache`` as a bridge to stores sees it. Stores read and write its own rows.
+
+    ``room``: so many blocks may be pinned for saves. ``limit``: so many may be in each store. ``generation``: what the
+    names of blocks begin with now. Blocks are pinned by threads of the stores; all else is the scheduler's thread's.
+    """
+
+    def __init__(self, cache: HostCache, clients: Sequence[StoreClient], room: int, limit: int) -> None:
+        self.cache, self.generation, self._limit = cache, b"", limit
+        self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
+
+    def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
+        return BlockNames(blocks, self.generation)
+
+    def space(self, client: StoreClient, block: bytes) -> tuple[None, int]:
+        return None, self._limit
+
+    def reserve(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
+        """Others may need the last blocks: no more than half of what is free is taken if not all have room."""
+        while blocks:
+            try:
+                taken = self.cache.reserve(blocks)
+                return taken.keys, taken.blocks
+            except OutOfBlocks as full:
+                blocks = blocks[: full.free // 2]
+        return (), np.empty(0, np.int64)
+
+    def publish(self, client: StoreClient, blocks: Sequence[bytes], rows: Rows) -> list[bool]:
+        self.cache.publish(blocks)
+        return [True] * len(blocks)
+
+    def abort(self, client: StoreClient, blocks: Iterable[bytes], rows: Rows) -> None:
+        self.cache.abort(blocks)
+
+    def take(self, client: StoreClient, line: Iterable[bytes]) -> list[bytes]:
+        return list(islice(line, self._at_once))
+
+    def pin(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], BlockNames, Lend]:
+        """They are pinned when a call of the store begins, and not while they wait for it."""
+        return blocks, self.names(blocks, sealed=True), self.lend
+
+    def ended(self, number: int, blocks: Sequence[bytes], kept: Sequence[bool]) -> None:
+        """Nothing is noted of a block."""
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that stores read now."""
+        return sum(len(lease.blocks) for lease in self.cache.leases if lease.owner == OWNER)
+
+    @contextmanager
+    def lend(self, names: BlockNames) -> Iterator[Rows]:
+        """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue."""
+        rows = np.full(len(names), -1, np.int64)
+        places, lease = self._pin(names.names)
+        if lease is None:
+            yield rows
+            return
+        rows[places] = lease.blocks
+        try:
+            yield rows
+        finally:
+            if lease.closed:
+                raise BlockNotFound("others have closed the lease under which the blocks were saved")
+            with suppress(KVPoolError):
+                lease.close()
+
+    def _pin(self, keys: Sequence[bytes]) -> tuple[Rows, HostLease | None]:
+        """Pin those of the blocks that are in the cache. Returns their places too."""
+        places = np.arange(len(keys))
+        while len(places):
+            try:
+                return places, self.cache.pin([keys[place] for place in places.tolist()], owner=OWNER)
+            except BlockNotFound:
+                places = np.flatnonzero(self.cache.lookup(keys) == self.cache.HERE)
+        return places, None
+
+
+class _Absence:
+    """That no store had keys that were asked for together.
+
+    ``until``: when they may be asked for again. It is unknown until one of them is read: whoever asked learns of it,
+    however long that takes, as it would otherwise ask for ever.
+    """
+
+    def __init__(self, unread: Iterable[bytes], until: float = math.inf) -> None:
+        self._unread, self._until = set(unread), until
+
+    def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
+        """Whether the key counts as absent."""
+        self._until = min(self._until, now + retry_seconds)
+        if key in self._unread:
+            self._unread.remove(key)
+            return now <= self._until
+        return now < self._until
+
+
+class HostLoads:
+    """Keys that a host cache does not have, and blocks that come to it. The thread of the scheduler owns it.
+
+    ``policies``: of each store, how many blocks of a hit are loaded; None loads all. ``room``: so many blocks may be
+    reserved, or wait for their reader. ``seconds``: time for a key from ``find`` until it is HERE. ``retry_seconds``:
+    so long a key that did not come is not asked for again.
+    """
+
+    def __init__(
+        self, tier: HostCacheTier, bridge: Bridge[bytes], policies: Sequence[LoadPolicy | None], room: int,
+        seconds: float, retry_seconds: float, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._tier, self._bridge, self._policies, self._clock = tier, bridge, policies, clock
+        self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds
+        # Keys that are looked for, with their deadlines. By the number of a store: those of them that it is to be asked
+        # for, and those that it has.
+        self.searching: dict[bytes, float] = {}
+        self._new: dict[int, list[bytes]] = {}
+        self._there: dict[int, list[bytes]] = {}
+        # Keys that did not come, and what was learned of them.
+        self._absent: dict[bytes, _Absence] = {}
+        # Keys that have come and had no reader yet, and for how long they count as such.
+        self._unread: dict[bytes, float] = {}
+        # Keys whose blocks are reserved for loads, and whether these were given up.
+        self.reserved: dict[bytes, bool] = {}
+        self.asked = self.loaded = 0
+        self.missed: Counter[str] = Counter()
+        self._stopped = False
+
+    def missing(self, keys: Sequence[bytes], found: Sequence[int]) -> list[int]:
+        """What ``HostKeeper.find`` says of keys that are not HERE. ``found``: what the cache says."""
+        absent, pending = HostCache.ABSENT, HostCache.PENDING
+        new = [key for key, said in zip(keys, found, strict=True) if said == absent and self._may_come(key)]
+        if new:
+            self._ask(list(dict.fromkeys(new)))
+        return [
+            (absent if self.reserved.get(key) else pending) if said == pending
+            else pending if key in self.searching else absent
+            for key, said in zip(keys, found, strict=True)
+        ]  # fmt: skip
+
+    def _may_come(self, key: bytes) -> bool:
+        """Whether the stores are to be asked for a key."""
+        absence = self._absent.get(key)
+        return key not in self.searching and not (absence and absence.read(key, self._clock(), self._retry_seconds))
+
+    def read(self, keys: Iterable[bytes]) -> None:
+        """Keys have a reader."""
+        if self._unread:
+            for key in keys:
+                self._unread.pop(key, None)
+
+    def published(self, keys: Iterable[bytes]) -> None:
+        """The engine has written blocks itself. A store may have them soon."""
+        if self._absent:
+            for key in keys:
+                self._absent.pop(key, None)
+
+    def leave(self, keys: Iterable[bytes]) -> None:
+        """Do not ask for these keys for a while."""
+        self._remember(keys, _Absence((), self._clock() + self._retry_seconds))
+
+    def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
+        for key in keys:
+            self._absent.pop(key, None)
+            self._absent[key] = absence
+        while len(self._absent) > ASKED_MAX:
+            del self._absent[next(iter(self._absent))]
+
+    def stop(self) -> None:
+        """Give up the keys that are looked for, and look for no others."""
+        self._stopped = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self.searching:
+            self.missed["cancelled"] += len(self.searching)
+        self.searching.clear()
+        self._new.clear()
+        self._there.clear()
+
+    def clear(self) -> None:
+        """Give up the keys that are looked for, and know nothing of others."""
+        self._cancel()
+        self._absent.clear()
+        self._unread.clear()
+
+    def turn(self) -> None:
+        """Ask the stores for new keys, and load those that are known to be there."""
+        new, there, self._new, self._there = self._new, self._there, {}, {}
+        for number, keys in there.items():
+            # A load from before a ``clear`` may have brought one of them.
+            if left := [key for key in keys if key in self.searching]:
+                self._load(number, left)
+        for number, keys in new.items():
+            if left := [key for key in keys if key in self.searching]:
+                self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
+
+    def _ask(self, keys: list[bytes]) -> None:
+        """Ask the stores for keys. What is not searched then does not come. Of a store with an index in memory, the
+        first keys are asked at once: who needs a prefix learns that it is not there."""
+        room = 0 if self._stopped else max(0, ASKED_MAX - len(self.searching))
+        self.missed["busy"] += len(keys[room:])
+        self.asked += len(keys[:room])
+        left, asked = keys[: min(room, NOW_MAX)], {0: keys[NOW_MAX:room]}
+        for number in range(len(self._policies)):
+            codes = self._bridge.find_now(number, left) if left else None
+            if codes is None:
+                asked[number] = left + asked.get(number, [])
+                left = []
+                break
+            there = list(compress(left, (codes == OK).tolist()))
+            self._there.setdefault(number, []).extend(there)
+            self._search(there)
+            left = list(compress(left, (codes != OK).tolist()))
+        for number, own in asked.items():
+            self._new.setdefault(number, []).extend(own)
+            self._search(own)
+        self.missed["absent"] += len(left)
+        self.leave(left)
+
+    def _search(self, keys: Iterable[bytes]) -> None:
+        self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
+
+    def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
+        """A store has said which keys it has. Returns those that the next one is asked for."""
+        # A key that is not looked for any more was dropped by ``clear``.
+        found = [(key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching]
+        there, others = [key for key, ok in found if ok], [key for key, ok in found if not ok]
+        if there:
+            self._load(number, there)
+        if number + 1 < len(self._policies):
+            return others
+        self._miss_by_code(keys, job)
+        return []
+
+    def _miss(self, keys: Iterable[bytes], reason: str) -> None:
+        """These keys do not come."""
+        missed = [key for key in keys if self.searching.pop(key, None) is not None]
+        if missed:
+            self.missed[reason] += len(missed)
+            self._remember(missed, _Absence(missed))
+
+    def _miss_by_code(self, keys: Iterable[bytes], job: Job) -> None:
+        """Those of the keys of a job that the store has not given do not come."""
+        for code in job.counts.keys() - {CODES[OK]}:
+            self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)
+
+    def _deadline(self, keys: Iterable[bytes]) -> float:
+        return min(self.searching[key] for key in keys)
+
+    # -- blocks that come ----------------------------------------------------------------------------
+
+    def _load(self, number: int, keys: Sequence[bytes]) -> None:
+        """Load keys that a store has, as many as its policy takes. What has no room is missed."""
+        now, end, attempt = self._clock(), self._deadline(keys), self._attempt(number, len(keys))
+        if attempt is not None:
+            self._miss(keys[attempt.load.blocks :], "declined")
+            keys, end = keys[: attempt.load.blocks], min(end, attempt.until)
+        while self._unread and next(iter(self._unread.values())) <= now:
+            del self._unread[next(iter(self._unread))]
+        room = keys[: max(0, self._room - len(self._unread) - len(self.reserved))]
+        try:
+            loading = self._bridge.load(number, room, end, partial(self._came, attempt), self._returned)
+        except StoreBusy:
+            loading = None
+            self._miss(room, "busy")
+        if loading is not None:
+            self.reserved.update(dict.fromkeys(loading.blocks, False))
+        elif attempt is not None and attempt.load.blocks:
+            attempt.end(now, told=False)
+        for key in keys:
+            if key not in self.reserved and self._tier.cache.find(key) == HostCache.ABSENT:
+                self._miss([key], "crowded")
+            elif key not in self.reserved:
+                # It may be asked for as soon as it is gone again.
+                self.searching.pop(key, None)
+                self.missed["taken"] += 1
+
+    def _attempt(self, number: int, there: int) -> LoadAttempt | None:
+        """What the policy of a store says of so many blocks that it has. None if it has no policy."""
+        policy = self._policies[number]
+        if policy is None:
+            return None
+        load = policy.choose(there, len(self.reserved) * self._bridge.clients[number].queue.block_bytes)
+        return LoadAttempt(policy, load, max(1, load.blocks), self._clock())
+
+    def _came(self, attempt: LoadAttempt | None, loading: Loading[bytes]) -> None:
+        """A load is done. What has come can be found."""
+        job, now, ok = loading.job, self._clock(), loading.job.codes == OK
+        here = list(compress(loading.blocks, ok.tolist()))
+        self._tier.publish(self._bridge.clients[loading.number], here, loading.rows[ok])
+        self.reserved.update(dict.fromkeys(loading.blocks, True))
+        for key in here:
+            del self.reserved[key]
+            # ``clear`` drops a block that comes after it.
+            if self.searching.pop(key, None) is not None:
+                self._unread[key] = now + UNREAD_SECONDS
+                self.loaded += 1
+        self._miss_by_code(loading.blocks, job)
+        if attempt is not None:
+            attempt.note(len(here), job.began, now)
+            attempt.end(now, told="cancelled" not in job.counts)
+
+    def _returned(self, loading: Loading[bytes]) -> None:
+        """No call can write to the blocks of a load any more. Those that have not come are given back."""
+        left = [key for key in loading.blocks if self.reserved.pop(key, False)]
+        self._tier.abort(self._bridge.clients[loading.number], left, loading.rows)
