@@ -2,11 +2,12 @@
 long."""
 
 from kvpool.keepers.choice import LoadOrCompute as LoadOrCompute
-from kvpool.keepers.forgetting import Forgotten as Forgotten
+from kvpool.keepers.choice import LoadPolicy as LoadPolicy
 from kvpool.keepers.hostkeeper import HostKeeper as HostKeeper
 from kvpool.keepers.hostkeeper import HostKeeperStats as HostKeeperStats
+from kvpool.keepers.keeper import Forgotten as Forgotten
 from kvpool.keepers.keeper import Keeper as Keeper
 from kvpool.keepers.keeper import KeeperStats as KeeperStats
-from kvpool.keepers.loading import Prefetch as Prefetch
+from kvpool.keepers.prefetches import Prefetch as Prefetch
 from kvpool.stores.store_health import HealthStats as HealthStats
 from kvpool.stores.store_health import StoreHealth as StoreHealth

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvpool.arrays.layout import integer_argument
 
@@ -82,6 +83,62 @@ class Load:
     """How many blocks came first, and when."""
     promise: float = 0.0
     """What it is expected to save, as a share of the time to compute its blocks."""
+
+
+class LoadPolicy(Protocol):
+    """Says how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one."""
+
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
+        """How many of the ``there`` leading blocks that a store has are loaded."""
+
+    def late(self, load: Load, came: int, elapsed: float) -> bool:
+        """Whether to give the load up."""
+
+    def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
+        """The load has ended, and so many blocks came."""
+
+    def drop(self, load: Load) -> None:
+        """The load has ended, and says nothing of the store."""
+
+
+@dataclass(eq=False)
+class LoadAttempt:
+    """What is loaded from one store against the engine, which may compute it sooner. ``items``: blocks to load in all
+    groups of layers, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job did."""
+
+    policy: LoadPolicy
+    load: Load
+    items: int
+    at: float
+    came: int = 0
+    began: float = math.inf
+
+    @property
+    def places(self) -> int:
+        """Blocks of the prompt that have come, in all groups of layers."""
+        return self.load.blocks * self.came // self.items
+
+    @property
+    def until(self) -> float:
+        """When it is given up if nothing comes, on the keeper's clock."""
+        return self.at + self.load.until
+
+    def note(self, items: int, began: float, now: float) -> None:
+        """So many blocks have come, by a job that began then."""
+        self.came, self.began = self.came + items, min(self.began, began)
+        self.lost(now)
+
+    def lost(self, now: float) -> bool:
+        """Whether to give it up: the engine computes the rest sooner."""
+        return self.policy.late(self.load, self.places, max(0.0, now - self.at))
+
+    def end(self, now: float, *, told: bool = True) -> None:
+        """It has ended. What it took is learned from, if it was ended for a reason that tells of the store."""
+        took = max(0.0, now - self.at)
+        if told:
+            self.policy.end(self.load, self.places, took, min(took, max(0.0, self.began - self.at)))
+        else:
+            self.policy.drop(self.load)
 
 
 class LoadOrCompute:

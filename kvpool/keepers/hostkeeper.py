@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,18 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
-from kvpool.errors import PoolClosed
+from kvpool.errors import ForkedProcess, PoolClosed
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_leases import HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
-from kvpool.keepers.hostloads import HostLoads
-from kvpool.keepers.hostsaves import HostSaves
-from kvpool.stores.queue import StoreStats
+from kvpool.keepers.bridge import Bridge, open_clients
+from kvpool.keepers.choice import LoadPolicy
+from kvpool.keepers.hostloads import HostCacheTier, HostLoads
+from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
 from kvpool.stores.store_health import seconds_argument
@@ -47,13 +51,13 @@ class HostKeeperStats:
     missed: dict[str, int]
     """keys that did not come, by reason: "absent", "failed", "damaged", "late" (what the stores said), "cancelled"
     (``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store is usable),
-    "taken" (the engine has written the block itself meanwhile)"""
+    "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the store)"""
     saved: int
     """blocks that a store has kept. A block that two stores keep counts twice."""
     unsaved: dict[str, int]
-    """blocks that a store has not kept, by reason: what the store said, "evicted" (they had left the cache), "busy" (a
-    full queue), "suspended", "crowded" (published without ``poll``), or "cancelled" (``clear`` or ``close``). A block
-    that two stores have not kept counts twice."""
+    """blocks that a store has not kept, by reason: what the store said, "quota", "evicted" (they had left the cache),
+    "busy" (a full queue), "suspended", "crowded" (published without ``poll``), or "cancelled" (``clear`` or ``close``).
+    A block that two stores have not kept counts twice."""
     searching: int
     """keys whose answer is not known yet"""
     loading: int
@@ -91,6 +95,11 @@ class HostKeeper:
         until it is saved. What takes longer is given up.
     retry_seconds
         For so long a key that did not come is not asked for again.
+    quota
+        Bytes that blocks of this identity may have in each store. None: no limit.
+    policies
+        For each store what says how many blocks of a hit are loaded, such as a ``LoadOrCompute``. The others are
+        missed, as "declined". None in the place of one: all that there is room for.
     clock
         () -> float, monotonic seconds.
 
@@ -119,7 +128,8 @@ class HostKeeper:
     def __init__(
         self, cache: HostCache, tier: HostTier, stores: Sequence[Store], *, identity: ModelIdentity | None = None,
         save: str = PUBLISH, load_share: float = 0.5, save_share: float = 0.25, load_seconds: float = 2.0,
-        save_seconds: float = 60.0, retry_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic,
+        save_seconds: float = 60.0, retry_seconds: float = 1.0, quota: int | None = None,
+        policies: Sequence[LoadPolicy | None] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
             raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
@@ -133,13 +143,24 @@ class HostKeeper:
         save_seconds = seconds_argument("save_seconds", save_seconds)
         retry_seconds = seconds_argument("retry_seconds", retry_seconds)
         own, whose = list_argument("stores", stores), cache.identity if identity is None else identity
+        limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
+        chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
+        if not own:
+            raise ValueError("stores=[]: accepted are one or more")
+        if len(chosen) != len(own):
+            raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
         self._cache, self._clock, self._on_publish = cache, clock, save == PUBLISH
-        self._process, self._generation, self._closed = Process(), b"", False
-        self._lines = lines = _open(own, tier, whose, patience, clock)
-        self._loads = HostLoads(cache, lines, self._generation_now, load_room, load_seconds, retry_seconds, clock)
-        self._saves = HostSaves(cache, lines, self._generation_now, save_room, save_seconds, clock)
+        self._process, self._closed = Process(), False
+        self._clients = open_clients(
+            own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, clock=clock)
+        )
+        self._tier = HostCacheTier(cache, self._clients, save_room, limit)
+        self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
+        self._loads = HostLoads(self._tier, self._bridge, chosen, load_room, load_seconds, retry_seconds, clock)
+        # Whether nothing was looked for since the last ``poll``.
+        self._step_begins = True
         # For "reuse": published blocks that nobody has read yet.
         self._unused: dict[bytes, None] = {}
 
@@ -149,14 +170,20 @@ class HostKeeper:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
         stores, and is PENDING meanwhile. Raises TypeError, ValueError, PoolClosed."""
         own = key if type(key) is bytes else key_argument("key", key)
-        return self._answer(own, self._cache.find(own))
+        if self._step_begins:
+            self._settle()
+        found = self._cache.find(own)
+        return found if found == self._cache.HERE else self._missing([own], [found])[0]
 
     def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
         own = keys_argument(keys)
+        if self._step_begins:
+            self._settle()
         answers = self._cache.lookup(own)
-        for place in np.flatnonzero(answers != self._cache.HERE).tolist():
-            answers[place] = self._answer(own[place], int(answers[place]))
+        places = np.flatnonzero(answers != self._cache.HERE)
+        if len(places):
+            answers[places] = self._missing([own[place] for place in places.tolist()], answers[places].tolist())
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -167,7 +194,7 @@ class HostKeeper:
             signals.undo = lease.close
             self._loads.read(lease.keys)
             if self._unused:
-                self._saves.add([key for key in lease.keys if self._unused.pop(key, False) is None])
+                self._save([key for key in lease.keys if self._unused.pop(key, False) is None])
             return lease
 
     def publish(self, keys: Keys) -> int:
@@ -178,7 +205,7 @@ class HostKeeper:
             count = self._cache.publish(own)
             self._loads.published(own)
             if self._on_publish:
-                self._saves.add(own)
+                self._save(own)
             else:
                 self._unused.update(dict.fromkeys(own))
                 while len(self._unused) > self._cache.host_blocks:
@@ -200,20 +227,21 @@ class HostKeeper:
         if self._closed:
             raise PoolClosed("the keeper is closed")
         with DeferSignals():
-            self._settle()
+            self._bridge.poll()
             self._loads.turn()
-            self._saves.turn()
+            self._bridge.save()
+            self._step_begins = True
 
     @property
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
-        return bool(self._loads.searching or self._saves.new)
+        return bool(self._loads.searching) or self._bridge.lined_up
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
         """Blocks that were loaded, missed, saved and not saved, since the keeper was made. Fast."""
-        loads, saves = self._loads, self._saves
-        return loads.loaded, loads.missed.total(), saves.saved, saves.unsaved.total()
+        loads, bridge = self._loads, self._bridge
+        return loads.loaded, loads.missed.total(), bridge.saved_blocks, bridge.dropped.total()
 
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
@@ -227,24 +255,27 @@ class HostKeeper:
         self._process.check(self)
         with DeferSignals():
             self._loads.clear()
-            self._saves.cancel()
-            self._settle()
-            for line in self._lines:
-                if line.queue.clears:
-                    line.queue.clear()
+            self._bridge.cancel()
+            self._bridge.poll()
+            for client in self._clients:
+                if client.queue.clears:
+                    client.queue.clear()
             self._unused.clear()
-            self._generation = os.urandom(16)
+            self._tier.generation = os.urandom(16)
             self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:
         """A snapshot. Not for every step."""
         self._process.check(self)
-        loads, saves = self._loads, self._saves
+        loads, bridge = self._loads, self._bridge
+        unsaved: Counter[str] = Counter()
+        for (_, reason), count in bridge.dropped.items():
+            unsaved[reason] += count
         return HostKeeperStats(
-            loads.asked, loads.loaded, dict(loads.missed), saves.saved, dict(saves.unsaved), len(loads.searching),
-            loads.reserved, len(loads.hung), saves.pinned, saves.waiting,
-            tuple(line.queue.name for line in self._lines if line.suspended),
-            tuple(line.queue.stats() for line in self._lines),
+            loads.asked, loads.loaded, dict(+loads.missed), bridge.saved_blocks, dict(unsaved), len(loads.searching),
+            len(loads.reserved), sum(loads.reserved.values()), self._tier.pinned, bridge.waiting,
+            tuple(client.name for client in self._clients if client.suspended),
+            tuple(client.queue.stats() for client in self._clients),
         )  # fmt: skip
 
     def drain(self, timeout: float) -> bool:
@@ -252,7 +283,7 @@ class HostKeeper:
         end = self._clock() + seconds_argument("timeout", timeout)
         self.poll()
         while self._busy and (left := end - self._clock()) > 0:
-            self._lines[0].queue.wait(min(left, 0.01))
+            self._clients[0].queue.wait(min(left, 0.01))
             self.poll()
         return not self._busy
 
@@ -264,17 +295,11 @@ class HostKeeper:
         the keeper.
         """
         self._process.check(self)
-        over = True
         with DeferSignals():
             self._closed = True
             self._loads.stop()
-            self._saves.cancel()
-        for line in self._lines:
-            over = line.queue.close(timeout) and over
-            if not self._cache.closed:
-                with DeferSignals():
-                    line.poll()
-        return over
+            self._bridge.cancel()
+        return self._bridge.close(timeout, tell=not self._cache.closed)
 
     def __enter__(self) -> Self:
         return self
@@ -284,42 +309,26 @@ class HostKeeper:
     ) -> None:
         self.close()
 
-    def _answer(self, key: bytes, found: int) -> int:
-        """What ``find`` says of a key for which the cache says this."""
-        if found == self._cache.HERE:
-            return found
-        self._process.check(self)
-        return self._loads.missing(key, found)
-
-    def _generation_now(self) -> bytes:
-        """The generation: what the names of blocks in the stores begin with."""
-        return self._generation
-
     def _settle(self) -> None:
-        """Note what the stores have done."""
-        for line in self._lines:
-            line.poll()
+        """Note what the stores have done since the last step, before the first answer of this one. Later in the step
+        nothing may be evicted that was found."""
+        with suppress(ForkedProcess), DeferSignals():
+            self._step_begins = False
+            self._process.check(self)
+            self._bridge.poll()
+
+    def _missing(self, keys: Sequence[bytes], found: Sequence[int]) -> list[int]:
+        """What ``find`` says of keys that are not HERE. ``found``: what the cache says."""
+        self._process.check(self)
+        return self._loads.missing(keys, found)
+
+    def _save(self, keys: Sequence[bytes]) -> None:
+        for number in range(len(self._clients)):
+            self._bridge.want(number, keys)
 
     @property
     def _busy(self) -> bool:
-        return self.pending or any(line.under_way for line in self._lines)
-
-
-def _open(
-    stores: Sequence[Store], tier: HostTier, identity: ModelIdentity, patience: float, clock: Callable[[], float]
-) -> list[StoreClient]:
-    """Open the stores: all, or none."""
-    if not stores:
-        raise ValueError("stores=[]: accepted are one or more")
-    lines: list[StoreClient] = []
-    try:
-        for store in stores:
-            lines.append(StoreClient(store, tier.blocks, identity, patience=patience, clock=clock))
-    except BaseException:
-        for line in lines:
-            line.queue.close()
-        raise
-    return lines
+        return self.pending or self._bridge.under_way
 
 
 def _share(name: str, share: object, blocks: int) -> int:

@@ -1,25 +1,114 @@
-"""HostLoads: keys that a host cache does not have, and blocks that come to it from its stores."""
+"""HostLoads: keys that a host cache does not have, and blocks that come to it from its stores. And HostCacheTier, the
+cache as a bridge to stores sees it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 
-from kvpool.errors import OutOfBlocks, StoreBusy
-from kvpool.hostcache.host_cache import HostCache, Reserved
-from kvpool.stores.jobs import FIND, Job
+import numpy as np
+
+from kvpool.errors import BlockNotFound, KVPoolError, OutOfBlocks, StoreBusy
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_leases import HostLease
+from kvpool.keepers.bridge import Bridge, Loading, Search
+from kvpool.keepers.choice import LoadAttempt, LoadPolicy
+from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import CODES, OK
+from kvpool.stores.store import CODES, OK, Rows
 from kvpool.stores.store_client import StoreClient
 
+AT_ONCE = 64
+"""Most blocks of one save."""
 ASKED_MAX = 65_536
 """Keys that are asked for at once, and keys that are remembered as absent."""
+NOW_MAX = 64
+"""Keys that are asked for at once, on the thread of the scheduler."""
 UNREAD_SECONDS = 10.0
 """For so long a block that has come, and that nobody reads, takes room from others."""
-Keys = Sequence[bytes]
+OWNER = "kvpool stores"
+"""Of the leases under which blocks are saved."""
+
+
+class HostCacheTier:
+    """A ``HostCache`` as a bridge to stores sees it. Stores read and write its own rows.
+
+    ``room``: so many blocks may be pinned for saves. ``limit``: so many may be in each store. ``generation``: what the
+    names of blocks begin with now. Blocks are pinned by threads of the stores; all else is the scheduler's thread's.
+    """
+
+    def __init__(self, cache: HostCache, clients: Sequence[StoreClient], room: int, limit: int) -> None:
+        self.cache, self.generation, self._limit = cache, b"", limit
+        self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
+
+    def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
+        return BlockNames(blocks, self.generation)
+
+    def space(self, client: StoreClient, block: bytes) -> tuple[None, int]:
+        return None, self._limit
+
+    def reserve(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
+        """Others may need the last blocks: no more than half of what is free is taken if not all have room."""
+        while blocks:
+            try:
+                taken = self.cache.reserve(blocks)
+                return taken.keys, taken.blocks
+            except OutOfBlocks as full:
+                blocks = blocks[: full.free // 2]
+        return (), np.empty(0, np.int64)
+
+    def publish(self, client: StoreClient, blocks: Sequence[bytes], rows: Rows) -> list[bool]:
+        self.cache.publish(blocks)
+        return [True] * len(blocks)
+
+    def abort(self, client: StoreClient, blocks: Iterable[bytes], rows: Rows) -> None:
+        self.cache.abort(blocks)
+
+    def take(self, client: StoreClient, line: Iterable[bytes]) -> list[bytes]:
+        return list(islice(line, self._at_once))
+
+    def pin(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], BlockNames, Lend]:
+        """They are pinned when a call of the store begins, and not while they wait for it."""
+        return blocks, self.names(blocks, sealed=True), self.lend
+
+    def ended(self, number: int, blocks: Sequence[bytes], kept: Sequence[bool]) -> None:
+        """Nothing is noted of a block."""
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that stores read now."""
+        return sum(len(lease.blocks) for lease in self.cache.leases if lease.owner == OWNER)
+
+    @contextmanager
+    def lend(self, names: BlockNames) -> Iterator[Rows]:
+        """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue."""
+        rows = np.full(len(names), -1, np.int64)
+        places, lease = self._pin(names.names)
+        if lease is None:
+            yield rows
+            return
+        rows[places] = lease.blocks
+        try:
+            yield rows
+        finally:
+            if lease.closed:
+                raise BlockNotFound("others have closed the lease under which the blocks were saved")
+            with suppress(KVPoolError):
+                lease.close()
+
+    def _pin(self, keys: Sequence[bytes]) -> tuple[Rows, HostLease | None]:
+        """Pin those of the blocks that are in the cache. Returns their places too."""
+        places = np.arange(len(keys))
+        while len(places):
+            try:
+                return places, self.cache.pin([keys[place] for place in places.tolist()], owner=OWNER)
+            except BlockNotFound:
+                places = np.flatnonzero(self.cache.lookup(keys) == self.cache.HERE)
+        return places, None
 
 
 class _Absence:
@@ -42,40 +131,50 @@ class _Absence:
 
 
 class HostLoads:
-    """Asks one store after the other, and loads what they have. The thread of the scheduler owns it.
+    """Keys that a host cache does not have, and blocks that come to it. The thread of the scheduler owns it.
 
-    ``room``: so many blocks may be reserved, or wait for their reader. ``seconds``: time for a key from ``find`` until
-    it is HERE. ``retry_seconds``: so long a key that did not come is not asked for again. ``generation``: what the
-    names of blocks begin with now.
+    ``policies``: of each store, how many blocks of a hit are loaded; None loads all. ``room``: so many blocks may be
+    reserved, or wait for their reader. ``seconds``: time for a key from ``find`` until it is HERE. ``retry_seconds``:
+    so long a key that did not come is not asked for again.
     """
 
     def __init__(
-        self, cache: HostCache, lines: Sequence[StoreClient], generation: Callable[[], bytes], room: int,
+        self, tier: HostCacheTier, bridge: Bridge[bytes], policies: Sequence[LoadPolicy | None], room: int,
         seconds: float, retry_seconds: float, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._cache, self._lines, self._generation, self._clock = cache, lines, generation, clock
+        self._tier, self._bridge, self._policies, self._clock = tier, bridge, policies, clock
         self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds
-        # Keys that are looked for, with their deadlines; those of them that no store was asked for yet.
+        # Keys that are looked for, with their deadlines. By the number of a store: those of them that it is to be asked
+        # for, and those that it has.
         self.searching: dict[bytes, float] = {}
-        self._new: list[bytes] = []
+        self._new: dict[int, list[bytes]] = {}
+        self._there: dict[int, list[bytes]] = {}
         # Keys that did not come, and what was learned of them.
         self._absent: dict[bytes, _Absence] = {}
         # Keys that have come and had no reader yet, and for how long they count as such.
         self._unread: dict[bytes, float] = {}
-        # Reserved blocks of loads that were given up.
-        self.hung: set[bytes] = set()
-        self.reserved = self.asked = self.loaded = 0
+        # Keys whose blocks are reserved for loads, and whether these were given up.
+        self.reserved: dict[bytes, bool] = {}
+        self.asked = self.loaded = 0
         self.missed: Counter[str] = Counter()
         self._stopped = False
 
-    def missing(self, key: bytes, found: int) -> int:
-        """What ``HostKeeper.find`` says of a key that is not HERE. ``found``: what the cache says."""
-        cache = self._cache
-        if found == cache.PENDING:
-            return cache.ABSENT if key in self.hung else found
-        if key in self.searching:
-            return cache.PENDING
-        return cache.PENDING if self._ask(key) else cache.ABSENT
+    def missing(self, keys: Sequence[bytes], found: Sequence[int]) -> list[int]:
+        """What ``HostKeeper.find`` says of keys that are not HERE. ``found``: what the cache says."""
+        absent, pending = HostCache.ABSENT, HostCache.PENDING
+        new = [key for key, said in zip(keys, found, strict=True) if said == absent and self._may_come(key)]
+        if new:
+            self._ask(list(dict.fromkeys(new)))
+        return [
+            (absent if self.reserved.get(key) else pending) if said == pending
+            else pending if key in self.searching else absent
+            for key, said in zip(keys, found, strict=True)
+        ]  # fmt: skip
+
+    def _may_come(self, key: bytes) -> bool:
+        """Whether the stores are to be asked for a key."""
+        absence = self._absent.get(key)
+        return key not in self.searching and not (absence and absence.read(key, self._clock(), self._retry_seconds))
 
     def read(self, keys: Iterable[bytes]) -> None:
         """Keys have a reader."""
@@ -103,77 +202,69 @@ class HostLoads:
     def stop(self) -> None:
         """Give up the keys that are looked for, and look for no others."""
         self._stopped = True
-        self.cancel()
+        self._cancel()
 
-    def cancel(self) -> None:
-        """Give up the keys that are looked for."""
+    def _cancel(self) -> None:
         if self.searching:
             self.missed["cancelled"] += len(self.searching)
         self.searching.clear()
         self._new.clear()
+        self._there.clear()
 
     def clear(self) -> None:
         """Give up the keys that are looked for, and know nothing of others."""
-        self.cancel()
+        self._cancel()
         self._absent.clear()
         self._unread.clear()
 
     def turn(self) -> None:
-        """Ask the stores for new keys."""
-        if self._new:
+        """Ask the stores for new keys, and load those that are known to be there."""
+        new, there, self._new, self._there = self._new, self._there, {}, {}
+        for number, keys in there.items():
             # A load from before a ``clear`` may have brought one of them.
-            new, self._new = [key for key in self._new if key in self.searching], []
-            if new:
-                self._search(new, 0)
+            if left := [key for key in keys if key in self.searching]:
+                self._load(number, left)
+        for number, keys in new.items():
+            if left := [key for key in keys if key in self.searching]:
+                self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
 
-    # -- keys that are looked for --------------------------------------------------------------------
+    def _ask(self, keys: list[bytes]) -> None:
+        """Ask the stores for keys. What is not searched then does not come. Of a store with an index in memory, the
+        first keys are asked at once: who needs a prefix learns that it is not there."""
+        room = 0 if self._stopped else max(0, ASKED_MAX - len(self.searching))
+        self.missed["busy"] += len(keys[room:])
+        self.asked += len(keys[:room])
+        left, asked = keys[: min(room, NOW_MAX)], {0: keys[NOW_MAX:room]}
+        for number in range(len(self._policies)):
+            codes = self._bridge.find_now(number, left) if left else None
+            if codes is None:
+                asked[number] = left + asked.get(number, [])
+                left = []
+                break
+            there = list(compress(left, (codes == OK).tolist()))
+            self._there.setdefault(number, []).extend(there)
+            self._search(there)
+            left = list(compress(left, (codes != OK).tolist()))
+        for number, own in asked.items():
+            self._new.setdefault(number, []).extend(own)
+            self._search(own)
+        self.missed["absent"] += len(left)
+        self.leave(left)
 
-    def _ask(self, key: bytes) -> bool:
-        """Ask the stores for a key in the next turn. Returns False if it did not come a moment ago, or if too many are
-        asked for."""
-        now = self._clock()
-        absence = self._absent.get(key)
-        if absence is not None and absence.read(key, now, self._retry_seconds):
-            return False
-        if self._stopped or len(self.searching) >= ASKED_MAX:
-            self.missed["busy"] += 1
-            return False
-        self.searching[key] = now + self._seconds
-        self._new.append(key)
-        self.asked += 1
-        return True
+    def _search(self, keys: Iterable[bytes]) -> None:
+        self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
 
-    def _search(self, keys: list[bytes], first: int) -> None:
-        """Ask the stores from this one on."""
-        reason = "absent" if first else "suspended"
-        for number, line in enumerate(self._lines[first:], first):
-            if not line.usable(FIND):
-                continue
-            now, end = self._clock(), self._deadline(keys)
-            # One store that hangs leaves time for those behind it.
-            deadline = end if number + 1 == len(self._lines) else now + (end - now) / 2
-            try:
-                names, done = BlockNames(keys, self._generation()), partial(self._searched, keys, number)
-                line.find(names, done, deadline=deadline)
-            except StoreBusy:
-                reason = reason if first else "busy"
-                continue
-            return
-        self._miss(keys, reason)
-
-    def _searched(self, keys: list[bytes], number: int, job: Job) -> None:
-        """A store has said which keys it has."""
+    def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
+        """A store has said which keys it has. Returns those that the next one is asked for."""
         # A key that is not looked for any more was dropped by ``clear``.
-        wanted = [key in self.searching for key in keys]
-        found = (job.codes == OK).tolist()
-        there = [key for key, want, ok in zip(keys, wanted, found, strict=True) if want and ok]
-        others = [key for key, want, ok in zip(keys, wanted, found, strict=True) if want and not ok]
-        if others and number + 1 < len(self._lines):
-            self._search(others, number + 1)
-        else:
-            self._miss_by_code(keys, job)
+        found = [(key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching]
+        there, others = [key for key, ok in found if ok], [key for key, ok in found if not ok]
         if there:
-            self._load(there, self._lines[number])
+            self._load(number, there)
+        if number + 1 < len(self._policies):
+            return others
+        self._miss_by_code(keys, job)
+        return []
 
     def _miss(self, keys: Iterable[bytes], reason: str) -> None:
         """These keys do not come."""
@@ -182,7 +273,8 @@ class HostLoads:
             self.missed[reason] += len(missed)
             self._remember(missed, _Absence(missed))
 
-    def _miss_by_code(self, keys: Keys, job: Job) -> None:
+    def _miss_by_code(self, keys: Iterable[bytes], job: Job) -> None:
+        """Those of the keys of a job that the store has not given do not come."""
         for code in job.counts.keys() - {CODES[OK]}:
             self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)
 
@@ -191,67 +283,58 @@ class HostLoads:
 
     # -- blocks that come ----------------------------------------------------------------------------
 
-    def _load(self, keys: list[bytes], line: StoreClient) -> None:
-        """Reserve blocks for keys that a store has, and load them. What has no room is missed."""
-        taken = self._reserve(keys)
-        own = taken.keys if taken is not None else ()
-        self._miss_what_was_not_taken(keys, set(own))
-        if taken is None or not own:
-            return
-        names, left = BlockNames(own, self._generation()), set(own)
-        came, returned = partial(self._came, own, left), partial(self._returned, left)
-        try:
-            line.load(names, taken.blocks, came, returned, deadline=self._deadline(own))
-        except StoreBusy:
-            self._cache.abort(own)
-            self._miss(own, "busy")
-            return
-        self.reserved += len(own)
-
-    def _reserve(self, keys: list[bytes]) -> Reserved | None:
-        """Blocks for as many of the first keys as have room. Others may need the last of them: no more than half of
-        what is free is taken."""
-        now = self._clock()
+    def _load(self, number: int, keys: Sequence[bytes]) -> None:
+        """Load keys that a store has, as many as its policy takes. What has no room is missed."""
+        now, end, attempt = self._clock(), self._deadline(keys), self._attempt(number, len(keys))
+        if attempt is not None:
+            self._miss(keys[attempt.load.blocks :], "declined")
+            keys, end = keys[: attempt.load.blocks], min(end, attempt.until)
         while self._unread and next(iter(self._unread.values())) <= now:
             del self._unread[next(iter(self._unread))]
-        room = keys[: max(0, self._room - len(self._unread) - self.reserved)]
-        while room:
-            try:
-                return self._cache.reserve(room)
-            except OutOfBlocks as full:
-                room = room[: full.free // 2]
-        return None
-
-    def _miss_what_was_not_taken(self, keys: Iterable[bytes], taken: set[bytes]) -> None:
+        room = keys[: max(0, self._room - len(self._unread) - len(self.reserved))]
+        try:
+            loading = self._bridge.load(number, room, end, partial(self._came, attempt), self._returned)
+        except StoreBusy:
+            loading = None
+            self._miss(room, "busy")
+        if loading is not None:
+            self.reserved.update(dict.fromkeys(loading.blocks, False))
+        elif attempt is not None and attempt.load.blocks:
+            attempt.end(now, told=False)
         for key in keys:
-            if key in taken:
-                continue
-            if self._cache.find(key) == self._cache.ABSENT:
+            if key not in self.reserved and self._tier.cache.find(key) == HostCache.ABSENT:
                 self._miss([key], "crowded")
-            else:
+            elif key not in self.reserved:
                 # It may be asked for as soon as it is gone again.
                 self.searching.pop(key, None)
                 self.missed["taken"] += 1
 
-    def _came(self, keys: Keys, left: set[bytes], job: Job) -> None:
-        """A load is done. What has come can be found. ``left``: what is still reserved."""
-        here = list(compress(keys, (job.codes == OK).tolist()))
-        if here:
-            self._cache.publish(here)
-            left.difference_update(here)
-            self.reserved -= len(here)
-            until = self._clock() + UNREAD_SECONDS
-            for key in here:
-                # ``clear`` drops a block that comes after it.
-                if self.searching.pop(key, None) is not None:
-                    self._unread[key] = until
-                    self.loaded += 1
-        self._miss_by_code(keys, job)
-        self.hung |= left
+    def _attempt(self, number: int, there: int) -> LoadAttempt | None:
+        """What the policy of a store says of so many blocks that it has. None if it has no policy."""
+        policy = self._policies[number]
+        if policy is None:
+            return None
+        load = policy.choose(there, len(self.reserved) * self._bridge.clients[number].queue.block_bytes)
+        return LoadAttempt(policy, load, max(1, load.blocks), self._clock())
 
-    def _returned(self, left: set[bytes], _: Job) -> None:
+    def _came(self, attempt: LoadAttempt | None, loading: Loading[bytes]) -> None:
+        """A load is done. What has come can be found."""
+        job, now, ok = loading.job, self._clock(), loading.job.codes == OK
+        here = list(compress(loading.blocks, ok.tolist()))
+        self._tier.publish(self._bridge.clients[loading.number], here, loading.rows[ok])
+        self.reserved.update(dict.fromkeys(loading.blocks, True))
+        for key in here:
+            del self.reserved[key]
+            # ``clear`` drops a block that comes after it.
+            if self.searching.pop(key, None) is not None:
+                self._unread[key] = now + UNREAD_SECONDS
+                self.loaded += 1
+        self._miss_by_code(loading.blocks, job)
+        if attempt is not None:
+            attempt.note(len(here), job.began, now)
+            attempt.end(now, told="cancelled" not in job.counts)
+
+    def _returned(self, loading: Loading[bytes]) -> None:
         """No call can write to the blocks of a load any more. Those that have not come are given back."""
-        self.hung -= left
-        if left:
-            self._cache.abort(left)
-            self.reserved -= len(left)
+        left = [key for key in loading.blocks if self.reserved.pop(key, False)]
+        self._tier.abort(self._bridge.clients[loading.number], left, loading.rows)

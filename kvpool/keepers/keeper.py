@@ -10,10 +10,13 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
@@ -22,19 +25,18 @@ from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.keepers.block_saves import OnCommit, OnEviction, OnReuse, Rule, SaveOptions, Saver
-from kvpool.keepers.bridge_events import BridgeEvents
+from kvpool.keepers.bridge import Bridge, open_clients
 from kvpool.keepers.choice import LoadOrCompute
-from kvpool.keepers.forgetting import Forgetter, Forgotten
-from kvpool.keepers.known_content import Content, KnownContent, Namespace
-from kvpool.keepers.loading import Loader, Prefetch
-from kvpool.keepers.staged_store import StagedStore
+from kvpool.keepers.known_content import BridgeEvents, Content, KnownContent, Namespace, namespace_bytes
+from kvpool.keepers.pool_tier import OnCommit, OnEviction, OnReuse, PoolTier, SaveRule
+from kvpool.keepers.prefetches import Prefetch, Prefetches
 from kvpool.pool.events import Events
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
+from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreStats
-from kvpool.stores.store import Store
+from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.stores.store_client import StoreClient, staging_rows
 from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
 
@@ -151,40 +153,35 @@ class Keeper:
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
         if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) == 0:
             raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
-        healths = [StoreHealth(failures, probe_seconds, clock=clock) for _ in chosen]
         self._pool, self._clock, self._process = pool, clock, Process()
-        self._stores: list[StagedStore] = []
         nbytes = max(group.block_bytes for group in pool.groups)
-        try:
-            for store, health in zip(chosen, healths, strict=True):
-                memory = staging_rows(rows, nbytes)
-                client = StoreClient(store, memory, identity, health=health, staging=True, clock=clock)
-                self._stores.append(StagedStore(len(self._stores), client))
-            self._told = BridgeEvents(pool, [store.name for store in self._stores])
-            self._unread = _Unread(pool)
-        except BaseException:
-            for opened in self._stores:
-                opened.client.close(1.0)
-            raise
+
+        def client_of(store: Store) -> StoreClient:
+            health = StoreHealth(failures, probe_seconds, clock=clock)
+            memory = staging_rows(rows, nbytes)
+            return StoreClient(store, memory, identity, health=health, staging=True, clock=clock)
+
+        self._unread = _Unread(pool)
+        self._clients = open_clients(chosen, client_of)
         blocks, kinds = pool.device_blocks + pool.host_blocks, sum(group.kind != "cross" for group in pool.groups)
         self._known = KnownContent(pool.groups, pool.tokens_per_block, blocks + 4096)
-        choices = [
+        self._told = BridgeEvents(pool, [client.name for client in self._clients])
+        self._tier = PoolTier(pool, self._known, self._told, limits, save == "evict")
+        save_seconds = SAVE_DEADLINES * self._deadline
+        self._bridge = Bridge[Content](self._tier, self._clients, queued, save_seconds, clock)
+        policies = [
             None if prefill_tokens_per_s is None
-            else LoadOrCompute(prefill_tokens_per_s, kinds * store.client.queue.block_bytes, pool.tokens_per_block)
-            for store in self._stores
+            else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
+            for client in self._clients
         ]  # fmt: skip
-        shared = pool, self._stores, self._known, self._told
-        self._loader = Loader(*shared, choices, promotions, clock)
-        options = SaveOptions(limits, save == "evict", queued, SAVE_DEADLINES * self._deadline)
-        self._saver = Saver(*shared, options, clock)
-        rules: dict[str, Callable[[], Rule]] = {
-            "commit": lambda: OnCommit(self._saver),
-            "evict": lambda: OnEviction(self._saver, host_blocks, rows),
-            "reuse": lambda: OnReuse(pool, self._saver),
+        self._prefetches = Prefetches(pool, self._tier, self._bridge, policies, promotions, clock)
+        rules: dict[str, Callable[[], SaveRule]] = {
+            "commit": lambda: OnCommit(self._want),
+            "evict": lambda: OnEviction(self._want, self._missed, host_blocks, rows),
+            "reuse": lambda: OnReuse(self._want, self._tier, len(pool.groups)),
         }
         self._rule = rules[save]()
-        self._forgetter = Forgetter(*shared, self._loader, self._saver)
-        self._orders: deque[_Order] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = Bell()
@@ -243,9 +240,7 @@ class Keeper:
         self._process.check(self)
         if not bool_argument("snapshot", snapshot):
             return self._told.read()
-        held = [(store.index, one) for one in self._known.all() for store in self._stores
-                if one.saved & 1 << store.index]  # fmt: skip
-        return self._told.read(held)
+        return self._told.read([content for content in self._known.all() if content.saved])
 
     # -- for operators -------------------------------------------------------------------------------
 
@@ -261,16 +256,15 @@ class Keeper:
         ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
         """
         self._process.check(self)
-        forgetter = self._forgetter
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
         if namespace is not None:
             pair = _namespace_argument("namespace", namespace)
-            return self._ordered(lambda: forgetter.namespace(pair))
+            return self._ordered(lambda: self._forget_namespace(pair))
         prompt = in_numpy("prompt", prompt)
         alone = is_keys(prompt) and not isinstance(prompt, BlockKeys)
         blocks = key_rows(prompt) if alone else self._pool.block_keys(prompt)
-        return self._ordered(lambda: forgetter.blocks(blocks))
+        return self._ordered(lambda: self._forget_blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:
         """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store, such as the KV
@@ -285,7 +279,7 @@ class Keeper:
         """
         self._process.check(self)
         force = bool_argument("force", force)
-        return self._ordered(lambda: self._forgetter.everything(force))
+        return self._ordered(lambda: self._forget_all(force))
 
     @property
     def pool(self) -> KVCacheManager:
@@ -316,13 +310,16 @@ class Keeper:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
         microseconds apart."""
         self._process.check(self)
-        saver, loader = self._saver, self._loader
+        tier, bridge, prefetches = self._tier, self._bridge, self._prefetches
+        dropped: Counter[tuple[str, str]] = Counter()
+        for (name, reason), count in dict(bridge.dropped).items():
+            dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
         return KeeperStats(
-            saver.saved_blocks, saver.saved_bytes, loader.loaded_blocks, loader.loaded_bytes, loader.found_blocks,
-            {(one.name, reason): count for one in self._stores for reason, count in Counter(one.dropped).items()},
-            dict(loader.ended), self._told.dropped + self._unread.missed, saver.waiting, loader.promoted,
-            loader.under_way, {one.name: one.client.queue.stats() for one in self._stores},
-            {one.name: one.client.health.stats() for one in self._stores},
+            bridge.saved_blocks, tier.saved_bytes, tier.loaded_blocks, tier.loaded_bytes, prefetches.found_blocks,
+            dict(dropped), dict(prefetches.ended), self._told.dropped + self._unread.missed, bridge.waiting,
+            prefetches.promoted, prefetches.under_way,
+            {client.name: client.queue.stats() for client in self._clients},
+            {client.name: client.health.stats() for client in self._clients},
         )  # fmt: skip
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -338,10 +335,7 @@ class Keeper:
         os.eventfd_write(self._wake, 1)
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
-        for store in self._stores:
-            close = store.client.queue.close if self._thread.is_alive() else store.client.close
-            over = close(max(0.0, end - time.monotonic())) and over
-        return over
+        return self._bridge.close(max(0.0, end - time.monotonic()), tell=over) and over
 
     def __enter__(self) -> Self:
         return self
@@ -357,8 +351,8 @@ class Keeper:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
-                for store in self._stores:
-                    selector.register(store.client.queue.fileno(), selectors.EVENT_READ)
+                for client in self._clients:
+                    selector.register(client.queue.fileno(), selectors.EVENT_READ)
                 wait = 0.0
                 while not self._closing:
                     if any(key.fd == self._wake for key, _ in selector.select(wait)):
@@ -374,55 +368,64 @@ class Keeper:
                 for handle in self._asked:
                     handle.end("closed")
                 self._asked.clear()
-                for order in self._orders:
-                    order.end(PoolClosed(_ENDED))
-                self._orders.clear()
                 self._idle.ring()
-            self._loader.stop_all("closed")
-            self._saver.give_up("cancelled")
+            self._prefetches.stop_all("closed")
+            self._bridge.give_up("cancelled")
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
         for _ in range(len(self._orders)):
-            self._orders.popleft().do()
-        busy = sum(store.client.poll() for store in self._stores) > 0
+            self._orders.popleft()()
+        busy = self._bridge.poll()
         # What the pool did before a prefetch was asked for is known when it begins.
         asked = len(self._asked)
         behind = self._apply()
         for _ in range(asked):
             self._begin(self._asked[0])
             self._asked.popleft()
-        self._loader.turn()
+        self._prefetches.turn()
         self._rule.turn()
-        more = self._saver.turn(BLOCKS_PER_TURN) or behind
+        more = self._bridge.save(BLOCKS_PER_TURN) or behind
         if more:
             time.sleep(REST_SECONDS)
         with self._lock:
             self._turns += 1
-            idle = not (busy or more or asked or self._asked or self._saver.waiting or self._loader.under_way)
-            self._quiet = idle and not any(store.client.under_way for store in self._stores)
+            waits = asked or self._asked or self._bridge.waiting or self._prefetches.under_way
+            self._quiet = not (busy or more or waits or self._bridge.under_way)
             if self._quiet:
                 self._idle.ring()
         if more or busy or self._turns < self._awaited:
             return 0.0
-        until = self._loader.next_deadline()
+        until = self._prefetches.next_deadline()
         return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
 
     def _ordered(self, work: Callable[[], Forgotten]) -> Forgotten:
         """Have the thread do this between its turns, and wait for it."""
-        order = _Order(work)
+        answers: list[Forgotten | BaseException] = []
+
+        def order() -> None:
+            try:
+                answers.append(work())
+            except BaseException as error:  # It is raised where it was wanted.
+                answers.append(error)
+            self._idle.ring()
+
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
             self._orders.append(order)
             self._quiet = False
         os.eventfd_write(self._wake, 1)
-        return order.wait()
+        self._idle.wait_for(lambda: bool(answers) or self._ended)
+        answer = answers[0] if answers else PoolClosed(_ENDED)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     def _begin(self, handle: Prefetch) -> None:
         """Begin a prefetch. What is wrong with one must not end all."""
         try:
-            self._loader.begin(handle)
+            self._prefetches.begin(handle)
         except PoolClosed:
             raise
         except Exception:
@@ -432,7 +435,7 @@ class Keeper:
     def _apply(self) -> bool:
         """Learn from the pool's events, some at a time. Returns whether there are more."""
         for _ in range(PARTS_PER_TURN):
-            part = self._unread.next(ROWS_AT_ONCE)
+            part = self._unread.next()
             if part is None:
                 return False
             events, first, last, whole = part
@@ -442,9 +445,116 @@ class Keeper:
 
     def _changed(self, content: Content, before: int, valued: int) -> None:
         self._rule.changed(content, before, valued)
-        self._loader.used(content)
+        self._prefetches.used(content)
         if before and not content.on:
-            self._saver.gone(content)
+            # What waits to be copied is given up.
+            self._bridge.drop(content, "evicted")
+
+    def _want(self, content: Content) -> None:
+        """Save a content in every store that is not known to have it."""
+        for number in range(len(self._clients)):
+            if not (content.saved | content.saving) & 1 << number:
+                content.saving |= 1 << number
+                self._bridge.want(number, [content])
+
+    def _missed(self, content: Content) -> None:
+        """A content is gone that should have been saved, and was not asked for in time."""
+        for number, client in enumerate(self._clients):
+            if not (content.saved | content.saving) & 1 << number:
+                self._bridge.dropped[client.name, "evicted"] += 1
+
+    # -- what must go: between two turns, so that nothing is half imported or copied -----------------
+
+    def _forget_blocks(self, prompt: BlockKeys | npt.NDArray[np.int64]) -> Forgotten:
+        """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
+        contents = self._known.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
+        for client in self._clients:
+            client.queue.check_forget(len(contents))
+        named, names = set(contents), self._tier.names(contents, sealed=False)
+        count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
+        return self._forgotten(count, named.__contains__, lambda client: client.queue.forget(names))
+
+    def _forget_namespace(self, namespace: Namespace) -> Forgotten:
+        self._check_clears(TAG_BYTES, "drop a namespace")
+        count, name = self._pool.forget(namespace=namespace), namespace_bytes(namespace)
+        return self._forgotten(
+            count, lambda content: content.whose == namespace,
+            lambda client: client.queue.clear(client.secret.tag(name)),
+        )  # fmt: skip
+
+    def _forget_all(self, force: bool) -> Forgotten:
+        self._check_clears(MODEL_BYTES, "be cleared")
+        self._pool.reset(force)
+        self._prefetches.stop_all("reset")
+        return self._forgotten(None, lambda content: True, lambda client: client.queue.clear())
+
+    def _check_clears(self, size: int, what: str) -> None:
+        """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
+        for client in self._clients:
+            if client.queue.clears < size:
+                raise ValueError(
+                    f"the store {client.name!r} cannot {what}: accepted are stores that can, see Store.clears"
+                )
+            client.queue.check_forget(1)
+
+    def _forgotten(
+        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StoreClient], Job]
+    ) -> Forgotten:
+        """What is left to do when the pool has forgotten these contents."""
+        self._prefetches.stop_all("forgotten", concerns)
+        # From here on the queues give none of it to anybody, and save none of it.
+        drops = {client.name: begin(client) for client in self._clients}
+        # What had ended before: it is noted now, and then taken back.
+        self._bridge.poll()
+        self._bridge.give_up("forgotten", concerns)
+        known = [content for content in self._known.all() if content.saved and concerns(content)]
+        for number in range(len(self._clients)):
+            self._tier.note(number, known, False)
+        return Forgotten(blocks, drops)
+
+
+class Forgotten:
+    """What became of ``Keeper.forget`` or ``Keeper.clear``. Thread-safe.
+
+    ``blocks``: how many contents the pool has forgotten; None after ``clear``.
+
+    A store that is down is told again until it has confirmed, as long as the keeper lives. Meanwhile the keeper finds,
+    loads and saves nothing of it there. Nothing of this outlives the keeper: if it ends before a store has confirmed,
+    the store may have the content, and so the next keeper must forget it again.
+    """
+
+    def __init__(self, blocks: int | None, drops: Mapping[str, Job]) -> None:
+        self.blocks, self._drops = blocks, dict(drops)
+
+    @property
+    def stores(self) -> dict[str, int | None]:
+        """For each store how many blocks it has dropped, or None while it has not confirmed that all are gone."""
+        return {name: job.dropped if _is_confirmed(job) else None for name, job in self._drops.items()}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The last error of each store that has not confirmed and gave one."""
+        return {name: job.error for name, job in self._drops.items() if job.error and not _is_confirmed(job)}
+
+    @property
+    def done(self) -> bool:
+        """Whether all stores have confirmed. What a disk has confirmed does not come back after a crash either."""
+        return all(map(_is_confirmed, self._drops.values()))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the keeper is closed. Returns
+        whether they have."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for job in self._drops.values():
+            job.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self.done
+
+    def __repr__(self) -> str:
+        return f"Forgotten(blocks={self.blocks}, stores={self.stores})"
+
+
+def _is_confirmed(job: Job) -> bool:
+    return job.ok == len(job.codes)
 
 
 class _Unread:
@@ -453,55 +563,26 @@ class _Unread:
 
     def __init__(self, pool: KVCacheManager) -> None:
         self._pool, self.missed = pool, 0
-        self._events, self._first, self._last, self._whole = pool.events(since=0, snapshot=True), 0, 0, True
-        self._begin()
+        self._parts = self._read(pool.events(since=0, snapshot=True))
 
-    def _begin(self) -> None:
-        """Begin with new events: with what there is now, if they have a snapshot."""
-        events = self._events
-        self._first, self._last = int(events.bounds[events.before_snapshot]) if self._whole else 0, len(events.records)
-
-    def next(self, rows: int) -> tuple[Events, int, int, bool] | None:
+    def next(self) -> tuple[Events, int, int, bool] | None:
         """Events, the first and the last of their rows that are new, and whether these are a snapshot. None if nothing
         is new. Raises PoolClosed."""
-        if self._first == self._last:
-            cursor, self._whole = self._events.cursor, False
-            self._events = self._pool.events(since=cursor)
-            if self._events.missed:
-                self.missed, self._whole = self.missed + self._events.missed, True
-                self._events = self._pool.events(since=self._events.cursor, snapshot=True)
-            self._begin()
-        first, whole = self._first, self._whole
-        if first == self._last:
-            return None
-        self._first = self._last if whole else min(self._last, first + rows)
-        self._whole = False
-        return self._events, first, self._first, whole
+        return next(self._parts)
 
-
-class _Order:
-    """What another thread wants the keeper's thread to do."""
-
-    def __init__(self, work: Callable[[], Forgotten]) -> None:
-        self._work, self._bell = work, Bell()
-        self._answers: list[Forgotten | BaseException] = []
-
-    def do(self) -> None:
-        try:
-            self.end(self._work())
-        except BaseException as error:  # It is raised where it was wanted.
-            self.end(error)
-
-    def end(self, answer: Forgotten | BaseException) -> None:
-        self._answers.append(answer)
-        self._bell.ring()
-
-    def wait(self) -> Forgotten:
-        self._bell.wait_for(lambda: bool(self._answers))
-        answer = self._answers[0]
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+    def _read(self, events: Events) -> Iterator[tuple[Events, int, int, bool] | None]:
+        yield events, int(events.bounds[events.before_snapshot]), len(events.records), True
+        while True:
+            events = self._pool.events(since=events.cursor)
+            if events.missed:
+                self.missed += events.missed
+                events = self._pool.events(since=events.cursor, snapshot=True)
+                yield events, int(events.bounds[events.before_snapshot]), len(events.records), True
+                continue
+            for first in range(0, len(events.records), ROWS_AT_ONCE):
+                yield events, first, min(first + ROWS_AT_ONCE, len(events.records)), False
+            if not len(events.records):
+                yield None
 
 
 def _host_blocks(pool: object) -> list[int]:

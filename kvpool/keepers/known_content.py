@@ -1,17 +1,21 @@
-"""KnownContent: which content a pool has, by the pool's own keys, and which stores are known to have it."""
+"""KnownContent: which content a pool has, by the pool's own keys, and which stores are known to have it. And what
+readers of a keeper's events learn of that."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.pool.config import Group
-from kvpool.pool.events import NAMELESS, Events, Name, Rows3
+from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
 from kvpool.pool.keys import BlockKeys
-from kvpool.state.records import DEVICE, EVENT, HOST
+from kvpool.pool.manager import KVCacheManager
+from kvpool.state.records import DEVICE, EVENT, HOST, H
 from kvpool.state.ring import CLEARED, REMOVED, STORED, UPDATED
 from kvpool.stores.seals import block_context
 
@@ -23,28 +27,25 @@ Namespace = tuple[bytes | str | None, int | str | None]
 class Content:
     """A full block of a prompt in one group of layers.
 
-    ``key``, ``parent``: the pool's keys of it and of the block before, 16 bytes each. ``tokens``: as bytes, with the
-    ``extra`` ids, if there are any. ``on``: the tiers of the pool that have it, as bits. ``saved``: the stores that are
-    known to have it, as bits; ``saving``: those that are asked to save it, or wait to be. Equal ones have one key
-    in one group.
+    ``key``: the pool's key of it, 16 bytes. ``name``: whose it is. ``on``: the tiers of the pool that have it, as bits.
+    ``saved``: the stores that are known to have it, as bits; ``saving``: those that are asked to save it, or wait to
+    be. ``row``: what it says, as an event; None for what no store was known to have. ``prompt`` and ``place``: of a
+    block that was asked for with a prompt. Equal ones have one key in one group.
     """
 
-    __slots__ = ("extra", "group", "key", "name", "namespace", "on", "parent", "priority", "saved", "saving", "tokens")
+    __slots__ = ("group", "key", "name", "namespace", "on", "place", "priority", "prompt", "row", "saved", "saving")
 
-    def __init__(self, group: int, key: bytes) -> None:
-        self.group, self.key = group, key
-        self.on = self.saved = self.saving = self.priority = 0
+    def __init__(self, group: int, key: bytes, namespace: int = 0, name: Name = NAMELESS) -> None:
+        self.group, self.key, self.namespace, self.name = group, key, namespace, name
+        self.on = self.saved = self.saving = self.priority = self.place = 0
+        self.row: Rows3 | None = None
+        self.prompt: BlockKeys | None = None
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Content) and (self.key, self.group) == (other.key, other.group)
-
-    def describe(self, parent: bytes, tokens: bytes, extra: bytes, namespace: int, name: Name) -> Content:
-        """Say what it is. Of two contents with one key, it is the last one."""
-        self.parent, self.tokens, self.extra, self.namespace, self.name = parent, tokens, extra, namespace, name
-        return self
 
     @property
     def whose(self) -> Namespace:
@@ -53,9 +54,11 @@ class Content:
     @property
     def context(self) -> bytes:
         """All that its bytes depend on: part of its seal in a store."""
-        tokens = np.frombuffer(self.tokens, "<i4")
-        extra = np.frombuffer(self.extra, "<i8") if self.extra else None
-        return block_context(self.parent, tokens, extra, namespace_bytes(self.whose), self.group)
+        if self.row is None:
+            return b""
+        record, tokens, extra = self.row
+        parent = record["parent0"].tobytes() + record["parent1"].tobytes()
+        return block_context(parent, tokens, extra, namespace_bytes(self.whose), self.group)
 
 
 Change = Callable[[Content, int, int], None]
@@ -72,7 +75,7 @@ class KnownContent:
     def __init__(self, groups: Sequence[Group], width: int, limit: int) -> None:
         self._width, self._limit = width, limit
         self._contents: list[dict[bytes, Content]] = [{} for _ in groups]
-        self._cross = [group.kind == "cross" for group in groups]
+        self._cached = [group.index for group in groups if group.kind != "cross"]
         # Blocks of another layout, or of layers that see other tokens, have other names.
         self._kinds = [
             hashlib.blake2b(
@@ -95,23 +98,29 @@ class KnownContent:
     # -- what the pool tells -------------------------------------------------------------------------
 
     def apply(self, events: Events, first: int, last: int, changed: Change) -> None:
-        """Learn from the rows ``first`` to ``last`` of events."""
-        for row, content in _contents_of(events, first, last, self._of):
-            kind, tier, priority = row[:3]
+        """Learn from the rows ``first`` to ``last`` of events. Whole columns are read: to ask an array for one field of
+        one row takes as long as all else."""
+        keys = split(events.keys[first:last].tobytes(), 16)
+        for key, row in zip(keys, events.records[first:last].tolist(), strict=True):
+            kind, tier, priority, group, namespace = row[0], row[1], row[2], row[4], row[10]
             if kind == CLEARED:
                 self._cleared(changed)
+            of_group = self._contents[group] if kind in (STORED, REMOVED, UPDATED) else {}
+            content = of_group.get(key)
             if content is None:
-                continue
+                if kind != STORED:
+                    continue
+                content = of_group[key] = Content(group, key)
             before, valued = content.on, content.priority
             if kind == STORED:
+                content.namespace, content.name = namespace, events.names.get(namespace, NAMELESS)
                 content.on, content.priority = before | 1 << tier, priority
             elif kind == REMOVED:
                 content.on = before & ~(1 << tier)
                 if not content.on:
                     # It is kept as one of the latest.
-                    of_group = self._contents[content.group]
-                    of_group[content.key] = of_group.pop(content.key)
-            elif kind == UPDATED:
+                    of_group[key] = of_group.pop(key)
+            else:
                 content.priority = priority
             changed(content, before, valued)
         self._trim()
@@ -132,13 +141,6 @@ class KnownContent:
             if (content.on, content.priority) != (on, valued):
                 changed(content, on, valued)
 
-    def _of(self, group: int, key: bytes, stored: bool) -> Content | None:
-        """The content with a key. One that is stored is new, if it is not known."""
-        content = self._contents[group].get(key)
-        if content is None and stored:
-            content = self._contents[group][key] = Content(group, key)
-        return content
-
     def _cleared(self, changed: Change) -> None:
         for content in self.all():
             if content.on:
@@ -157,34 +159,27 @@ class KnownContent:
     # -- prompts, and what stores have ---------------------------------------------------------------
 
     def of_prompt(self, prompt: BlockKeys, count: int) -> list[list[Content]]:
-        """The first ``count`` full blocks of a prompt, for each group of layers; none for cross attention. Those that
-        are not known are new, and not kept."""
-        name, width = Name(prompt.salt, prompt.adapter_id, prompt.root), self._width
-        keys = _split(np.array(prompt.root, np.int64).tobytes() + prompt.keys[:count].tobytes(), 16)
-        tokens = _split(prompt.tokens[: count * width].astype("<i4").tobytes(), 4 * width)
-        extra = [b""] * count
-        if prompt.extra_ids is not None:
-            rows = prompt.extra_ids[: count * width].astype("<i8").reshape(count, width)
-            extra = [row.tobytes() if row.any() else b"" for row in rows]
-
-        def one(group: int, i: int) -> Content:
-            known = self._contents[group].get(keys[i + 1])
-            if known is not None and (known.parent, known.tokens, known.extra) == (keys[i], tokens[i], extra[i]):
-                return known
-            return Content(group, keys[i + 1]).describe(keys[i], tokens[i], extra[i], prompt.namespace, name)
-
-        return [[] if cross else [one(group, i) for i in range(count)] for group, cross in enumerate(self._cross)]
+        """The first ``count`` full blocks of a prompt, for each group of layers; none for cross attention. All are new,
+        and not kept: ``now`` has what is known of them."""
+        name, shape = Name(prompt.salt, prompt.adapter_id, prompt.root), (count, self._width)
+        keys = np.concatenate([np.array([prompt.root], np.int64), prompt.keys[:count].view(np.int64)])
+        size = count * self._width
+        tokens = prompt.tokens[:size].reshape(shape)
+        extra = None if prompt.extra_ids is None else prompt.extra_ids[:size].reshape(shape)
+        chains: list[list[Content]] = [[] for _ in self._contents]
+        for group in self._cached:
+            rows = event_rows(group, prompt.namespace, keys[1:], keys[:-1], tokens, extra)
+            chains[group] = [Content(group, key.tobytes(), prompt.namespace, name) for key in keys[1:]]
+            for place, one in enumerate(chains[group]):
+                one.prompt, one.place, one.row = prompt, place, rows[place]
+        return chains
 
     def of_keys(self, keys: npt.NDArray[np.int64]) -> list[Content]:
         """The contents with these keys of the pool, int64[n, 2], in all groups that cache some."""
-        groups = [group for group, cross in enumerate(self._cross) if not cross]
-        return [
-            self._contents[group].get(key) or Content(group, key)
-            for group in groups for key in _split(keys.tobytes(), 16)
-        ]  # fmt: skip
+        return [Content(group, key) for group in self._cached for key in split(keys.tobytes(), 16)]
 
     def now(self, content: Content) -> Content:
-        """What is kept in place of a content that was new when ``of_prompt`` made it."""
+        """What is kept of a content."""
         return self._contents[content.group].get(content.key, content)
 
     def note(self, content: Content, store: int, there: bool) -> bool:
@@ -192,16 +187,110 @@ class KnownContent:
         known, bit = self.now(content), 1 << store
         if bool(known.saved & bit) == there:
             return False
-        known.saved = known.saved | bit if there else known.saved & ~bit
-        if there:
+        if there and known is content and content.prompt is not None:
+            # Prompts are not kept, nor what a content says of others.
+            known = Content(content.group, content.key, content.namespace, content.name)
+        if there and content.row is not None:
+            record, tokens, extra = content.row
+            known.row = record.copy(), tokens.copy(), None if extra is None else extra.copy()
             self._contents[content.group][content.key] = known
+        known.saved ^= bit
         return True
 
     def known(self, prompt: BlockKeys, count: int) -> npt.NDArray[np.bool_]:
         """Which of the first full blocks of a prompt a store is known to have: bool[groups, count]. On any thread."""
-        keys = _split(prompt.keys[:count].tobytes(), 16)
-        found = [[_saved(of_group.get(key)) for key in keys] for of_group in self._contents]
+        keys = split(prompt.keys[:count].tobytes(), 16)
+        found = [[(one := of_group.get(key)) is not None and one.saved != 0 for key in keys]
+                 for of_group in self._contents]  # fmt: skip
         return np.array(found, np.bool_).reshape(len(self._contents), count)
+
+
+class BridgeEvents:
+    """Joins the events of a pool with what stores have got and lost, in numbers of its own. Thread-safe.
+
+    ``stores``: their names, which are tiers after the pool's. As many rows of theirs are kept as the pool keeps of its
+    own. Who comes too late for some sees a gap in the numbers; ``dropped`` counts these rows.
+    """
+
+    def __init__(self, pool: KVCacheManager, stores: Sequence[str]) -> None:
+        self._pool, self._tiers, self._width = pool, (*TIERS, *stores), pool.tokens_per_block
+        self._capacity = int(pool.core.states.heads[0, H.event_capacity])
+        self._lock = threading.Lock()
+        self._told: deque[tuple[Rows3, dict[int, Name]]] = deque()
+        self._rows = self._lost = self._cursor = self._next = self.dropped = 0
+
+    def tell(self, kind: int, store: int, contents: Sequence[Content]) -> None:
+        """Note that a store has got contents (STORED), or lost them (REMOVED)."""
+        if not contents:
+            return
+        rows = self._rows_of(kind, store, contents)
+        with self._lock:
+            self._told.append((rows, _names(contents)))
+            self._rows += len(contents)
+            while self._rows > self._capacity and len(self._told) > 1:
+                old = len(self._told.popleft()[0][0])
+                self._rows, self._lost = self._rows - old, self._lost + old
+
+    def read(self, snapshot: Sequence[Content] | None = None) -> Events:
+        """What no reader has got. Then, with a ``snapshot``, what the pool has, and which of these contents stores
+        have. Raises PoolClosed."""
+        with self._lock:
+            events = self._pool.events(since=self._cursor, snapshot=snapshot is not None)
+            cut = int(events.bounds[events.before_snapshot])
+            told, gone = list(self._told), events.missed + self._lost
+            self._told.clear()
+            self._cursor, self._rows, self._lost = events.cursor, 0, 0
+            self.dropped += gone
+            number = self._next + gone
+            parts, row, names = [_cut(events, 0, cut), *(rows for rows, _ in told)], None, dict(events.names)
+            for _, own in told:
+                names.update(own)
+            if snapshot is not None:
+                row = sum(len(records) for records, *_ in parts)
+                parts += [_cut(events, cut, len(events.records)), *self._held(snapshot)]
+                names.update(_names(snapshot))
+            records, tokens, extra = joined(parts)
+            self._next = number + len(records)
+            return Events(records, tokens, extra, number, names, events.capacities, row, self._tiers)
+
+    def _held(self, contents: Sequence[Content]) -> Iterator[Rows3]:
+        """What stores have, parents first."""
+        for store in range(len(self._tiers) - len(TIERS)):
+            own = [content for content in contents if content.saved & 1 << store]
+            order = parents_first(self._rows_of(STORED, store, own)[0]) if own else ()
+            if own:
+                yield self._rows_of(STORED, store, [own[i] for i in order])
+
+    def _rows_of(self, kind: int, store: int, contents: Sequence[Content]) -> Rows3:
+        """What a store has got or lost, as rows of events. Neighbours that follow each other are one event."""
+        records, tokens, extra = joined([one.row for one in contents if one.row is not None])
+        records["kind"], records["tier"] = kind, len(TIERS) + store
+        after, before = records[1:], records[:-1]
+        follows = (after["parent0"] == before["key0"]) & (after["parent1"] == before["key1"])
+        after["joined"] = follows & (after["group"] == before["group"]) & (kind == STORED)
+        return records, tokens, extra
+
+
+def event_rows(
+    group: int, namespace: int, keys: Rows, parents: Rows, tokens: npt.NDArray[np.int32], extra: Rows | None
+) -> list[Rows3]:
+    """What blocks say, each as the row of an event. ``keys``, ``parents``: int64[n, 2]."""
+    records = np.zeros(len(keys), EVENT)
+    records["key0"], records["key1"], records["parent0"], records["parent1"] = np.hstack([keys, parents]).T
+    records["group"], records["namespace"] = group, namespace
+    records["extra"] = extra is not None and extra.any(axis=1)
+    places = range(len(keys))
+    own = [None if extra is None else extra[i : i + 1] for i in places]
+    return [(records[i : i + 1], tokens[i : i + 1], own[i]) for i in places]
+
+
+def _names(contents: Iterable[Content]) -> dict[int, Name]:
+    return {content.namespace: content.name for content in contents}
+
+
+def _cut(events: Events, first: int, last: int) -> Rows3:
+    extra = None if events.extra is None else events.extra[first:last]
+    return events.records[first:last], np.asarray(events.tokens[first:last]), extra
 
 
 def namespace_bytes(namespace: Namespace) -> bytes:
@@ -209,45 +298,6 @@ def namespace_bytes(namespace: Namespace) -> bytes:
     return ascii(namespace).encode()
 
 
-def event_rows(kind: int, tier: int, contents: Sequence[Content], width: int) -> Rows3:
-    """What a tier has got or lost, as rows of events. Neighbours that follow each other are one event."""
-    records = np.zeros(len(contents), EVENT)
-    tokens, extra = np.zeros((len(contents), width), np.int32), np.zeros((len(contents), width), np.int64)
-    keys = np.frombuffer(b"".join(one.key + one.parent for one in contents), np.int64).reshape(-1, 4)
-    records["key0"], records["key1"], records["parent0"], records["parent1"] = keys.T
-    records["kind"], records["tier"] = kind, tier
-    for i, one in enumerate(contents):
-        records["namespace"][i], records["group"][i], records["extra"][i] = one.namespace, one.group, bool(one.extra)
-        tokens[i] = np.frombuffer(one.tokens, "<i4")
-        if one.extra:
-            extra[i] = np.frombuffer(one.extra, "<i8")
-    follows = [a.key == b.parent and a.group == b.group for a, b in zip(contents, contents[1:], strict=False)]
-    records["joined"][1:] = np.array(follows, np.int8) * (kind == STORED)
-    return records, tokens, extra if records["extra"].any() else None
-
-
-def _contents_of(
-    events: Events, first: int, last: int, of: Callable[[int, bytes, bool], Content | None]
-) -> Iterator[tuple[tuple[int, ...], Content | None]]:
-    """Rows of events, each with its content, if it has one that is known. Whole columns are read: to ask an array for
-    one field of one row takes as long as all else."""
-    records, tokens = events.records[first:last], events.tokens[first:last].astype("<i4", copy=False)
-    keys = _split(events.keys[first:last].tobytes(), 16)
-    parents = _split(np.stack([records["parent0"], records["parent1"]], axis=1).tobytes(), 16)
-    blocks, size = tokens.tobytes(), 4 * tokens.shape[1]
-    for i, row in enumerate(records.tolist()):
-        kind, group, has_extra, namespace = row[0], row[4], row[5], row[10]
-        content = of(group, keys[i], kind == STORED) if kind in (STORED, REMOVED, UPDATED) else None
-        if content is not None and kind == STORED:
-            extra = events.extra[first + i].astype("<i8").tobytes() if has_extra and events.extra is not None else b""
-            name = events.names.get(namespace, NAMELESS)
-            content.describe(parents[i], blocks[size * i : size * (i + 1)], extra, namespace, name)
-        yield row, content
-
-
-def _split(data: bytes, size: int) -> list[bytes]:
+def split(data: bytes, size: int) -> list[bytes]:
+    """Bytes in parts of a size."""
     return [data[i : i + size] for i in range(0, len(data), size)]
-
-
-def _saved(content: Content | None) -> bool:
-    return content is not None and content.saved != 0

@@ -26,6 +26,7 @@ class MemoryStore:
     threads = 2
     clears = TAG_BYTES
     lasting = False
+    indexed = True
 
     def __init__(self, capacity: int) -> None:
         self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)

@@ -171,6 +171,8 @@ class StoreQueue:
         """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
         self.lasting = bool_argument("store.lasting", getattr(store, "lasting", True))
         """Whether what the store keeps can outlive the process."""
+        self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
+        """Whether ``find_now`` may have an answer."""
         self._store, self._clock, self._process = store, clock, Process()
         own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
         try:
@@ -208,6 +210,26 @@ class StoreQueue:
         """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``. ``tag``: that
         with which they were saved."""
         return self._begin(jobs.FIND, keys, None, deadline, tag)
+
+    def find_now(self, keys: Keys) -> Bytes | None:
+        """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a job can tell:
+        another store, one that has failed, or one that is to drop something. Hashes names."""
+        self._process.check(self)
+        own = keys_argument(keys)
+        with DeferSignals():
+            with self._lock:
+                if not self.indexed or self._closing or len(self._drops):
+                    return None
+                # One more who uses the store, which is not closed meanwhile.
+                self._workers += 1
+            began = time.perf_counter()
+            codes = self._calls.find(own)
+            with self._lock:
+                self._seconds[jobs.FIND] += time.perf_counter() - began
+                for code in () if codes is None else codes.tolist():
+                    self._blocks[jobs.FIND, CODES[code]] += 1
+            self._end()
+            return codes
 
     def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is

@@ -75,6 +75,9 @@ class Store(Protocol):
     that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``"""
     lasting: bool
     """whether what it keeps can outlive the process; a store without this attribute counts as one that does"""
+    indexed: bool
+    """whether ``find`` asks an index in memory, so that it can be called where nothing may wait; a store without this
+    attribute counts as one whose ``find`` may wait"""
 
     @property
     def secret(self) -> bytes:

@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1670,
     "kvpool/replay": 1980,
     "kvpool/state": 4640,
-    "kvpool/stores": 3270,
+    "kvpool/stores": 3290,
     "kvpool/tables": 600,
     "tests": 1670,
     "tests/arrays": 840,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1320,
     "tests/model": 2640,
-    "tests/mutations": 3520,
+    "tests/mutations": 3550,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 670,
     "tests/state": 1450,
-    "tests/stores": 8540,
+    "tests/stores": 8730,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 214
+FILES = 211
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

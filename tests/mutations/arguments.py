@@ -128,7 +128,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_saved_under_a_lease_that_others_closed_is_kept",
-        "HostSaves._lend",
+        "HostCacheTier.lend",
         "lease.closed",
         "False",
         "The bytes of another block are kept under a key, and their seal is right.",

@@ -156,9 +156,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_hangs_is_not_told_if_another_does_not",
-        "HostKeeper.close",
-        "over = line.queue.close(timeout) and over",
-        "over = line.queue.close(timeout)",
+        "Bridge.close",
+        "over = client.queue.close(max(0.0, end - time.monotonic())) and over",
+        "over = client.queue.close(max(0.0, end - time.monotonic()))",
         "Memory is used again into which a store may still write.",
         ("tests/stores/test_hostkeeper.py::test_a_call_that_hangs_is_told_whichever_store_it_is_of",),
     ),

@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_keeper_answers_a_child",
-        "HostKeeper._answer",
+        "HostKeeper._missing",
         "self._process.check(self)",
         "",
         "A key is PENDING for ever in a child.",

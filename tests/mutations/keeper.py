@@ -10,7 +10,7 @@ MUTATIONS = (
     Mutation(
         "a_key_alone_is_believed",
         "Content.context",
-        "return block_context(self.parent, tokens, extra, namespace_bytes(self.whose), self.group)",
+        "return block_context(parent, tokens, extra, namespace_bytes(self.whose), self.group)",
         'return b""',
         "Whoever finds two prompts with one key of 16 bytes gets the KV of the other one.",
         tuple(
@@ -19,12 +19,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "what_was_copied_is_not_compared",
-        "PoolCopies._are",
-        "same[i] = own == (one.parent, one.tokens, one.extra, one.namespace)",
-        "same[i] = True",
-        "A store keeps the bytes of one prompt in the name of another, which has the same key.",
-        (f"{_FAILURES}test_nothing_is_saved_for_a_prompt_whose_key_another_one_has",),
+        "what_was_copied_says_what_its_event_has_said",
+        "PoolTier._read",
+        "for content, row in zip(contents, rows, strict=True):\n    content.row = row",
+        "",
+        "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
+        (f"{_FAILURES}test_a_block_is_sealed_with_what_the_pool_has_under_its_key_now",),
     ),
     Mutation(
         "a_pool_with_a_random_secret_has_a_keeper",
@@ -44,9 +44,9 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_behind_a_wrong_one_enter",
-        "Loader._enter",
-        "chunk.job.leading",
-        "len(chunk.wanted)",
+        "Prefetches._enter",
+        "loading.job.leading",
+        "len(loading.blocks)",
         "A changed byte in a store becomes a wrong token.",
         (
             f"{_FAILURES}test_a_changed_byte_never_reaches_the_pool",
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_loaded_counts_as_gone",
-        "Loader._loaded",
+        "Prefetches._loaded",
         "(ABSENT, DAMAGED)",
         "range(7)",
         "Routers are told that a store has lost what it gave a moment ago, and it is saved once more.",
@@ -79,7 +79,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every_prefetch_that_finds_nothing_was_cached",
-        "Loader._plan",
+        "Prefetches._plan",
         '"cached" if more else "absent"',
         '"cached"',
         "An operator cannot tell a store that has nothing from a pool that has all.",
@@ -95,16 +95,17 @@ MUTATIONS = (
     ),
     Mutation(
         "missed_events_are_not_made_up_for",
-        "_Unread.next",
-        "if self._events.missed:\n    self.missed, self._whole = self.missed + self._events.missed, True\n"
-        "    self._events = self._pool.events(since=self._events.cursor, snapshot=True)",
+        "_Unread._read",
+        "if events.missed:\n    self.missed += events.missed\n"
+        "    events = self._pool.events(since=events.cursor, snapshot=True)\n"
+        "    yield events, int(events.bounds[events.before_snapshot]), len(events.records), True\n    continue",
         "",
         "What was computed while the keeper was busy is never saved.",
         ("tests/stores/test_keeper_events.py::test_a_keeper_that_has_missed_events_learns_what_there_is",),
     ),
     Mutation(
         "promotions_are_not_bounded",
-        "Loader._room",
+        "Prefetches._room",
         "return self._most - len(self._coming.keys() | self._promoted.keys())",
         "return self._most",
         "A long queue of requests displaces what running ones need.",
@@ -115,7 +116,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_asked_before_a_reset_enters",
-        "Loader._enter",
+        "Prefetches._enter",
         "fetch.generation != self._generation()",
         "False",
         "What was dropped on purpose is found again.",
@@ -134,8 +135,8 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_saves_are_not_counted",
-        "Saver._give_up",
-        "store.dropped[reason] += len(contents)",
+        "Bridge._leave",
+        "self.dropped[self.clients[number].name, reason] += len(blocks)",
         "pass",
         "An operator does not see that a store is too slow for what it is to keep.",
         (
@@ -145,23 +146,31 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_of_several_namespaces_are_saved_as_those_of_one",
-        "Saver._save",
-        "(one.namespace, one.group) == (first.namespace, first.group)",
-        "one.group == first.group",
+        "PoolTier.take",
+        "(one.namespace, one.group)",
+        "one.group",
         "A tenant loses its blocks to the quota of another one.",
         (f"{_FAILURES}test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour",),
     ),
     Mutation(
         "what_was_copied_under_a_revoked_lease_is_saved",
-        "PoolCopies.copy",
-        "copied[places] &= _ended(lease)",
-        "_ended(lease)",
+        "PoolTier.copy",
+        "copied[places] = same & _ended(lease)",
+        "copied[places] = same | _ended(lease)",
         "A store keeps bytes of one prompt under the key of another, with a good seal.",
         (f"{_FAILURES}test_nothing_is_saved_that_was_copied_under_a_revoked_lease",),
     ),
     Mutation(
+        "rows_of_blocks_that_have_gone_are_kept",
+        "PoolTier.pin",
+        "client.give_back(rows[~there])",
+        "",
+        "With each block that is evicted before it was copied, a row is lost: in the end nothing is saved any more.",
+        (f"{_KEEPER}test_a_copy_that_the_device_refuses_saves_nothing_wrong",),
+    ),
+    Mutation(
         "a_row_keeps_what_was_there_before",
-        "PoolCopies._copy",
+        "PoolTier._copy",
         "row[at:] = 0",
         "",
         "Behind a block of one tenant, a store keeps KV of another.",
@@ -169,7 +178,7 @@ MUTATIONS = (
     ),
     Mutation(
         "to_be_saved_is_a_use",
-        "PoolCopies.copy",
+        "PoolTier.copy",
         "core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",

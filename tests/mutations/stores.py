@@ -7,6 +7,8 @@ from tests.mutations.mutation import Mutation
 
 _HASHED = "tests/stores/test_hostkeeper_hashing.py::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
 
+_STEPS = "tests/stores/test_hostkeeper_steps.py::"
+
 
 def _host(test: str) -> str:
     return f"tests/stores/test_hostkeeper.py::{test}"
@@ -137,8 +139,8 @@ MUTATIONS = (
     ),
     Mutation(
         "clear_lets_saves_go_on",
-        "HostSaves.cancel",
-        "for job in self._jobs:\n    job.cancel()",
+        "Bridge.cancel",
+        "for job in self._saves:\n    job.cancel()",
         "",
         "The KV of new weights is found by an engine that has the old ones.",
         (_HASHED,),
@@ -156,11 +158,28 @@ MUTATIONS = (
     ),
     Mutation(
         "stores_are_lent_more_than_their_share",
-        "HostSaves.__init__",
-        "min(AT_ONCE, room // sum(line.queue.savers for line in lines))",
-        "max(AT_ONCE, room // sum(line.queue.savers for line in lines))",
+        "HostCacheTier.__init__",
+        "min(AT_ONCE, room // sum(client.queue.savers for client in clients))",
+        "max(AT_ONCE, room // sum(client.queue.savers for client in clients))",
         "A store that hangs keeps the whole cache pinned: the engine can store nothing more.",
         (_host("test_small_caches_lend_stores_no_more_than_their_share"),),
+    ),
+    Mutation(
+        "a_step_begins_with_what_was_known_at_the_end_of_the_last",
+        "HostKeeper._settle",
+        "self._bridge.poll()",
+        "",
+        "Each cold request waits for a store one step longer than for its answer.",
+        (f"{_STEPS}test_a_cold_request_loses_no_step_and_one_to_a_remote_store[remote-cold2-warm2]",),
+    ),
+    Mutation(
+        "what_nobody_reads_takes_room_for_ever",
+        "HostLoads._load",
+        "while self._unread and next(iter(self._unread.values())) <= now:\n"
+        "    del self._unread[next(iter(self._unread))]",
+        "",
+        "After some requests that were aborted, nothing comes from a store any more.",
+        (_host("test_what_came_and_nobody_reads_makes_room_after_a_while"),),
     ),
     Mutation(
         "a_save_of_nothing_is_an_answer",

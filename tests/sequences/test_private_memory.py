@@ -178,7 +178,7 @@ NO_ARRAYS = {
     # of layouts, caches and groups, which are immutable
     *("HostCache.block_bytes", "HostTier.block_bytes", "HostCopies.caches", "LayerGroup.layout", "split_blocks.groups"),
     # read when a part is made, by names, and never handed to jitted code
-    *("Keeper.stores", "Keeper.quotas", "HostKeeper.stores", "StepTables.as_table"),
+    *("Keeper.stores", "Keeper.quotas", "HostKeeper.stores", "HostKeeper.policies", "StepTables.as_table"),
     *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
     *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
 }
@@ -240,7 +240,7 @@ MADE_BY_THE_POOL = {
     "RetentionRange",  # one tuple of ``retention``
     "Stagings",  # walked as an argument of ``gather_kv``
     # Interfaces, and what is called by a queue or a keeper, and by nobody else.
-    *("Store", "MemoryStore", "StoreHealth", "LoadOrCompute"),
+    *("Store", "MemoryStore", "StoreHealth", "LoadOrCompute", "LoadPolicy"),
 }
 BUILT = {kvpool.Lease, kvpool.Loadable, kvpool.Reservation, kvpool.HostLease, kvpool.HostCopy, kvpool.Export}
 """Classes that only the pool makes."""

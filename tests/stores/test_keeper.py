@@ -252,11 +252,12 @@ def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewher
 
 
 def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
-    """The copies to the host of some blocks fail: they are counted, and their rows are not saved."""
+    """The copies to the host of some blocks fail: they are counted, and their rows are not saved. There is one row for
+    saves, which the next blocks get."""
     memory, prompt = store(), tokens(41)
     device = FaultyDevice(CpuDevice(), lambda call, index, move: int(move[0]) in (2, 5))
     with KVCacheManager(small_layout(T), device_blocks=32, host_blocks=32, device=device, event_capacity=256) as cache:
-        with Keeper(cache, [memory], identity=IDENTITY) as kept:
+        with Keeper(cache, [memory], identity=IDENTITY, staging_blocks=2) as kept:
             sequence = cache.add_sequence(prompt)
             cache.commit(sequence)
             assert kept.drain(60)

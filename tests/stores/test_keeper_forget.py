@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from kvpool import PoolBusy, PoolClosed, StoreBusy
-from kvpool.keepers import Keeper
-from kvpool.keepers.forgetting import Forgotten
+from kvpool.keepers import Forgotten, Keeper
 from kvpool.stores import MemoryStore
 from kvpool.stores.disk import DiskStore
 from tests.engine import Engine
@@ -419,7 +418,7 @@ def test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_change
         def full(blocks: int) -> None:
             raise StoreBusy("wrong", "forget", 1, 1)
 
-        monkeypatch.setattr(kept._stores[1].client.queue, "check_forget", full)
+        monkeypatch.setattr(kept._clients[1].queue, "check_forget", full)
         for drop in DROPS.values():
             with pytest.raises(StoreBusy):
                 drop(one, kept)

@@ -61,6 +61,7 @@ class DiskStore:
     name = "disk"
     clears = TAG_BYTES
     lasting = True
+    indexed = True
 
     def __init__(
         self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,

@@ -1,0 +1,288 @@
+"""Bridge: what stands between any host tier and the stores behind it. It asks stores for blocks, loads them, and saves
+blocks. What a pool's host tier and a ``HostCache`` do in their own ways is behind ``CacheTier``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from kvpool.entry.interrupt import DeferSignals
+from kvpool.errors import StoreBusy
+from kvpool.stores.jobs import FIND, SAVE, Job, Lend
+from kvpool.stores.queue import NO_LIMIT
+from kvpool.stores.seals import BlockNames
+from kvpool.stores.store import OK, Bytes, Rows, Store
+from kvpool.stores.store_client import StoreClient
+
+Block = TypeVar("Block", bound=Hashable)
+
+
+class CacheTier(Protocol[Block]):
+    """A host tier as a bridge sees it. A block is what the tier knows it by. Blocks of one call are alike: they have
+    one tag. ``client``: of the store that they come from or go to."""
+
+    def names(self, blocks: Sequence[Block], *, sealed: bool) -> BlockNames:
+        """What stores know blocks by. ``sealed``: with what they depend on besides."""
+
+    def space(self, client: StoreClient, block: Block) -> tuple[bytes | None, int]:
+        """Its namespace in the store: the tag, if it has one, and how many blocks the store may have of it."""
+
+    def reserve(self, client: StoreClient, blocks: Sequence[Block]) -> tuple[Sequence[Block], Rows]:
+        """Take a row that the store may write for each of the first blocks that have room."""
+
+    def publish(self, client: StoreClient, blocks: Sequence[Block], rows: Rows) -> list[bool]:
+        """Blocks have come into rows that were reserved. Returns which of them the tier has now."""
+
+    def abort(self, client: StoreClient, blocks: Iterable[Block], rows: Rows) -> None:
+        """Blocks will not come, and no store writes their rows any more."""
+
+    def take(self, client: StoreClient, line: Iterable[Block]) -> list[Block]:
+        """The first blocks of a line, alike, that one save can have now."""
+
+    def pin(self, client: StoreClient, blocks: Sequence[Block]) -> tuple[Sequence[Block], BlockNames, Rows | Lend]:
+        """Hold blocks for a store that reads them. Returns those that are there, their names and rows."""
+
+    def ended(self, number: int, blocks: Sequence[Block], kept: Sequence[bool]) -> None:
+        """Saves have ended. ``kept``: which of the blocks the store with this number has now."""
+
+
+@dataclass(eq=False)
+class Search(Generic[Block]):
+    """Blocks that one store after the other is asked for, until ``end``.
+
+    ``found(number, blocks, job)``: a store has answered. It returns those that the next one is asked for.
+    ``over(blocks, reason)``: nobody is asked for what is left. ``job``: of the store that is asked now.
+    """
+
+    end: float
+    found: Callable[[int, Sequence[Block], Job], Sequence[Block]]
+    over: Callable[[Sequence[Block], str], None]
+    job: Job | None = None
+
+
+@dataclass(eq=False)
+class Loading(Generic[Block]):
+    """Blocks on their way from the store with this number into rows of the tier."""
+
+    number: int
+    blocks: Sequence[Block]
+    rows: Rows
+    job: Job = field(init=False)
+
+
+def open_clients(stores: Sequence[Store], client_of: Callable[[Store], StoreClient]) -> list[StoreClient]:
+    """Open the stores: all, or none."""
+    clients: list[StoreClient] = []
+    try:
+        clients.extend(map(client_of, stores))
+    except BaseException:
+        for client in clients:
+            client.queue.close()
+        raise
+    return clients
+
+
+class Bridge(Generic[Block]):
+    """Moves blocks between a host tier and its stores, the nearest first. Whoever polls owns it. Nothing waits.
+
+    ``queued_blocks``: the most blocks that wait to be saved, for each store. ``save_seconds``: a save that takes longer
+    is given up.
+
+    A block that is to be saved waits in a line for each store, unpinned. It leaves the line when its save begins.
+    """
+
+    def __init__(
+        self, tier: CacheTier[Block], clients: Sequence[StoreClient], queued_blocks: int, save_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._tier, self.clients, self._clock = tier, clients, clock
+        self._queued_blocks, self._save_seconds = queued_blocks, save_seconds
+        self._lines: list[dict[Block, None]] = [{} for _ in clients]
+        self._saves: set[Job] = set()
+        self.saved_blocks = 0
+        self.dropped: Counter[tuple[str, str]] = Counter()
+        """saves that were given up, by store and reason"""
+
+    # -- what stores have ----------------------------------------------------------------------------
+
+    def search(self, search: Search[Block], blocks: Sequence[Block], first: int = 0) -> None:
+        """Ask the stores from this one on, the nearest first, for what those before do not have."""
+        reason = "absent" if first else "suspended"
+        for number, client in enumerate(self.clients[first:] if blocks else (), first):
+            if not client.usable(FIND):
+                continue
+            now, end = self._clock(), search.end
+            # One store that hangs leaves time for those behind it.
+            deadline = end if number + 1 == len(self.clients) else now + (end - now) / 2
+            names, (tag, _) = self._tier.names(blocks, sealed=False), self._tier.space(client, blocks[0])
+            try:
+                done = partial(self._searched, search, number, blocks)
+                search.job = client.find(names, done, tag=tag, deadline=deadline)
+            except StoreBusy:
+                reason = reason if first else "busy"
+                continue
+            return
+        search.over(blocks, reason)
+
+    def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], job: Job) -> None:
+        search.job = None
+        self.search(search, search.found(number, blocks, job), number + 1)
+
+    def find_now(self, number: int, blocks: Sequence[Block]) -> Bytes | None:
+        """The codes of blocks in a store, where that takes no I/O. None if only a search can tell."""
+        client = self.clients[number]
+        if not client.queue.indexed or client.health.suspended():
+            return None
+        codes = client.queue.find_now(self._tier.names(blocks, sealed=False))
+        return None if codes is None or (codes > OK).any() else codes
+
+    def load(
+        self, number: int, blocks: Sequence[Block], deadline: float, done: Callable[[Loading[Block]], None],
+        returned: Callable[[Loading[Block]], None] | None = None, *, hold: bool = False,
+    ) -> Loading[Block] | None:  # fmt: skip
+        """Load the first of these blocks, as many as have room in the tier; None if there is no room for one. What has
+        come is published by the caller. ``hold``: the rows are its own until it releases the job. Raises StoreBusy."""
+        client = self.clients[number]
+        own, rows = self._tier.reserve(client, blocks)
+        if not len(own):
+            return None
+        names, (tag, _) = self._tier.names(own, sealed=True), self._tier.space(client, own[0])
+        loading = Loading(number, own, rows)
+        over = None if returned is None else lambda _: returned(loading)
+        try:
+            loading.job = client.load(names, rows, lambda _: done(loading), over, tag=tag, deadline=deadline, hold=hold)
+        except StoreBusy:
+            self._tier.abort(client, own, rows)
+            raise
+        return loading
+
+    # -- what stores are to have ---------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Blocks that wait to be saved: no call of a store has begun with them. Those that wait for two stores count
+        twice."""
+        return sum(map(len, self._lines)) + sum(job.queued for job in list(self._saves))
+
+    @property
+    def lined_up(self) -> bool:
+        """Whether ``save`` has something to begin."""
+        return any(self._lines)
+
+    def want(self, number: int, blocks: Sequence[Block]) -> None:
+        """Have blocks that are alike saved in a store."""
+        line = self._lines[number]
+        if blocks and self._tier.space(self.clients[number], blocks[0])[1] < 1:
+            self._leave(number, blocks, "quota")
+            return
+        room = self._queued_blocks - len(line)
+        line.update(dict.fromkeys(blocks[:room]))
+        self._leave(number, blocks[room:], "crowded")
+
+    def save(self, most: int = sys.maxsize) -> bool:
+        """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
+        now."""
+        more = False
+        for number, line in enumerate(self._lines):
+            left = most
+            while line and left > 0 and (count := self._save(number, line)):
+                left -= count
+            more = more or bool(line) and left <= 0
+        return more
+
+    def _save(self, number: int, line: dict[Block, None]) -> int:
+        """Save the first blocks of a line. Returns how many left it."""
+        client = self.clients[number]
+        chosen = self._tier.take(client, line)
+        if not chosen:
+            return 0
+        if not client.usable(SAVE):
+            return self._give_up(number, list(line), "suspended")
+        for block in chosen:
+            del line[block]
+        there, names, rows = self._tier.pin(client, chosen)
+        if len(there) < len(chosen):
+            self._leave(number, [block for block in chosen if block not in set(there)], "evicted")
+        if there:
+            self._begin(number, there, names, rows)
+        return len(chosen)
+
+    def _begin(self, number: int, blocks: Sequence[Block], names: BlockNames, rows: Rows | Lend) -> None:
+        client, end = self.clients[number], self._clock() + self._save_seconds
+        tag, limit = self._tier.space(client, blocks[0])
+        done = partial(self._saved, number, blocks)
+        try:
+            job = client.save(names, rows, done, self._saves.discard, tag=tag, limit=limit, deadline=end)
+            self._saves.add(job)
+        except StoreBusy:
+            if not callable(rows):
+                client.give_back(rows)
+            self._leave(number, blocks, "busy")
+
+    def _saved(self, number: int, blocks: Sequence[Block], job: Job) -> None:
+        """A save is done."""
+        for code, count in job.counts.items():
+            if code == "ok":
+                self.saved_blocks += count
+                continue
+            limited = code == "refused" and job.limit != NO_LIMIT
+            reason = "quota" if limited else "evicted" if code == "absent" else code
+            self.dropped[self.clients[number].name, reason] += count
+        self._tier.ended(number, blocks, (job.codes == OK).tolist())
+
+    def give_up(self, reason: str, concerns: Callable[[Block], bool] = lambda _: True) -> None:
+        """Give up what waits of these blocks."""
+        for number, line in enumerate(self._lines):
+            self._give_up(number, [block for block in line if concerns(block)], reason)
+
+    def drop(self, block: Block, reason: str) -> None:
+        """Give up one block that waits, if it does."""
+        for number, line in enumerate(self._lines):
+            if block in line:
+                self._give_up(number, [block], reason)
+
+    def cancel(self) -> None:
+        """Give up all saves, also those that have begun."""
+        self.give_up("cancelled")
+        for job in self._saves:
+            job.cancel()
+
+    def _give_up(self, number: int, blocks: Sequence[Block], reason: str) -> int:
+        """These blocks leave the line. Returns how many they are."""
+        for block in blocks:
+            del self._lines[number][block]
+        self._leave(number, blocks, reason)
+        return len(blocks)
+
+    def _leave(self, number: int, blocks: Sequence[Block], reason: str) -> None:
+        """Count blocks that are in no line, and are not saved."""
+        if blocks:
+            self.dropped[self.clients[number].name, reason] += len(blocks)
+            self._tier.ended(number, blocks, [False] * len(blocks))
+
+    # -- all stores ----------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether some job has not returned."""
+        return any(client.under_way for client in self.clients)
+
+    def poll(self) -> bool:
+        """Note what the stores have done. Returns whether they had."""
+        return sum([client.poll() for client in self.clients]) > 0
+
+    def close(self, timeout: float, *, tell: bool = True) -> bool:
+        """Close the stores. Returns False if a call hangs still after ``timeout`` seconds. ``tell``: whoever waits for
+        a job learns that it was cancelled."""
+        over, end = True, time.monotonic() + timeout
+        for client in self.clients:
+            over = client.queue.close(max(0.0, end - time.monotonic())) and over
+            if tell:
+                with DeferSignals():
+                    client.poll()
+        return over

@@ -1,0 +1,369 @@
+"""Prefetches: what stores have of the prompts of waiting requests is brought to a pool's host tier, in bounded
+amounts."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, takewhile
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.entry.interrupt import Bell
+from kvpool.entry.process import Process
+from kvpool.errors import DeviceError, StoreBusy
+from kvpool.keepers.bridge import Bridge, Loading, Search
+from kvpool.keepers.choice import LoadAttempt, LoadPolicy
+from kvpool.keepers.known_content import ON_DEVICE, ON_HOST, Content
+from kvpool.keepers.pool_tier import PoolTier
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
+from kvpool.state.records import H
+from kvpool.stores.jobs import Job
+from kvpool.stores.store import ABSENT, DAMAGED, LATE, OK
+
+CHUNK_BYTES = 4 << 20
+CHUNKS_UNDER_WAY = 4
+"""of one prompt, so that a long one leaves rows to others"""
+OF_STORES = ("loaded", "late", "failed")
+"""How a prefetch ends that says something of the stores that it loaded from."""
+EVENT_SECONDS = 1.0
+"""An imported block counts as being on its way until the pool's event comes, at most so long."""
+PREFETCHES = 1024
+"""under way at once; more get nothing"""
+UNUSED_SECONDS = 60.0
+"""After this time a promoted block that nobody used counts as any other cached block."""
+
+
+@dataclass(eq=False)
+class _Progress:
+    blocks: int = 0
+    ended: str = ""
+    over: bool = False
+    cancelled: bool = False
+    process: Process = field(default_factory=Process)
+    bell: Bell = field(default_factory=Bell)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefetch:
+    """What became of ``Keeper.prefetch``. Thread-safe.
+
+    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``blocks``: blocks that have entered the
+    host tier so far, in all groups of layers. ``ended``: why there is no more to come: "" while it goes on, "loaded",
+    "cached" (the pool has all), "absent" (no store has more), "declined" (to compute is faster), "late", "full" (no
+    room before the deadline, or no more than what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
+    """
+
+    prompt: BlockKeys
+    deadline: float
+    _progress: _Progress = field(default_factory=_Progress)
+
+    @property
+    def blocks(self) -> int:
+        return self._progress.blocks
+
+    @property
+    def ended(self) -> str:
+        return self._progress.ended
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self._progress.over
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
+        ``os.fork()``."""
+        self._progress.process.check(self)
+        return self._progress.bell.wait_for(lambda: self.done, timeout)
+
+    def cancel(self) -> None:
+        """Bring no more. What has come stays."""
+        self._progress.cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        return self._progress.cancelled
+
+    def came(self, blocks: int) -> None:
+        """Called by the keeper: so many more blocks have entered the host tier."""
+        self._progress.blocks += blocks
+
+    def end(self, why: str) -> None:
+        """Called by the keeper."""
+        progress = self._progress
+        progress.ended, progress.over = progress.ended or why, True
+        progress.bell.ring()
+
+    def __repr__(self) -> str:
+        return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A prefetch under way. ``first``: the first place that the pool did not have. ``chains``: the blocks of the
+    prompt, for each group of layers; ``source``: the store that has each, of those that one has."""
+
+    handle: Prefetch
+    generation: int
+    first: int
+    chains: list[list[Content]]
+    source: dict[Content, int] = field(default_factory=dict)
+    search: Search[Content] | None = None
+    wanted: deque[Content] = field(default_factory=deque)
+    loadings: deque[Loading[Content]] = field(default_factory=deque)
+    attempts: dict[int, LoadAttempt] = field(default_factory=dict)
+
+
+class Prefetches:
+    """The prefetches of a keeper. The keeper's thread owns it.
+
+    ``promotion_blocks``: the most blocks that wait on the host for their requests, or are on their way there. So
+    prefetches displace no more than that of what the host has, however many requests wait. ``policies``: of each store,
+    whether to load from it; None loads all that is there.
+    """
+
+    def __init__(
+        self, pool: KVCacheManager, tier: PoolTier, bridge: Bridge[Content], policies: Sequence[LoadPolicy | None],
+        promotion_blocks: int, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._pool, self._tier, self._bridge, self._clock = pool, tier, bridge, clock
+        self._known, self._policies, self._most = tier.known, policies, promotion_blocks
+        self._fetches: list[_Fetch] = []
+        # Until when a block counts as on its way; since when it has waited for its request.
+        self._coming: dict[Content, float] = {}
+        self._promoted: dict[Content, float] = {}
+        self.ended: Counter[str] = Counter()
+        self.found_blocks = 0
+
+    @property
+    def under_way(self) -> int:
+        """Prefetches that have not ended."""
+        return len(self._fetches)
+
+    @property
+    def promoted(self) -> int:
+        """Blocks that were brought and not used yet."""
+        return len(self._promoted)
+
+    @property
+    def _room(self) -> int:
+        """Blocks that may still be brought now."""
+        return self._most - len(self._coming.keys() | self._promoted.keys())
+
+    def next_deadline(self) -> float | None:
+        ends = [fetch.handle.deadline for fetch in self._fetches]
+        ends += [attempt.until for fetch in self._fetches for attempt in fetch.attempts.values()]
+        return min(ends, default=None)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def begin(self, handle: Prefetch) -> None:
+        """Begin with a prompt."""
+        prompt, width = handle.prompt, self._pool.tokens_per_block
+        if len(self._fetches) >= PREFETCHES:
+            return self._end(handle, "full")
+        # The last token of a prompt is never reused.
+        last = (len(prompt) - 1) // width
+        first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
+        if first >= last:
+            return self._end(handle, "cached")
+        fetch = _Fetch(handle, self._generation(), first, self._known.of_prompt(prompt, last))
+        self._fetches.append(fetch)
+        asked = [one for chain in fetch.chains for one in chain[first:] if not self._known.now(one).on]
+        fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
+        self._bridge.search(fetch.search, asked)
+
+    def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: Job) -> list[Content]:
+        """A store has said which blocks it has. Returns what is left for the next one."""
+        codes = dict(zip(asked, job.codes.tolist(), strict=True))
+        there = [one for one, code in codes.items() if code == OK]
+        self._tier.note(number, there, True)
+        self._tier.note(number, [one for one, code in codes.items() if code == ABSENT], False)
+        self.found_blocks += len(there)
+        fetch.source.update(dict.fromkeys(there, number))
+        if fetch not in self._fetches:
+            return []
+        return [one for one in asked if one not in fetch.source and not self._known.now(one).on]
+
+    def _plan(self, fetch: _Fetch, *_: object) -> None:
+        """Choose what to load."""
+        if fetch not in self._fetches:
+            return
+        prompt = fetch.handle.prompt
+        there = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
+        for one in fetch.source:
+            there[one.group, one.place] = True
+        wanted = self._wanted(fetch, there)
+        if not wanted:
+            # Others may have brought it meanwhile.
+            more = self._pool.match_prefix(prompt).full_tokens > fetch.first * self._pool.tokens_per_block
+            return self._stop(fetch, "cached" if more else "absent")
+        refused = self._attempt(fetch, wanted)
+        if refused is not None:
+            # The engine computes from there on.
+            there[:, refused:] = False
+            wanted = self._wanted(fetch, there)
+        if not wanted:
+            return self._stop(fetch, "declined")
+        fetch.wanted.extend(wanted)
+
+    def _wanted(self, fetch: _Fetch, there: npt.NDArray[np.bool_]) -> list[Content]:
+        """What to load of what is there, in the order of the prompt."""
+        lacking = self._pool.lacking(fetch.handle.prompt, there)
+        found = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]
+        return sorted(found, key=lambda one: (one.place, one.group))
+
+    def _attempt(self, fetch: _Fetch, wanted: list[Content]) -> int | None:
+        """Choose for each store whether to load from it. Returns the first place that is not worth it, or None."""
+        for number in dict.fromkeys(fetch.source[one] for one in wanted):
+            policy, own = self._policies[number], [one for one in wanted if fetch.source[one] == number]
+            if policy is None:
+                continue
+            ahead = sum(other.source[one] == number for other in self._fetches for one in other.wanted)
+            ahead += sum(len(loading.blocks) for other in self._fetches for loading in other.loadings
+                         if loading.number == number)  # fmt: skip
+            places = len({one.place for one in own})
+            load = policy.choose(places, ahead * self._bridge.clients[number].queue.block_bytes)
+            if not load.blocks:
+                return own[0].place
+            fetch.attempts[number] = LoadAttempt(policy, load, len(own), self._clock())
+        return None
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Begin the loads for which there is room, and end what is over."""
+        now = self._clock()
+        while self._promoted and next(iter(self._promoted.values())) < now - UNUSED_SECONDS:
+            del self._promoted[next(iter(self._promoted))]
+        for content in [content for content, until in self._coming.items() if until <= now]:
+            del self._coming[content]
+        for fetch in list(self._fetches):
+            if fetch.handle.cancelled:
+                self._stop(fetch, "cancelled")
+            elif any(attempt.lost(now) for attempt in fetch.attempts.values()):
+                self._stop(fetch, "late")
+            elif now >= fetch.handle.deadline:
+                self._stop(fetch, "full" if fetch.wanted and not fetch.loadings else "late")
+            else:
+                while fetch.wanted and len(fetch.loadings) < CHUNKS_UNDER_WAY and self._load(fetch):
+                    pass
+                if fetch.handle.blocks and not fetch.loadings and self._room < 1:
+                    # It has its share. Others may be waiting for theirs.
+                    self._stop(fetch, "full")
+
+    def _load(self, fetch: _Fetch) -> bool:
+        """Begin to load the next blocks. Returns False if there is no room now."""
+        while fetch.wanted and self._known.now(fetch.wanted[0]).on:
+            # Another prompt has brought it, or a request has computed it.
+            self._came(fetch, fetch.source[fetch.wanted.popleft()], 1, self._clock())
+        if not fetch.wanted:
+            if not fetch.loadings:
+                self._stop(fetch, "loaded")
+            return False
+        number, deadline = fetch.source[fetch.wanted[0]], fetch.handle.deadline
+        queue = self._bridge.clients[number].queue
+        size, share = max(1, CHUNK_BYTES // queue.block_bytes), max(1, queue.slots // (2 * CHUNKS_UNDER_WAY))
+        # What is on its way for another prompt is not loaded twice.
+        ours = takewhile(lambda one: fetch.source[one] == number and one not in self._coming, fetch.wanted)
+        chosen = list(islice(ours, max(0, min(size, share, self._room))))
+        try:
+            done = partial(self._loaded, fetch)
+            loading = self._bridge.load(number, chosen, deadline, done, hold=True) if chosen else None
+        except StoreBusy:
+            return False
+        if loading is None:
+            return False
+        for content in loading.blocks:
+            fetch.wanted.popleft()
+            self._coming[content] = deadline
+        fetch.loadings.append(loading)
+        return True
+
+    def _loaded(self, fetch: _Fetch, loading: Loading[Content]) -> None:
+        """A job is done. Blocks enter the pool in the order of the prompt."""
+        codes = zip(loading.blocks, loading.job.codes.tolist(), strict=True)
+        self._tier.note(loading.number, [one for one, code in codes if code in (ABSENT, DAMAGED)], False)
+        while fetch in self._fetches and fetch.loadings and fetch.loadings[0].job.done:
+            self._enter(fetch, fetch.loadings[0])
+
+    def _enter(self, fetch: _Fetch, loading: Loading[Content]) -> None:
+        """Publish the leading blocks of what a prompt waits for first."""
+        if fetch.generation != self._generation():
+            return self._stop(fetch, "reset")
+        leading, before = loading.job.leading, self._tier.loaded_blocks
+        client, here = self._bridge.clients[loading.number], list[bool]()
+        try:
+            here = self._tier.publish(client, loading.blocks[:leading], loading.rows[:leading])
+        except DeviceError:
+            leading = 0
+        fetch.handle.came(self._tier.loaded_blocks - before)
+        self._note_entered(loading.blocks, here)
+        if not all(here):
+            # The host is full of what must stay, such as the blocks before these.
+            return self._stop(fetch, "full")
+        self._came(fetch, loading.number, leading, loading.job.began)
+        if leading < len(loading.blocks):
+            return self._stop(fetch, "late" if loading.job.codes[leading] == LATE else "failed")
+        client.release(fetch.loadings.popleft().job)
+        if not fetch.wanted and not fetch.loadings:
+            self._stop(fetch, "loaded")
+
+    def _note_entered(self, contents: Sequence[Content], here: Sequence[bool]) -> None:
+        """Contents wait for their request from now on. ``here``: which of the first the pool has."""
+        now = self._clock()
+        for content, there in zip(contents, here, strict=False):
+            if not there:
+                self._coming.pop(content, None)
+                continue
+            if not self._known.now(content).on & ON_DEVICE:
+                self._promoted[content] = now
+            # An event will say that it is there. Nobody waits for an event that was lost.
+            self._coming[content] = now + EVENT_SECONDS
+
+    def _came(self, fetch: _Fetch, number: int, items: int, began: float) -> None:
+        """So many blocks of an attempt are in the pool, by a job that began then."""
+        if number in fetch.attempts:
+            fetch.attempts[number].note(items, began, self._clock())
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def used(self, content: Content) -> None:
+        """The tiers of a content have changed. What is on the device, or gone, does not wait for a request any more."""
+        self._coming.pop(content, None)
+        if content.on & ON_DEVICE or not content.on & ON_HOST:
+            self._promoted.pop(content, None)
+
+    def stop_all(self, why: str, concerns: Callable[[Content], bool] = lambda _: True) -> None:
+        """End the prefetches that may bring these contents."""
+        for fetch in list(self._fetches):
+            if any(concerns(content) for chain in fetch.chains for content in chain):
+                self._stop(fetch, why)
+
+    def _stop(self, fetch: _Fetch, why: str) -> None:
+        if fetch not in self._fetches:
+            return
+        self._fetches.remove(fetch)
+        for loading in fetch.loadings:
+            loading.job.cancel()
+            self._bridge.clients[loading.number].release(loading.job)
+            for one in loading.blocks:
+                if one not in self._promoted:
+                    self._coming.pop(one, None)
+        if fetch.search is not None and fetch.search.job is not None:
+            fetch.search.job.cancel()
+        for attempt in fetch.attempts.values():
+            attempt.end(self._clock(), told=why in OF_STORES)
+        self._end(fetch.handle, why)
+
+    def _end(self, handle: Prefetch, why: str) -> None:
+        self.ended[why] += 1
+        handle.end(why)
+
+    def _generation(self) -> int:
+        return int(self._pool.core.states.heads[0, H.generation])

@@ -1,0 +1,125 @@
+"""How many steps of an engine a request loses to stores. A step looks keys up, and then polls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import HostCache
+from kvpool.stores import MemoryStore
+from kvpool.stores.disk import DiskStore
+from tests.stores.hostkeeping import Engine, engines
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+
+ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
+STORES: dict[str, Callable[[Path], Any]] = {
+    "memory": lambda folder: MemoryStore(256 * BLOCK_BYTES),
+    "disk": lambda folder: DiskStore(folder / "store", 256 * BLOCK_BYTES),
+    "remote": lambda folder: Wrong(MemoryStore(256 * BLOCK_BYTES)),
+}
+"""A store that says nothing of an index in memory counts as a remote one."""
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    yield from engines(Wrong(MemoryStore(1)))
+
+
+def steps(engine: Engine, count: int, first: int = 0) -> list[int]:
+    """What the first lookups of steps say of a request, until nothing is pending. Between steps, all that was begun
+    ends, as in a step that lasts long."""
+    said = [int(engine.keeper.lookup(names(count, first))[0])]
+    while said[-1] == PENDING:
+        engine.keeper.poll()
+        for queue in (client.queue for client in engine.keeper._clients):
+            assert queue.drain(60)
+        engine.now += 1.2
+        said.append(int(engine.keeper.lookup(names(count, first))[0]))
+    engine.keeper.poll()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "cold", "warm"),
+    [
+        ("memory", [ABSENT], [PENDING, HERE]),
+        ("disk", [ABSENT], [PENDING, HERE]),
+        ("remote", [PENDING, ABSENT], [PENDING, PENDING, HERE]),
+    ],
+)
+def test_a_cold_request_loses_no_step_and_one_to_a_remote_store(
+    make: Callable[..., Engine], tmp_path: Path, kind: str, cold: list[int], warm: list[int]
+) -> None:
+    engine = make(STORES[kind](tmp_path))
+    engine.saved(4)
+    assert steps(engine, 4, first=50) == cold
+    assert steps(engine, 4) == warm
+    engine.read(4)
+
+
+def test_behind_a_store_with_an_index_a_remote_one_costs_one_step(make: Callable[..., Engine]) -> None:
+    near, far = MemoryStore(256 * BLOCK_BYTES), Wrong(MemoryStore(256 * BLOCK_BYTES))
+    engine = make(near, far)
+    assert steps(engine, 3) == [PENDING, ABSENT] and far.calls.count("find") == 1
+    stats = engine.keeper.stats()
+    assert stats.asked == 3 and stats.missed == {"absent": 3}
+    assert stats.stores[0].blocks["find", "absent"] == stats.stores[1].blocks["find", "absent"] == 3
+
+
+def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Callable[..., Engine]) -> None:
+    """A load that was found may begin only before the first answer of a step, or at its end."""
+    store = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    engine = make(store, blocks=8, load_share=1.0)
+    engine.saved(8)
+    engine.write(8, first=50)
+    engine.keeper.poll()
+    assert engine.keeper.drain(60)
+    assert engine.keeper.find(names(1, 50)[0]) == HERE
+    gate = store.before["find"] = Gate()
+    engine.keeper.lookup(names(4))
+    engine.keeper.poll()
+    assert gate.reached.wait(60) and engine.keeper.find(names(1, 50)[0]) == HERE
+    gate.open()
+    assert engine.keeper._clients[0].queue.drain(60)
+    assert engine.keeper.lookup(names(4)).tolist() == [PENDING] * 4
+    engine.read(8, first=50)
+
+
+def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspended_or_is_to_drop_something(
+    make: Callable[..., Engine],
+) -> None:
+    threads = set[int]()
+    store = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    store.indexed = True  # type: ignore[attr-defined]
+    store.before["find"] = lambda: threads.add(threading.get_ident())
+    engine = make(store, retry_seconds=0.0)
+    engine.saved(2)
+    here = threading.get_ident()
+    assert engine.ask(1, first=9) == [ABSENT] and threads == {here}
+    threads.clear()
+    gate = store.before["clear"] = Gate()
+    engine.keeper.clear()
+    assert engine.ask(2) == [ABSENT] * 2 and here not in threads
+    gate.open()
+    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.saved(2)
+    store.before["load"] = lambda: (_ for _ in ()).throw(OSError(5, "I/O error"))
+    for _ in range(3):
+        assert engine.ask(2) == [ABSENT] * 2
+    threads.clear()
+    assert engine.keeper.stats().suspended and engine.ask(2) == [ABSENT] * 2 and not threads
+
+
+def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]) -> None:
+    store = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    store.indexed = True  # type: ignore[attr-defined]
+    engine = make(store, retry_seconds=0.0)
+    store.after["find"] = lambda codes: np.full(len(codes) + 1, 1, np.uint8)
+    for _ in range(3):
+        assert engine.ask(1) == [ABSENT]
+    assert engine.keeper.stats().missed == {"failed": 3} and engine.keeper.stats().suspended == ("wrong",)
