@@ -200,7 +200,7 @@ class HostKeeper:
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
         self._process.check(self)
-        own = keys_argument(keys)
+        own = self._cache.in_order(keys)
         with DeferSignals():
             count = self._cache.publish(own)
             self._loads.published(own)
