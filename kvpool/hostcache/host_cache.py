@@ -4,7 +4,7 @@ have it."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from kvpool.entry.process import ForkGuard
 from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.host_leases import HostLease, HostLeases, HostSlots
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.hostcache.opaque_keys import Packed, key_argument, packed, unpacked
+from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
 from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import clock_argument, secret_argument
@@ -185,6 +185,9 @@ class HostCache:
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
         # handler or a destructor, has its own.
         self._spare: list[Packed] = []
+        # The order in which pending keys were reserved. Engines end them as a set.
+        self._order: dict[bytes, int] = {}
+        self._reserved = 0
         self._closed = False
 
     # -- keys that are looked for --------------------------------------------------------------------
@@ -267,22 +270,33 @@ class HostCache:
             taken = int(wanted.found[0, 0]) if wanted.keys else 0
             found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
             signals.undo = partial(self._undo, found.keys, now)
+            self._order.update(zip(found.keys, range(self._reserved, self._reserved + taken), strict=True))
+            self._reserved += taken
             return found
 
     def publish(self, keys: Keys) -> int:
         """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
 
-        A key that ``forget`` or ``clear`` has named meanwhile is dropped instead. Raises BlockNotFound, which names the
-        first key that is not pending.
+        A key that ``forget`` or ``clear`` has named meanwhile is dropped instead. Of the keys of one call, the one that
+        was reserved last is evicted first, whatever their order here. Raises BlockNotFound, which names the first key
+        that is not pending.
         """
-        return self._run(hostcache.publish, packed(keys), self._now(), "pending")
+        return self._end(hostcache.publish, self.in_order(keys), self._now())
+
+    def in_order(self, keys: Keys) -> Sequence[bytes]:
+        """Pending keys in the order in which they were reserved; others as they are. Does not change the cache."""
+        own = keys_argument(keys)
+        try:
+            return sorted(own, key=self._order.__getitem__)
+        except KeyError:
+            return own
 
     def abort(self, keys: Keys) -> int:
         """Give back the blocks of pending keys whose bytes will not come. Returns how many. Changes the cache.
 
         Nobody may write the blocks any more. Raises BlockNotFound, which names the first key that is not pending.
         """
-        return self._run(hostcache.abort, packed(keys), self._now(), "pending")
+        return self._end(hostcache.abort, keys_argument(keys), self._now())
 
     # -- keys that go ----------------------------------------------------------------------------------
 
@@ -395,11 +409,18 @@ class HostCache:
                 raise _missing(wanted, ~count, needed)
         return count
 
+    def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now: int) -> int:
+        """Run a verb that ends the wait of pending keys."""
+        count = self._run(verb, packed(keys), now, "pending")
+        for key in keys:
+            self._order.pop(key, None)
+        return count
+
     def _undo(self, keys: tuple[bytes, ...], now: int) -> None:
         """Whatever went wrong: nobody got what was reserved. A clock that fails meanwhile is not asked."""
         with self._lock:
             if keys and not self._closed:
-                self._run(hostcache.abort, packed(keys), now, "pending")
+                self._end(hostcache.abort, keys, now)
 
     def _pending(self) -> npt.NDArray[np.int64]:
         """Blocks that wait for their bytes. The caller holds the lock."""

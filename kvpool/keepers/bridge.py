@@ -182,7 +182,7 @@ class Bridge(Generic[Block]):
             return
         room = self._queued_blocks - len(line)
         line.update(dict.fromkeys(blocks[:room]))
-        self._leave(number, blocks[room:], "crowded")
+        self._leave(number, [block for block in blocks[room:] if block not in line], "crowded")
 
     def save(self, most: int = sys.maxsize) -> bool:
         """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
@@ -202,12 +202,13 @@ class Bridge(Generic[Block]):
         if not chosen:
             return 0
         if not client.usable(SAVE):
-            return self._give_up(number, list(line), "suspended")
+            return self._leave(number, list(line), "suspended")
         for block in chosen:
             del line[block]
         there, names, rows = self._tier.pin(client, chosen)
         if len(there) < len(chosen):
-            self._leave(number, [block for block in chosen if block not in set(there)], "evicted")
+            kept = set(there)
+            self._leave(number, [block for block in chosen if block not in kept], "evicted")
         if there:
             self._begin(number, there, names, rows)
         return len(chosen)
@@ -238,13 +239,13 @@ class Bridge(Generic[Block]):
     def give_up(self, reason: str, concerns: Callable[[Block], bool] = lambda _: True) -> None:
         """Give up what waits of these blocks."""
         for number, line in enumerate(self._lines):
-            self._give_up(number, [block for block in line if concerns(block)], reason)
+            self._leave(number, [block for block in line if concerns(block)], reason)
 
     def drop(self, block: Block, reason: str) -> None:
         """Give up one block that waits, if it does."""
         for number, line in enumerate(self._lines):
             if block in line:
-                self._give_up(number, [block], reason)
+                self._leave(number, [block], reason)
 
     def cancel(self) -> None:
         """Give up all saves, also those that have begun."""
@@ -252,18 +253,14 @@ class Bridge(Generic[Block]):
         for job in self._saves:
             job.cancel()
 
-    def _give_up(self, number: int, blocks: Sequence[Block], reason: str) -> int:
-        """These blocks leave the line. Returns how many they are."""
-        for block in blocks:
-            del self._lines[number][block]
-        self._leave(number, blocks, reason)
-        return len(blocks)
-
-    def _leave(self, number: int, blocks: Sequence[Block], reason: str) -> None:
-        """Count blocks that are in no line, and are not saved."""
+    def _leave(self, number: int, blocks: Sequence[Block], reason: str) -> int:
+        """Blocks leave the line, if they are in it, and are not saved. Returns how many they are."""
         if blocks:
             self.dropped[self.clients[number].name, reason] += len(blocks)
             self._tier.ended(number, blocks, [False] * len(blocks))
+        for block in blocks:
+            self._lines[number].pop(block, None)
+        return len(blocks)
 
     # -- all stores ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from kvpool.keepers.hostloads import HostCacheTier, HostLoads
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
-from kvpool.stores.store_health import seconds_argument
+from kvpool.stores.store_health import HealthStats, seconds_argument
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,6 +71,9 @@ class HostKeeperStats:
     suspended: tuple[str, ...]
     """stores that have failed, and are not asked for a while"""
     stores: tuple[StoreStats, ...]
+    dropped: dict[tuple[str, str], int] = field(default_factory=dict)
+    """``unsaved`` by store and reason"""
+    health: dict[str, HealthStats] = field(default_factory=dict)
 
 
 class HostKeeper:
@@ -154,7 +157,7 @@ class HostKeeper:
         self._cache, self._clock, self._on_publish = cache, clock, save == PUBLISH
         self._process, self._closed = Process(), False
         self._clients = open_clients(
-            own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, clock=clock)
+            own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
         self._tier = HostCacheTier(cache, self._clients, save_room, limit)
         self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
@@ -200,7 +203,7 @@ class HostKeeper:
     def publish(self, keys: Keys) -> int:
         """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
         self._process.check(self)
-        own = keys_argument(keys)
+        own = self._cache.in_order(keys)
         with DeferSignals():
             count = self._cache.publish(own)
             self._loads.published(own)
@@ -243,6 +246,10 @@ class HostKeeper:
         loads, bridge = self._loads, self._bridge
         return loads.loaded, loads.missed.total(), bridge.saved_blocks, bridge.dropped.total()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
         were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``.
@@ -269,13 +276,16 @@ class HostKeeper:
         self._process.check(self)
         loads, bridge = self._loads, self._bridge
         unsaved: Counter[str] = Counter()
-        for (_, reason), count in bridge.dropped.items():
+        dropped = dict(bridge.dropped)
+        for (_, reason), count in dropped.items():
             unsaved[reason] += count
+        missed = {reason: count for reason, count in dict(loads.missed).items() if count}
         return HostKeeperStats(
-            loads.asked, loads.loaded, dict(+loads.missed), bridge.saved_blocks, dict(unsaved), len(loads.searching),
+            loads.asked, loads.loaded, missed, bridge.saved_blocks, dict(unsaved), len(loads.searching),
             len(loads.reserved), sum(loads.reserved.values()), self._tier.pinned, bridge.waiting,
             tuple(client.name for client in self._clients if client.suspended),
-            tuple(client.queue.stats() for client in self._clients),
+            tuple(client.queue.stats() for client in self._clients), dropped,
+            {client.name: client.health.stats() for client in self._clients},
         )  # fmt: skip
 
     def drain(self, timeout: float) -> bool:

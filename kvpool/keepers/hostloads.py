@@ -205,8 +205,7 @@ class HostLoads:
         self._cancel()
 
     def _cancel(self) -> None:
-        if self.searching:
-            self.missed["cancelled"] += len(self.searching)
+        self.missed["cancelled"] += len(self.searching)
         self.searching.clear()
         self._new.clear()
         self._there.clear()
@@ -269,9 +268,8 @@ class HostLoads:
     def _miss(self, keys: Iterable[bytes], reason: str) -> None:
         """These keys do not come."""
         missed = [key for key in keys if self.searching.pop(key, None) is not None]
-        if missed:
-            self.missed[reason] += len(missed)
-            self._remember(missed, _Absence(missed))
+        self.missed[reason] += len(missed)
+        self._remember(missed, _Absence(missed))
 
     def _miss_by_code(self, keys: Iterable[bytes], job: Job) -> None:
         """Those of the keys of a job that the store has not given do not come."""

@@ -159,7 +159,7 @@ class Keeper:
         def client_of(store: Store) -> StoreClient:
             health = StoreHealth(failures, probe_seconds, clock=clock)
             memory = staging_rows(rows, nbytes)
-            return StoreClient(store, memory, identity, health=health, staging=True, clock=clock)
+            return StoreClient(store, memory, identity, health=health, staging=True, warns=True, clock=clock)
 
         self._unread = _Unread(pool)
         self._clients = open_clients(chosen, client_of)

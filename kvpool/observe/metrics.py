@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpool.arrays.layout import integer_argument
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostCacheStats
+from kvpool.keepers.hostkeeper import HostKeeper, HostKeeperStats
 from kvpool.keepers.keeper import Keeper, KeeperStats
 from kvpool.pool.manager import KVCacheManager
 from kvpool.pool.stats import GroupStats, Histogram, Stats
+from kvpool.stores.queue import StoreStats
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -41,7 +43,7 @@ Value = float | Histogram | None
 Read = Callable[[Any], Mapping[tuple[str, ...], Value]]
 Figures = str | dict[str, str] | Read
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
-Cache = KVCacheManager | HostCache | Keeper
+Cache = KVCacheManager | HostCache | Keeper | HostKeeper
 COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 
@@ -78,7 +80,11 @@ def _group(kind: Kind, name: str, help: str, labels: str, figures: Figures) -> D
 
 def _store(kind: Kind, name: str, help: str, labels: str, figures: Figures) -> Definition:
     """The same figures of every store, by its name and then by their other labels."""
-    return _pool(kind, name, help, f"store {labels}", _each(lambda s: s.stores, _reader(figures)))
+    return _pool(kind, name, help, f"store {labels}", _each(_stores, _reader(figures)))
+
+
+def _stores(stats: KeeperStats | HostKeeperStats) -> dict[str, StoreStats]:
+    return stats.stores if isinstance(stats.stores, dict) else {store.name: store for store in stats.stores}
 
 
 def _each(parts: Callable[[Any], Mapping[str, Any]], read: Read) -> Read:
@@ -196,7 +202,7 @@ STORE_DEFINITIONS = (
         "kind", lambda s: {(kind,): seconds for kind, seconds in s.seconds.items()}),
     _pool(COUNTER, "kvpool_store_dropped_saves",
         "Blocks that were not saved, by reason: queue_full, evicted (before they were copied), quota, suspended, "
-        "forgotten, failed, late, refused, cancelled.",
+        "forgotten, failed, late, refused, cancelled; of a HostKeeper also busy and crowded.",
         "store reason", lambda s: s.dropped),
     _pool(COUNTER, "kvpool_store_suspensions", "How often a store was suspended because its jobs failed.",
         "store", lambda s: {(name,): health.suspensions for name, health in s.health.items()}),
@@ -212,6 +218,10 @@ STORE_DEFINITIONS = (
     _store(GAUGE, "kvpool_store_figure",
         "Figures that a store tells of itself, such as capacity, blocks and evicted.",
         "figure", lambda s: {(figure,): value for figure, value in s.store.items()}),
+)
+"""The metrics of the stores of a ``Keeper`` or a ``HostKeeper``."""
+
+KEEPER_DEFINITIONS = (
     _pool(COUNTER, "kvpool_keeper_blocks",
         "Blocks that were saved, that have entered the host tier (loaded), and that stores were found to have when a "
         "prompt came (found).",
@@ -228,7 +238,22 @@ STORE_DEFINITIONS = (
         "Rows of events that a keeper, or who reads its events, came too late for.",
         "", "events_dropped"),
 )
-"""The metrics of a ``Keeper`` and its stores."""
+"""The metrics of a ``Keeper``."""
+
+HOST_KEEPER_DEFINITIONS = (
+    _pool(COUNTER, "kvpool_host_keeper_blocks",
+        "Keys that stores were asked for, and blocks that came from them (loaded) and that they have kept (saved).",
+        "kind", {"asked": "asked", "loaded": "loaded", "saved": "saved"}),
+    _pool(COUNTER, "kvpool_host_keeper_missed",
+        "Keys that did not come, by reason: absent, damaged, failed, late, crowded (no room in the cache), suspended, "
+        "busy, taken, declined, cancelled.",
+        "reason", lambda s: {(reason,): count for reason, count in s.missed.items()}),
+    _pool(GAUGE, "kvpool_host_keeper_waiting",
+        "Keys that are looked for (searching), and blocks that are reserved for loads (loading; hung: those that were "
+        "given up), pinned for saves (saving) and that wait to be saved (waiting).",
+        "kind", {name: name for name in ("searching", "loading", "hung", "saving", "waiting")}),
+)
+"""The metrics of a ``HostKeeper``."""
 # fmt: on
 
 
@@ -257,8 +282,8 @@ class PoolMetrics:
         self._registry.register(self)
 
     def add(self, pool: str, cache: Cache) -> None:
-        """Show a pool, a host cache or a keeper from now on, with ``pool`` as its label. A keeper may have the label of
-        its pool.
+        """Show a pool, a host cache or a keeper of one from now on, with ``pool`` as its label. A keeper may have the
+        label of its pool or cache.
 
         Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
         and if the collector is closed.
@@ -269,14 +294,14 @@ class PoolMetrics:
             pool.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"pool={pool!a:.80}: accepted is what UTF-8 can say ({error.reason})") from None
-        if not isinstance(cache, (KVCacheManager, HostCache, Keeper)):
-            raise TypeError(f"cache={cache!r:.80}: accepted are a KVCacheManager, a HostCache and a Keeper")
+        if not isinstance(cache, (KVCacheManager, HostCache, Keeper, HostKeeper)):
+            raise TypeError(f"cache={cache!r:.80}: accepted are a KVCacheManager, a HostCache and their keepers")
         if cache.closed:
             raise PoolClosed(f"pool={pool!r:.80}: it is closed, and would never be shown")
         with self._lock:
             if not self._registered:
                 raise ValueError(f"pool={pool!r:.80}: the collector is closed, and would never show it")
-            what = pool, isinstance(cache, Keeper)
+            what = pool, isinstance(cache, (Keeper, HostKeeper))
             if _open(self._pools.get(what)) not in (None, cache):
                 raise ValueError(f"pool={pool!r}: an open pool has this name already")
             self._pools[what] = weakref.ref(cache)
@@ -346,8 +371,11 @@ def _open(known: weakref.ref[Cache] | None) -> Cache | None:
     return None if cache is None or cache.closed else cache
 
 
-def _families(pools: list[tuple[str, Stats | HostCacheStats | KeeperStats]]) -> Iterator[Metric]:
-    kinds = (DEFINITIONS, Stats), (HOST_DEFINITIONS, HostCacheStats), (STORE_DEFINITIONS, KeeperStats)
+def _families(pools: list[tuple[str, Stats | HostCacheStats | KeeperStats | HostKeeperStats]]) -> Iterator[Metric]:
+    kinds: list[tuple[tuple[Definition, ...], Any]] = [
+        (DEFINITIONS, Stats), (HOST_DEFINITIONS, HostCacheStats), (STORE_DEFINITIONS, (KeeperStats, HostKeeperStats)),
+        (KEEPER_DEFINITIONS, KeeperStats), (HOST_KEEPER_DEFINITIONS, HostKeeperStats),
+    ]  # fmt: skip
     for definitions, of in kinds:
         for kind, name, text, labels, read in definitions:
             family: Any = kind(name, text, labels=("pool", *labels))

@@ -17,9 +17,11 @@ from kvpool.stores import jobs
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.queue import NO_LIMIT, Keys, StoreQueue
 from kvpool.stores.store import Bytes, Rows, Store
-from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.store_health import StoreHealth, TroubleLog
 
 Call = Callable[[Job], object]
+QUIET = ("ok", "absent", "cancelled")
+"""What is no trouble."""
 PATIENCE_SECONDS = 0.1
 """A job that had less time than this and is late says nothing about its store."""
 PAGE_BYTES = 4096
@@ -55,6 +57,8 @@ class StoreClient:
         Judges the store by its jobs. None: a ``StoreHealth`` on this clock.
     patience
         In seconds. A job that had less time than this and is late says nothing about its store.
+    warns
+        Whether what goes wrong is logged: one WARNING for each kind of trouble, then a count, at most once a minute.
     staging
         Whether the rows of ``memory`` are lent out by ``take``. A job gives them back when it has returned, and not
         before; if it was begun with ``hold``, not before ``release`` either. Half of the rows, rounded down, are kept
@@ -88,12 +92,14 @@ class StoreClient:
 
     def __init__(
         self, store: Store, memory: Bytes, identity: ModelIdentity, *, health: StoreHealth | None = None,
-        patience: float = PATIENCE_SECONDS, staging: bool = False, clock: Callable[[], float] = time.monotonic,
+        patience: float = PATIENCE_SECONDS, staging: bool = False, warns: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.queue = StoreQueue(store, memory, identity, clock=clock)
         self.health = health or StoreHealth(clock=clock)
         self.name, self.secret, self.memory = self.queue.name, self.queue.secret, self.queue.memory
         self._patience, self._staging, self._clock = patience, staging, clock
+        self._troubles = TroubleLog(self.name, clock) if warns else None
         # Also held while a job is begun, so that nobody is told of it before it is followed.
         self._lock = threading.Lock()
         self._jobs: dict[Job, _Followed] = {}
@@ -178,7 +184,7 @@ class StoreClient:
                 return
             first, followed.noted = not followed.noted, True
         if first and not (followed.hurried and "late" in job.counts):
-            self.health.note(job)
+            self._judge(job)
         over = job.returned
         try:
             while followed.done:
@@ -192,6 +198,17 @@ class StoreClient:
             with self._lock:
                 followed.over = True
                 self._end(job, followed)
+
+    def _judge(self, job: Job) -> None:
+        """What a job says of its store."""
+        before = self.suspended
+        self.health.note(job)
+        if self._troubles is not None:
+            for code, count in job.counts.items():
+                if code not in QUIET:
+                    self._troubles.note(f"{job.kind} {code}", count, job.error)
+            if self.suspended and not before:
+                self._troubles.note("suspended", len(job.codes), "it is tried again after a while")
 
     def _end(self, job: Job, followed: _Followed) -> None:
         """Take the rows of a job back if nobody uses them any more. The lock is held."""

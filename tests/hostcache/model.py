@@ -96,7 +96,7 @@ class Model:
         if not all(key in self.entries and self.entries[key].pending for key in keys):
             return None
         done = []
-        for key in dict.fromkeys(keys):
+        for key in [key for key in self.entries if key in keys]:
             if self.entries[key].doomed:
                 del self.entries[key]
             else:

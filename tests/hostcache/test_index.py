@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
@@ -72,6 +73,18 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make: Make) -> None:
     store(cache, "4", "5")
     cache.pin(keys("1", "4", "5")).close()
     assert cache.reserve(keys("x")).evicted == [b"5"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_a_prompt_is_that_of_its_reservation(make: Make, seed: int) -> None:
+    """An engine may end its stores as a set. Of 20 chunks with 5 evicted, the first 15 are left."""
+    cache, chunks = make(20), keys(*(f"chunk {number}" for number in range(20)))
+    cache.reserve(chunks[:12]), cache.reserve(chunks[12:])
+    mixed = list(chunks)
+    Random(seed).shuffle(mixed)
+    assert cache.publish(mixed) == 20
+    assert cache.reserve(keys("a", "b", "c", "d", "e")).evicted == chunks[:-6:-1]
+    assert (cache.lookup(chunks) == HERE).tolist() == [True] * 15 + [False] * 5
 
 
 def test_what_is_offered_is_not_evicted_by_the_same_call(make: Make) -> None:

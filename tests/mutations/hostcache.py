@@ -155,6 +155,18 @@ MUTATIONS = (
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),
     Mutation(
+        "chunks_are_published_in_the_order_of_a_set",
+        "HostCache.in_order",
+        "sorted(own, key=self._order.__getitem__)",
+        "own",
+        "Of a prompt whose last quarter was evicted, one chunk can be used.",
+        (
+            "tests/hostcache/test_index.py::test_the_order_of_a_prompt_is_that_of_its_reservation[0]",
+            "tests/stores/test_hostkeeper_steps.py::"
+            "test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends",
+        ),
+    ),
+    Mutation(
         "a_store_that_hangs_is_not_told_if_another_does_not",
         "Bridge.close",
         "over = client.queue.close(max(0.0, end - time.monotonic())) and over",

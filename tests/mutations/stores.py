@@ -173,6 +173,14 @@ MUTATIONS = (
         (f"{_STEPS}test_a_cold_request_loses_no_step_and_one_to_a_remote_store[remote-cold2-warm2]",),
     ),
     Mutation(
+        "the_same_trouble_is_told_again_and_again",
+        "TroubleLog.note",
+        "last is not None and now - last < AGAIN_SECONDS",
+        "False",
+        "A dead store fills the log.",
+        ("tests/stores/test_troubles.py::test_one_warning_for_each_kind_of_trouble_and_then_a_count",),
+    ),
+    Mutation(
         "what_nobody_reads_takes_room_for_ever",
         "HostLoads._load",
         "while self._unread and next(iter(self._unread.values())) <= now:\n"

@@ -24,12 +24,12 @@ from prometheus_client.openmetrics import exposition, parser
 from engine import Engine, small_layout
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
-from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, STORE_DEFINITIONS, PoolMetrics, served
+from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, KEEPER_DEFINITIONS, STORE_DEFINITIONS, PoolMetrics, served
 from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.replay import Replay
 
 Make = Callable[..., Engine]
-SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS)
+SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS, *KEEPER_DEFINITIONS)
 """What the dashboard shows."""
 # Derived from others, or in other units.
 LEFT_OUT = {"reused_device_blocks", "reused_host_blocks", "partial_blocks", "missed_blocks"}
@@ -100,7 +100,7 @@ def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
             metrics.remove("c")
         with pytest.raises(TypeError, match="pool=1: accepted is a string"):
             metrics.add(1, b)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="cache=None: accepted are a KVCacheManager, a HostCache and a Keeper"):
+        with pytest.raises(TypeError, match="cache=None: accepted are a KVCacheManager, a HostCache and their keepers"):
             metrics.add("b", None)  # type: ignore[arg-type]
         assert pools(registry) == {"a"}
 

@@ -123,3 +123,14 @@ def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]
     for _ in range(3):
         assert engine.ask(1) == [ABSENT]
     assert engine.keeper.stats().missed == {"failed": 3} and engine.keeper.stats().suspended == ("wrong",)
+
+
+def test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends(make: Callable[..., Engine]) -> None:
+    """What is evicted before it was saved is its end."""
+    order = list[bytes]()
+    store = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    engine = make(store, blocks=32, save_share=0.01)
+    store.before["save"] = lambda: order.extend(lease.keys[0] for lease in engine.cache.leases)
+    engine.cache.reserve(names(20))
+    assert engine.keeper.publish(set(names(20))) == 20
+    assert engine.keeper.drain(60) and order == names(20)
