@@ -138,9 +138,9 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_of_another_model_stay",
-        "Index._take",
-        "chain(self._others, self._here)",
-        "chain(self._here, self._others)",
+        "Index._list_oldest",
+        "np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used)",
+        "np.flatnonzero(used)",
         "After a change of the model, what it needs is evicted for what nobody asks for.",
         (f"{BLOCKS}test_blocks_of_another_model_are_counted_and_go_before_older_ones_of_this",),
     ),

@@ -105,6 +105,7 @@ class SlotTable:
 
 HERE, PENDING, REFUSED = -1, -2, -3
 """Answers in the place of a slot. HERE: the key has one. PENDING: another call writes it."""
+_VICTIMS_MIN = 1024
 
 
 class _Pending(NamedTuple):
@@ -133,26 +134,30 @@ class Index:
         self._left: set[int] = set()  # slots whose key was dropped while they were read
         self._tags: dict[bytes, OrderedDict[bytes, None]] = {}  # keys of a tag that has a limit, oldest first
         self.evicted, self._tags_max = 0, 1024
+        self._oldest: list[tuple[int, int]] = []  # slots and when they were used, the next victim at the end
         entries = table.entries
         taken = np.flatnonzero(entries["used"])
-        taken = taken[np.argsort(entries["used"][taken], kind="stable")]
         own = entries["model"][taken] == np.void(model)
-        # Slots by key, the least recently used first.
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
         self._doubtful = (entries["used"] != 0) & in_doubt
         self._free: list[int] = []
         self._unused = iter(np.flatnonzero(entries["used"] == 0))  # since the opening
 
-    def _by_key(self, slots: np.ndarray) -> OrderedDict[bytes, int]:
-        return OrderedDict(zip(self._table.entries["key"][slots].tolist(), slots.tolist(), strict=True))
+    def _by_key(self, slots: np.ndarray) -> dict[bytes, int]:
+        return dict(zip(self._table.entries["key"][slots].tolist(), slots.tolist(), strict=True))
 
     def _drop_duplicates(self, taken: np.ndarray) -> int:
         """Of two slots with one key, the one that was used last counts. Only damage makes them."""
-        if len(taken) > len(self):
+        count = len(taken) - len(self._here) - len(self._others)
+        if count:
+            entries = self._table.entries
+            taken = taken[np.argsort(entries["used"][taken])]
+            for where in (self._here, self._others):
+                where.update((key, slot) for key, slot in self._by_key(taken).items() if key in where)
             for slot in set(taken.tolist()) - {*self._here.values(), *self._others.values()}:
                 self._table.clear(slot)
-        return len(taken) - len(self)
+        return count
 
     def __len__(self) -> int:
         return len(self._here) + len(self._others)
@@ -258,7 +263,6 @@ class Index:
         """These keys are used now, the first of them last."""
         for key in reversed(keys):
             slot = self._here[key]
-            self._here.move_to_end(key)
             self._table.touch(slot)
             members = self._tags.get(self._tag(slot)) if self._tags else None
             if members is not None:
@@ -279,12 +283,13 @@ class Index:
             return REFUSED
         members = self._tags.get(tag)
         while members is not None and len(members) >= limit:
-            if not self._evict(key for key in members if key in self._here and self._may_go(key, keep)):
+            oldest = (self._here[key] for key in members if key in self._here)
+            if not self._evict(next((slot for slot in oldest if self._may_go(slot, keep)), None)):
                 return REFUSED
         if not self._free:
             self._free += [int(slot) for slot in islice(self._unused, 1)]
         if not self._free:
-            self._evict(key for key in chain(self._others, self._here) if self._may_go(key, keep))
+            self._evict(self._victim(keep))
         if not self._free:
             return REFUSED
         slot = self._free.pop()
@@ -294,16 +299,39 @@ class Index:
             members[key] = None
         return slot
 
-    def _may_go(self, key: bytes, keep: Collection[bytes]) -> bool:
-        return key not in keep and self._slot(key) not in self._pins
+    def _victim(self, keep: Collection[bytes]) -> int | None:
+        """The slot that is evicted next. None if all are read, written or kept."""
+        for last_try in (False, True):
+            while self._oldest:
+                slot, used = self._oldest.pop()
+                # What was used since is newer than all that are left, and comes with a later list.
+                if used == self._table.used[slot] and self._may_go(slot, keep):
+                    return slot
+            if not last_try:
+                self._oldest = self._list_oldest()
+        return None
 
-    def _evict(self, victims: Iterable[bytes]) -> bool:
-        """Free the slot of the first of them. Returns whether there is one."""
-        for key in victims:
+    def _list_oldest(self) -> list[tuple[int, int]]:
+        """A part of the blocks, the oldest last. To sort them costs a part of a microsecond for each victim."""
+        used = self._table.used
+        slots = np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used)
+        count = max(_VICTIMS_MIN, len(slots) // 16)
+        if len(slots) > count:
+            slots = slots[np.argpartition(used[slots], count)[:count]]
+        slots = slots[np.argsort(used[slots])[::-1]]
+        return list(zip(slots.tolist(), used[slots].tolist(), strict=True))
+
+    def _may_go(self, slot: int, keep: Collection[bytes]) -> bool:
+        key = self._key(slot)
+        return slot not in self._pins and key not in keep and (key in self._here or key in self._others)
+
+    def _evict(self, slot: int | None) -> bool:
+        """Free a slot. Returns whether there is one."""
+        if slot is not None:
+            key = self._key(slot)
             self._drop(self._here if key in self._here else self._others, key)
             self.evicted += 1
-            return True
-        return False
+        return slot is not None
 
     def _drop(self, where: dict[bytes, int], key: bytes) -> None:
         slot = where.pop(key)
@@ -319,8 +347,8 @@ class Index:
         if members is not None:
             members.pop(key, None)
 
-    def _slot(self, key: bytes) -> int:
-        return self._here[key] if key in self._here else self._others[key]
+    def _key(self, slot: int) -> bytes:
+        return self._table.entries["key"][slot].tobytes()
 
     def _tag(self, slot: int) -> bytes:
         return self._table.entries["tag"][slot].tobytes()
