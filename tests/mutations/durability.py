@@ -35,8 +35,18 @@ MUTATIONS = (
     Mutation(
         "a_save_takes_part_in_a_commit_under_way",
         "GroupCommit.wait",
-        "self._running, self._next = True, _Batch()",
-        "self._running = True",
+        """with self._lock:
+    self._next, self._led = Future(), False
+try:
+    batch.set_result(self._commit())
+except BaseException as error:
+    batch.set_exception(error)""",
+        """try:
+    batch.set_result(self._commit())
+except BaseException as error:
+    batch.set_exception(error)
+with self._lock:
+    self._next, self._led = Future(), False""",
         "A save is acknowledged by a commit that has begun before its bytes were written.",
         _STATES,
     ),

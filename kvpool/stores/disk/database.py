@@ -8,6 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from kvpool.stores.disk.folder import DATABASE, Folder, check_private
@@ -172,13 +173,6 @@ def _check_file(path: str) -> None:
     check_private(path, found)
 
 
-class _Batch:
-    """Calls that wait for the same commit."""
-
-    done = False
-    error: Exception | None = None
-
-
 class GroupCommit:
     """Runs ``commit`` for all who wait for it. Thread-safe.
 
@@ -187,27 +181,21 @@ class GroupCommit:
     """
 
     def __init__(self, commit: Callable[[], None]) -> None:
-        self._commit, self._changed = commit, threading.Condition()
-        self._next, self._running = _Batch(), False
+        self._commit, self._lock, self._turn = commit, threading.Lock(), threading.Lock()
+        self._next, self._led = Future[None](), False
 
     def wait(self) -> None:
         """Return after a commit that has begun after this call. Raises OSError if that has failed."""
-        with self._changed:
-            batch = self._next
-            self._changed.wait_for(lambda: batch.done or not self._running)
-            if not batch.done:
-                self._running, self._next = True, _Batch()
-        if not batch.done:
-            self._run(batch)
-        if batch.error is not None:
-            raise OSError(getattr(batch.error, "errno", None) or 0, f"the commit has failed: {batch.error}")
-
-    def _run(self, batch: _Batch) -> None:
-        try:
-            self._commit()
-        except Exception as error:  # Whatever it is, all who wait are told.
-            batch.error = error
-        finally:
-            with self._changed:
-                batch.done, self._running = True, False
-                self._changed.notify_all()
+        with self._lock:
+            batch, leads, self._led = self._next, not self._led, True
+        if leads:
+            with self._turn:
+                with self._lock:
+                    self._next, self._led = Future(), False
+                try:
+                    batch.set_result(self._commit())
+                except BaseException as error:  # Whatever it is, all who wait are told.
+                    batch.set_exception(error)
+        failed = batch.exception()
+        if failed is not None:
+            raise OSError(getattr(failed, "errno", None) or 0, f"the commit has failed: {failed}")
