@@ -10,6 +10,7 @@ from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
+from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
 from kvpool.pool.manager import KVCacheManager
@@ -18,13 +19,16 @@ from kvpool.state import saving
 _WIDTH = 4
 
 
-def warm_up() -> None:
+def warm_up(*caches: PagedKV) -> None:
     """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
 
     When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request (about
-    40 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Touches no GPU and no other pool.
-    Thread-safe.
+    40 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
+    of ``gather_kv`` and ``scatter_kv`` are ready too, for staging without gaps. Touches no other GPU, and no other
+    pool. Raises DeviceError for a kernel that cannot be compiled. Thread-safe.
     """
+    for paged in caches:
+        load_kernel(paged)
     from kvpool.device.sim import SimDevice  # only tests need it, so the package does not import it
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=_WIDTH, dtype="uint8")

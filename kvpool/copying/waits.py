@@ -113,7 +113,7 @@ class Order:
 
     def __init__(self, device: Device, blocks: int) -> None:
         self._device = device
-        self._streams = [device.create_stream(name) for name in ("offload", "onboard", "within")]
+        self._streams = [device.create_stream(name, name == "onboard") for name in ("offload", "onboard", "within")]
         self._slots = {stream.handle: slot for slot, stream in enumerate(self._streams)}
         self._write = np.zeros(blocks, np.int64)
         self._read = np.zeros((blocks, _OWN), np.int64)

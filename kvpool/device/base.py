@@ -260,8 +260,9 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def create_stream(self, name: str) -> Stream:
-        """Make a stream for the pool itself. No default stream waits for it. ``name`` is for people."""
+    def create_stream(self, name: str, urgent: bool = False) -> Stream:
+        """Make a stream for the pool itself. No default stream waits for it. ``name`` is for people. Kernels and copies
+        of an ``urgent`` stream go first where several wait for the device."""
 
     @abstractmethod
     def bind(self, regions: Sequence[Region]) -> None:

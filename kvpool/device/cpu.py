@@ -59,7 +59,7 @@ class CpuDevice(Device):
         stream_argument(stream)
         return NULL_STREAM
 
-    def create_stream(self, name: str) -> Stream:
+    def create_stream(self, name: str, urgent: bool = False) -> Stream:
         return NULL_STREAM
 
     def bind(self, regions: Sequence[Region]) -> None:

@@ -62,6 +62,13 @@ class Launcher(Protocol):
     def grid(self) -> Grid:
         """The grid of the device."""
 
+    def stream(self, stream: Any, captured: bool) -> int:
+        """The handle of a stream that a caller names; with ``captured``, it may be captured. Raises TypeError,
+        ValueError."""
+
+    def load(self, source: str, kernel: str) -> None:
+        """Compile a kernel, so that its first launch does not."""
+
     def launch(self, launch: Launch, stream: int) -> None:
         """Enqueue a launch on the stream. When this returns, the record may be changed."""
 
@@ -107,15 +114,20 @@ def cuda_source(name: str) -> str:
     )
 
 
+def kernel_source(source: str, kernel: str) -> str:
+    """The text of a source with one kernel for words, instead of one for each width: it compiles in a fifth of the
+    time."""
+    text, word = cuda_source(source), kernel.rpartition("_")[2]
+    types = dict(re.findall(r"kernel\((\d+), ([\w ]+)\)", text))
+    return re.sub(r"^FOR_EACH_WORD\((\w+)\)", lambda found: f"{found[1]}({word}, {types[word]})", text, flags=re.M)
+
+
 def kernels(source: str) -> dict[str, str]:
     """The kernels in the text of a source, and the type of their argument. If there is a kernel for each word size, its
     name ends in the bytes of the word."""
     found = re.findall(r"__global__.* (\w+)(##bytes)?\(const __grid_constant__ (\w+) ", source)
-    return {
-        f"{kernel}{word}": record
-        for kernel, several, record in found
-        for word in ((16, 8, 4, 2, 1) if several else ("",))
-    }
+    words = re.findall(r"^[A-Z_]+\((\d+), ", source, flags=re.M) or (16, 8, 4, 2, 1)
+    return {f"{kernel}{word}": record for kernel, several, record in found for word in (words if several else ("",))}
 
 
 def word_bytes(*numbers: Any) -> int:
@@ -235,8 +247,8 @@ def kv_copy(
             f"cache: {tokens.slot_end} slots and {tokens.tokens} tokens; a GPU takes fewer than 2**32 and 2**31"
         )
     planes = [plane.merged() for plane in planes]
-    # All fields but the number of heads.
-    width = word_bytes(bases, *((*plane[:-2], plane.run_bytes) for plane in planes))
+    kernel = kv_kernel(bases, planes)
+    width = int(kernel.rpartition("_")[2])
     extents = [(tokens.tokens, plane.heads, plane.run_bytes // width) for plane in planes]
     most = max(prod(extent) for extent in extents)
     thread_blocks = grid.thread_blocks(-(-layers * most // (THREADS * _KV_IN_FLIGHT)), host, chosen)
@@ -249,7 +261,13 @@ def kv_copy(
     record[[*KvTokens._fields, "layers", "planes", "gather"]] = (*tokens, layers, len(planes), gather)
     record["plane"][0, : len(planes)] = rows
     record["bases"][0, : bases.size] = bases.ravel()
-    return Launch("kv_copy.cu", f"kv_copy_{width}", thread_blocks, THREADS, record)
+    return Launch("kv_copy.cu", kernel, thread_blocks, THREADS, record)
+
+
+def kv_kernel(bases: Int64s, planes: list[KvPlane]) -> str:
+    """The kernel of a copy between these merged planes: that of the widest word that fits."""
+    # All fields but the number of heads.
+    return f"kv_copy_{word_bytes(bases, *((*plane[:-2], plane.run_bytes) for plane in planes))}"
 
 
 def _chunk_layers(layers: int, words: int, threads: int) -> int:
@@ -275,6 +293,28 @@ def move_table(moves: Int64s, plan: CopyPlan) -> npt.NDArray[np.uint32]:
     return rows
 
 
+def _copy_word(plan: CopyPlan, whole: bool) -> int:
+    """Of a block copy. Words of whole blocks may be longer than the runs of single tokens allow."""
+    if whole:
+        return word_bytes(plan.device[:3], plan.host[:3], plan.run_bytes)
+    return word_bytes(plan.device, plan.host, plan.run_bytes, plan.token_bytes)
+
+
+def _token_word(plan: CopyPlan) -> int:
+    base, block, _, outer, inner = plan.device
+    return word_bytes(base, block, outer, inner, plan.token_bytes)
+
+
+def needed_kernels(plan: CopyPlan) -> list[tuple[str, str]]:
+    """Sources and kernels of what a pool enqueues besides block copies."""
+    return [("stage_rows.cu", "stage_rows"), ("token_moves.cu", f"move_tokens_{_token_word(plan)}")]
+
+
+def copy_kernels(plan: CopyPlan) -> list[tuple[str, str]]:
+    """Sources and kernels of block copies: of whole blocks, and of parts."""
+    return [("block_copy.cu", f"block_copy_{_copy_word(plan, whole)}") for whole in (True, False)]
+
+
 def block_copies(
     plan: CopyPlan, moves: int, count: int, *, whole: bool, host: bool, grid: Grid, chosen: int | None = None
 ) -> Iterator[Launch]:
@@ -291,11 +331,8 @@ def block_copies(
     host, chosen
         As in ``kv_copy``.
     """
-    pieces = plan.runs * -(-plan.run_bytes // PIECE_BYTES)
-    if whole:
-        width = word_bytes(plan.device[:3], plan.host[:3], plan.run_bytes)
-    else:
-        width = word_bytes(plan.device, plan.host, plan.run_bytes, plan.token_bytes)
+    pieces, width = plan.runs * -(-plan.run_bytes // PIECE_BYTES), _copy_word(plan, whole)
+    if not whole:
         of_tokens = -(-plan.block_tokens * plan.token_bytes // PIECE_BYTES)
         pieces = max(pieces, plan.outer * plan.inner * of_tokens)
     per_launch = max(1, _COUNT_MAX // pieces)
@@ -314,8 +351,7 @@ def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch
         raise ValueError(
             f"device_blocks: {plan.device_blocks} of {plan.block_tokens} tokens; a GPU takes fewer than 2**32 slots"
         )
-    base, block, _, outer, inner = plan.device
-    word = word_bytes(base, block, outer, inner, plan.token_bytes)
+    word = _token_word(plan)
     for first in range(0, len(work.moves), MOVES):
         some = work.moves[first : first + MOVES]
         ends = np.unique(np.clip(work.starts - first, 0, len(some)))[1:]

@@ -113,7 +113,9 @@ class HostCopies:
             region = Region.of(layout_of(tier.block_bytes), self._nothing, self._pinned, 0, tier.host_blocks)
             self._device.bind([region])
             names = {True: "copies in", False: "copies out"}
-            self._streams = {into_host: self._device.create_stream(name) for into_host, name in names.items()}
+            self._streams = {
+                into_host: self._device.create_stream(name, not into_host) for into_host, name in names.items()
+            }
         except BaseException:
             self._close_device()
             raise

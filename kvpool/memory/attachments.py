@@ -17,6 +17,7 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.device.base import TIERS, Device
+from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.errors import PoolClosed
@@ -261,9 +262,14 @@ class Attachment:
         return self._pools is None
 
     def close(self) -> None:
-        """Let go of the memory. It stays mapped until the last view of ``pools`` is gone. A second call does
-        nothing."""
+        """Let go of the memory. It stays mapped until the last view of ``pools`` is gone; that of a GPU, until a
+        ``close`` or ``attach`` after that.
+
+        Waits for what this process has enqueued on a GPU. Close no attachment to a GPU while a stream is captured: CUDA
+        would end the capture. Raises DeviceError; a second call closes what the first could not, and else does nothing.
+        """
         self._pools = None
+        close_unused()
 
     def __enter__(self) -> Attachment:
         return self
@@ -322,7 +328,5 @@ def _opened(description: SharedTier, blocks: int, part: SharedPart) -> Any:
             raise ValueError(
                 "description: the pool is in this process, and CUDA opens handles in others: use device_pools"
             )
-        from kvpool.device.cuda import open_gpu_memory
-
         return open_gpu_memory(handle, nbytes)
     return open_shared(description.pid, handle, nbytes)

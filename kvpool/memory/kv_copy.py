@@ -17,7 +17,7 @@ from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import stream_argument
 from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, fence, stream_bytes
-from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy
+from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy, kv_kernel
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import memcpy
 
@@ -117,7 +117,7 @@ def _copy(
     total = sum(one.tokens for one in found)
     slots = _slots_argument(slot_mapping, total)
     skip = integer_argument("skip_prefix_n_tokens", skip, 0, total)
-    handle = stream_argument(stream).handle
+    stream_argument(stream)
     if thread_blocks is not None:
         thread_blocks = integer_argument("thread_blocks", thread_blocks, 1, 65535)
     if not (gather or cache.writable):
@@ -131,6 +131,8 @@ def _copy(
     if on_gpu:
         address = int(cache.bases[0, 0]) if cache.memory == "device" else found[0].rows[0][0]
         to = launcher or _cuda_launcher(address)
+        # Slots of the host are uploaded. A graph would repeat the upload, and events of a capture tell nothing.
+        handle = to.stream(stream, captured=slots.memory == "device")
         _launch(cache, pieces, found[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
         return
     wanted = _private_slots(slots, skip, total, np.dtype(np.int64))
@@ -287,6 +289,18 @@ def _cuda_launcher(address: int) -> Launcher:
         raise ImportError("memory of a GPU needs the extra 'cuda12' or 'cuda13' of kvpool") from error
     found: Launcher = module.launcher_at(address)
     return found
+
+
+def load_kernel(cache: PagedKV, launcher: Launcher | None = None) -> None:
+    """Compile what copies the tokens of a cache on a GPU, to and from staging without gaps. Without this, the first
+    copy does. Raises DeviceError."""
+    if cache.memory == "device":
+        planes = [
+            KvPlane(*plane[:3], 0, 0, plane.heads * plane.run_bytes, plane.run_bytes, plane.heads, plane.run_bytes)
+            for plane in cache.planes
+        ]
+        to = launcher or _cuda_launcher(int(cache.bases[0, 0]))
+        to.load("kv_copy.cu", kv_kernel(cache.bases, [plane.merged() for plane in planes]))
 
 
 def _launch(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.device import CpuDevice
+from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.cuda import calibration
 from kvpool.device.cuda.calibration import (
     BATCHED,
     DIRECTIONS,
@@ -25,6 +28,7 @@ from kvpool.device.cuda.calibration import (
     place,
     store,
 )
+from kvpool.device.wrapper import WrappedDevice
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
 
@@ -109,7 +113,7 @@ def test_the_place_is_below_the_home_where_nothing_else_is_said() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
         {"driver": "new"},
         {"measurements": 5},
         {"measurements": [[]]},
@@ -141,3 +145,26 @@ def test_measuring_covers_every_size_number_direction_and_path_and_closes_what_i
     assert [m[:4] for m in found] == [(d, *size, path) for path in "ab" for size in sizes for d in DIRECTIONS]
     assert all(m.gigabytes_per_second > 0 for m in found)
     assert len(made) == 2 and all(device._closed for device in made)
+
+
+def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that holds up the scheduler's thread is worse than one that takes a little longer by itself. The clock is
+    the test's: enqueueing and copying take so many seconds."""
+    clock = [0.0]
+    monkeypatch.setattr(calibration, "perf_counter", lambda: clock[0])
+
+    class Slow(WrappedDevice):
+        def __init__(self, enqueueing: float, copying: float) -> None:
+            super().__init__(CpuDevice())
+            self.enqueueing, self.copying = enqueueing, copying
+
+        def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
+            clock[0] += self.enqueueing
+
+        def synchronize(self, event: Event | None = None) -> None:
+            clock[0] += self.copying
+
+    seconds = {BATCHED: (4.0, 4.0), KERNEL: (1.0, 8.0)}
+    found = measure(lambda path: Slow(*seconds[path]), (BATCHED, KERNEL), sizes=[4096], counts=[16])
+    assert Calibration("gpu", 1, tuple(found)).choose(ONBOARD, 4096, 16) == KERNEL
+    assert {round(16 * 4096 / m.gigabytes_per_second / 1e9) for m in found if m.path == BATCHED} == {12}

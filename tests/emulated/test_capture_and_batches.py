@@ -122,6 +122,24 @@ def test_the_legacy_stream_does_not_mix_with_a_capture_of_a_blocking_stream(driv
     assert driver.status("cuStreamBeginCapture_v2", 0, lab.GLOBAL) == lab.CAPTURE_UNSUPPORTED
 
 
+@pytest.mark.parametrize("mode", [lab.GLOBAL, lab.THREAD_LOCAL, lab.RELAXED])
+def test_nobody_waits_for_a_gpu_while_a_stream_of_it_is_captured(driver: Driver, mode: int) -> None:
+    """CUDA programming guide, stream capture, prohibited operations: also a thread in relaxed mode does not."""
+    capture, relaxed = Capturing(driver, mode), ctypes.c_int(lab.RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    assert driver.status("cuCtxSynchronize") == lab.CAPTURE_UNSUPPORTED
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    assert capture.end()[0] == lab.CAPTURE_INVALIDATED
+    driver.cuCtxSynchronize()
+
+
+def test_whether_the_legacy_stream_is_captured_can_be_asked_without_harm(driver: Driver) -> None:
+    """Documentation of cudaStreamIsCapturing: while a blocking stream is captured it is an error, and no more."""
+    capture, found = Capturing(driver, lab.RELAXED, flags=0), ctypes.c_int()
+    assert driver.status("cuStreamIsCapturing", 0, ctypes.byref(found)) == lab.CAPTURE_IMPLICIT
+    assert capture.end()[0] == lab.SUCCESS
+
+
 # -- batches ---------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +178,13 @@ def test_a_batch_needs_a_stream_of_its_own_and_at_least_one_copy(driver: Driver)
     assert batch(driver, move, driver.stream(), order=0) == (lab.INVALID, 0)
     assert batch(driver, [*move, (memory, ctypes.addressof(host), 65)], driver.stream()) == (lab.INVALID, 1)
     assert batch(driver, move, driver.stream())[0] == lab.SUCCESS
+
+
+def test_a_batch_is_not_captured(driver: Driver) -> None:
+    """cuMemcpyBatchAsync is no node of a graph."""
+    source, target, capture = driver.pinned(4), driver.allocate(4), Capturing(driver)
+    assert batch(driver, [(target, ctypes.addressof(source), 4)], capture.stream)[0] == lab.CAPTURE_UNSUPPORTED
+    assert capture.end()[0] == lab.CAPTURE_INVALIDATED
 
 
 def test_a_batch_has_a_bound(driver: Driver) -> None:

@@ -193,22 +193,42 @@ def test_a_copy_across_two_registrations_is_refused(driver: Driver) -> None:
         driver.cuMemHostRegister_v2(address + half * page, page, 0)
     assert driver.copy(device, address, page, stream) == lab.SUCCESS
     assert driver.copy(device, address + page - 8, 16, stream) == lab.INVALID
+    driver.cuCtxSynchronize()
     driver.cuMemHostUnregister(address + page)
     assert driver.copy(device, address + page - 8, 16, stream) == lab.INVALID, "pinned in part"
     driver.cuMemHostUnregister(address)
 
 
-def test_unregistering_and_freeing_wait_for_the_device(driver: Driver) -> None:
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    array = (ctypes.c_uint8 * mmap.PAGESIZE).from_buffer(memory)
-    for give_back in ("cuMemHostUnregister", "cuMemFree_v2"):
-        device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
-        driver.cuMemHostRegister_v2(ctypes.addressof(array), mmap.PAGESIZE, 0)
-        driver.copy(device, array, mmap.PAGESIZE, stream)
-        assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
-        driver.status(give_back, ctypes.addressof(array) if "Host" in give_back else device)
-        assert driver.status("cuStreamQuery", stream) == lab.SUCCESS
-        driver.status("cuMemHostUnregister", ctypes.addressof(array))
+def test_freeing_waits_for_the_device(driver: Driver) -> None:
+    device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
+    driver.copy(device, driver.pinned(mmap.PAGESIZE), mmap.PAGESIZE, stream)
+    assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+    driver.cuMemFree_v2(device)
+    assert driver.status("cuStreamQuery", stream) == lab.SUCCESS
+
+
+UNREGISTERED = """
+import ctypes, mmap
+from tests.emulated import lab
+driver = lab.driver()
+driver.use(0)
+driver.quiet()
+array = (ctypes.c_uint8 * mmap.PAGESIZE).from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
+device, stream = driver.allocate(mmap.PAGESIZE), driver.stream()
+for pending in (False, True):
+    driver.cuMemHostRegister_v2(ctypes.addressof(array), mmap.PAGESIZE, 0)
+    driver.copy(device, array, mmap.PAGESIZE, stream)
+    if not pending:
+        driver.cuStreamSynchronize(stream)
+    driver.cuMemHostUnregister(ctypes.addressof(array))
+    found = driver.status("cuStreamSynchronize", stream)
+    assert found == (lab.ILLEGAL_ADDRESS if pending else lab.SUCCESS), found
+"""
+
+
+def test_unregistering_waits_for_nobody_and_a_copy_under_way_fails() -> None:
+    """The documentation of cudaHostUnregister promises no wait."""
+    lab.in_a_process(UNREGISTERED)
 
 
 def test_a_copy_past_the_end_of_an_allocation_is_refused(driver: Driver) -> None:
@@ -252,6 +272,32 @@ def test_a_destroyed_stream_or_event_is_an_error(driver: Driver) -> None:
     ):
         assert driver.status(*call) == lab.INVALID_HANDLE, call
     assert driver.copy(driver.pinned(1), driver.pinned(1), 1, stream) == lab.INVALID_HANDLE
+
+
+def test_the_handle_of_a_destroyed_stream_becomes_that_of_another(driver: Driver) -> None:
+    """What names it then means the other one, but events of the old one stay its own."""
+    event, target, source = driver.event(), filled(driver.pinned(8), 0), filled(driver.pinned(8), 5)
+    gone = driver.stream()
+    driver.cuEventRecord(event, gone)
+    driver.cuStreamSynchronize(gone)
+    driver.cuStreamDestroy_v2(gone)
+    streams = [driver.stream() for _ in range(64)]
+    assert gone in streams
+    driver.copy(target, source, 8, gone)
+    assert driver.status("cuEventQuery", event) == lab.SUCCESS
+    assert driver.status("cuStreamQuery", gone) == lab.NOT_READY
+    for stream in streams:
+        driver.cuStreamDestroy_v2(stream)
+
+
+def test_two_contexts_of_a_gpu_have_own_default_streams_and_events(driver: Driver) -> None:
+    found, primary, stream = ctypes.c_size_t(), driver.use(0), driver.stream()
+    driver.cuCtxCreate_v4(ctypes.byref(found), None, 0, 0)
+    assert driver.made("cuCtxGetCurrent") == found.value != primary
+    assert driver.status("cuEventRecord", driver.event(), stream) == lab.INVALID_HANDLE, "of another context"
+    driver.cuEventRecord(driver.event(), 0)
+    driver.cuCtxDestroy_v2(found.value)
+    assert driver.made("cuCtxGetCurrent") == primary
 
 
 def test_work_of_a_destroyed_stream_is_done(driver: Driver) -> None:

@@ -20,7 +20,8 @@ _WORDS = re.compile(r"__global__.* (\w+)##bytes\(const __grid_constant__")
 
 def kernels(source: str) -> list[str]:
     """The kernels of a source; one that a macro makes for each word has names that end in its bytes."""
-    words = {f"{name}{word}" for name in _WORDS.findall(source) for word in (16, 8, 4, 2, 1)}
+    made = re.findall(r"^[A-Z_]+\((\d+), ", source, flags=re.MULTILINE) or (16, 8, 4, 2, 1)
+    words = {f"{name}{word}" for name in _WORDS.findall(source) for word in made}
     return sorted(words | {name for name in _KERNEL.findall(source) if not name.endswith("_")})
 
 

@@ -10,7 +10,7 @@ from kvpool import BlockLayout, DeviceError, KVCacheManager, PagedKV, PoolClosed
 from kvpool.device.cuda import open_gpu_memory
 from kvpool.device.main_memory import GpuMemory
 from tests.gpu.conftest import GPU, real_cupy
-from tests.share.processes import fill_and_close, load, on_device
+from tests.share.processes import drop_while_capturing, fill_and_close, load, on_device
 from tests.share.spawned import Spawn
 from tests.share.spawned import spawn as spawn
 
@@ -142,3 +142,27 @@ def test_what_a_process_has_enqueued_is_done_before_it_lets_go_of_the_memory(spa
         writer.send(cache.share())
         assert writer.recv() == "closed"
         assert (cache.device_pool.get() == 5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [5, 16, 25])
+def test_memory_of_any_size_is_found_where_it_begins_in_its_allocation(head_dim: int, spawn: Spawn) -> None:
+    """5,000 bytes are no number of pages: what another process opens is the allocation, which begins earlier."""
+    real_cupy()
+    layout = BlockLayout(2, 1, head_dim, 25, dtype="uint8")
+    with KVCacheManager(layout, device_blocks=10, device="cuda") as cache:
+        writer = spawn(fill_and_close)
+        writer.send(cache.share())
+        assert writer.recv() == "closed"
+        assert (cache.device_pool.get() == 5).all()
+
+
+@pytest.mark.gpu
+def test_the_collector_ends_no_capture_where_it_finds_an_attachment(spawn: Spawn) -> None:
+    real_cupy()
+    with KVCacheManager(LAYOUT, device_blocks=BLOCKS, device="cuda") as cache:
+        other = spawn(drop_while_capturing)
+        other.send(cache.share())
+        assert other.recv() == [1, 1, 1, 1]
+        assert other.recv() == "closed"
+        assert (cache.device_pool.get() == 6).all()

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvpool.device.base import stream_argument
 from kvpool.device.launches import Grid, Launch, cuda_source, kernels
 
 SANITIZE = "KVPOOL_SHIM_SANITIZE"
@@ -59,6 +60,12 @@ class ShimLauncher:
         self.grid = grid or Grid(2)
         self.launches: list[Launch] = []
         self.table_loads = 0
+
+    def stream(self, stream: object, captured: bool) -> int:
+        return stream_argument(stream).handle
+
+    def load(self, source: str, kernel: str) -> None:
+        self.loaded = source, kernel
 
     def launch(self, launch: Launch, stream: int) -> None:
         self.launches.append(launch)

@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from kvpool.device.launches import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernels
+from kvpool.device.launches import (
+    BLOCKS_PER_MULTIPROCESSOR,
+    THREADS,
+    cuda_source,
+    cuda_sources,
+    kernel_source,
+    kernels,
+)
 from tests.kernels.cubins import ARCHITECTURES, dump, scoreboards
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
@@ -85,3 +92,10 @@ def test_slots_are_loaded_together_whatever_their_width(architecture: str) -> No
 def test_cubin_of_staged_rows_reads_ids_and_nothing_else_of_memory(architecture: str) -> None:
     sass = dump("stage_rows.cu", architecture, "sass")["stage_rows"]
     assert re.findall(r"\b(?:LDG?|LDL)\.\S*", sass) == ["LDG.E.CONSTANT"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_kernel_is_compiled_without_those_of_other_widths(source: str) -> None:
+    """Five widths take five times as long, inside the first call that needs one."""
+    for kernel, record in kernels(cuda_source(source)).items():
+        assert kernels(kernel_source(source, kernel)) == {kernel: record}

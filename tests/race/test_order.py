@@ -29,7 +29,7 @@ class Refusing(WrappedDevice):
             if self.after < 0:
                 raise DeviceError(f"{call} refused")
 
-    def create_stream(self, name: str) -> Stream:
+    def create_stream(self, name: str, urgent: bool = False) -> Stream:
         self._may("create_stream")
         return super().create_stream(name)
 

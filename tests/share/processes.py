@@ -58,6 +58,28 @@ def fill_and_close(pipe: Connection) -> None:
     pipe.send("closed")
 
 
+def drop_while_capturing(pipe: Connection) -> None:
+    """Lets the collector find an attachment while a stream is captured. Sends whether the capture became a graph."""
+    import gc
+
+    import cupy
+
+    description = pipe.recv()
+    attached, stream, out = kvpool.attach(description), cupy.cuda.Stream(non_blocking=True), cupy.zeros(4, np.uint8)
+    attached.pool.fill(6)
+    cupy.cuda.Device().synchronize()
+    gc.collect()
+    stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+    cupy.cuda.runtime.memsetAsync(out.data.ptr, 1, 4, stream.ptr)
+    del attached
+    gc.collect()
+    stream.end_capture().launch(stream)
+    stream.synchronize()
+    pipe.send(out.get().tolist())
+    kvpool.attach(description).close()  # which also closes the first one
+    pipe.send("closed")
+
+
 def hold(pipe: Connection) -> None:
     """Attaches, and writes one number everywhere in these blocks, over and over, until it is killed or told to end."""
     description, blocks, value = pipe.recv()

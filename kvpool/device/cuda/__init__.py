@@ -12,5 +12,15 @@ from kvpool.device.cuda.cuda_device import (
     open_gpu_memory,
     unusable,
 )
+from kvpool.device.cuda.cuda_memory import close_unused
 
-__all__ = ["COPY_PATH", "CudaDevice", "describe_gpus", "device_at", "launcher_at", "open_gpu_memory", "unusable"]
+__all__ = [
+    "COPY_PATH",
+    "CudaDevice",
+    "close_unused",
+    "describe_gpus",
+    "device_at",
+    "launcher_at",
+    "open_gpu_memory",
+    "unusable",
+]

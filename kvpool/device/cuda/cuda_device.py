@@ -17,10 +17,13 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
     BOUND_ALREADY,
+    BYTES,
+    FROM,
     NOT_BOUND,
     NULL_EVENT,
     NULL_STREAM,
     STAGING,
+    TO,
     TOKENS,
     Device,
     Event,
@@ -29,9 +32,9 @@ from kvpool.device.base import (
     Stream,
     StreamGone,
 )
-from kvpool.device.block_copy import make_plan
+from kvpool.device.block_copy import CopyPlan, make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.calibration import BATCHED, KERNEL, PLAIN, WITHIN, Calibration, measure
+from kvpool.device.cuda.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PLAIN, WITHIN, Calibration, measure
 from kvpool.device.cuda.cuda_memory import (
     CudaViews,
     PinnedMemory,
@@ -43,19 +46,31 @@ from kvpool.device.cuda.cuda_memory import (
 from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, by_direction
 from kvpool.device.cuda.launcher import Buffers, CudaLauncher
 from kvpool.device.cuda.runtime import (
+    GONE,
     CudaEvent,
     Driver,
     EventPool,
     Gpu,
     RuntimeCalls,
+    UsedStreams,
     batch_fragments,
     find_batch,
     gpus,
     own_name,
-    stream_exists,
+    state_of,
+    urgent_priority,
     usable_stream,
 )
-from kvpool.device.launches import RUN_BYTES_MAX, Launch, block_copies, move_table, stage_rows, token_moves
+from kvpool.device.launches import (
+    RUN_BYTES_MAX,
+    Launch,
+    block_copies,
+    copy_kernels,
+    move_table,
+    needed_kernels,
+    stage_rows,
+    token_moves,
+)
 from kvpool.device.main_memory import ALIGNMENT, GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
@@ -66,7 +81,6 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
 COPY_PATH = "KVPOOL_COPY_PATH"
-_NEEDED = "stage_rows.cu", "token_moves.cu"
 
 
 class _CutPool(NamedTuple):
@@ -172,10 +186,10 @@ class CudaDevice(Device):
             _, self.device_name, _, self.driver = gpus(runtime)[self.index]
         self.calibration = calibrations.chosen(calibration or os.environ.get(COPY_PATH), self.device_name, self.driver)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
+        self._streams = UsedStreams(self._calls, self._events)
         self._launcher = CudaLauncher(self._cupy, self._calls, self._events, self._buffers)
         self._batch, self._batch_fragments = find_batch() if self._launcher.same_addresses else None, batch_fragments()
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
-        self._streams: list[Stream] = []
         self._bound: _CutPool | None = None
         self._kernels = False
         self._closed = False
@@ -195,7 +209,7 @@ class CudaDevice(Device):
         return array
 
     def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> NDArray[np.uint8]:
-        memory = pinned_memory(self._calls, nbytes, take, kept)
+        memory = pinned_memory(self._calls, nbytes, take, kept, self._streams.synchronize)
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
@@ -238,11 +252,12 @@ class CudaDevice(Device):
             raise ValueError(BOUND_ALREADY)
         found = Regions(regions)
         cutters = [[self._cutter(part, region) for part in region.parts] for region in found.all]
-        # Allocated now, since a decision that has been made cannot be enqueued without them.
-        for source in _NEEDED:
-            self._launcher.load(source)
-        short = all(cutter.plan.run_bytes < RUN_BYTES_MAX for of_region in cutters for cutter in of_region)
-        self._kernels = short and self._have_kernels()
+        # Compiled now, since a decision that has been made cannot be enqueued without them.
+        plans = [cutter.plan for of_region in cutters for cutter in of_region]
+        for plan in plans:
+            for source, kernel in needed_kernels(plan):
+                self._launcher.load(source, kernel)
+        self._kernels = self._have_kernels(plans)
         self._bound = _CutPool(found, cutters)
 
     def _cutter(self, part: Part, region: Region) -> Cutter:
@@ -258,7 +273,7 @@ class CudaDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
         bound = self._pool()
-        split, handle = bound.regions.split(moves), own_name(stream).handle
+        split, handle = bound.regions.split(moves), self._streams.handle(stream)
         try:
             for region, rows in split:
                 for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
@@ -282,14 +297,25 @@ class CudaDevice(Device):
             return
         self._copy_fragments(cutter.cut(moves, count), path, stream)
 
+    def _path_of(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> str:
+        """The path of fragments, which all go one way. No kernel copies them."""
+        cutters = [cutter for of_region in bound.cutters for cutter in of_region]
+        source, target = (any(cutter.has(int(fragments[0, end])) for cutter in cutters) for end in (FROM, TO))
+        direction = OFFLOAD if target else ONBOARD if source else WITHIN
+        paths = [path for path in self._paths(stream) if path != KERNEL]
+        return self.calibration.choose(direction, int(fragments[:, BYTES].mean()), len(fragments), paths)
+
     def _paths(self, stream: int) -> tuple[str, ...]:
         """The paths that can be used now without waiting."""
         batched = (BATCHED,) if self._batch is not None and stream else ()
         kernel = (KERNEL,) if self._kernels and not self._launcher.uploads.full(stream) else ()
         return PLAIN, *batched, *kernel
 
-    def _have_kernels(self) -> bool:
-        return self._launcher.same_addresses and self._launcher.try_load("block_copy.cu")
+    def _have_kernels(self, plans: list[CopyPlan]) -> bool:
+        """Whether kernels can copy the blocks of these plans. Those are compiled."""
+        if not self._launcher.same_addresses or any(plan.run_bytes >= RUN_BYTES_MAX for plan in plans):
+            return False
+        return all(self._launcher.try_load(*kernel) for plan in plans for kernel in copy_kernels(plan))
 
     def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
         whole, host = bool((moves[:, TOKENS] == cutter.plan.block_tokens).all()), direction != WITHIN
@@ -301,13 +327,13 @@ class CudaDevice(Device):
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        bound, handle, grid = self._pool(), own_name(stream).handle, self._launcher.grid
+        bound, handle, grid = self._pool(), self._streams.handle(stream), self._launcher.grid
         if isinstance(work, Fragments):
             fragments = work.rows
             for of_region in bound.cutters:
                 for cutter in of_region:
                     fragments = cutter.split(fragments)
-            self._copy_fragments(fragments, BATCHED if BATCHED in self._paths(handle) else PLAIN, handle)
+            self._copy_fragments(fragments, self._path_of(fragments, bound, handle), handle)
         elif isinstance(work, TokenMoves):
             by_region = work.by_region(bound.regions)
             self._launch_all(
@@ -350,7 +376,8 @@ class CudaDevice(Device):
         Takes seconds and at most half a gigabyte of each tier, and keeps the GPU busy. Raises DeviceError, MemoryError.
         """
         self._check_open()
-        paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *((KERNEL,) if self._have_kernels() else ())]
+        kernel = self._launcher.same_addresses and self._launcher.try_load("block_copy.cu", "block_copy_16")
+        paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *((KERNEL,) if kernel else ())]
         found = measure(lambda path: CudaDevice(self.index, calibration=path), paths)
         self.calibration = Calibration(self.device_name, self.driver, tuple(found))
         calibrations.keep(self.calibration)
@@ -362,20 +389,16 @@ class CudaDevice(Device):
         """See ``Device.as_stream``."""
         return usable_stream(self._calls, stream)
 
-    def create_stream(self, name: str) -> Stream:
+    def create_stream(self, name: str, urgent: bool = False) -> Stream:
         self._check_open()
-        with self._calls("cudaStreamCreateWithFlags", unsafe=True) as runtime:
-            self._streams.append(Stream(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)), name))
-        return self._streams[-1]
+        return self._streams.create(name, urgent_priority() if urgent else 0)
 
     def record(self, stream: Stream) -> Event:
         self._check_open()
         try:
-            return self._events.record(own_name(stream).handle)
+            return self._streams.record(stream)
         except DeviceError as error:
-            if error.sticky or stream_exists(self._calls, stream):
-                raise
-            raise StreamGone(str(error)) from error
+            raise self._meaning(error, stream) from error
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._check_open()
@@ -384,24 +407,24 @@ class CudaDevice(Device):
             if found is not None:
                 self._events.wait(own_name(stream).handle, found)
         except DeviceError as error:
-            if error.sticky or stream_exists(self._calls, stream):
-                raise
-            raise StreamGone(str(error)) from error
+            raise self._meaning(error, stream) from error
+
+    def _meaning(self, error: DeviceError, stream: Stream) -> DeviceError:
+        """What an error of a stream is for callers."""
+        gone = not error.sticky and state_of(self._calls, own_name(stream)) == GONE
+        return StreamGone(str(error)) if gone else error
 
     def query(self, event: Event) -> bool:
         found = self._event(event)
         return found is None or self._events.query(found)
 
     def synchronize(self, event: Event | None = None) -> None:
-        """See ``Device.synchronize``. Without an event, waits for the whole GPU, also for other work of this process on
-        it."""
+        """See ``Device.synchronize``. Without an event, waits for all streams that calls have named, and so for other
+        work of this process on them."""
         self._check_open()
         if event is None:
-            with self._calls("cudaDeviceSynchronize", unsafe=True) as runtime:
-                runtime.deviceSynchronize()
-            return
-        found = self._event(event)
-        if found is not None:
+            self._streams.synchronize()
+        elif (found := self._event(event)) is not None:
             self._events.synchronize(found)
 
     def _event(self, event: Any) -> CudaEvent | None:
@@ -412,17 +435,17 @@ class CudaDevice(Device):
         return event
 
     def close(self) -> None:
-        """See ``Device.close``. Waits for the whole GPU first."""
+        """See ``Device.close``. Waits as ``synchronize`` does first. If that fails, nothing is closed."""
         if self._closed:
             return
+        self._unless_broken("cudaStreamSynchronize", self._streams.synchronize)
         self._closed, self._bound = True, None
         runtime = self._calls.runtime
-        self._unless_broken("cudaDeviceSynchronize", runtime.deviceSynchronize)
         for array, _ in list(self._owned.values()):
             self.free(array)
         self._launcher.uploads.close()
         self._unless_broken("cudaFreeHost", self._buffers.close)
-        for stream in self._streams:
+        for stream in self._streams.own:
             self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, stream.handle))
         self._unless_broken("cudaEventDestroy", self._events.close)
 

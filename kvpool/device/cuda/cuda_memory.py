@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -75,10 +76,12 @@ class _Registered:
 _registered: set[_Registered] = set()
 
 
-def _let_go(registered: _Registered) -> None:
-    """Unregister memory that nobody has freed."""
+def _let_go(registered: _Registered, idle: Callable[[], None]) -> None:
+    """Unregister memory that nobody has freed. To unregister does not wait for what may still use it."""
     with suppress(Exception):
-        registered.unregister()
+        if registered.addresses:
+            idle()
+            registered.unregister()
 
 
 class PinnedMemory:
@@ -90,7 +93,8 @@ class PinnedMemory:
     threads that touch the pages run on ``processors``, if this process may use any of them.
 
     After ``free`` the memory is no longer pinned. It exists until the last view of ``array`` is gone. If nobody calls
-    ``free``, it happens when nobody refers to this object any more. What a driver refuses to unregister stays mapped
+    ``free``, it happens when nobody refers to this object any more, behind ``idle``, which waits for all that may use
+    the memory. What a driver refuses to unregister stays mapped
     until the process ends.
 
     Not thread-safe. Raises MemoryError if the machine has no room or the driver refuses; nothing stays pinned then.
@@ -105,6 +109,7 @@ class PinnedMemory:
         processors: Collection[int] | None = None,
         take: Callable[[int], NDArray[np.uint8]] | None = None,
         kept: bool = False,
+        idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         # If a process touches more memory than there is, the system ends it instead of raising an error.
@@ -113,7 +118,7 @@ class PinnedMemory:
             raise MemoryError(f"{nbytes} bytes of pinned memory are asked for, {room} can be taken ({limits()})")
         self.array, self._touch = (take or _map)(nbytes), _read if kept else _touch
         self._registered = _Registered(self.array, registrar)
-        weakref.finalize(self, _let_go, self._registered).atexit = False
+        weakref.finalize(self, _let_go, self._registered, idle).atexit = False
         try:
             self._pin(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, set(processors or ()) & os.sched_getaffinity(0))
         except BaseException:
@@ -229,6 +234,8 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 _UUID_BYTES = 16
+_SHARED_PIECE = 2 << 20
+"""In bytes. NVIDIA recommends it for memory that other processes open (cudaIpcGetMemHandle)."""
 
 
 class DeviceMemory:
@@ -279,12 +286,12 @@ def gpu_array(cupy: Any, memory: StridedArray, index: int) -> Any:
     return cupy.ndarray(memory.shape, dtype, memptr=cupy.cuda.MemoryPointer(unowned, 0), strides=memory.steps)
 
 
-def pinned_memory(calls: RuntimeCalls, nbytes: int, take: Any, kept: bool) -> PinnedMemory:
+def pinned_memory(calls: RuntimeCalls, nbytes: int, take: Any, kept: bool, idle: Callable[[], None]) -> PinnedMemory:
     """Allocate pinned memory near the GPU of ``calls``, as ``PinnedMemory``. Raises MemoryError, DeviceError."""
     with calls("cudaDeviceGetPCIBusId") as runtime:
         near = processors_near(runtime.deviceGetPCIBusId(calls.index))
     try:
-        return PinnedMemory(nbytes, calls, processors=near, take=take, kept=kept)
+        return PinnedMemory(nbytes, calls, processors=near, take=take, kept=kept, idle=idle)
     except MemoryError as error:
         if isinstance(error.__cause__, DeviceError) and error.__cause__.sticky:
             raise error.__cause__ from None
@@ -293,14 +300,19 @@ def pinned_memory(calls: RuntimeCalls, nbytes: int, take: Any, kept: bool) -> Pi
 
 def zeroed_array(cupy: Any, calls: RuntimeCalls, nbytes: int, stream: int) -> Any:
     """Allocate uint8[nbytes] of zeros, at a multiple of ``ALIGNMENT``. It does not come from CuPy's pool, which would
-    keep it: the memory is freed with the last array that refers to it."""
-    memory = DeviceMemory(calls, nbytes + ALIGNMENT)
+    keep it: the memory is freed with the last array that refers to it.
+
+    The driver takes small allocations from larger pieces, and a handle for another process opens a piece. So the memory
+    is rounded up to whole pieces, and nothing else lies in them.
+    """
+    whole = -(-(nbytes + ALIGNMENT) // _SHARED_PIECE) * _SHARED_PIECE
+    memory = DeviceMemory(calls, whole)
     address = memory.ptr + -memory.ptr % ALIGNMENT
     with calls("cudaMemsetAsync", unsafe=True) as runtime:
         array = gpu_array(
             cupy, StridedArray(address, (nbytes,), 1, memory="device", kind="u", owner=memory), calls.index
         )
-        runtime.memsetAsync(address, 0, nbytes, stream)
+        runtime.memsetAsync(memory.ptr, 0, whole, stream)
         runtime.streamSynchronize(stream)
     return array
 
@@ -321,7 +333,7 @@ def _uuid(runtime: Any, index: int) -> bytes:
     return bytes(runtime.getDeviceProperties(index)["uuid"][:_UUID_BYTES])
 
 
-def gpu_handle(runtime: Any, array: Any, index: int, own: bool) -> GpuMemory:
+def gpu_handle(calls: RuntimeCalls, array: Any, own: bool) -> GpuMemory:
     """The handle of an array that lies in an allocation of its own. CUDA's handle is that of the allocation; the array
     begins inside it.
 
@@ -331,8 +343,9 @@ def gpu_handle(runtime: Any, array: Any, index: int, own: bool) -> GpuMemory:
         raise ValueError(
             "device_memory is the caller's and cannot be shared: accepted is memory that the pool took itself"
         )
-    base = array.data.mem.ptr
-    return GpuMemory(_uuid(runtime, index), bytes(runtime.ipcGetMemHandle(base)), array.data.ptr - base)
+    with calls("cudaIpcGetMemHandle") as runtime:
+        base = calls.driver.start_of(array.data.ptr)
+        return GpuMemory(_uuid(runtime, calls.index), bytes(runtime.ipcGetMemHandle(base)), array.data.ptr - base)
 
 
 def _gpu_with(runtime: Any, uuid: bytes) -> int:
@@ -350,14 +363,27 @@ class _Opened:
     def __init__(self, calls: RuntimeCalls, handle: bytes) -> None:
         with calls("cudaIpcOpenMemHandle") as runtime:
             self.pointer = int(runtime.ipcOpenMemHandle(handle))
-        # The driver closes it at the end of the process.
-        weakref.finalize(self, _close, calls, self.pointer).atexit = False
+        # A finalizer runs in the middle of anything, also of a capture. The driver closes what is left at the end of
+        # the process.
+        weakref.finalize(self, _unused.append, (calls, self.pointer)).atexit = False
 
 
-def _close(calls: RuntimeCalls, pointer: int) -> None:
-    with calls("cudaIpcCloseMemHandle") as runtime:
-        runtime.deviceSynchronize()  # Nothing that this process has enqueued may still use it.
-        runtime.ipcCloseMemHandle(pointer)
+_unused: deque[tuple[RuntimeCalls, int]] = deque()
+
+
+def close_unused() -> None:
+    """Close the allocations of other processes to which nobody refers any more, once all that this process has enqueued
+    on their GPU is done. No stream may be captured meanwhile: CUDA refuses to wait for a GPU then, and the capture is
+    lost. Raises DeviceError; a later call tries again."""
+    while _unused:
+        calls, pointer = _unused.popleft()
+        try:
+            with calls("cudaIpcCloseMemHandle", unsafe=True) as runtime:
+                runtime.deviceSynchronize()
+                runtime.ipcCloseMemHandle(pointer)
+        except DeviceError:
+            _unused.append((calls, pointer))
+            raise
 
 
 def open_memory(cupy: Any, driver: Driver, memory: GpuMemory, nbytes: int) -> Any:
@@ -365,6 +391,7 @@ def open_memory(cupy: Any, driver: Driver, memory: GpuMemory, nbytes: int) -> An
 
     Raises DeviceError, and ValueError for a GPU that this process does not see. Thread-safe.
     """
+    close_unused()
     calls = RuntimeCalls(cupy.cuda.runtime, _gpu_with(cupy.cuda.runtime, memory.uuid), driver)
     opened = _Opened(calls, memory.handle)
     place = StridedArray(opened.pointer + memory.offset, (nbytes,), 1, None, "device", "u", owner=opened)
@@ -390,8 +417,7 @@ class CudaViews(HostViews):
     def handle(self, array: Any, tier: str) -> MainMemory | GpuMemory:
         if tier == "host":
             return super().handle(array, tier)
-        with self._calls("cudaIpcGetMemHandle") as runtime:
-            return gpu_handle(runtime, array, self._calls.index, self._is_own(array))
+        return gpu_handle(self._calls, array, self._is_own(array))
 
     def table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
         return gpu_table(target, name, vector, itemsize)

@@ -97,6 +97,10 @@ class Cutter:
         self.token_bytes = plan.outer * plan.inner * plan.token_bytes
         self._host = np.array([plan.host.base, plan.host.base + host_bytes, chunk_bytes], np.int64)
 
+    def has(self, address: int) -> bool:
+        """Whether an address lies in the host memory of the part."""
+        return bool(self._host[0] <= address < self._host[1])
+
     def order(self, moves: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The same moves, sorted so that neighbours follow each other."""
         return moves[np.argsort(moves[:, SOURCE], kind="stable")]

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from kvpool.device.base import Retired, Stream
-from kvpool.device.cuda.runtime import EventPool, RuntimeCalls
-from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS, OPTIONS, Grid, Launch, cuda_source, kernels
+from kvpool.device.base import Retired, Stream, stream_argument
+from kvpool.device.cuda.runtime import EventPool, RuntimeCalls, own_name, usable_stream
+from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS, OPTIONS, Grid, Launch, kernel_source
 from kvpool.errors import DeviceError
 
 DEPTH = 64
@@ -160,49 +160,52 @@ class CudaLauncher:
             )
         self.grid = Grid(multiprocessors, CHIP_THREAD_BLOCKS if chips else BUS_THREAD_BLOCKS)
 
+    def stream(self, stream: Any, captured: bool) -> int:
+        """See ``launches.Launcher``."""
+        if captured:
+            return own_name(stream_argument(stream)).handle
+        return usable_stream(self._calls, stream).handle
+
     def launch(self, launch: Launch, stream: int) -> None:
-        """See ``kernels.launch.Launcher``. Raises DeviceError, also if the source cannot be compiled."""
+        """See ``launches.Launcher``. Raises DeviceError, also if the source cannot be compiled."""
+        self.load(launch.source, launch.kernel)
         with self._calls(launch.kernel):
-            kernel = self._kernels.get((launch.source, launch.kernel))
-            if kernel is None:
-                self.load(launch.source)
-                kernel = self._kernels[launch.source, launch.kernel]
             on = self._cupy.cuda.Stream.from_external(Stream(stream))
             # CuPy passes a NumPy array of one element by value.
+            kernel = self._kernels[launch.source, launch.kernel]
             kernel((launch.thread_blocks,), (launch.threads,), (launch.record,), stream=on)
 
-    def load(self, source: str) -> None:
-        """Compile a source and load its kernels completely. A driver that loads late may wait for the whole GPU at the
-        first launch.
+    def load(self, source: str, kernel: str) -> None:
+        """Compile a kernel and load it completely. A driver that loads late may wait for the whole GPU at the first
+        launch.
 
         Raises DeviceError.
         """
+        if (source, kernel) in self._kernels:
+            return
         with self._lock:
-            if any(name == source for name, _ in self._kernels):
+            if (source, kernel) in self._kernels:
                 return
             try:
                 # CuPy switches the device while it compiles. A thread of the caller could not undo that.
                 with ThreadPoolExecutor(1, "kvpool-compile") as compiler:
-                    found = compiler.submit(self._compile, source).result()
+                    self._kernels[source, kernel] = compiler.submit(self._compile, source, kernel).result()
             except (DeviceError, MemoryError):
                 raise
             except Exception as error:  # The compiler and the loader have errors of their own.
                 raise DeviceError(f"{source} cannot be compiled: {type(error).__name__}: {error}") from error
-            self._kernels.update(found)
 
-    def _compile(self, source: str) -> dict[tuple[str, str], Any]:
+    def _compile(self, source: str, kernel: str) -> Any:
         with self._calls(source, unsafe=True):
-            text = cuda_source(source)
-            module = self._cupy.RawModule(code=text, options=OPTIONS)
-            found = {(source, kernel): module.get_function(kernel) for kernel in kernels(text)}
-            for kernel in found.values():
-                kernel.num_regs  # noqa: B018  # An attribute of a kernel is known when it is loaded.
+            module = self._cupy.RawModule(code=kernel_source(source, kernel), options=OPTIONS)
+            found = module.get_function(kernel)
+            found.num_regs  # noqa: B018  # An attribute of a kernel is known when it is loaded.
             return found
 
-    def try_load(self, source: str) -> bool:
+    def try_load(self, source: str, kernel: str) -> bool:
         """``load`` for a kernel that is not essential. Returns False, with a warning, if it cannot be loaded."""
         try:
-            self.load(source)
+            self.load(source, kernel)
         except (DeviceError, MemoryError) as error:
             if isinstance(error, DeviceError) and error.sticky:
                 raise

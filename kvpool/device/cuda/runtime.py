@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from kvpool.device.base import BYTES, FROM, NULL_STREAM, TO, Event, Stream, stream_argument
 from kvpool.errors import DeviceError
 
+LOAD_PRIORITY = "KVPOOL_LOAD_PRIORITY"
+_HIGHEST_PRIORITY = -100  # CUDA takes the highest that there is
 BATCH_FRAGMENTS = "KVPOOL_BATCH_FRAGMENTS"
 _BATCH_FRAGMENTS = 8192
 LIBRARY = "libcuda.so.1"
@@ -30,7 +33,7 @@ _LEGACY_STREAM_FLAG = 1
 # stream waits for.
 _SOURCE_IN_STREAM_ORDER = 1
 
-_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_DEVICE_ORDINAL, _RANGE_START = 9, 11  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 
@@ -87,6 +90,17 @@ def batch_fragments() -> int:
     return int(given)
 
 
+def urgent_priority() -> int:
+    """The priority of streams that load what a request waits for: CUDA's highest, unless the environment says
+    otherwise."""
+    given = os.environ.get(LOAD_PRIORITY)
+    if given is None:
+        return _HIGHEST_PRIORITY
+    if not re.fullmatch(r"0|-\d{1,3}", given):
+        raise ValueError(f"{LOAD_PRIORITY}={given!r}: accepted is a priority of CUDA's, 0 (as others) and below")
+    return int(given)
+
+
 class Driver:
     """Contexts and the capture mode of the calling thread. Methods return the CUresult, 0 for success, and their other
     results.
@@ -101,6 +115,7 @@ class Driver:
             found = None
         self._retain = _function(found, "cuDevicePrimaryCtxRetain", _pointer, _int)
         self._state = _function(found, "cuDevicePrimaryCtxGetState", _int, _pointer, _pointer)
+        self._current = _function(found, "cuCtxGetCurrent", _pointer)
         self._push = _function(found, "cuCtxPushCurrent_v2", _pointer)
         self._pop = _function(found, "cuCtxPopCurrent_v2", _pointer)
         self._attribute = _function(found, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
@@ -131,6 +146,18 @@ class Driver:
         number = ctypes.c_int(-1)
         status = self._attribute(ctypes.byref(number), _DEVICE_ORDINAL, address)
         return None if status or number.value < 0 else number.value
+
+    def start_of(self, address: int) -> int:
+        """Where the allocation begins that has this address of the current context."""
+        start = ctypes.c_uint64(address)
+        self._attribute(ctypes.byref(start), _RANGE_START, address)
+        return start.value
+
+    def current(self) -> int | None:
+        """The context of the calling thread."""
+        context = ctypes.c_void_p()
+        self._current(ctypes.byref(context))
+        return context.value
 
     def push(self, context: int | None) -> tuple[int, bool]:
         """Make a context current. Returns whether it did: then ``pop`` has to undo it."""
@@ -168,7 +195,8 @@ def _function(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
 OUT_OF_MEMORY = 2
 NOT_READY = 600
 INVALID_HANDLE = 400
-_LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
+LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
+_STREAMS_KEPT = 64
 CAPTURING = range(900, 909)
 """cudaErrorStreamCaptureUnsupported and the errors after it."""
 
@@ -254,10 +282,9 @@ class RuntimeCalls:
 
 
 class _Thread(threading.local):
-    """The state of the calling thread: whether its own context is that of the device, or whether a call has made it
-    current."""
+    """Whether a call of this thread has made the context of the device current."""
 
-    ready = pushed = False
+    pushed = False
 
 
 class _Call:
@@ -275,16 +302,16 @@ class _Call:
         try:
             if calls.threads.pushed:
                 return runtime
-            if runtime.getDevice() != calls.index:
-                # Choosing the caller's device again would create a context there if it has none, of half a gigabyte.
+            current = calls.driver.current()
+            if current is None and runtime.getDevice() == calls.index:
+                # Functions of the driver need a context. The runtime makes it current with the first call that uses it.
+                runtime.setDevice(calls.index)
+            elif current != calls.context:
+                # Another GPU's, or another one of this GPU. Choosing the caller's device again at the end would create
+                # a context there if it has none, of half a gigabyte.
                 status, self._pushed = calls.driver.push(calls.context)
                 runtime.check_status(status)
                 calls.threads.pushed = True
-            elif not calls.threads.ready:
-                # Functions of the driver need a context. The runtime makes it current with the first call that uses it.
-                runtime.setDevice(calls.index)
-                runtime.memGetInfo()
-                calls.threads.ready = True
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -314,41 +341,41 @@ def own_name(stream: Stream) -> Stream:
         )
     if stream.handle >= 1 << 63:
         raise ValueError(f"stream={stream.handle:#x}: no stream of the driver has such a handle")
-    return NULL_STREAM if stream.handle == _LEGACY_STREAM else stream
+    return NULL_STREAM if stream.handle == LEGACY_STREAM else stream
+
+
+USABLE, CAPTURED, GONE = "usable", "captured", "gone"
+"""What a stream is: work can be enqueued, it would be recorded instead, or the driver says that it was destroyed."""
+
+
+def state_of(calls: RuntimeCalls, stream: Stream) -> str:
+    """One of ``USABLE``, ``CAPTURED`` and ``GONE``. Nothing is promised for a stream that was destroyed: its handle may
+    be another stream's by now. Changes no capture. Raises DeviceError."""
+    with calls("cudaStreamIsCapturing") as runtime:
+        try:
+            return CAPTURED if runtime.streamIsCapturing(stream.handle) else USABLE
+        except RuntimeError as error:
+            if status_of(error) == INVALID_HANDLE:
+                return GONE
+            # A capture that has failed has no status. The default stream has a status that says so.
+            if status_of(error) not in (None, *CAPTURING):
+                raise
+            return CAPTURED
 
 
 def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
     """Return a stream, or raise as ``Device.as_stream`` says. A stream that is being captured is refused: the graph
     would repeat what the pool enqueues, and its events would pull the pool's own streams into the graph."""
     found = own_name(stream_argument(stream))
-    with calls("cudaStreamIsCapturing") as runtime:
-        try:
-            capturing = runtime.streamIsCapturing(found.handle)
-        except RuntimeError as error:
-            if status_of(error) == INVALID_HANDLE:
-                raise ValueError(
-                    f"stream={stream!r}: it has been destroyed; accepted is a stream that lives"
-                ) from error
-            # A capture that has failed has no status. The default stream has a status that says so.
-            if status_of(error) not in (None, *CAPTURING):
-                raise
-            capturing = True
-    if capturing:
+    state = state_of(calls, found)
+    if state == GONE:
+        raise ValueError(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
+    if state == CAPTURED:
         raise ValueError(
             f"stream={stream!r}: it is being captured; call before the capture begins or behind its end, "
             "and capture what reads block tables, not what hands them over"
         )
     return found
-
-
-def stream_exists(calls: RuntimeCalls, stream: Stream) -> bool:
-    """See ``StreamGone``."""
-    with calls("cudaStreamIsCapturing") as runtime:
-        try:
-            runtime.streamIsCapturing(own_name(stream).handle)
-        except RuntimeError as error:
-            return status_of(error) != INVALID_HANDLE
-    return True
 
 
 class CudaEvent(Event):
@@ -434,3 +461,56 @@ def _let_go(calls: RuntimeCalls, free: deque[Any], made: set[Any]) -> None:
     """Destroy events if ``close`` is never called, or after it. A GPU that has failed cannot destroy them."""
     with suppress(DeviceError):
         _destroy(calls, free, made)
+
+
+class UsedStreams:
+    """The streams on which a device enqueues: its ``own``, and those that calls have named. One thread at a time
+    creates streams and enqueues; any thread may call ``synchronize``."""
+
+    def __init__(self, calls: RuntimeCalls, events: EventPool) -> None:
+        self.own: list[Stream] = []
+        self._calls, self._events = calls, events
+        self._used: dict[int, tuple[Stream, CudaEvent | None]] = {}
+
+    def create(self, name: str, priority: int) -> Stream:
+        """A stream of the device's own. Raises DeviceError."""
+        with self._calls("cudaStreamCreateWithPriority", unsafe=True) as runtime:
+            handle = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority))
+        self.own.append(Stream(handle, name))
+        return self.own[-1]
+
+    def handle(self, stream: Stream) -> int:
+        """The handle of a stream, for work. ``synchronize`` waits for it from now on, until it is known to be idle."""
+        stream = own_name(stream)
+        if stream.handle not in self._used:
+            if len(self._used) >= _STREAMS_KEPT:
+                self._used = {h: (s, e) for h, (s, e) in self._used.items() if e is None or not self._events.query(e)}
+            self._used[stream.handle] = stream, None
+        return stream.handle
+
+    def record(self, stream: Stream) -> CudaEvent:
+        """An event of a stream. Raises DeviceError."""
+        handle = self.handle(stream)
+        event = self._events.record(handle)
+        self._used[handle] = self._used[handle][0], event
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for these streams, and for the default stream. Raises DeviceError.
+
+        While a stream of a GPU is captured, CUDA refuses to wait for the whole GPU, and ends the capture. Of a stream
+        that is captured, the last event before the capture is waited for.
+        """
+        gone = False
+        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((own, None) for own in self.own)]:
+            state = state_of(self._calls, stream)
+            gone = gone or state == GONE
+            if state == USABLE:
+                with self._calls("cudaStreamSynchronize", unsafe=True) as runtime:
+                    runtime.streamSynchronize(stream.handle)
+            elif event is not None:
+                self._events.synchronize(event)
+        if gone:
+            # Its work goes on. Only a wait for the whole GPU shows its end.
+            with self._calls("cudaDeviceSynchronize", unsafe=True) as runtime:
+                runtime.deviceSynchronize()

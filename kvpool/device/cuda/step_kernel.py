@@ -9,7 +9,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from kvpool.device.cuda.runtime import RuntimeCalls
+from kvpool.device.cuda.runtime import LEGACY_STREAM, RuntimeCalls
 from kvpool.device.work import NAMES, StagedStep, numbers_bytes
 from kvpool.errors import DeviceError
 
@@ -116,5 +116,6 @@ class StepKernel:
 
 @lru_cache(maxsize=256)
 def _stream(handle: int) -> Any:
-    """A stream for Numba, made of its number only."""
-    return cuda.external_stream(handle) if handle else 0
+    """A stream for Numba, made of its number only. What 0 means to Numba depends on its settings, and 1 is always the
+    legacy default stream."""
+    return cuda.external_stream(handle or LEGACY_STREAM)

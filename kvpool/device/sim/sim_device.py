@@ -298,7 +298,7 @@ class SimDevice(Device):
     def as_stream(self, stream: Any) -> Stream:
         return stream_argument(stream)
 
-    def create_stream(self, name: str) -> Stream:
+    def create_stream(self, name: str, urgent: bool = False) -> Stream:
         with self._entered():
             return self._streams.create(name)
 

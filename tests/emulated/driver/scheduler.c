@@ -122,6 +122,8 @@ API CUresult cuStreamCreateWithPriority(CUstream* handle, unsigned flags, int pr
     CUresult result = enter_context(&context);
     if (result) return result;
     if (!handle || flags & ~CU_STREAM_NON_BLOCKING) return leave(CUDA_ERROR_INVALID_VALUE);
+    // "If priority is outside the numerical range ... it will automatically be clamped."
+    priority = priority > 0 ? 0 : priority < -5 ? -5 : priority;
     Stream* stream = make_stream(context, !(flags & CU_STREAM_NON_BLOCKING), priority);
     *handle = (CUstream)stream;
     return leave(stream ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);

@@ -1,0 +1,288 @@
+"""A pool beside others that use the GPU: captures that it does not end, contexts that are not its own, streams of its
+own priority, memory that is nobody else's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import small_layout
+from kvpool import BlockLayout, KVCacheManager, PagedKV, gather_kv
+from kvpool.device.base import Stream
+from kvpool.device.cuda import CudaDevice
+from kvpool.device.cuda import cuda_device as cuda
+from kvpool.device.cuda.calibration import Calibration, Measurement
+from kvpool.device.launches import kernels
+from kvpool.device.work import Fragments
+from kvpool.memory.kv_copy import load_kernel
+from steps import arrays
+from tests.device.pools import make_pools, on_device
+from tests.emulated import lab
+from tests.emulated.lab import ROOT, Driver
+from tests.emulated.test_capture_and_batches import Capturing
+
+pytestmark = pytest.mark.gpu
+LAYOUT = BlockLayout(2, 2, 16, 4)
+MODES = [lab.GLOBAL, lab.THREAD_LOCAL, lab.RELAXED]
+
+
+def serve(cache: KVCacheManager, stream: Any = None, rounds: int = 4) -> None:
+    """Fill the pool several times, so that blocks go to the host and come back."""
+    for number in (*range(rounds), *range(rounds)):
+        sequence = cache.add_sequence(list(range(100 * number, 100 * number + 16)), stream=stream)
+        cache.commit(sequence)
+        cache.release(sequence)
+
+
+# Captures
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pool_closes_while_a_stream_is_captured_and_gives_everything_back(
+    driver: Driver, mode: int, known: bool
+) -> None:
+    before = driver.in_use()
+    cache = KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4)
+    stream = Stream(driver.stream())
+    serve(cache, stream)
+    capture = Capturing(driver, mode)
+    if known:
+        driver.cuStreamBeginCapture_v2(stream.handle, mode)  # type: ignore[operator]
+    cache.close()
+    del cache
+    status, graph = capture.end()
+    assert status == lab.SUCCESS and graph
+    if known:
+        driver.cuStreamEndCapture(stream.handle, ctypes.byref(ctypes.c_size_t()))  # type: ignore[operator]
+    driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
+    driver.cuStreamDestroy_v2(capture.stream)  # type: ignore[operator]
+    assert driver.in_use() == before
+
+
+def test_a_pool_waits_for_the_streams_that_it_knows_before_it_closes(driver: Driver) -> None:
+    cache = KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4)
+    streams = [Stream(driver.stream()) for _ in range(3)]
+    for stream in streams:
+        serve(cache, stream, rounds=1)
+        driver.cuMemsetD8Async(cache.device_pool.data.ptr, 3, 64, stream.handle)  # type: ignore[operator]
+    cache.close()
+    assert [driver.library.emu_pending(ctypes.c_void_p(stream.handle)) for stream in streams] == [0, 0, 0]
+
+
+def paged() -> PagedKV:
+    """A cache of one layer whose bytes are the numbers of its slots."""
+    import cupy
+
+    memory = cupy.zeros((2, 1, 4, 4, 1, 8), np.uint8)
+    memory[...] = cupy.arange(16, dtype=np.uint8).reshape(1, 1, 4, 4, 1, 1)
+    cupy.cuda.Device().synchronize()
+    return PagedKV.of(memory, "| P L B T H D")
+
+
+def test_slots_of_the_host_are_refused_on_a_stream_that_is_captured_and_nothing_breaks(driver: Driver) -> None:
+    import cupy
+
+    cache, slots, out = paged(), np.array([3, 1, 15]), cupy.zeros((2, 1, 3, 8), np.uint8)
+    capture = Capturing(driver)
+    with pytest.raises(ValueError, match="it is being captured"):
+        gather_kv(cache, slots, out, stream=capture.stream)
+    assert capture.end()[0] == lab.SUCCESS
+    with pytest.raises(ValueError, match="per-thread"):
+        gather_kv(cache, slots, out, stream=2)
+    for _ in range(70):  # more than uploads that may be under way
+        gather_kv(cache, slots, out, stream=capture.stream)
+    cupy.cuda.Device().synchronize()
+    assert out[0, 0, :, 0].get().tolist() == [3, 1, 15]
+
+
+def test_slots_of_the_gpu_are_captured_and_replayed_with_others(driver: Driver) -> None:
+    import cupy
+
+    cache = paged()
+    slots, out, stream = cupy.array([3, 1, 15]), cupy.zeros((2, 1, 3, 8), np.uint8), cupy.cuda.Stream(non_blocking=True)
+    gather_kv(cache, slots, out, stream=stream)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture()
+    gather_kv(cache, slots, out, stream=stream)
+    graph = stream.end_capture()
+    for wanted in ([5, 6, 7], [0, 9, -1]):
+        slots.set(np.array(wanted))
+        out.fill(77)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert out[0, 0, :, 0].get().tolist() == [77 if slot < 0 else slot for slot in wanted]
+
+
+def test_a_gather_that_was_warmed_up_compiles_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    cache, compiled = paged(), list[str]()
+    compile_ = cupy.RawModule
+    monkeypatch.setattr(cuda, "_launchers", {})
+    monkeypatch.setattr(cupy, "RawModule", lambda **given: (compiled.append(given["code"]), compile_(**given))[1])
+    load_kernel(cache)
+    assert len(compiled) == 1 and list(kernels(compiled[0])) == ["kv_copy_8"]
+    gather_kv(cache, np.array([3, 1, 15]), cupy.zeros((2, 1, 3, 8), np.uint8))
+    cupy.cuda.Device().synchronize()
+    assert len(compiled) == 1
+
+
+# Contexts and default streams
+
+
+def test_a_pool_is_used_by_a_thread_whose_context_is_another_one_of_the_same_gpu(driver: Driver) -> None:
+    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
+        stream, found = Stream(driver.stream()), ctypes.c_size_t()
+        serve(cache, stream)
+        driver.cuCtxCreate_v4(ctypes.byref(found), None, 0, 0)  # type: ignore[operator]
+        try:
+            serve(cache, stream)
+            cache.verify()
+            assert driver.made("cuCtxGetCurrent") == found.value, "the thread has its context again"
+        finally:
+            driver.cuCtxDestroy_v2(found.value)  # type: ignore[operator]
+
+
+def test_tables_of_a_step_are_written_on_the_stream_that_is_named(driver: Driver) -> None:
+    with KVCacheManager(small_layout(2), device_blocks=20, device="cuda", max_sequences=4) as cache:
+        stream, device = Stream(driver.stream()), cache.core.device
+        sequence = cache.add_sequence([1, 2, 3], stream=stream)
+        out = arrays(1, 3, 3, 3, put=lambda values: on_device(device, values))
+        device.synchronize()
+        go = driver.stall(stream.handle)
+        cache.copy_step_tables(out, sequence, stream=stream)
+        driver.cuStreamSynchronize(0)  # type: ignore[operator]
+        assert out.seq_lens.get().tolist() != [3], "not before what the stream has to do first"
+        go()
+        device.synchronize()
+        assert out.seq_lens.get().tolist() == [3]
+        cache.release(sequence)
+
+
+DEFAULT = """
+from engine import small_layout
+from kvpool import KVCacheManager
+from steps import arrays
+from tests.device.pools import on_device
+from tests.emulated import lab
+driver = lab.driver()
+with KVCacheManager(small_layout(2), device_blocks=20, device="cuda", max_sequences=4) as cache:
+    sequence = cache.add_sequence([1, 2, 3])
+    out = arrays(1, 3, 3, 3, put=lambda values: on_device(cache.core.device, values))
+    before = driver.counter("streams")
+    cache.copy_step_tables(out, sequence)
+    cache.core.device.synchronize()
+    assert out.seq_lens.get().tolist() == [3]
+    assert driver.counter("streams") == before, "a default stream of the thread came to be"
+    cache.release(sequence)
+"""
+
+
+def test_the_default_stream_is_the_legacy_one_whatever_numba_is_told() -> None:
+    environment = {**os.environ, "NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM": "1", "PYTHONPATH": f"{ROOT}/tests:{ROOT}"}
+    environment["PYTHONPATH"] += ":" + os.environ.get("PYTHONPATH", "")
+    done = subprocess.run([sys.executable, "-c", DEFAULT], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Streams, copies, memory
+
+
+def priority(driver: Driver, stream: Stream) -> int:
+    found = ctypes.c_int()
+    driver.cuStreamGetPriority(stream.handle, ctypes.byref(found))  # type: ignore[operator]
+    return found.value
+
+
+def test_loads_go_before_saves_and_by_how_much_is_a_setting(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lower number is a higher priority."""
+    device = CudaDevice()
+    assert priority(driver, device.create_stream("load", urgent=True)) == -5, "the highest"
+    assert priority(driver, device.create_stream("save")) == 0
+    monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "-2")
+    assert priority(driver, device.create_stream("load", urgent=True)) == -2
+    monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "7")
+    with pytest.raises(ValueError, match="KVPOOL_LOAD_PRIORITY='7': accepted is"):
+        device.create_stream("load", urgent=True)
+    device.close()
+
+
+def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Stream] = {}
+    create = CudaDevice.create_stream
+
+    def noted(device: CudaDevice, name: str, urgent: bool = False) -> Stream:
+        made[name] = create(device, name, urgent)
+        return made[name]
+
+    monkeypatch.setattr(CudaDevice, "create_stream", noted)
+    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=4, device="cuda"):
+        found = {name: priority(driver, stream) for name, stream in made.items()}
+    assert found == {"memory": 0, "offload": 0, "onboard": -5, "within": 0}
+
+
+@pytest.mark.parametrize(("best", "batches"), [("plain", 0), ("batched", 1)])
+@pytest.mark.parametrize("direction", ["offload", "onboard"])
+def test_fragments_are_copied_in_the_way_that_was_measured(
+    driver: Driver, best: str, batches: int, direction: str
+) -> None:
+    """What engines copy between their own memory and the host. The other direction was measured otherwise."""
+    other = {"plain": "batched", "batched": "plain"}
+    ways = {direction: best, {"offload": "onboard", "onboard": "offload"}[direction]: other[best]}
+    rows = tuple(
+        Measurement(one, 64, 16, way, 2.0 if way == fast else 1.0)
+        for one, fast in ways.items()
+        for way in ("plain", "batched")
+    )
+    device = CudaDevice(calibration=Calibration("any", 0, rows))
+    pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
+    ends = [pools.device_bytes.data.ptr, pools.host_bytes.ctypes.data]
+    source, target = ends if direction == "offload" else reversed(ends)
+    places = 64 * np.arange(16)
+    with driver.counting("batches") as grown:
+        device.enqueue(Fragments(np.stack([source + places, target + places, np.full(16, 64)], axis=1)), stream)
+    assert grown["batches"] == batches
+    device.close()
+
+
+def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver) -> None:
+    """A handle opens whole pieces of 2 MiB, which the driver may give to several small allocations."""
+    with KVCacheManager(LAYOUT, device_blocks=6, device="cuda") as cache:
+        base, nbytes = ctypes.c_size_t(), ctypes.c_size_t()
+        driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), cache.device_pool.data.ptr)  # type: ignore[operator]
+        assert nbytes.value % (2 << 20) == 0
+        whole = (ctypes.c_uint8 * nbytes.value)()
+        driver.cuMemcpyDtoH_v2(whole, base.value, nbytes.value)  # type: ignore[operator]
+        assert not any(whole), "nothing of what this process had there before"
+
+
+def test_memory_of_the_caller_is_used_once_what_was_enqueued_on_it_is_done(driver: Driver) -> None:
+    import cupy
+
+    memory, stream = cupy.empty(LAYOUT.block_bytes * 6, np.uint8), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        memory.fill(7)
+    with KVCacheManager(LAYOUT, device_blocks=6, device="cuda", device_memory=memory):
+        assert driver.library.emu_pending(ctypes.c_void_p(stream.ptr)) == 0
+
+
+def test_a_forked_child_gets_no_copy_of_pinned_pages(driver: Driver) -> None:
+    """A page that both processes have is copied at the next write, and the driver would keep the other copy."""
+    with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=40, device="cuda") as cache:
+        address, flags, inside = cache.host_pool.ctypes.data, "", False
+        with open("/proc/self/smaps", encoding="ascii") as smaps:
+            for line in smaps:
+                first, dash, rest = line.split()[0].partition("-")
+                if dash and rest and not first.endswith(":"):
+                    inside = int(first, 16) <= address < int(rest, 16)
+                elif inside and line.startswith("VmFlags:"):
+                    flags = line
+        assert "dc" in flags.split()[1:], flags
