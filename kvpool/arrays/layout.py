@@ -157,8 +157,8 @@ class BlockLayout:
             object.__setattr__(self, name, integer_argument(name, getattr(self, name), 1, _EXTENT_MAX))
         object.__setattr__(self, "planes", integer_argument("planes", self.planes, 1, 2))
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        object.__setattr__(self, "order", _choice("order", self.order, _ORDERS))
-        object.__setattr__(self, "tokens", _choice("tokens", self.tokens, _TOKEN_ORDERS))
+        object.__setattr__(self, "order", choice_argument("order", self.order, _ORDERS))
+        object.__setattr__(self, "tokens", choice_argument("tokens", self.tokens, _TOKEN_ORDERS))
 
     def __setstate__(self, state: Any) -> None:
         raise TypeError("a BlockLayout has no state to set: a pickle brings its fields, which are checked")
@@ -171,7 +171,7 @@ class BlockLayout:
         cls, name: str, *, tokens_per_block: int, dtype: Any = None, order: str = "layer_first", tokens: str = "NHD"
     ) -> BlockLayout:
         """The layout of a model of ``PRESETS``. Without ``dtype``, it is the type in which the model was published."""
-        _choice("name", name, tuple(PRESETS))
+        choice_argument("name", name, tuple(PRESETS))
         shape = PRESETS[name]
         return cls(
             shape.layers,
@@ -310,7 +310,8 @@ def integer_argument(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def _choice(name: str, value: Any, accepted: tuple[str, ...]) -> str:
+def choice_argument(name: str, value: Any, accepted: tuple[str, ...]) -> str:
+    """The argument ``name`` as one of the accepted strings. Raises TypeError or ValueError."""
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r}: a string is needed, one of {', '.join(accepted)}")
     own = str.__str__(value)

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.jit import jit
+from kvpool.state.records import ENDS
 
 INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
+STOPS = ("tool_use", "end_turn")
 OPEN_END = 1 << 62
 TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
 
@@ -120,6 +122,21 @@ def each_argument(
 def count_array(name: str, counts: object, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """One count for each id, as private int64[n]. No count is negative."""
     return each_argument(name, counts, len(ids))
+
+
+def stop_argument(stop: object) -> int:
+    """Why a model stopped, as the state counts it: 0 where nobody says it."""
+    return 0 if stop is None else 1 + STOPS.index(choice_argument("stop", stop, STOPS))
+
+
+def returns_argument(ends: object, returns_in_ms: object) -> int:
+    """When a sequence is continued, as the state counts it: 0 where nobody says it, ENDS, or the milliseconds and
+    one."""
+    if bool_argument("ends", ends):
+        if returns_in_ms is not None:
+            raise ValueError(f"returns_in_ms={returns_in_ms!r:.80}: accepted is None with ends=True")
+        return int(ENDS)
+    return 0 if returns_in_ms is None else 1 + integer_argument("returns_in_ms", returns_in_ms, 0, INT32_MAX - 1)
 
 
 def split_argument(

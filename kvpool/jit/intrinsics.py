@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,14 @@ def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int)
 
 def _plain_address_of(array: Any) -> int:
     return int(array.ctypes.data)
+
+
+_functions: dict[int, Callable[..., Any]] = {}
+"""What ``call`` calls in the interpreter."""
+
+
+def _plain_call(entry: int, *args: int) -> np.int64:
+    return np.int64(_functions[int(entry)](*map(np.int64, args)))
 
 
 def _plain_prefetch(array: Any, index: int) -> None:
@@ -208,6 +216,34 @@ def address_of(typingctx: Context, array: types.Type) -> Any:
         return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, ir.IntType(64))
 
     return types.int64(array), codegen
+
+
+def entry_of(function: Any) -> int:
+    """The number by which ``call`` calls a jitted function of three int64 that returns an int64. It is compiled now."""
+    if not hasattr(function, "overloads"):
+        _functions[id(function)] = function
+        return id(function)
+    kinds = (types.int64,) * 3
+    function.compile(kinds)
+    compiled = function.overloads[kinds]
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+
+
+@intrinsic(_plain_call)
+def call(typingctx: Context, entry: types.Type, first: types.Type, second: types.Type, third: types.Type) -> Any:
+    """Call a jitted function by the number that ``entry_of`` has given. It must not raise.
+
+    What is called by its number is compiled only where somebody asks for the number.
+    """
+    kinds = (types.int64,) * 3
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
+        kind = context.call_conv.get_function_type(types.int64, kinds)
+        places = [cgutils.alloca_once(builder, pointer.pointee) for pointer in kind.args[:2]]
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [*places, *args[1:]])
+        return builder.load(places[0])
+
+    return types.int64(types.int64, *kinds), codegen
 
 
 @intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.entry.arguments import bool_argument, priority_argument
 from kvpool.state.arrays import GroupSizes, Settings
+from kvpool.state.chain_book import POLICIES
 
 KINDS = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144
@@ -287,8 +288,8 @@ class PoolConfig:
     def of(
         cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks:
         object, host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
-        offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, staging_depth:
-        object, clock: object,
+        offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, policy: object,
+        staging_depth: object, clock: object,
     ) -> PoolConfig:  # fmt: skip
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
@@ -306,6 +307,7 @@ class PoolConfig:
             priority_argument("offload_min_priority", offload_min_priority),
             integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
+            choice_argument("policy", policy, POLICIES),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
         return cls(found, settings, depth, clock_argument(clock), secret is not None)

@@ -28,8 +28,10 @@ from kvpool.entry.arguments import (
     is_integer,
     list_argument,
     priority_argument,
+    returns_argument,
     salt_argument,
     split_argument,
+    stop_argument,
     text_argument,
     token_array,
     ttl_argument,
@@ -114,6 +116,9 @@ class KVCacheManager:
         then be longer than the device has room for, up to ``max_sequence_tokens``. None: a token sees all tokens before
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
+    policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
+        that was not used for longest. ``"agent"``: of the conversation that is worth least, by the pauses that such
+        conversations make; its end goes first. ``"adaptive"``: one of the two, whichever would have hit more lately.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
@@ -156,13 +161,13 @@ class KVCacheManager:
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30,
         offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] |
         None = None, staging_depth: int = 8, device_memory: object = None, host_memory: object = None, table: object =
-        None, window: int | None = None, sinks: int = 0, shared: bool = False,
+        None, window: int | None = None, sinks: int = 0, shared: bool = False, policy: str = "lru",
     ) -> None:  # fmt: skip
         config = PoolConfig.of(
             layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
             max_sequence_tokens=max_sequence_tokens, partial_reuse=partial_reuse,
             offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, secret=secret,
-            event_capacity=event_capacity, staging_depth=staging_depth, clock=clock,
+            event_capacity=event_capacity, policy=policy, staging_depth=staging_depth, clock=clock,
         )  # fmt: skip
         used, owned = get_device(device), not isinstance(device, Device)
         try:
@@ -348,15 +353,26 @@ class KVCacheManager:
         each = count_array("counts", counts, which)
         self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
 
-    def release(self, ids: Ids, *, store: bool = True, stream: object = None) -> None:
+    def release(
+        self, ids: Ids, *, store: bool = True, stream: object = None, stop: str | None = None, ends: bool = False,
+        returns_in_ms: int | None = None,
+    ) -> None:  # fmt: skip
         """End sequences, and give their blocks back, the last block first.
 
         What was committed stays reusable until it is evicted. With ``store=False``, what these sequences computed is
         forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
-        ValueError.
+        ValueError, TypeError.
+
+        What the policies ``agent`` and ``adaptive`` can use, if the engine knows it: ``stop``, why the model stopped
+        (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
+        in how many milliseconds the next one will. What is not true costs hits, and nothing else.
         """
-        which = id_array("ids", ids)
-        self.core.decide(stream, verbs.release, which, bool_argument("store", store), self.core.now(), ids=which)
+        which, keep = id_array("ids", ids), bool_argument("store", store)
+        said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        if any(said):
+            self.core.decide(stream, verbs.release_saying, which, keep, self.core.now(), *said, ids=which)
+        else:
+            self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
 
     def swap_out(self, ids: Ids, *, stream: object = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were

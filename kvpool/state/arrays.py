@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.state import guards
+from kvpool.state.chain_book import BOOK_BYTES, LRU, ChainBook
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.records import (
     ATTENTION,
@@ -68,6 +69,7 @@ class Settings(NamedTuple):
     offload_min_priority: int = 30
     offload_min_reuse: int = 1
     event_capacity: int = 0
+    policy: str = LRU
 
 
 def buckets(count: int) -> int:
@@ -75,12 +77,15 @@ def buckets(count: int) -> int:
     return min(4 * count, BUCKETS_MAX)
 
 
-def state_bytes(groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int) -> int:
+def state_bytes(
+    groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int, policy: str = LRU
+) -> int:
     """The bytes of the states of these groups."""
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
-    return count * (BLOCK.itemsize + 36 + 4 * width) + rows + events * (EVENT.itemsize + 4 * width)
+    own = BLOCK.itemsize + 36 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
+    return count * own + rows + events * (EVENT.itemsize + 4 * width)
 
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -149,6 +154,10 @@ class State:
         self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
         self._fill_header(sizes, settings, ring)
         self._fill_lists(sizes.device_blocks, count)
+        self.book = None
+        if settings.policy != LRU:
+            self.book = ChainBook(settings.policy, heads[group].ctypes.data, sizes.device_blocks, count, len(self.rows))
+            self.head.book_at = self.book.address
         self.sequences["generation"] = generation
 
     def _fill_header(self, sizes: GroupSizes, settings: Settings, ring: Ring) -> None:
@@ -189,7 +198,8 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of state that grow with the number of blocks, without the tokens."""
-        return sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
+        own = sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
+        return own + (self.book.nbytes if self.book is not None else 0)
 
     def note_accesses(self) -> None:
         """Have calls note the accesses of streams to blocks. A synchronous device needs none, and has no room for them.

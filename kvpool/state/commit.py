@@ -10,7 +10,7 @@ from kvpool.state.codes import BAD_COUNT
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
 from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
-from kvpool.state.policy import BACK, nth_released, on_change, on_insert, on_release
+from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
 from kvpool.state.records import (
     KEYED,
     LOST,
@@ -221,6 +221,7 @@ def _release(h, slot, store):
     stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
     if store:
         retry_duplicates(h, slot)
+    on_begin_release(h, slot)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
         b = np.int64(row[i])
@@ -228,6 +229,7 @@ def _release(h, slot, store):
             continue
         row[i] = NONE
         give_back(h, slot, i, b, stream, store, tail)
+    on_end_release(h, slot)
     sequence.live = sequence.length = sequence.blocks = sequence.first = 0
     sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
     rows_of(h)[h.free_rows] = slot

@@ -7,7 +7,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.accesses import WILL_READ, WILL_WRITE, emit_access
 from kvpool.state.kinds import columns_for, finds, has_block, has_states, kept_column, kept_from
-from kvpool.state.policy import on_hit
+from kvpool.state.policy import on_admit, on_hit
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     EXTRA,
@@ -65,6 +65,7 @@ def fill(h, requests, out, n, r):
         _fill_prompt(h, request, slot, out, n, r)
         if has_states(h):
             note_prompt(h, request, slot)
+        on_admit(h, requests, r, slot)
 
 
 @jit

@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at, prefetch
+from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
+from kvpool.state.chains import book_of
 from kvpool.state.index import expect, expect_child
 from kvpool.state.lists import heap_push, heap_remove, lowest, push_back, push_front, relink, unlink
 from kvpool.state.records import (
@@ -27,6 +28,7 @@ from kvpool.state.records import (
     LISTS_PER_TIER,
     LOWEST,
     NONE,
+    REQUEST_BYTES,
     TAIL,
     TIE_BITS,
     USES_MAX,
@@ -166,6 +168,27 @@ def on_release(h, b, front):
         push_back(blocks, lists, b, list_of(h, b))
 
 
+@jit(forceinline=True)
+def on_admit(h, requests, r, slot):
+    """Request ``r`` has got its blocks, in the row ``slot``."""
+    if h.book_at:
+        call(book_of(h).on_admit, book_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot)
+
+
+@jit(forceinline=True)
+def on_begin_release(h, slot):
+    """All blocks of a row are given back next."""
+    if h.book_at:
+        call(book_of(h).on_begin_release, book_of(h).head_at, slot, np.int64(0))
+
+
+@jit(forceinline=True)
+def on_end_release(h, slot):
+    """They were."""
+    if h.book_at:
+        call(book_of(h).on_end_release, book_of(h).head_at, slot, np.int64(h.stop))
+
+
 @jit
 def on_change(h, b):
     """The content of a block has changed. If nobody holds it, it goes to the back of its present list."""
@@ -247,7 +270,11 @@ def victim(h, tier, priority):
     if b != NONE:
         return b
     b = np.int64(lowest(lists, tier))
-    return b if b != NONE and blocks_of(h)[b].priority <= priority else np.int64(NONE)
+    if b == NONE or blocks_of(h)[b].priority > priority:
+        return np.int64(NONE)
+    if h.book_at and tier == DEVICE and blocks_of(h)[b].priority == DEFAULT_PRIORITY:
+        b = call(book_of(h).choose, book_of(h).head_at, np.int64(0), np.int64(0))
+    return b
 
 
 @jit(forceinline=True)

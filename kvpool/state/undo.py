@@ -51,6 +51,7 @@ class Undo:
         for state in self._states:
             found += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
             found += [state.sequences, state.rows, state.counters, state.histograms]
+            found += [] if state.book is None else state.book.arrays
         return (one.reshape(-1).view(np.uint8) for one in found)
 
 

@@ -363,6 +363,34 @@ def _moves(state: State) -> Iterator[Check]:
     yield "moves", state.head.moves != 0, f"{state.head.moves} decided moves were not handed to transfer"
 
 
+def _chains(state: State) -> Iterator[Check]:
+    """The records of policies that look at chains. What a chain says of blocks is a guess, and checked when used."""
+    own = state.book
+    if own is None:
+        return
+    book, chains, order = own.book[0], own.chains, own.order
+    sizes = (0, book["cached"], book["known"], len(chains))
+    yield "chains", sizes != tuple(sorted(sizes)), "more chains have blocks than are known, or more than there are"
+    numbers = np.arange(len(chains))
+    yield "chains", not np.array_equal(np.sort(order), numbers), "the order of chains lacks one"
+    yield "chains", chains["place"][order] != numbers, "the chain at place {} has another place"
+    outside = np.zeros(len(chains), bool)
+    blocks = len(own.owners)
+    for name, low, high in (("first", NONE, blocks), ("rest", NONE, blocks), ("after", 0, len(chains))):
+        outside |= (chains[name] < low) | (chains[name] >= high)
+    yield "chains", outside, "chain {} names a block or a chain that there is not"
+    yield "chains", (own.owners < NONE) | (own.owners >= len(chains)), "block {} is of no chain that there is"
+    if not outside.any():
+        yield "rings", chains["before"][chains["after"]] != numbers, "chain {} and its neighbour do not name each other"
+    running = own.turns[own.turns != NONE]
+    yield "turns", np.bincount(running, minlength=len(chains)) != chains["turns"], "chain {}: its turns are no rows"
+    yield "turns", (own.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
+    for name in ("by_lru", "by_worth"):
+        used = book[f"{name[3:]}_used"]
+        yield "ghosts", chains[name].sum() != used, f"the ghost {name} has other blocks than it counts"
+        yield "ghosts", chains[name] < 0, "chain {} has less than no block in a ghost"
+
+
 def findings(state: State, leased: IntArray) -> list[Finding]:
     """All broken invariants as (check, detail). ``leased`` are the blocks of live leases, one entry for each pin."""
     checks = (
@@ -373,6 +401,7 @@ def findings(state: State, leased: IntArray) -> list[Finding]:
         _pins(state, leased),
         _scratch(state),
         _moves(state),
+        _chains(state),
     )
     found = (one for check in checks for one in check if np.any(one[1]))
     return [(name, text.format(int(np.flatnonzero(wrong)[0]))) for name, wrong, text in found]

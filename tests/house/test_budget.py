@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 590,
+    "asv_bench": 690,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
@@ -25,18 +25,18 @@ LINES = {
     "kvpool/copying": 520,
     "kvpool/device": 3930,
     "kvpool/engines": 1530,
-    "kvpool/entry": 400,
+    "kvpool/entry": 410,
     "kvpool/hostcache": 930,
-    "kvpool/jit": 610,
+    "kvpool/jit": 630,
     "kvpool/keepers": 1930,
     "kvpool/memory": 920,
     "kvpool/observe": 300,
     "kvpool/planner": 1150,
-    "kvpool/pool": 2890,
+    "kvpool/pool": 2900,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 1980,
-    "kvpool/state": 4640,
+    "kvpool/state": 5240,
     "kvpool/stores": 3320,
     "kvpool/tables": 600,
     "tests": 1670,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
-    "tests/mutations": 3580,
+    "tests/mutations": 3640,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -64,14 +64,14 @@ LINES = {
     "tests/replay": 1130,
     "tests/sequences": 3200,
     "tests/share": 680,
-    "tests/state": 1450,
+    "tests/state": 1660,
     "tests/stores": 8820,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 211
+FILES = 216
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

@@ -17,6 +17,7 @@ from tests.mutations import (
     keeper,
     mooncake,
     peers,
+    policies,
     recurrent,
     remote,
     sequences,
@@ -49,6 +50,7 @@ PARTS = (
     keeper,
     stores,
     peers,
+    policies,
     mooncake,
 )
 MUTATIONS: dict[str, Mutation] = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}

@@ -33,8 +33,8 @@ MUTATIONS = (
     Mutation(
         "the_host_evicts_what_matters_more",
         "victim",
-        "blocks_of(h)[b].priority <= priority",
-        "True",
+        "blocks_of(h)[b].priority > priority",
+        "False",
         "An unimportant block that leaves the device pushes an important one out of the host.",
         ("tests/state/test_scenarios_tiers.py::test_the_host_keeps_what_matters_more_than_what_comes",),
     ),

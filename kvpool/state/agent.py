@@ -1,0 +1,184 @@
+"""The policy ``agent``: the chain whose blocks are worth least goes, its deepest block first.
+
+It looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least (see
+``pauses``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes back
+sooner. Blocks that no chain has left there go when they are the oldest. What a turn has left over goes first.
+
+The functions without an underscore are the hooks that ``policy`` calls. They change only the records of chains.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.jit.intrinsics import record_at
+from kvpool.state.chains import (
+    LIST,
+    begin_release,
+    begin_turn,
+    book_of,
+    chains_of,
+    draw,
+    end_turn,
+    find_name,
+    has_blocks,
+    is_name,
+    order_of,
+    owners_of,
+    put_name,
+    take_first,
+    turns_of,
+)
+from kvpool.state.pauses import worth_of
+from kvpool.state.records import ENDS, HEAD, KEYED, NONE, REQUEST, blocks_of, lists_of, sequences_of, table_of
+from kvpool.state.requests import request_keys
+
+ALL, SOME, _RING = 48, 24, 16
+"""Up to so many chains, all are compared; else a sample of some. And so many chains of a ring are asked about its
+stem."""
+RUN = 32
+"""How many blocks of a chain are evicted before chains are compared again."""
+_HUGE = 1e30
+
+
+@jit
+def on_admit(at, asked, slot):
+    """A prompt has got the row ``slot``: find its chain, by the last block that it has reused, or by a deeper one that
+    is gone and still names it. Returns it, or NONE."""
+    h, request = record_at(at, HEAD), record_at(asked, REQUEST)
+    book = book_of(h)
+    turns_of(book)[slot] = NONE
+    if request.reserves or request.private or request.fresh:
+        return np.int64(NONE)
+    keys, c = request_keys(h, request), np.int64(NONE)
+    depth, reused = keys.shape[0], np.int64(sequences_of(h)[slot].reused)
+    while depth > reused and c == NONE:
+        c = find_name(book, keys[depth - 1, 0])
+        depth -= 1 if c == NONE else 0
+    if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
+        c = np.int64(owners_of(h, book)[table_of(h)[slot, reused - 1]])
+    c = begin_turn(h, book, c, depth, keys.shape[0])
+    turns_of(book)[slot] = c
+    book.depth = depth
+    return c
+
+
+@jit
+def on_begin_release(at, slot, nothing):
+    """A row is released next: its blocks name its chain from now on."""
+    h = record_at(at, HEAD)
+    book, blocks, row = book_of(h), blocks_of(h), table_of(h)[slot]
+    c = np.int64(turns_of(book)[slot])
+    if c == NONE:
+        return np.int64(0)
+    full = sequences_of(h)[slot].committed // h.width
+    for i in range(full):
+        if row[i] != NONE and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
+            put_name(book, blocks[row[i]].key0, c)
+    begin_release(h, book, c)
+    book.mark = lists_of(h)[LIST, 1]
+    return np.int64(0)
+
+
+@jit
+def on_end_release(at, slot, stop):
+    """The blocks of a row are listed, behind what was listed before."""
+    h = record_at(at, HEAD)
+    book, blocks = book_of(h), blocks_of(h)
+    c = np.int64(turns_of(book)[slot])
+    if c == NONE:
+        return np.int64(0)
+    turns_of(book)[slot] = NONE
+    first = np.int64(lists_of(h)[LIST, 0])
+    if book.mark != NONE:
+        first = np.int64(blocks[book.mark].next) if blocks[book.mark].list == LIST else np.int64(NONE)
+    end_turn(h, book, c, first, stop)
+    book.left = 0 if book.pick == c else book.left
+    return np.int64(0)
+
+
+@jit
+def choose(at, nothing, none):
+    """The next victim among the device's blocks of the default priority, of which there is one."""
+    h = record_at(at, HEAD)
+    book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
+    if book.waits or _is_stray(h, book, oldest):
+        return oldest
+    b = np.int64(NONE)
+    if book.left > 0:
+        book.left -= 1
+        b = take_first(h, book, book.pick)
+    while b == NONE and book.cached > 0:
+        c = _least(h, book)
+        if c == NONE:
+            break
+        chain = chains_of(book)[c]
+        # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
+        book.pick, book.left = c, min(RUN, max(chain.size - chain.stem, 1)) - 1
+        if chain.rest != NONE or chain.turns > 0:
+            book.left = 0
+        b = take_first(h, book, c)
+    return b if b != NONE else oldest
+
+
+@jit
+def _is_stray(h, book, b):
+    """Whether no chain has listed a block at its last turn: nobody is known to come back to it."""
+    c = np.int64(owners_of(h, book)[b])
+    return c == NONE or blocks_of(h)[b].used_at != np.uint32(chains_of(book)[c].released)
+
+
+@jit
+def worth_now(h, book, c):
+    """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
+    chain = chains_of(book)[c]
+    if chain.due == ENDS:
+        return -0.5
+    if chain.due >= h.now:
+        return 1000.0 / (chain.due - h.now + 1)
+    return worth_of(book, chain.row, h.now - chain.released)
+
+
+@jit
+def _first_worth(h, book, c):
+    """The worth of the deepest block that a chain has listed."""
+    chain = chains_of(book)[c]
+    if chain.turns > 0 or chain.rest != NONE:
+        return -1.0  # left over
+    if chain.size <= chain.stem and _is_shared(book, c):
+        return _HUGE
+    return worth_now(h, book, c)
+
+
+@jit
+def _is_shared(book, c):
+    """Whether a chain of which only its stem is left has that in common with one that runs, or has more."""
+    chains, other = chains_of(book), np.int64(chains_of(book)[c].after)
+    for _ in range(_RING):
+        if other == c:
+            return False
+        chain = chains[other]
+        if chain.turns > 0 or chain.size > chain.stem:
+            return True
+        other = np.int64(chain.after)
+    return False
+
+
+@jit
+def _least(h, book):
+    """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
+    chains, order, found, least, at, tries = chains_of(book), order_of(book), np.int64(NONE), 0.0, 0, 0
+    if book.pick != NONE and chains[book.pick].place < book.cached and has_blocks(h, book, book.pick):
+        found, least = np.int64(book.pick), _first_worth(h, book, book.pick)
+    while at < book.cached and tries < ALL and least >= 0.0:
+        place = at if book.cached <= ALL else draw(book, book.cached)
+        c = np.int64(order[place])
+        tries += 1
+        if not has_blocks(h, book, c):
+            continue
+        worth = _first_worth(h, book, c)
+        if found == NONE or worth < least or (worth == least and chains[c].released < chains[found].released):
+            found, least = c, worth
+        at += 1 if book.cached <= ALL else ALL // SOME
+    return found

@@ -1,0 +1,312 @@
+"""Chains: the records of the policies that look at conversations instead of blocks.
+
+A *chain* is a cached prefix that requests extend: the next turn of a conversation comes back to it. A record is kept
+for each. Its blocks lie side by side in the list of their priority, the deepest first, since one release has put them
+there. So a record names the deepest one, and the list needs no change: whoever evicts from the front of the list is
+LRU, whoever takes the deepest block of some chain follows a policy of chains.
+
+A prompt finds its chain by *names*: keys of some of its blocks, in a small hash table. So a chain is
+known for a while after its blocks are gone, and pauses are seen that no cache has survived. A prompt that leaves the
+chain early begins a *fork*, whose first blocks are its *stem*. The forks of one stem are in a ring.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.jit.intrinsics import array_at, record_at
+from kvpool.state.pauses import class_of, learn, octaves
+from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of
+
+CHAIN = np.dtype(
+    [
+        ("released", "i8"),  # ms, the end of its last turn
+        ("due", "i8"),  # ms, when its next turn comes, as the engine says; 0 = it says nothing; ENDS = never
+        ("first", "i4"),  # the deepest listed block of its last turn; NONE = none is left
+        ("rest", "i4"),  # the same of what its last turn has left over
+        ("size", "i4"),  # blocks from ``first`` on
+        ("length", "i4"),  # blocks of its last prompt
+        ("stem", "i4"),  # how many of them it shares with another chain
+        ("base", "i4"),  # how many of them it has begun with, as a fork
+        ("turns", "i4"),  # requests that run
+        ("pauses", "i4"),  # how many it has made
+        ("mean", "i4"),  # the mean of their logarithms, see ``pauses``
+        ("row", "i4"),  # its class
+        ("after", "i4"),  # the next chain of its ring, and the one before
+        ("before", "i4"),
+        ("by_lru", "i4"),  # its own blocks in the ghost caches: what LRU would have kept, and what worth would
+        ("by_worth", "i4"),
+        ("place", "i4"),  # its place in ``order``
+        ("age", "i4"),  # how often the record was used anew
+    ],
+    align=True,
+)
+BOOK = np.dtype(
+    [
+        (name, "i8")
+        for name in (
+            "head_at on_admit on_begin_release on_end_release choose"
+            " owners_at chains_at order_at names_at turns_at rates_at chains names rows cached known draws pick left"
+            " learnt mark capacity lru_used worth_used lru_hits worth_hits"
+            " waits depth"
+        ).split()
+    ]
+)
+"""The address of the group's header, and the hooks that ``policy`` calls. Addresses and lengths of arrays. ``cached``
+chains, the first ones in ``order``, have blocks on the device; those up to ``known`` are remembered. The chain that
+loses blocks now, and how many more; the pauses that were learnt; the end of the list before a release. Then the ghosts
+of ``adaptive``, and whether LRU is followed (``waits``); how many blocks of its chain the last prompt has found."""
+LIST = DEFAULT_PRIORITY
+"""The list whose blocks chains are about: the device's of the default priority."""
+SAMPLE = 16
+_WAYS, _LOOK = 4, 8
+
+
+@jit(inline="always")
+def book_of(h):
+    return record_at(h.book_at, BOOK)
+
+
+@jit(inline="always")
+def owners_of(h, book):
+    """The chain of each block, int32[blocks]: of the last release of a whole sequence that listed it."""
+    return array_at(book.owners_at, (h.blocks,), np.int32)
+
+
+@jit(inline="always")
+def chains_of(book):
+    return array_at(book.chains_at, (book.chains,), CHAIN)
+
+
+@jit(inline="always")
+def order_of(book):
+    """All chains: those with blocks, then those that are remembered, then unused records."""
+    return array_at(book.order_at, (book.chains,), np.int32)
+
+
+@jit(inline="always")
+def names_of(book):
+    """A hash table of names, int64: the upper half of a key, a chain, and the low byte of the chain's age."""
+    return array_at(book.names_at, (book.names,), np.int64)
+
+
+@jit(inline="always")
+def turns_of(book):
+    """The chain of each row, or NONE."""
+    return array_at(book.turns_at, (book.rows,), np.int32)
+
+
+# -- records ---------------------------------------------------------------------------------------------
+
+
+@jit
+def move(book, c, place):
+    """Exchange a chain with the one at a place of ``order``."""
+    chains, order = chains_of(book), order_of(book)
+    before, other = chains[c].place, order[place]
+    order[place], order[before] = c, other
+    chains[c].place, chains[other].place = place, before
+
+
+@jit
+def draw(book, count):
+    """A number below ``count``, the same ones in each run."""
+    book.draws = (book.draws * 1103515245 + 12345) & 0x7FFFFFFF
+    return np.int64((book.draws * count) >> 31)
+
+
+@jit(forceinline=True)
+def is_listed(h, book, c, b):
+    """Whether a block, or NONE, lies in the list as a block of a chain."""
+    return b != NONE and owners_of(h, book)[b] == c and blocks_of(h)[b].list == LIST
+
+
+@jit
+def take_first(h, book, c):
+    """The deepest block that a chain has listed, which is evicted now, or NONE. What a turn has left over, because the
+    prompt went on elsewhere, comes first."""
+    chain = chains_of(book)[c]
+    if is_listed(h, book, c, np.int64(chain.rest)):
+        b, chain.rest = np.int64(chain.rest), _next(h, book, c, np.int64(chain.rest))
+        return b
+    chain.rest = NONE
+    if not is_listed(h, book, c, np.int64(chain.first)):
+        chain.first, chain.size = NONE, 0
+        return np.int64(NONE)
+    b, chain.first = np.int64(chain.first), _next(h, book, c, np.int64(chain.first))
+    chain.size -= 1
+    return b
+
+
+@jit
+def has_blocks(h, book, c):
+    """Whether a chain has listed blocks. If not, it is no longer one of those that have."""
+    chain = chains_of(book)[c]
+    if not is_listed(h, book, c, np.int64(chain.rest)):
+        chain.rest = NONE
+        if not is_listed(h, book, c, np.int64(chain.first)):
+            chain.first, chain.size = NONE, 0
+            book.cached -= 1
+            move(book, c, book.cached)
+            return False
+    return True
+
+
+@jit(forceinline=True)
+def _next(h, book, c, b):
+    after = np.int64(blocks_of(h)[b].next)
+    return after if is_listed(h, book, c, after) else np.int64(NONE)
+
+
+@jit
+def _leave(book, c):
+    """Take a chain out of its ring."""
+    chains = chains_of(book)
+    after, before = chains[c].after, chains[c].before
+    chains[before].after, chains[after].before = after, before
+    chains[c].after = chains[c].before = c
+
+
+@jit
+def _forget(book, c):
+    """Make the record of a remembered chain free for another one."""
+    chains = chains_of(book)
+    chain = chains[c]
+    _leave(book, c)
+    book.lru_used -= chain.by_lru
+    book.worth_used -= chain.by_worth
+    chain.by_lru = chain.by_worth = 0
+    chain.age += 1
+
+
+@jit
+def new_chain(h, book):
+    """A record for a new chain. If all are in use, some chain that was away for long is forgotten."""
+    chains, order, c = chains_of(book), order_of(book), np.int64(NONE)
+    if book.known < book.chains:
+        c = np.int64(order[book.known])
+        book.known += 1
+    else:
+        emptied = False
+        for _ in range(_LOOK):
+            other = np.int64(order[draw(book, book.chains)])
+            empty = chains[other].place >= book.cached or not has_blocks(h, book, other)
+            older = c == NONE or chains[other].released < chains[c].released
+            if chains[other].turns == 0 and (empty > emptied or (empty == emptied and older)):
+                c, emptied = other, empty
+        if c == NONE:
+            return c
+        learn(book, np.int64(chains[c].row), h.now - chains[c].released, False)
+        _forget(book, c)
+        if chains[c].place < book.cached:
+            book.cached -= 1
+            move(book, c, book.cached)
+    chain = chains[c]
+    chain.released, chain.row, chain.due = h.now, 0, 0
+    chain.first = chain.rest = NONE
+    chain.size = chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
+    chain.after = chain.before = c
+    return c
+
+
+# -- names -----------------------------------------------------------------------------------------------
+
+
+@jit(forceinline=True)
+def is_name(key, from_end):
+    """Whether the key of a block names its chain: the last two do, and some of all."""
+    return key & (SAMPLE - 1) == 0 or from_end <= 2
+
+
+@jit
+def _bucket(book, key):
+    return ((key >> 3) & (book.names // _WAYS - 1)) * _WAYS
+
+
+@jit
+def find_name(book, key):
+    """The chain that a key names, or NONE."""
+    names, first = names_of(book), _bucket(book, key)
+    for at in range(first, first + _WAYS):
+        if names[at] >> 32 == key >> 32 and names[at] != NONE:
+            c = (names[at] >> 8) & 0xFFFFFF
+            return c if chains_of(book)[c].age & 0xFF == names[at] & 0xFF else np.int64(NONE)
+    return np.int64(NONE)
+
+
+@jit
+def put_name(book, key, c):
+    """Have a key name a chain, in the place of an older name."""
+    names, first = names_of(book), _bucket(book, key)
+    place = first + ((key >> 20) & (_WAYS - 1))
+    for at in range(first, first + _WAYS):
+        if names[at] >> 32 == key >> 32:
+            place = at
+            break
+        if names[at] == NONE:
+            place = at
+    names[place] = (key >> 32 << 32) | (c << 8) | (chains_of(book)[c].age & 0xFF)
+
+
+# -- turns -----------------------------------------------------------------------------------------------
+
+
+@jit
+def begin_turn(h, book, c, depth, length):
+    """A prompt of ``length`` full blocks begins with ``depth`` blocks of chain ``c`` (NONE: of no chain). Returns the
+    chain that it continues, a new one if it leaves that chain early, or NONE."""
+    chains, parent = chains_of(book), np.int64(NONE)
+    if c != NONE and (chains[c].turns > 0 or 2 * depth < chains[c].length):
+        c, parent = np.int64(NONE), c
+    if c != NONE:
+        pause = h.now - chains[c].released
+        learn(book, np.int64(chains[c].row), pause, True)
+        chain = chains[c]
+        chain.pauses += 1
+        chain.mean += (octaves(pause) - chain.mean) // min(chain.pauses, 3)
+    else:
+        age = chains[parent].age if parent != NONE else 0
+        c = new_chain(h, book)
+        if c == NONE:
+            return c
+        if parent != NONE and parent != c and chains[parent].age == age:
+            _join(chains, c, parent, depth)
+    chains[c].turns += 1
+    chains[c].length = length
+    return c
+
+
+@jit
+def _join(chains, c, parent, depth):
+    """A new chain is a fork of another one: it needs the same first blocks."""
+    chain, other = chains[c], chains[parent]
+    chain.base, chain.stem, other.stem = depth, depth, max(other.stem, depth)
+    after = other.after
+    chain.after, chain.before = after, parent
+    chains[parent].after = chains[after].before = c
+
+
+@jit
+def begin_release(h, book, c):
+    """A turn of a chain is over, and its blocks are listed next. What the chain has listed now is left over."""
+    chain = chains_of(book)[c]
+    chain.rest = chain.first if is_listed(h, book, c, np.int64(chain.first)) else np.int64(NONE)
+    chain.first, chain.size = NONE, 0
+
+
+@jit
+def end_turn(h, book, c, first, stop):
+    """The blocks from ``first`` on to the end of the list are what the turn has left in the cache."""
+    chain, owners, blocks = chains_of(book)[c], owners_of(h, book), blocks_of(h)
+    chain.first, b = first, first
+    while b != NONE:
+        owners[b] = c
+        chain.size += 1
+        b = np.int64(blocks[b].next)
+    chain.released, chain.due = h.now, h.now + h.returns if h.returns > 0 else h.returns
+    chain.turns -= 1
+    chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
+    if chain.place >= book.cached and first != NONE:
+        move(book, c, book.cached)
+        book.cached += 1

@@ -1,0 +1,66 @@
+"""Mutations of the policies that look at conversations."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+_TESTS = "tests/state/test_chains.py::"
+
+MUTATIONS = (
+    Mutation(
+        "pauses_teach_nothing",
+        "learn",
+        "rates[BACK, row, last] += 1.0 if came else 0.0",
+        "",
+        "The policy cannot tell a conversation that comes back soon from one that does not.",
+        (f"{_TESTS}test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later",),
+    ),
+    Mutation(
+        "what_a_turn_leaves_over_stays",
+        "begin_release",
+        "chain.first if is_listed(h, book, c, np.int64(chain.first)) else np.int64(NONE)",
+        "np.int64(NONE)",
+        "Blocks that no prompt continues any more push others out.",
+        (f"{_TESTS}test_what_a_turn_has_left_over_goes_before_everything_else",),
+    ),
+    Mutation(
+        "a_shared_beginning_goes_with_one_fork",
+        "_is_shared",
+        "chain.turns > 0 or chain.size > chain.stem",
+        "False",
+        "All conversations that begin alike lose what they have in common, and so all of it.",
+        (f"{_TESTS}test_what_forks_share_stays_while_one_of_them_has_more",),
+    ),
+    Mutation(
+        "the_end_of_a_conversation_is_not_heard",
+        "worth_now",
+        "chain.due == ENDS",
+        "False",
+        "An engine that says ends=True gains nothing.",
+        (f"{_TESTS}test_what_the_engine_says_goes_before_what_was_learnt",),
+    ),
+    Mutation(
+        "the_policy_chooses_among_all_priorities",
+        "victim",
+        "blocks_of(h)[b].priority == DEFAULT_PRIORITY",
+        "True",
+        "A priority that a caller gave does not decide any more.",
+        (f"{_TESTS}test_priorities_stand_above_the_policy",),
+    ),
+    Mutation(
+        "adaptive_follows_who_would_have_hit_less",
+        "_compare",
+        "book.worth_hits <= most",
+        "book.worth_hits > most",
+        "The pool follows the worse of its policies.",
+        (f"{_TESTS}test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block",),
+    ),
+    Mutation(
+        "an_undo_forgets_the_records",
+        "_arrays",
+        "[] if state.book is None else state.book.arrays",
+        "[]",
+        "A refused list of operations leaves the policy with what never happened.",
+        (f"{_TESTS}test_what_is_refused_changes_no_byte_of_the_records[agent]",),
+    ),
+)

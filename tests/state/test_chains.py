@@ -1,0 +1,293 @@
+"""The policies that look at conversations: what goes, what stays, and that their records are true after every call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import BlockLayout, KVCacheManager, OutOfBlocks, operations
+from kvpool.errors import IntegrityError
+from kvpool.state.chain_book import BOOK_BYTES, ChainBook
+from tests.engine import Clock
+from tests.golden.pools import KINDS, SECRET, Driver
+from tests.golden.recorder import Recorder
+from tests.grouped import pool_of
+
+LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
+CHAINS = ("agent", "adaptive")
+
+
+class Talks:
+    """Conversations of blocks with one token through a pool, one request at a time. The clock counts seconds."""
+
+    def __init__(self, blocks: int, policy: str = "agent", **options: Any) -> None:
+        self.clock, self.texts = Clock(), dict[str, list[int]]()
+        self.cache = KVCacheManager(
+            LAYOUT, device_blocks=blocks + 1, device="cpu", policy=policy, partial_reuse=False, clock=self.clock,
+            secret=SECRET, **options,
+        )  # fmt: skip
+
+    @property
+    def book(self) -> Any:
+        book = self.cache.core.states[0].book
+        assert book is not None
+        return book
+
+    def turn(self, name: str, more: int, at: float | None = None, retention: Any = None, **said: Any) -> int:
+        """A conversation goes on with so many new blocks. Returns how many were hits."""
+        self.clock.now = self.clock.now if at is None else int(at * 1000)
+        text = self.texts.setdefault(name, [])
+        text += range(start := 1 + sum(map(len, self.texts.values())) + 1000 * len(self.texts), start + more)
+        return self.ask(text, retention, **said)
+
+    def ask(self, text: list[int], retention: Any = None, **said: Any) -> int:
+        admitted = self.cache.add_sequence_batch([[*text, 0]], retention=None if retention is None else [retention])
+        self.cache.commit(admitted.ids, np.array([len(text)]))
+        self.cache.rewind(admitted.ids, np.array([1]))
+        self.cache.release(admitted.ids, **said)
+        self.cache.verify()
+        return int(admitted.cached_tokens[0])
+
+    def cached(self, name: str) -> int:
+        """How many blocks of a conversation would be hits now."""
+        return self.cache.match_prefix([*self.texts[name], 0]).tokens
+
+    def fill(self, more: int) -> None:
+        """Take so many blocks for a prompt that nobody continues."""
+        self.turn(f"other {len(self.texts)}", more)
+
+
+@contextmanager
+def talks(*args: Any, **options: Any) -> Iterator[Talks]:
+    opened = Talks(*args, **options)
+    with opened.cache:
+        yield opened
+
+
+def taught(opened: Talks, rounds: int = 30) -> None:
+    """One conversation of 50 blocks comes back every ten seconds, another one every two hundred."""
+    for at in range(0, 200 * rounds, 10):
+        opened.turn("soon", 0 if at else 50, at=at)
+        if at % 200 == 0:
+            opened.turn("late", 0 if at else 50, at=at)
+
+
+# -- what goes -------------------------------------------------------------------------------------------
+
+
+def test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later() -> None:
+    found = {}
+    for policy in ("lru", "agent"):
+        with talks(120, policy) as opened:
+            taught(opened)
+            opened.turn("soon", 0, at=6_000)
+            opened.turn("late", 0, at=6_001)
+            opened.fill(60)
+            found[policy] = opened.cached("soon"), opened.cached("late")
+    assert found == {"lru": (10, 50), "agent": (50, 10)}
+
+
+def test_a_conversation_loses_its_end_first() -> None:
+    with talks(100) as opened:
+        opened.turn("one", 60, at=1)
+        opened.turn("two", 50, at=2)
+        assert (opened.cached("one"), opened.cached("two")) in ((50, 50), (60, 40))
+
+
+def test_what_a_turn_has_left_over_goes_before_everything_else() -> None:
+    with talks(100) as opened:
+        opened.turn("old", 30, at=1)
+        opened.turn("one", 60, at=2)
+        opened.texts["one"] = opened.texts["one"][:50]  # its last ten blocks are said anew
+        opened.turn("one", 5, at=3)
+        opened.fill(15)
+        assert opened.cached("old") == 30 and opened.cached("one") == 55
+
+
+def test_what_forks_share_stays_while_one_of_them_has_more() -> None:
+    with talks(100) as opened:
+        opened.turn("first", 40, at=1)
+        opened.texts["second"] = opened.texts["first"][:10]
+        opened.turn("second", 20, at=2)
+        assert opened.cached("second") == 30
+        opened.turn("second", 1, at=3, ends=True)
+        opened.fill(65)
+        assert opened.cached("second") == 10 and opened.cached("first") == 35
+
+
+def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
+    with talks(120) as opened:
+        taught(opened, rounds=10)
+        opened.turn("late", 0, at=6_000, returns_in_ms=5_000)
+        opened.turn("soon", 0, at=6_001, ends=True)
+        opened.fill(60)
+        assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
+
+
+def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
+    with talks(120) as opened:
+        opened.turn("liar", 50, at=1, returns_in_ms=10)
+        opened.turn("other", 50, at=30_000, returns_in_ms=60_000)
+        opened.fill(60)
+        assert opened.cached("other") == 50 and opened.cached("liar") < 20
+
+
+def test_priorities_stand_above_the_policy() -> None:
+    with talks(100) as opened:
+        opened.turn("high", 30, at=1, retention=[(0, None, 80, None)], ends=True)
+        opened.turn("low", 30, at=2, retention=[(0, None, 20, None)], returns_in_ms=1)
+        opened.turn("usual", 30, at=3)
+        opened.fill(35)
+        assert opened.cached("high") == 30 and opened.cached("usual") == 30 and opened.cached("low") == 5
+
+
+def test_pauses_count_by_the_reason_why_the_model_stopped() -> None:
+    with talks(2_000) as opened:
+        for i in range(100):
+            opened.turn("tool", 1, at=1000 * i + 2, stop="end_turn")
+            opened.turn("tool", 1, at=1000 * i + 900, stop="tool_use")
+        worth = opened.book.rates[2]
+        classes = len(worth) // 3
+        assert worth[classes : 2 * classes, 0].max() > worth[2 * classes : 3 * classes, 0].max()
+
+
+@pytest.mark.parametrize("said", [{"stop": "tired"}, {"stop": 3}, {"ends": 1}, {"returns_in_ms": -1},
+                                  {"ends": True, "returns_in_ms": 5}])  # fmt: skip
+def test_what_is_no_hint_is_refused_and_nothing_is_released(said: dict[str, Any]) -> None:
+    with talks(10) as opened:
+        kept = opened.cache.add_sequence([1, 2])
+        with pytest.raises((TypeError, ValueError), match=next(reversed(said))):
+            opened.cache.release(kept, **said)
+        opened.cache.release(kept)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="policy='mru': must be one of lru, agent, adaptive"):
+        Talks(10, "mru")
+
+
+# -- adaptive ----------------------------------------------------------------------------------------------
+
+
+def circle(opened: Talks, names: int, rounds: int, start: float) -> float:
+    """Conversations that take turns. Returns the share of blocks that were hits."""
+    hits = asked = 0
+    for i in range(rounds):
+        for n in range(names):
+            hits += opened.turn(f"talk {n}", 20 if f"talk {n}" not in opened.texts else 0, at=start + i * names + n)
+            asked += 20
+    return hits / asked
+
+
+def test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block() -> None:
+    with talks(200, "lru") as lru, talks(200, "adaptive") as opened:
+        assert opened.book.book["waits"][0] == 1
+        assert circle(lru, 15, 60, 1) == 0
+        assert circle(opened, 15, 60, 1) > 0.3
+        assert opened.book.book["waits"][0] == 0
+        lists = opened.cache.core.states[0].lists.copy()
+        opened.book.book["waits"] = 1
+        opened.cache.verify()
+        assert np.array_equal(lists, opened.cache.core.states[0].lists)
+
+
+def test_adaptive_is_lru_where_nothing_is_gained() -> None:
+    with talks(200, "lru") as lru, talks(200, "adaptive") as opened:
+        for i in range(300):  # whoever asked last asks again
+            name = f"talk {i // 3}"
+            assert lru.turn(name, 7, at=i) == opened.turn(name, 7, at=i)
+        assert [lru.cached(name) for name in lru.texts] == [opened.cached(name) for name in opened.texts]
+
+
+# -- the records -------------------------------------------------------------------------------------------
+
+
+class Checked(Driver):
+    """Draws calls, and checks the records after each."""
+
+    def look_around(self) -> None:
+        self.clock.now += self.random.choice((0, 3, 700, 60_000))
+        self.cache.verify()
+        super().look_around()
+
+
+def driven(kind: str, policy: str, seed: int) -> str:
+    """The digest of a case."""
+    recorder, clock = Recorder(), Clock()
+    options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "offload_min_priority": 20}
+    with pool_of(KINDS[kind], 40, 24, "cpu", secret=SECRET, clock=clock, policy=policy, **options) as cache:
+        for state in cache.core.states:
+            state.book.book["waits"] = 0
+        Checked(cache, recorder, clock, seed).run()
+    return recorder.digest
+
+
+@pytest.mark.parametrize(("kind", "policy"), [*((kind, "agent") for kind in KINDS), ("mixed", "adaptive")])
+def test_the_records_are_true_after_every_call(kind: str, policy: str) -> None:
+    seed = int.from_bytes(os.urandom(2), "little")
+    print(f"seed {seed}")
+    assert driven(kind, policy, seed) == driven(kind, policy, seed), "the same calls, the same decisions"
+
+
+def test_the_interpreter_decides_as_machine_code_does() -> None:
+    code = "from tests.state.test_chains import driven; print(driven('mixed', 'adaptive', 3))"
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           env={**os.environ, "NUMBA_DISABLE_JIT": "1"})  # fmt: skip
+    assert plain.stdout.strip() == driven("mixed", "adaptive", 3)
+
+
+@pytest.mark.parametrize("policy", CHAINS)
+def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
+    with talks(60, policy) as opened:
+        opened.book.book["waits"] = 0
+        for i in range(12):
+            opened.turn(f"talk {i % 5}", 6, at=10 * i)
+        live = opened.cache.add_sequence(range(5000, 5030))
+        before = [array.tobytes() for array in opened.book.arrays]
+        opened.cache.plan_batch([[*opened.texts["talk 1"], 7]])
+        with pytest.raises(OutOfBlocks):
+            opened.cache.add_sequence(opened.texts["talk 1"][:5] + list(range(9000, 9050)))
+        with pytest.raises(OutOfBlocks):
+            opened.cache.apply([operations.release(live), operations.add([[*opened.texts["talk 2"], 0]]),
+                                operations.add([list(range(9000, 9055))])])  # fmt: skip
+        assert [array.tobytes() for array in opened.book.arrays] == before
+        opened.cache.verify()
+        opened.cache.release(live)
+
+
+BROKEN = {
+    "chains": lambda own: own.order.__setitem__(0, own.order[1]),
+    "rings": lambda own: own.chains["after"].__setitem__(int(own.order[0]), int(own.order[1])),
+    "turns": lambda own: own.chains["turns"].__setitem__(0, 3),
+    "ghosts": lambda own: own.chains["by_lru"].__setitem__(0, own.chains["by_lru"][0] + 1),
+}
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_verify_sees_a_broken_record(check: str) -> None:
+    with talks(60, "adaptive") as opened:
+        for i in range(12):
+            opened.turn(f"talk {i % 5}", 6, at=10 * i)
+        BROKEN[check](opened.book)
+        with pytest.raises(IntegrityError, match=check):
+            opened.cache.verify()
+
+
+def test_few_records_are_enough_for_many_conversations() -> None:
+    with talks(64) as opened:
+        for i in range(200):
+            opened.turn(f"talk {i % 90}", 1, at=i)
+        assert int(opened.book.book["known"][0]) == len(opened.book.chains)
+
+
+def test_the_records_take_at_most_so_many_bytes_a_block() -> None:
+    count = 1 << 17
+    own = ChainBook("adaptive", 0, count, count, 1)
+    assert own.nbytes <= BOOK_BYTES * count
