@@ -2,15 +2,21 @@
 
     python -m tests.engines run python -m asv_bench.vllm_host_tier scheduler
     python -m tests.engines run python -m asv_bench.vllm_host_tier first-token
+    python -m tests.engines run python -m asv_bench.vllm_host_tier steps
+    python -m tests.engines run python -m asv_bench.vllm_host_tier no-reuse
 
 ``scheduler`` times what vLLM's scheduler asks of its manager of host blocks for requests of 60 chunks, of vLLM's own
 manager and of kvpool's in turn. ``first-token`` serves prompts that are new and prompts that are in the host tier in
-turn, and says how long the first token takes. Both print medians.
+turn, and says how long the first token takes. ``steps`` says what a step costs the scheduler's thread in which a new
+prompt of 8 chunks comes that nobody has: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse``
+serves new prompts only, by an engine without a host tier, one with, and one with a disk, in turn, and says how much
+more CPU time the process takes. All print medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import statistics
@@ -78,6 +84,123 @@ def scheduler(rounds: int) -> None:
         print(f"{side:7} {parts}  sum {sum(medians.values()):6.1f}")
 
 
+STEP_CHUNKS, STEP_CAPACITY = 8, 2000
+
+
+class Steps:
+    """Steps of a scheduler in each of which a new prompt comes, and the CPU time of each in the manager."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager, self.times = manager, list[float]()
+
+    def step(self, number: int, keys: list[Any]) -> None:
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+        manager, context, ended = self.manager, ReqContext(req_id=str(number)), ScheduleEndContext((), ())
+        began = time.thread_time_ns()
+        manager.on_new_request(context)
+        found = manager.lookup(keys[0], context)
+        manager.on_schedule_end(ended)
+        spent = time.thread_time_ns() - began
+        while found not in (LookupResult.MISS, LookupResult.HIT):  # other steps, in which the store answers
+            time.sleep(0.0002)
+            manager.on_schedule_end(ended)
+            found = manager.lookup(keys[0], context)
+        began = time.thread_time_ns()
+        manager.prepare_store(keys, context)
+        manager.on_request_finished(context)
+        manager.complete_store(set(keys), context)
+        manager.get_stats()
+        manager.has_pending_work()
+        list(manager.take_events())
+        self.times.append((spent + time.thread_time_ns() - began) / 1e3)
+
+
+def steps(rounds: int) -> None:
+    from vllm.v1.kv_offload.base import make_offload_key
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    import kvpool
+    from kvpool.engines.options import EngineOptions
+    from kvpool.engines.vllm import KVPoolOffloadingManager
+
+    identity = kvpool.ModelIdentity("toy", "r1", "float16", "chunks", "benchmark")
+    caches = [kvpool.HostCache(STEP_CAPACITY, 4096, identity=identity) for _ in range(2)]
+    draw = random.Random(3)
+    with tempfile.TemporaryDirectory() as folder, kvpool.HostTier.of(caches[1]) as tier:
+        disk = EngineOptions(stores=(f"disk:{folder}/store?capacity=256MiB",))
+        sides = {
+            "vLLM": Steps(CPUOffloadingManager(STEP_CAPACITY)),
+            "kvpool": Steps(KVPoolOffloadingManager(caches[0], events=False)),
+            "kvpool with a disk": Steps(KVPoolOffloadingManager(caches[1], disk, events=False)),
+        }
+        sides["kvpool with a disk"].manager.open_stores(tier.share(), identity)
+        warm = STEP_CAPACITY // STEP_CHUNKS + 10
+        for number in range(warm + rounds):
+            keys = [make_offload_key(draw.randbytes(32), 0) for _ in range(STEP_CHUNKS)]
+            for side in sides.values():
+                side.step(number, keys)
+        print(f"a new prompt of {STEP_CHUNKS} chunks, medians of {rounds} steps in turn, microseconds of the thread")
+        for name, side in sides.items():
+            print(f"{name:20} {statistics.median(side.times[warm:]):6.1f}")
+            side.manager.shutdown()
+
+
+def _serve_in_turn(stores: list[str] | None, asked: Any, tokens: int) -> None:
+    """A process with an engine: for each prompt that comes, the CPU time that it takes."""
+    from tests.engines import serve
+
+    os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    length = tokens + NEW_TOKENS + serve.BLOCK
+    extra = {"host_memory": "256MiB", "weights": "random 0", "stores": stores}
+    script: dict[str, Any] = {
+        "shape": "small",
+        "processes": False,
+        "transfer": None if stores is None else serve.transfer(extra),
+        "engine": {"max_model_len": length, "num_gpu_blocks_override": length // serve.BLOCK + 3},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        engine = serve.open_engine(script, Path(folder))
+        asked.send("ready")
+        while (prompt := asked.recv()) is not None:
+            began = time.process_time()
+            serve.serve_wave(engine, [{"name": str(began), "tokens": prompt, "new": NEW_TOKENS}], {})
+            asked.send(time.process_time() - began)
+        engine.engine_core.shutdown()
+
+
+def no_reuse(rounds: int, tokens: int) -> None:
+    processes = multiprocessing.get_context("spawn")
+    draw = random.Random(3)
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            "without a host tier": None,
+            "with a host tier": [],
+            "with a disk": [f"disk:{folder}/store?capacity=4GiB"],
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        engines = {}
+        for name, stores in ways.items():
+            here, there = processes.Pipe()
+            processes.Process(target=_serve_in_turn, args=(stores, there, tokens), daemon=True).start()
+            engines[name] = here
+            assert here.recv() == "ready"
+        for number in range(rounds + 2):
+            prompt = [draw.randrange(2, 2048) for _ in range(tokens)]
+            for name, engine in engines.items():
+                engine.send(prompt)
+                spent = engine.recv()
+                if number >= 2:
+                    times[name].append(spent)
+        for engine in engines.values():
+            engine.send(None)
+    alone = times["without a host tier"]
+    print(f"new prompts of {tokens} tokens, 12 layers, {rounds} in turn, CPU time of the process, medians")
+    for name, found in times.items():
+        ratio = statistics.median(one / other for one, other in zip(found, alone, strict=True))
+        print(f"{name:20} {statistics.median(found) * 1e3:8.1f} ms  {ratio:.3f} times")
+
+
 def first_token(rounds: int, tokens: int) -> None:
     from tests.engines import serve
 
@@ -114,12 +237,16 @@ def first_token(rounds: int, tokens: int) -> None:
 
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("what", choices=["scheduler", "first-token"])
-    parse.add_argument("--rounds", type=int, default=0, help="requests, or prompts (default: 300, or 8)")
+    parse.add_argument("what", choices=["scheduler", "steps", "no-reuse", "first-token"])
+    parse.add_argument("--rounds", type=int, default=0, help="of each side (default: 300, or 20 or 8 prompts)")
     parse.add_argument("--tokens", type=int, default=1984)
     given = parse.parse_args()
     if given.what == "scheduler":
         scheduler(given.rounds or ROUNDS)
+    elif given.what == "steps":
+        steps(given.rounds or ROUNDS)
+    elif given.what == "no-reuse":
+        no_reuse(given.rounds or 20, given.tokens)
     else:
         first_token(given.rounds or 8, given.tokens)
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``4096``, ``8GiB``, ``1.5 GB``."""
+"""Sizes as people write them: ``4096``, ``8GiB``, ``8Gi``, ``1.5 GB``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgt", start=1)
-    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+    for suffix, base in (("", 1024), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
 
 _SIZE = r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-z]*)"

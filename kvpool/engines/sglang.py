@@ -14,23 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvpool.engines.options import PART, SHARED, STAGED_OPTIONS, EnginePlugin
+from kvpool.engines.options import PART, SGLANG, SHARED
 from kvpool.engines.staged import StagedBlocks, check_store
 from kvpool.stores.store import Bytes
 
-PLUGIN = EnginePlugin(
-    module="sglang",
-    engine="SGLang",
-    packages=("sglang",),
-    tested=("0.5.23",),
-    place="the extra config of the storage backend",
-    options=STAGED_OPTIONS,
-    needs=("stores", "weights"),
-    one_store=True,
-    others=("backend_name", "module_path", "class_name", "interface_v1", "allocator"),
-)
-
-with PLUGIN.imports():
+with SGLANG.imports():
     import torch
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
@@ -46,7 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-log = PLUGIN.log
+log = SGLANG.log
 
 _REPORTS = 1024
 _LOADS, _SAVES = "prefetch", "backup"
@@ -82,7 +70,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     """SGLang's pages in a store. SGLang makes one in each rank, and calls it from several threads of its own.
 
     Its options are in ``--hicache-storage-backend-extra-config``, beside ``backend_name``, ``module_path`` and
-    ``class_name``: ``stores`` and ``weights``, and optionally others of ``EngineOptions`` that ``PLUGIN`` takes.
+    ``class_name``: ``stores`` and ``weights``, and optionally others that ``options.SGLANG`` takes.
     ``{part}`` in ``stores`` stands for the pool and the rank.
 
     Every call waits for the store, at most ``find_seconds``, ``load_seconds`` or ``save_seconds``. None raises: what
@@ -95,9 +83,9 @@ class KVPoolHiCacheStorage(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        PLUGIN.checked_version()
+        SGLANG.checked_version()
         self._config = storage_config
-        self._options = PLUGIN.read(storage_config.extra_config or {})
+        self._options = SGLANG.read(storage_config.extra_config or {})
         check_store(self._options)
         one_writer = storage_config.is_mla_model and storage_config.tp_size > 1
         if one_writer and self._options.kind not in SHARED:
@@ -138,7 +126,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         part = f"{name}-{rank}" + (f"-dp{replica}" if replica else "")
         layers = f"layers {getattr(host_pool, 'start_layer', 0)} to {getattr(host_pool, 'end_layer', 'the last')}"
         blocks = StagedBlocks.open(
-            PLUGIN, self._options, part, size,
+            SGLANG, self._options, part, size,
             model=self._config.model_name or "unnamed",
             elements=str(page.dtype),
             layout=f"{name}, {rank}, {host_pool.layout}, {host_pool.page_size} tokens, {size} bytes a page, {layers}",

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +16,7 @@ import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.options import EngineOptions, EnginePlugin
+from kvpool.engines.troubles import Troubles
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
@@ -58,7 +57,7 @@ class StagedBlocks:
     Notes
     -----
     Calls never raise. What goes wrong is a block that was not found, loaded or saved. It is counted in ``troubles``,
-    and logged once for each kind of trouble.
+    and told by ``Troubles``.
 
     A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
     twice as long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for
@@ -81,8 +80,8 @@ class StagedBlocks:
         }  # fmt: skip
         """How long a call may take, by kind. It may be changed."""
         self._generation = b""
-        self._lock = threading.Lock()
-        self.troubles: Counter[tuple[str, str]] = Counter()
+        self._troubles = Troubles(log, store.name)
+        self.troubles = self._troubles.counts
         """Blocks by kind of job and by what went wrong."""
 
     @classmethod
@@ -136,7 +135,7 @@ class StagedBlocks:
         try:
             job = self.client.clear()
         except Exception as error:
-            self._note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
+            self._troubles.note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
             return False
         self.client.wait(job, self.seconds[jobs.SAVE])
         return job.ok > 0
@@ -144,8 +143,8 @@ class StagedBlocks:
     def close(self) -> None:
         """End all calls, and close the store. Waits at most 10 s. Logs how much went wrong, if anything did."""
         ended = self.client.close()
-        with self._lock:
-            troubles = ", ".join(f"{kind} {what} {count}" for (kind, what), count in sorted(self.troubles.items()))
+        counts = sorted(dict(self.troubles).items())
+        troubles = ", ".join(f"{kind} {what} {count}" for (kind, what), count in counts)
         if troubles:
             log.warning("kvpool: store %s: blocks by what went wrong: %s", self.client.name, troubles)
         if not ended:
@@ -168,7 +167,7 @@ class StagedBlocks:
                 left = deadline - self.client.queue.now()
                 rows = self.client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
                 if not len(rows):
-                    self._note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
+                    self._troubles.note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
                     break
                 self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done)
                 start += len(rows)
@@ -199,24 +198,16 @@ class StagedBlocks:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
         usable = count > 0 and self.client.usable(kind)
         if count and not usable:
-            self._note(kind, "suspended", count, quiet=True)
+            self._troubles.note(kind, "suspended", count, quiet=True)
         try:
             yield usable
         except Exception as error:
-            self._note(kind, type(error).__name__, count, str(error)[:200])
+            self._troubles.note(kind, type(error).__name__, count, str(error)[:200])
 
     def _codes(self, job: Job) -> Bytes:
         """What became of the blocks of a job, once it is done. Counts what went wrong."""
         self.client.wait(job)
         for code, count in job.counts.items():
             if code not in ("ok", "absent"):
-                self._note(job.kind, code, count, job.error)
+                self._troubles.note(job.kind, code, count, job.error)
         return job.codes
-
-    def _note(self, kind: str, trouble: str, count: int, detail: str = "", quiet: bool = False) -> None:
-        with self._lock:
-            first = (kind, trouble) not in self.troubles
-            self.troubles[kind, trouble] += count
-        if first and not quiet:
-            text = "kvpool: store %s: %s of %d blocks: %s. More of this is counted, and not logged."
-            log.warning(text, self.client.name, kind, count, f"{trouble} {detail}".strip())

@@ -89,6 +89,14 @@ class Transfers:
         self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
         self._jobs: dict[int, _Job] = {}
 
+    def warm_up(self, groups: int) -> None:
+        """Compile what copies run: copy the first block of each group to the first host block and back, before anybody
+        has written either. Raises DeviceError."""
+        blocks, hosts = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for group in range(groups):
+            self._copies.copy_in(blocks, hosts, group=group).wait()
+            self._copies.copy_out(blocks, hosts, group=group).wait()
+
     def parts(
         self,
         blocks: Sequence[int] | npt.NDArray[Any],

@@ -5,31 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.engines.options import lasting_identity
-from kvpool.engines.vllm import PLUGIN as HOST_TIER
+from kvpool.engines.options import SEED, VLLM_TIER, lasting_identity
 from kvpool.engines.vllm import identity
 from kvpool.errors import StoreBusy
 
-PLUGIN = replace(
-    HOST_TIER,
-    module="vllm_tier",
-    place="secondary_tiers",
-    options={
-        "stores": (), "weights": None, "find_seconds": 1.0, "load_seconds": 10.0, "save_seconds": 60.0,
-        "remember_seconds": 1.0,
-    },
-    needs=("stores",),
-    one_store=True,
-    others=(),
-)  # fmt: skip
-
-with PLUGIN.imports():
+with VLLM_TIER.imports():
+    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED, get_none_hash_seed
     from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -40,7 +26,7 @@ if TYPE_CHECKING:
     from kvpool.stores.jobs import Job
     from kvpool.stores.seals import BlockNames
 
-log = PLUGIN.log
+log = VLLM_TIER.log
 
 CLEAR_SECONDS = 1.0
 """How long a reset waits for the store to drop what it has."""
@@ -89,13 +75,12 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         from kvpool.stores.urls import open_store
 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self._options = options = PLUGIN.read(given)
-        options.check_seed()
+        self._options = options = VLLM_TIER.read(given)
         if options.lasting and options.weights is None:
             raise ValueError(
                 f'stores={options.lasting!r:.80}: name the model\'s weights, such as "weights": "revision 1a2b3c"'
             )
-        own = identity(offloading_spec.config, PLUGIN.version())
+        own = identity(offloading_spec.config, VLLM_TIER.version())
         if options.weights is not None:
             own = lasting_identity(own, options.weights, "of the weights", "vLLM's")
         self._ok = OK
@@ -106,6 +91,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._known: dict[OffloadKey, tuple[bool, float]] = {}
         self._results: list[JobResult] = []
         self._generation = b""
+        self._seed_to_check = bool(options.lasting)
 
     # -- keys ----------------------------------------------------------------------------------------
 
@@ -121,6 +107,15 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         return LookupResult.RETRY
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._seed_to_check:
+            # vLLM draws the seed after it has made its tiers, and does not tell them how it hashes.
+            self._seed_to_check = False
+            if get_none_hash_seed() not in (DEFAULT_NONE_HASH_SEED, os.environ.get(SEED)):
+                log.warning(
+                    "kvpool: the keys of vLLM's blocks begin with a random seed, so that nothing will be found in %s "
+                    "after a restart. Take prefix_caching_hash_algo='sha256', or set the environment variable %s",
+                    self._client.name, SEED,
+                )  # fmt: skip
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

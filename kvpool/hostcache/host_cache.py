@@ -77,6 +77,18 @@ class HostEvent(NamedTuple):
         return self.number + max(1, len(self.keys))
 
 
+class HostUsage(NamedTuple):
+    """The host blocks of a cache now, by what they are used for. Their sum is the capacity."""
+
+    empty: int
+    evictable: int
+    """with content, and nobody holds them"""
+    pinned: int
+    """held by leases"""
+    pending: int
+    """reserved, and neither published nor aborted yet"""
+
+
 @dataclass(frozen=True)
 class HostCacheStats:
     """The figures of a host cache: blocks now, and totals since it was made. free + used = capacity."""
@@ -353,20 +365,28 @@ class HostCache:
         with self._lock:
             kv_events.put_back(self._states, taken)
 
+    def usage(self) -> HostUsage:
+        """What the blocks are used for; also of a closed cache. Changes nothing. Fast, for every step."""
+        with self._lock:
+            lengths = self._states[0].lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2]
+            free, empty = int(lengths.sum()), int(lengths[records.EMPTY])
+            # Leases are few and short: a set of them takes a tenth of the time of NumPy's.
+            pinned = len({block for blocks in self._leases.pinned() for block in blocks.tolist()})
+        return HostUsage(empty, free - empty, pinned, self.host_blocks - free - pinned)
+
     def stats(self) -> HostCacheStats:
         """A snapshot; also of a closed cache. Changes nothing."""
         now = self._now()
         with self._lock:
-            state = self._states[0]
+            state, usage = self._states[0], self.usage()
             counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
             histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
-            lengths = state.lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2]
-            free, empty, leases = int(lengths.sum()), int(lengths[records.EMPTY]), self._leases.all
-            pinned = np.unique(np.concatenate([_NO_BLOCKS, *self._leases.pinned()]))
-            pending = len(self._pending())
+            leases = self._leases.all
+        free = usage.empty + usage.evictable
         evicted = histograms[records.HOST_LIFETIME]
         return HostCacheStats(
-            self.host_blocks, free, self.host_blocks - free, free - empty, empty, len(pinned), pending, len(leases),
+            self.host_blocks, free, self.host_blocks - free, usage.evictable, usage.empty, usage.pinned, usage.pending,
+            len(leases),
             max([0, *(now - lease.since for lease in leases)]), counters["missed_blocks"], counters["offloaded_blocks"],
             counters["lost_blocks"], counters["reused_host_blocks"], evicted.count, counters["forgotten_host_blocks"],
             counters["expired_blocks"], counters["events_dropped"], evicted, histograms[records.HOST_IDLE],

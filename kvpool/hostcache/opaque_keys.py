@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from kvpool.state.hostcache import KEY_BYTES, KEY_WORDS
 
+# Read-only, like the data of keys: so the verbs are compiled once.
 _NO_DATA = np.empty(0, np.uint8)
+_NO_DATA.flags.writeable = False
 # The sizes of keys that all have as many bytes.
 _ALL_OF = {size: np.array([size], np.int64) for size in range(1, KEY_BYTES + 1)}
 _AT_ONCE = 128

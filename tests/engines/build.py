@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,8 +24,8 @@ class Wheels:
 
     name: str
     about: str
-    imports: str
-    """what it must be able to import"""
+    checks: str
+    """statements that it must be able to run"""
     tests: str
 
     @property
@@ -35,17 +34,20 @@ class Wheels:
 
 
 VLLM = Wheels(
-    f"vllm-{VERSION}", f"vLLM {VERSION} for CPUs: 400 MB of wheels, 2 GB installed", "vllm, vllm._C, pytest",
+    f"vllm-{VERSION}", f"vLLM {VERSION} for CPUs: 400 MB of wheels, 2 GB installed",
+    "import vllm, pytest, uvicorn; from vllm.platforms import current_platform; current_platform.import_kernels(); "
+    "import torch; torch.ops._C.silu_and_mul",
     "tests/engines",
 )  # fmt: skip
 PLUGINS = Wheels(
     "plugins-sglang-0.5.23-lmcache-0.5.6", "SGLang 0.5.23 and LMCache 0.5.6: 650 MB of wheels, 2.4 GB installed",
-    "torch, blake3, sglang.srt.mem_cache.hicache_storage, lmcache.v1.distributed.storage_manager, pytest",
+    "import torch, blake3, sglang.srt.mem_cache.hicache_storage, lmcache.v1.distributed.storage_manager, pytest",
     "tests/engines/plugins",
 )  # fmt: skip
 CACHE = "KVPOOL_ENGINES_CACHE"
 """Environment variable: where environments are made, instead of ``~/.cache/kvpool-engines``."""
 PYTHON = (3, 11)
+CPUINFO = Path("/proc/cpuinfo")
 TORCH = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch's wheel for CPUs is, on machines whose pip does not find it elsewhere."""
 LONGEST_S = 1800
@@ -103,6 +105,7 @@ def run(*command: object, environment: dict[str, str] | None = None) -> str:
 
 
 def need_machine() -> None:
+    """Raises BuildError for a machine that the wheels are not for, before anything is installed."""
     if sys.platform != "linux" or sysconfig.get_platform() != "linux-x86_64":
         raise BuildError(f"the wheels are for Linux on x86-64, this is {sysconfig.get_platform()}")
     if sys.version_info[:2] != PYTHON:
@@ -110,12 +113,13 @@ def need_machine() -> None:
         raise BuildError(
             f"the wheels are for Python {wanted}, this is {found}: make the checkout's environment with that"
         )
-    if not {"avx2", "avx512f"} & set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
-        raise BuildError("vLLM and PyTorch for CPUs need AVX2")
+    if not {"avx2", "avx512f"} & set(CPUINFO.read_text(encoding="utf-8").split()):
+        raise BuildError("vLLM and PyTorch for CPUs need AVX2 or AVX-512, and this processor has neither")
 
 
 def install(wheels: Wheels, target: Path) -> None:
-    failed = run(sys.executable, "-m", "venv", target)
+    """Install what is not installed yet."""
+    failed = "" if (target / "bin" / "pip").exists() else run(sys.executable, "-m", "venv", target)
     if failed:
         raise BuildError(f"no environment could be made in {target}:\n{failed}")
     pip = (
@@ -132,9 +136,9 @@ def install(wheels: Wheels, target: Path) -> None:
     failed = run(*pip, *wanted) and run(*pip, *wanted, "--extra-index-url", TORCH)
     if failed:
         raise BuildError(f"pip could not install {wheels.pins.name} (is there a network?):\n{failed}")
-    failed = run(target / "bin" / "python", "-c", f"import {wheels.imports}", environment=environment())
+    failed = run(target / "bin" / "python", "-c", wheels.checks, environment=environment())
     if failed:
-        raise BuildError(f"what was installed cannot be imported:\n{failed}")
+        raise BuildError(f"what was installed cannot be imported. To begin anew, remove the folder {target}:\n{failed}")
 
 
 def build(wheels: Wheels = VLLM) -> Path:
@@ -144,7 +148,6 @@ def build(wheels: Wheels = VLLM) -> Path:
     with only_one(cache()):
         if not built(wheels):
             print(f"installing in {target}: {wheels.about}", flush=True)
-            shutil.rmtree(target, ignore_errors=True)
             install(wheels, target)
             (target / "done").touch()
     return target

@@ -11,7 +11,8 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvpool
-from kvpool.engines.vllm import PLUGIN, HostBlocks, KVPoolOffloadingWorker, identity, tensors_of
+from kvpool.engines.options import VLLM
+from kvpool.engines.vllm import HostBlocks, KVPoolOffloadingWorker, identity, tensors_of
 
 
 class _Worker(KVPoolOffloadingWorker):
@@ -37,7 +38,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         rows = np.asarray(self.region.create_kv_memoryview()).view(np.uint8)
-        tier = kvpool.HostTier(*rows.shape, identity=identity(self.config, PLUGIN.version()), memory=rows)
+        tier = kvpool.HostTier(*rows.shape, identity=identity(self.config, VLLM.version()), memory=rows)
         groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
         first = self.config.parallel.rank * self.cpu_page_size_per_worker
         copies = kvpool.HostCopies(tier, groups, blocks_per_host_block=self.blocks_per_chunk, first_byte=first)

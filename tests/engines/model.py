@@ -101,3 +101,21 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
     save_file(dict(weights(shape, seed)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer that has a token for each byte, and a template for chats."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({text: place for place, text in enumerate(["<s>", "</s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")

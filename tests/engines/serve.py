@@ -3,8 +3,9 @@
 A script is JSON: the ``shape`` of the model, the options of the ``engine``, its ``transfer`` (None: no offload),
 whether the engine core has ``processes`` of its own, whether its KV ``events`` are counted, and ``waves`` of requests.
 The requests of a wave are given to the engine at once, and the next wave when all have ended. A request is its
-``name``, ``tokens``, ``new`` (how many to generate), ``abort`` (after so many steps of the engine), ``die`` (after so
-many the process kills itself), and ``after``, the name of an earlier one whose tokens, said and generated, come first.
+``name``, ``tokens``, ``new`` (how many to generate), ``at`` (it comes after so many steps of the engine), ``abort``
+(after so many), ``die`` (after so many the process kills itself), and ``after``, the name of an earlier one whose
+tokens, said and generated, come first.
 The wave "reset" drops what both caches have. ``environment`` has more variables, ``folder`` is where the model is
 written.
 """
@@ -112,16 +113,21 @@ def serve_wave(engine: Any, wave: list[dict[str, Any]], said: dict[str, list[int
     from vllm import SamplingParams
 
     answers: dict[str, Any] = {}
-    for request in wave:
-        said[request["name"]] = [*said.get(request.get("after", ""), ()), *request["tokens"]]
-        how = SamplingParams(temperature=0, max_tokens=request["new"], ignore_eos=True, detokenize=False, logprobs=0)
-        engine.add_request(request["name"], {"prompt_token_ids": said[request["name"]]}, how)
-    steps = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                answers[output.request_id] = answer_of(output)
+    began: dict[str, int] = {}
+    coming, steps = list(wave), 0
+    while coming or engine.has_unfinished_requests():
+        for request in [one for one in coming if one.get("at", 0) <= steps]:
+            coming.remove(request)
+            said[request["name"]] = [*said.get(request.get("after", ""), ()), *request["tokens"]]
+            how = SamplingParams(
+                temperature=0, max_tokens=request["new"], ignore_eos=True, detokenize=False, logprobs=0
+            )
+            engine.add_request(request["name"], {"prompt_token_ids": said[request["name"]]}, how)
         steps += 1
+        for output in engine.step():
+            began.setdefault(output.request_id, steps)
+            if output.finished:
+                answers[output.request_id] = answer_of(output) | {"step": began[output.request_id]}
         engine.abort_request([request["name"] for request in wave if request.get("abort") == steps])
         if any(request.get("die") == steps for request in wave):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -135,6 +141,22 @@ def answer_of(output: Any) -> dict[str, Any]:
     logprobs = [step[token].logprob for token, step in zip(said.token_ids, said.logprobs, strict=True)]
     first = output.metrics.first_token_latency if output.metrics is not None else None
     return {"tokens": list(said.token_ids), "logprobs": logprobs, "cached": output.num_cached_tokens, "first": first}
+
+
+def compilations() -> list[str]:
+    """What is compiled from now on, or loaded from what was compiled before."""
+    found: list[str] = []
+    if "numba" in sys.modules:
+        from numba.core.dispatcher import Dispatcher
+
+        compile_one = Dispatcher.compile
+
+        def compile_and_tell(self: Any, signature: Any) -> Any:
+            found.append(self.py_func.__qualname__)
+            return compile_one(self, signature)
+
+        Dispatcher.compile = compile_and_tell
+    return found
 
 
 def counters(engine: Any) -> dict[str, float]:
@@ -158,7 +180,7 @@ def main(script_file: str, answers_file: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:
         engine = open_engine(script, Path(folder))
         events = HostEvents(Path(folder)) if script.get("events") else None
-        opened = time.perf_counter()
+        opened, compiled = time.perf_counter(), compilations()
         waves, said = [], {}
         for wave in script["waves"]:
             if wave == "reset":
@@ -170,6 +192,7 @@ def main(script_file: str, answers_file: str) -> None:
         found = {
             "waves": waves,
             "counters": counters(engine),
+            "compiled": compiled,
             "opened": opened - began,
             "served": time.perf_counter() - opened,
         }

@@ -72,6 +72,46 @@ def test_a_failed_installation_says_what_pip_said_and_is_none(tmp_path: Path, mo
     assert not build.built()
 
 
+def test_a_processor_that_cannot_run_it_is_told_before_anything_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PYTHON", sys.version_info[:2])
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text("flags : sse4_2 avx", encoding="utf-8")
+    with pytest.raises(build.BuildError, match="AVX2 or AVX-512"):
+        build.build()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("flags", ["avx2", "avx512f"])
+def test_an_installation_that_was_cut_off_goes_on(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors with and without AVX-512."""
+    monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PYTHON", sys.version_info[:2])
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"flags : sse4_2 {flags}", encoding="utf-8")
+    wheel, fails, steps = build.place() / "wheel", [True], []
+
+    def run(*command: object, environment: dict[str, str] | None = None) -> str:
+        if "venv" in command:
+            steps.append("venv")
+            (build.place() / "bin").mkdir(parents=True)
+            (build.place() / "bin" / "pip").touch()
+        elif "install" in command:
+            steps.append("the rest" if wheel.exists() else "install")
+            wheel.touch()
+            return "cut off" if fails[0] else ""
+        return ""
+
+    monkeypatch.setattr(build, "run", run)
+    with pytest.raises(build.BuildError, match="cut off"):
+        build.build()
+    fails[0] = False
+    build.build()
+    assert build.built() and steps == ["venv", "install", "the rest", "the rest"]
+
+
 @pytest.mark.parametrize("verb", [["test"], ["run", "python"], ["plugins", "test"]])
 def test_without_the_environment_the_command_says_how_to_make_it(verb: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.engines", *verb]

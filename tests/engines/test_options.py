@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool.engines.options import STAGED_OPTIONS, EngineOptions, EnginePlugin, lasting_identity
+from kvpool.engines import options
+from kvpool.engines.options import EngineOptions, EnginePlugin, lasting_identity
 
 PASSING = kvpool.ModelIdentity("/models/tiny", "engine 1", "float16", "LBHNC, tp 1", "vllm 0.32.0, 16 tokens")
-ONE_STORE = EnginePlugin(
-    "toy", "Toy", ("toy",), ("1",), "its file", STAGED_OPTIONS, ("stores", "weights"), True, ("module_path",)
-)
-HOST_TIER = replace(
-    ONE_STORE, options={"host_memory": 0, "stores": (), "save": "commit", "load_seconds": 2.0}, needs=("host_memory",),
-    one_store=False, others=None,
-)  # fmt: skip
+ONE_STORE = replace(options.LMCACHE, packages=("toy",), place="its file", others=("module_path",))
+HOST_TIER = replace(options.VLLM, packages=("toy",), place="its file")
 GOOD = {"stores": "memory:?capacity=1MiB", "weights": "1"}
 
 
@@ -31,10 +27,10 @@ def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> No
     found = ONE_STORE.read({**GOOD, "staging": "64KiB", "load_seconds": 2, "module_path": "x"})
     assert found == EngineOptions(stores=(GOOD["stores"],), weights="1", staging=1 << 16, load_seconds=2.0)
     assert (found.kind, found.separate, found.lasting) == ("memory", True, [])
-    host = HOST_TIER.read(
-        {"host_memory": "1GiB", "stores": ["memory:", "disk:/a"], "cache_policy": "lru", "staging": 0}
+    host = HOST_TIER.read({"host_memory": "1GiB", "stores": ["memory:", "disk:/a"], "block_size": 64})
+    assert host == EngineOptions(
+        host_memory=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0, save_seconds=60.0
     )
-    assert host == EngineOptions(host_memory=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0)
     assert not HOST_TIER.read({"host_memory": 1}).stores
 
 
@@ -52,8 +48,9 @@ def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> No
         ({"find_seconds": float("nan")}, "find_seconds=nan"),
         ({"save_seconds": True}, "save_seconds=True"),
         ({"save_seconds": "2"}, "save_seconds='2'"),
-        ({"dedline": 1}, "unknown options dedline in its file: accepted are stores, weights"),
+        ({"eviction": 1}, "unknown options eviction in its file: accepted are stores, weights"),
         ({"save": "commit"}, "unknown options save"),
+        ({"weigths": "1"}, r"unknown options weigths \(is weights meant\?\) in its file"),
         ({"revision": "1"}, "revision and weights in its file say the same"),
     ],
 )
@@ -106,14 +103,42 @@ def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str],
         found.check_dtypes([bfloat16, plain])
 
 
-def test_a_lasting_store_needs_a_seed_and_one_in_memory_does_not() -> None:
-    for texts in (("disk:/a",), ("memory:", "disk:/a"), ("mooncake:host:1",)):
-        for environment in ({}, {"PYTHONHASHSEED": ""}):
-            with pytest.raises(ValueError, match="Set the environment variable PYTHONHASHSEED"):
-                EngineOptions(stores=texts).check_seed(environment)
-        EngineOptions(stores=texts).check_seed({"PYTHONHASHSEED": "0"})
-    EngineOptions(stores=("memory:?capacity=1",)).check_seed({})
-    EngineOptions().check_seed({})
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("weigths", "weights"),
+        ("host_memroy", "host_memory"),
+        ("retry_second", "retry_seconds"),
+        ("loadshare", "load_share"),
+    ],
+)
+def test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant(slip: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown options {slip} \(is {meant} meant\?\)"):
+        HOST_TIER.read({"host_memory": 1, slip: "1"})
+
+
+def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"host_memory": 1, "eviction_policy": "arc", "cpu_bytes_to_use": 1, "offload_prompt_only": False}
+    with caplog.at_level(logging.WARNING, "toy.kvpool"):
+        assert HOST_TIER.read(given) == HOST_TIER.read({"host_memory": 1}) == HOST_TIER.read(given, quiet=True)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
+
+
+@pytest.mark.parametrize("given", ["8Gi", "8GiB", "8 gib", "8192Mi", 8 << 30])
+def test_sizes_are_read_as_people_write_them(given: Any) -> None:
+    assert HOST_TIER.read({"host_memory": given}).host_memory == 8 << 30
+
+
+@pytest.mark.parametrize(
+    ("option", "good", "bad"),
+    [("load_share", 1, 1.01), ("save_share", 0.1, 0), ("retry_seconds", 0.5, 0), ("save_seconds", 60, 3601)],
+)
+def test_the_settings_of_stores_are_options(option: str, good: float, bad: float) -> None:
+    found = HOST_TIER.read({"host_memory": 1, option: good})
+    assert getattr(found, option) == good
+    with pytest.raises(ValueError, match=f"{option}={bad} in its file: accepted is"):
+        HOST_TIER.read({"host_memory": 1, option: bad})
 
 
 def test_engines_of_one_model_have_one_identity_and_all_others_another() -> None:

@@ -186,6 +186,7 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_offload(runs: Runs, way:
     assert counted(loaded, "loaded_chunks") > 0
     assert counted(loaded, "failed_loads") == 0
     assert (counted(loaded, "evicted_chunks") > 0) == ("little" in way)
+    assert loaded["compiled"] == [], "a request has compiled something"
 
 
 def test_repeated_prompts_are_loaded_whole(runs: Runs) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 )
 
 from kvpool.engines.options import EngineOptions  # noqa: E402
+from kvpool.keepers import hostkeeper  # noqa: E402
+from kvpool.stores import MemoryStore, urls  # noqa: E402
+from tests.stores.lab import Wrong  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
@@ -202,6 +206,61 @@ def test_without_events_none_are_kept(make: Callable[..., Manager]) -> None:
     assert manager.events() == []
 
 
+PROMPT = range(20)
+
+
+def positioned(name: str, known: bool) -> Any:
+    """A request of which vLLM says where its chunks are, or not."""
+    found = request(name)
+    for place, key in enumerate(keys(*PROMPT) if known else ()):
+        found.set_offload_key_position(key, 16 * (place + 1))
+    return found
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("finished", ["before", "after", "never"])
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning(
+    make: Callable[..., Manager], known: bool, pieces: int, finished: str
+) -> None:
+    """vLLM stores a long prompt in pieces, and completes each with a set of keys."""
+    manager, context = make(len(PROMPT)), positioned("long", known)
+    size = len(PROMPT) // pieces
+    parts = [keys(*PROMPT[first : first + size]) for first in range(0, len(PROMPT), size)]
+    for ahead, behind in zip([*parts, None], [None, *parts], strict=True):
+        if ahead is not None:
+            assert manager.real.prepare_store(ahead, context).keys_to_store == ahead
+        elif finished == "before":
+            manager.real.on_request_finished(context)
+        if behind is not None:
+            manager.real.complete_store(set(behind), context)
+    if finished == "after":
+        manager.real.on_request_finished(context)
+    manager.store(*range(100, 105))
+    assert manager.lookup(*PROMPT) == [HIT] * 15 + [MISS] * 5
+    assert ("long" in manager.real._requests) == (finished == "never")
+
+
+def test_chunks_that_were_loaded_and_chunks_that_are_new_are_one_prompt(make: Callable[..., Manager]) -> None:
+    manager = make(6)
+    manager.store(0, 1, 2)
+    manager.real.on_request_finished(request())
+    context = positioned("again", True)
+    manager.real.prepare_load(keys(0, 1, 2), context)
+    manager.real.complete_load(set(keys(0, 1, 2)), context)
+    manager.real.prepare_store(keys(3, 4, 5), context)
+    manager.real.complete_store(set(keys(3, 4, 5)), context)
+    manager.store(100, 101)
+    assert manager.lookup(*range(6)) == [HIT] * 4 + [MISS] * 2
+
+
+def test_without_events_nobody_asks_the_cache_for_them() -> None:
+    with kvpool.HostCache(4, 64, identity=IDENTITY) as cache:
+        real = vllm.KVPoolOffloadingManager(cache, events=False)
+        cache.close()
+        assert list(real.take_events()) == []
+
+
 def test_metrics_say_what_happened_since_they_were_read(make: Callable[..., Manager]) -> None:
     manager = make()
     assert manager.counted() == {}
@@ -229,10 +288,11 @@ def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]
 class Stored(Manager):
     """A manager whose chunks are in memory and are saved to a store."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, **options: Any) -> None:
         self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY)
-        self.tier = kvpool.HostTier.of(self.cache)
-        self.real = vllm.KVPoolOffloadingManager(self.cache, EngineOptions(stores=("memory:?capacity=1MiB",)))
+        self.tier, self.now = kvpool.HostTier.of(self.cache), 0.0
+        given = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
+        self.real = vllm.KVPoolOffloadingManager(self.cache, given, clock=lambda: self.now)
         self.real.open_stores(self.tier.share(), IDENTITY)
 
     def fill(self, *numbers: int) -> None:
@@ -359,7 +419,7 @@ def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -
     manager = Stored(2)
     for number in range(50):
         manager.store_in_part(number)
-    assert len(manager.real._incomplete) <= 4
+    assert len(manager.real._chunks) <= 6
     found = manager.real.prepare_load(keys(48, 49), request())
     assert found.partial == found.blocks
     manager.real.shutdown()
@@ -388,10 +448,77 @@ def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
     manager.real.shutdown()
 
 
+def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    def note(cache: Any, tier: Any, stores: Any, **settings: Any) -> Any:
+        made.update(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr(hostkeeper, "HostKeeper", note)
+    wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
+    with pytest.raises(InterruptedError):
+        Stored(4, save="reuse", **wanted)
+    assert made == {"identity": IDENTITY, "save": "reuse", **wanted}
+
+
+@pytest.mark.parametrize(("kind", "source"), [("disk", "DISK"), ("memory", "HOST")])
+def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
+    kind: str, source: str, tmp_path: Path
+) -> None:
+    manager = Stored(2, stores=(f"disk:{tmp_path}/s?capacity=1MiB" if kind == "disk" else "memory:?capacity=1MiB",))
+    manager.fill(1, 2)
+    manager.wait_saved(2)
+    manager.cache.forget(keys(1))
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.load("a", 1, 2)
+    sources = [manager.real.get_load_source(key, request("a")).name for key in keys(1, 2)]
+    assert sources == [source, "HOST"]
+    manager.complete_load("a", 1, 2)
+    manager.load("b", 1)
+    assert manager.real.get_load_source(*keys(1), request("b")).name == "HOST", "it is on the host now"
+    manager.complete_load("b", 1)
+    manager.real.shutdown()
+
+
+def test_figures_of_stores_are_read_once_a_second_and_trouble_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Wrong(MemoryStore(1 << 20))
+    monkeypatch.setattr(urls, "open_store", lambda text: wrong)
+    for log in (vllm.log, vllm.log.parent):
+        monkeypatch.setattr(log, "propagate", True)
+
+    def flip(answer: Any) -> Any:
+        wrong.memory[:] ^= 1
+        return answer
+
+    manager = Stored(4)
+    wrong.after["load"] = flip
+    counted: dict[str, float] = {}
+    for second in range(1, 4):
+        chunks = 10 * second, 10 * second + 1
+        manager.fill(*chunks)
+        manager.wait_saved(2)
+        manager.cache.forget(keys(*chunks))
+        assert manager.found(*chunks) == [MISS, MISS]
+        manager.now = second - 0.1
+        assert not any("answers" in name for name in manager.counted())
+        manager.now = float(second)
+        counted = manager.counted()
+        assert counted[f"vllm:kvpool_store_answers:('{wrong.name}', 'load', 'damaged')"] == 2
+        assert counted["vllm:kvpool_store_missed_reasons:('damaged',)"] == 2
+    assert counted[f"vllm:kvpool_store_suspended:('{wrong.name}',)"] == 1
+    assert {f"vllm:kvpool_store_figures:('{wrong.name}', '{name}')" for name in ("blocks", "capacity")} <= set(counted)
+    warnings = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert len(warnings) == 1 and "load of 2 blocks" in warnings[0]
+    manager.real.shutdown()
+
+
 def test_a_request_before_the_stores_are_open_is_refused() -> None:
     real = vllm.KVPoolOffloadingManager(
         kvpool.HostCache(4, 64, identity=IDENTITY), EngineOptions(stores=("memory:?capacity=1MiB",))
     )
-    with pytest.raises(ValueError, match="KVPoolOffloadingConnector"):
+    with pytest.raises(RuntimeError, match="stores were not opened"):
         real.on_new_request(request())
     real.shutdown()

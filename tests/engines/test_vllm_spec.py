@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
     OffloadingParallelConfig,
 )
 
+from kvpool.engines.options import VLLM, EnginePlugin  # noqa: E402
 from tests.engines import serve  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -46,6 +48,21 @@ def config(extra: dict[str, Any], *, workers: int = 1, stages: int = 1, per_chun
         OffloadingCacheConfig(16, per_chunk), parallel,
     )  # fmt: skip
     return replace(found, **more)
+
+
+def serving(algorithm: str = "sha256", longest: int = 64, window: int = 0) -> Any:
+    """What kvpool's connector says to its spec in the scheduler's process."""
+    model = SimpleNamespace(compute_hash=lambda: "settings", max_model_len=longest)
+    settings = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm), model_config=model)
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=window or None))
+    return vllm.deployed(vllm.Deployment(settings, SimpleNamespace(kv_cache_groups=[group]), True))
+
+
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    for log in (vllm.log, vllm.log.parent):
+        monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO", vllm.log.name)
+    return caplog
 
 
 @pytest.mark.parametrize(("workers", "per_chunk", "blocks"), [(1, 1, 256), (2, 1, 128), (1, 4, 64), (4, 4, 16)])
@@ -65,7 +82,8 @@ def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks
         (config({"host_memory": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
         (config({"host_memory": "1GiB", "stores": ["memory:"]}, workers=2, replicated_layout=True), "tensor parallel"),
         (config({"host_memory": "1GiB", "stores": [1]}), r"stores=\[1\]"),
-        (config({"host_memory": "1GiB", "stores": ["disk:/a"]}), "Set the environment variable PYTHONHASHSEED"),
+        (config({"host_memory": "1GiB", "stores": ["memory:"]}), '"kv_connector": "KVPoolOffloadingConnector"'),
+        (config({"host_memory": "1GiB", "weigths": "1"}), "is weights meant"),
     ],
 )
 def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> None:
@@ -74,11 +92,122 @@ def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> No
 
 
 def test_another_version_gets_a_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(type(vllm.PLUGIN), "version", lambda self: "9.9.9")
-    monkeypatch.setattr(vllm.log, "propagate", True)
-    monkeypatch.setattr(vllm.log.parent, "propagate", True)
+    monkeypatch.setattr(EnginePlugin, "version", lambda self: "9.9.9")
+    said(caplog, monkeypatch)
     vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
-    assert f"tested with vLLM {vllm.PLUGIN.tested[0]}; this is 9.9.9" in caplog.text
+    assert f"tested with vLLM {VLLM.tested[0]}; this is 9.9.9" in caplog.text
+
+
+LASTING = {"host_memory": "1GiB", "stores": ["disk:/a"], "weights": "1"}
+
+
+def test_only_hashes_with_a_random_start_need_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for algorithm in ("sha256", "sha256_cbor"):
+        with serving(algorithm):
+            assert vllm.KVPoolOffloadingSpec(config(LASTING)).stored_as is not None
+    with serving("xxhash"), pytest.raises(ValueError, match="xxhash.*random seed.*PYTHONHASHSEED=0"):
+        vllm.KVPoolOffloadingSpec(config(LASTING))
+    with serving("xxhash"):
+        assert vllm.KVPoolOffloadingSpec(config(LASTING | {"stores": ["memory:"]})).stored_as is not None
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with serving("xxhash"):
+        assert vllm.KVPoolOffloadingSpec(config(LASTING)).stored_as is not None
+
+
+def test_one_line_says_what_was_decided(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving():
+        spec = vllm.KVPoolOffloadingSpec(config(LASTING | {"host_memory": "1MiB"}, per_chunk=2))
+    said(caplog, monkeypatch)
+    spec.get_manager().shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if "host tier of" in record.getMessage()]
+    decided = ["128 blocks of 8192 bytes", "about 4096 tokens", "chunks of 32 tokens", "disk:/a", "weights 1"]
+    assert [text for text in decided if text not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("longest", "window", "warned"), [(16 * 256, 0, False), (16 * 257, 0, True), (16 * 257, 64, False)]
+)
+def test_a_tier_that_one_request_does_not_fit_into_is_warned_of(
+    longest: int, window: int, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(longest=longest, window=window):
+        spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
+    said(caplog, monkeypatch)
+    spec.get_manager().shutdown()
+    assert (f"max_model_len={longest} takes 257 host blocks, and there are 256" in caplog.text) == warned
+
+
+FIRST_REQUESTS = """
+import sys
+import numpy as np, torch
+from kvpool.engines.options import EngineOptions
+from tests.engines import test_vllm_manager as managers, test_vllm_spec as specs
+stores, per_chunk = sys.argv[1] == "stores", int(sys.argv[2])
+with specs.serving():
+    spec = specs.vllm.KVPoolOffloadingSpec(specs.config({"host_memory": "64KiB"}, per_chunk=per_chunk))
+worker = specs.worker_of(spec, [torch.zeros((12, specs.BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
+real = spec.get_manager()
+compiled = specs.serve.compilations()
+manager = managers.Stored(4) if stores else managers.Manager(4, 64)
+for numbers in ((1, 2), (3, 4), (2, 5)):
+    manager.store(*numbers)
+    manager.real.on_request_finished(managers.request())
+    manager.lookup(*numbers, 9)
+    manager.load("a", *numbers)
+    manager.complete_load("a", *numbers)
+    manager.counted()
+    list(manager.real.take_events())
+if stores:
+    manager.wait_saved(1)
+    manager.found(1, 3, 9)
+manager.load("b", 5)
+manager.real.load_failed("b")
+manager.complete_load("b", 5)
+manager.real.reset_cache()
+manager.real.shutdown()
+base, blocks = specs.base, list(range(per_chunk))
+for job, device in ((1, ([1, 2, 3][:per_chunk], (per_chunk, 0), (0, 0))), (3, (blocks, (0, per_chunk), (0, 0)))):
+    worker.submit_store(job, base.GPULoadStoreSpec(*device), specs.vllm.HostBlocks((3,)))
+    worker.submit_load(job + 1, specs.vllm.HostBlocks((3,), ()), base.GPULoadStoreSpec(*device))
+    worker.wait({job, job + 1})
+    assert all(one.success for one in worker.get_finished())
+worker.shutdown()
+print(compiled)
+"""
+
+
+@pytest.mark.parametrize("stores", ["none", "stores"])
+@pytest.mark.parametrize("per_chunk", [1, 3])
+def test_no_request_compiles_anything(stores: str, per_chunk: int) -> None:
+    command = [sys.executable, "-c", FIRST_REQUESTS, stores, str(per_chunk)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["[]"]), done.stderr[-3000:]
+
+
+def test_compiling_is_told_at_its_start_and_its_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
+    said(caplog, monkeypatch)
+    spec.get_manager().shutdown()
+    worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)]).shutdown()
+    lines = [record.getMessage() for record in caplog.records]
+    for what in ("the index of the host tier", "the copies of the host tier"):
+        assert sum(line.startswith(f"kvpool: compiling {what}") for line in lines) == 1
+        assert sum(line.startswith(f"kvpool: {what} is ready after") for line in lines) == 1
+
+
+def test_what_is_compiled_leaves_no_trace() -> None:
+    """A worker copies a block to the host and back before any request has one."""
+    spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
+    tensors = [torch.full((12, BLOCK_BYTES // 2), 7, dtype=torch.int8) for _ in range(2)]
+    worker = worker_of(spec, tensors)
+    assert all((tensor == 7).all() for tensor in tensors)
+    worker.submit_load(1, vllm.HostBlocks((0,)), base.GPULoadStoreSpec([5], (1, 0), (0, 0)))
+    worker.wait({1})
+    assert [one.success for one in worker.get_finished()] == [False], "nobody has stored it"
+    worker.shutdown()
 
 
 def test_the_index_and_the_memory_of_every_worker_belong_together() -> None:

@@ -39,6 +39,7 @@ def test_what_the_host_has_evicted_comes_back_from_a_store(runs: Runs, processes
     assert counted(loaded, "evicted_chunks") > 0 and counted(loaded, "failed_loads") == 0
     assert counted(loaded, "store_saved_chunks") > 0
     assert counted(loaded, "store_loaded_chunks") > 0
+    assert loaded["compiled"] == []
     assert [answers(loaded)[f"again-{n}"]["cached"] for n in range(3)] == [15 * BLOCK] * 3
 
 
@@ -65,13 +66,29 @@ def test_two_workers_share_a_store(runs: Runs, tmp_path: Path) -> None:
     assert answers(warm)["first-0"]["cached"] == 15 * BLOCK
 
 
-def test_a_lasting_store_without_a_seed_is_refused_with_the_remedy(runs: Runs, tmp_path: Path) -> None:
-    refused = runs.run("tiny", disk(tmp_path), waves=SHORT[:1])
-    assert "Set the environment variable PYTHONHASHSEED" in refused["failed"]
+def test_a_prompt_that_no_store_has_does_not_wait_for_other_requests(runs: Runs) -> None:
+    """The answer of the stores holds for the request that asked, also where it is older than ``retry_seconds`` when the
+    request is looked at again."""
+    options = {"stores": ["memory:?capacity=64MiB"], "retry_seconds": 1e-6}
+    long = {"name": "long", "tokens": LONG[0][0]["tokens"][:64], "new": 60}
+    cold = {"name": "cold", "tokens": LONG[2][0]["tokens"][:100], "new": 4, "at": 5}
+    found = runs.run("tiny", options | {"weights": "random 0"}, waves=[[long, cold]])
+    assert answers(found)["cold"]["step"] - 5 <= 4
+    assert answers(found)["long"]["step"] < 5
+
+
+def test_only_where_vllms_keys_begin_with_a_random_seed_it_is_asked_for(runs: Runs, tmp_path: Path) -> None:
+    hashes = {"engine": {"prefix_caching_hash_algo": "xxhash"}, "folder": str(tmp_path)}
+    refused = runs.run("tiny", disk(tmp_path), waves=SHORT[:1], **hashes)
+    assert "set the environment variable PYTHONHASHSEED" in refused["failed"]
     assert not (tmp_path / "store").exists()
+    for run in range(2):
+        found = runs.run("tiny", disk(tmp_path), waves=SHORT[:1] * (run + 1), folder=str(tmp_path))
+        assert answers(found)["first-0"]["cached"] == run * 15 * BLOCK
 
 
 def test_under_vllms_own_connector_stores_are_refused(runs: Runs) -> None:
     given = transfer({"stores": ["memory:?capacity=64MiB"]}, recovers=False)
     refused = runs.run("tiny", {}, transfer=given, waves=SHORT[:1])
     assert "KVPoolOffloadingConnector" in refused["failed"]
+    assert "add_request" not in refused["failed"], "refused at the first request"

@@ -186,7 +186,7 @@ def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeyp
     ("options", "words"),
     [
         ({}, "stores is missing"),
-        ({"stores": "disk:/a"}, "PYTHONHASHSEED"),
+        ({"stores": "memory:", "load_second": 2}, "is load_seconds meant"),
         ({"stores": ["memory:", "disk:/a"]}, "accepted is one store"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 690,
+    "asv_bench": 790,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
@@ -24,9 +24,9 @@ LINES = {
     "kvpool/commands": 1340,
     "kvpool/copying": 520,
     "kvpool/device": 3930,
-    "kvpool/engines": 1530,
+    "kvpool/engines": 1840,
     "kvpool/entry": 410,
-    "kvpool/hostcache": 930,
+    "kvpool/hostcache": 940,
     "kvpool/jit": 630,
     "kvpool/keepers": 1930,
     "kvpool/memory": 920,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2530,
     "tests/emulated": 2640,
-    "tests/engines": 2710,
+    "tests/engines": 3170,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
-    "tests/mutations": 3640,
+    "tests/mutations": 3660,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 216
+FILES = 219
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

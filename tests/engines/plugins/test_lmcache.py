@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
+from kvpool.engines.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import lmcache_lab as lab  # noqa: E402
 from tests.engines.plugins.lmcache_lab import LARGE, SMALL, keys, memory_object  # noqa: E402
 from tests.stores.lab import Gate, Wrong  # noqa: E402
@@ -300,7 +301,7 @@ def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str
 def test_another_version_of_lmcache_is_named_in_the_log(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plugin.EnginePlugin, "version", lambda self: "0.6.0")
+    monkeypatch.setattr(EnginePlugin, "version", lambda self: "0.6.0")
     with caplog.at_level(logging.WARNING, "lmcache.kvpool"):
         make()
     assert "tested with LMCache 0.5.6; this is 0.6.0" in caplog.text

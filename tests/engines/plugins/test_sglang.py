@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
+from kvpool.engines.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import sglang_lab as lab  # noqa: E402
 from tests.engines.plugins.sglang_lab import PAGE, SLOW, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
 from tests.stores.lab import Gate, Wrong  # noqa: E402
@@ -256,7 +257,7 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
     options.update({name: change[name] for name in ("weights", "kv_dtype") if name in change})
     fields = {name: change[name] for name in change if hasattr(config, name)}
     if "version" in change:
-        monkeypatch.setattr(plugin.EnginePlugin, "version", lambda self: change["version"])
+        monkeypatch.setattr(EnginePlugin, "version", lambda self: change["version"])
 
     def found(changed: bool) -> int:
         pool = host_pool(
@@ -318,7 +319,7 @@ def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
 def test_another_version_of_sglang_is_named_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plugin.EnginePlugin, "version", lambda self: "0.6.0")
+    monkeypatch.setattr(EnginePlugin, "version", lambda self: "0.6.0")
     config = lab.config(weights="1", stores="memory:?capacity=1MiB")
     with caplog.at_level(logging.WARNING, "sglang.kvpool"):
         StorageBackendFactory.create_backend("dynamic", config, None)

@@ -1,0 +1,341 @@
+"""The scheduler's side of the host tier for vLLM: which chunk is in which host block, and what the scheduler and the
+workers say to each other. Only vLLM imports this module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import kvpool
+from kvpool.engines import vllm_metrics as metrics
+from kvpool.engines.options import VLLM, EngineOptions
+
+with VLLM.imports():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload import base
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+if TYPE_CHECKING:
+    from kvpool.keepers.hostkeeper import HostKeeper
+
+log = VLLM.log
+
+_NONE = -1
+_DRAIN_SECONDS = 5.0
+"""How long an engine that is shut down saves what it has begun to save."""
+_SOURCES = {"disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "peer": CacheHitSource.P2P}
+"""Where vLLM counts what came from a kind of store."""
+
+
+class HostBlocks(base.LoadStoreSpec):
+    """The host blocks of a job, one for each key, group after group. It is pickled and sent to the workers.
+
+    ``partial``: with stores, those of a load that are filled in part only. None without stores.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], partial: tuple[int, ...] | None = None) -> None:
+        self.blocks = blocks
+        self.partial = partial
+
+
+@dataclass
+class WorkerReport(OffloadingWorkerMetadata):
+    """What a worker tells the scheduler's process in a step: vLLM's jobs that have ended, the host blocks whose copy
+    failed, and those that are filled in part only."""
+
+    failed_blocks: set[int] = field(default_factory=set)
+    partial_blocks: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: Any) -> WorkerReport:
+        both = super().aggregate(other)
+        failed = self.failed_blocks | getattr(other, "failed_blocks", set())
+        partial = self.partial_blocks | getattr(other, "partial_blocks", set())
+        return WorkerReport(both.completed_jobs, both.transfer_stats, failed, partial)
+
+
+@dataclass(slots=True)
+class _KnownChunk:
+    """What is known of a chunk, beside what the cache says."""
+
+    place: int = 0
+    """in its prompt"""
+    block: int = _NONE
+    """the host block to which it is being copied"""
+    lost: bool = False
+    """A copy of it has failed."""
+    partial: bool = False
+    """It leaves out a part of the host block. A worker knows which, and a store behind the host does not: what comes
+    from there is whole."""
+    brought: bool = False
+    """A store has it or had it, and no request has loaded it since."""
+
+
+@dataclass(slots=True)
+class _KnownRequest:
+    """What a request has loaded and stored."""
+
+    places: dict[bytes, int] = field(default_factory=dict)
+    """the place of each of its chunks in its prompt"""
+    lease: kvpool.HostLease | None = None
+    """of its load; vLLM gives it one at a time"""
+    failed: bool = False
+    """The load has failed."""
+    stores: int = 0
+    """under way"""
+    pieces: int = 0
+    """how many loads and stores have come since its chunks were last put in order"""
+    ordered: int = 0
+    """how many of its chunks were put in order"""
+    finished: bool = False
+
+
+class KVPoolOffloadingManager(base.OffloadingManager):
+    """The index of the host tier, for vLLM's scheduler. All calls come from the scheduler's thread.
+
+    Parameters
+    ----------
+    cache
+        The index. ``shutdown`` closes it.
+    options
+        ``stores`` are to be opened behind it by ``open_stores``.
+    events
+        Whether vLLM takes the events of the cache.
+    clock
+        () -> float, monotonic seconds, for metrics.
+
+    Notes
+    -----
+    vLLM completes stores with sets of keys, and one prompt in several stores. So that the end of a prompt is evicted
+    before its beginning, the chunks of a store are published in the order of the prompt, and all that a request has
+    brought in pieces is put in order when no store of it is under way.
+    """
+
+    def __init__(
+        self, cache: kvpool.HostCache, options: EngineOptions | None = None, *, events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._cache, self._events = cache, events
+        self.options = options or EngineOptions()
+        self._tier: kvpool.HostTier | None = None
+        self._keeper: HostKeeper | None = None
+        # What has the verbs that stores take part in.
+        self._front: kvpool.HostCache | HostKeeper = cache
+        self._source = CacheHitSource.HOST
+        self._requests: dict[str, _KnownRequest] = {}
+        self._chunks: dict[bytes, _KnownChunk] = {}
+        self._metrics = metrics.HostTierMetrics(cache, clock)
+        self._counts = self._metrics.counts
+
+    def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
+        """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
+        from kvpool.keepers.hostkeeper import PUBLISH, REUSE, HostKeeper
+        from kvpool.stores.urls import open_store
+
+        options = self.options
+        stores = [open_store(text) for text in options.stores]
+        self._tier = kvpool.HostTier.attach(description)
+        self._keeper = self._front = HostKeeper(
+            self._cache, self._tier, stores, identity=identity, save=REUSE if options.save == "reuse" else PUBLISH,
+            load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
+            save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
+        )  # fmt: skip
+        sources = {_SOURCES.get(text.partition(":")[0]) for text in options.stores}
+        self._source = (sources.pop() if len(sources) == 1 else None) or CacheHitSource.EXTERNAL_UNSPECIFIED
+        log.info("kvpool: stores %s, for KV of %s", ", ".join(store.name for store in stores), identity)
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        if self.options.stores and self._keeper is None:
+            raise RuntimeError("kvpool's stores were not opened: vLLM has not said where the workers' memory is")
+        return base.RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        request = self._requests.get(req_context.req_id)
+        if request is not None:
+            request.finished = True
+            self._settle(req_context.req_id, request)
+
+    def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
+        if self._keeper is not None:
+            self._keeper.poll()
+            self._tidy()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must make steps for the stores though it has no request."""
+        return self._keeper is not None and self._keeper.pending
+
+    def _request(self, context: base.ReqContext, keys: Iterable[bytes]) -> _KnownRequest:
+        """The request, with these chunks of its prompt."""
+        request = self._requests.get(context.req_id)
+        if request is None:
+            request = self._requests[context.req_id] = _KnownRequest()
+        for key in keys:
+            if key not in request.places:
+                place = context.get_offload_key_position(key)
+                request.places[key] = len(request.places) if place is None else place
+        return request
+
+    def _settle(self, name: str, request: _KnownRequest) -> None:
+        """Put the chunks of a request in order, unless that was done and few have come since."""
+        if request.stores or request.lease is not None:
+            return
+        new = len(request.places) - request.ordered
+        if request.pieces > 1 and (request.finished or 8 * new >= request.ordered):
+            self._cache.touch(sorted(request.places, key=request.places.__getitem__))
+            request.pieces, request.ordered = 1, len(request.places)
+        if request.finished:
+            del self._requests[name]
+
+    # -- loads ---------------------------------------------------------------------------------------
+
+    def lookup(self, key: base.OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
+        found = self._front.find(key)
+        if found == self._cache.HERE:
+            return base.LookupResult.HIT
+        chunk = self._chunks.get(key)
+        if found == self._cache.PENDING:
+            if chunk is None or chunk.block == _NONE:
+                self._chunks[key] = _KnownChunk(brought=True)
+            return base.LookupResult.HIT_PENDING
+        if chunk is not None and chunk.block == _NONE:
+            del self._chunks[key]
+        return base.LookupResult.MISS
+
+    def get_load_source(self, key: base.OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
+        chunk = self._chunks.get(key)
+        return self._source if chunk is not None and chunk.brought else CacheHitSource.HOST
+
+    def touch(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> None:
+        self._cache.touch(keys)
+
+    def prepare_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> HostBlocks:
+        """Pin the chunks until ``complete_load``. A request has one load at a time, and no other job during it."""
+        lease = self._front.pin(keys, owner=req_context.req_id)
+        self._request(req_context, lease.keys).lease = lease
+        blocks = lease.slots.blocks
+        if self._keeper is None:
+            return HostBlocks(blocks)
+        known = [self._chunks.get(key) for key in lease.keys]
+        found = zip(known, blocks, strict=True)
+        return HostBlocks(blocks, tuple(block for chunk, block in found if chunk is not None and chunk.partial))
+
+    def complete_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> None:
+        request = self._requests[req_context.req_id]
+        lease, failed = request.lease, request.failed
+        assert lease is not None
+        request.lease, request.failed = None, False
+        request.pieces += 1
+        lease.close()
+        for key in lease.keys if self._chunks else ():
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk.brought:
+                del self._chunks[key]
+        self._counts[metrics.FAILED_LOADS] += failed
+        self._counts[metrics.LOADED] += 0 if failed else len(keys)
+        self._settle(req_context.req_id, request)
+
+    def load_failed(self, req_id: str) -> None:
+        """Forget the chunks that a request failed to load, so it computes them and does not try again. vLLM then calls
+        ``complete_load``."""
+        request = self._requests.get(req_id)
+        if request is not None and request.lease is not None:
+            self._front.forget(request.lease.keys)
+            request.failed = True
+
+    # -- stores --------------------------------------------------------------------------------------
+
+    def prepare_store(
+        self, keys: Collection[base.OffloadKey], req_context: base.ReqContext
+    ) -> base.PrepareStoreOutput | None:
+        """Reserve a host block for each chunk that has none. Returns None if too few host blocks can be evicted; then
+        vLLM tries again in the next step."""
+        try:
+            reserved = self._cache.reserve(keys)
+        except kvpool.OutOfBlocks:
+            self._counts[metrics.REFUSED] += 1
+            return None
+        request, blocks = self._request(req_context, keys), reserved.slots.blocks
+        for key, block in zip(reserved.keys, blocks, strict=True):
+            self._chunks[key] = _KnownChunk(request.places[key], block)
+        request.stores += bool(blocks)
+        request.pieces += len(blocks) < len(keys)
+        self._counts[metrics.EVICTED] += len(reserved.evicted)
+        return base.PrepareStoreOutput(list(reserved.keys), HostBlocks(blocks), list(reserved.evicted))
+
+    def complete_store(
+        self, keys: Collection[base.OffloadKey], req_context: base.ReqContext, success: bool = True
+    ) -> None:
+        """End the stores of these chunks. A chunk that is not being stored stays as it is."""
+        known = ((key, self._chunks.get(key)) for key in keys)
+        ended = {key: chunk for key, chunk in known if chunk is not None and chunk.block != _NONE}
+        lost = {key for key, chunk in ended.items() if chunk.lost or not success}
+        partial = {key for key, chunk in ended.items() if chunk.partial} - lost
+        whole = sorted(ended.keys() - lost - partial, key=lambda key: ended[key].place)
+        for key, chunk in ended.items():
+            chunk.block = _NONE
+            if key not in partial:
+                del self._chunks[key]
+        if lost:
+            self._cache.abort(lost)
+            self._counts[metrics.FAILED_STORES] += len(lost)
+        if whole:
+            self._counts[metrics.STORED] += self._front.publish(whole)
+        if partial:
+            self._counts[metrics.STORED] += self._cache.publish(partial)
+            self._tidy()
+        request = self._requests.get(req_context.req_id)
+        if request is not None and ended:
+            request.stores -= 1
+            request.pieces += 1
+            self._settle(req_context.req_id, request)
+
+    def report(self, report: WorkerReport) -> None:
+        """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""
+        if report.failed_blocks or report.partial_blocks:
+            for chunk in self._chunks.values():
+                chunk.lost |= chunk.block in report.failed_blocks
+                chunk.partial |= chunk.block in report.partial_blocks
+
+    def _tidy(self) -> None:
+        """Forget chunks that have left the cache, once there are many."""
+        if len(self._chunks) > 3 * self._cache.host_blocks:
+            absent = self._cache.ABSENT
+            chunks = self._chunks.items()
+            self._chunks = {key: chunk for key, chunk in chunks if self._cache.find(key) != absent}
+
+    # -- the cache as a whole ------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[base.OffloadingEvent]:
+        for event in self._cache.events() if self._events else ():
+            if event.kind in ("stored", "removed"):
+                yield base.OffloadingEvent(list(event.keys), base.Medium.CPU, removed=event.kind == "removed")
+
+    def reset_cache(self) -> None:
+        """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more
+        about the old ones. No store writes to their host blocks meanwhile: from now on it has nothing for this engine,
+        until chunks that are stored later have been saved."""
+        for request in self._requests.values():
+            if request.lease is not None:
+                request.lease.close()
+        self._cache.abort([key for key, chunk in self._chunks.items() if chunk.block != _NONE])
+        self._requests.clear()
+        self._chunks.clear()
+        self._front.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """The counts since the last call and the gauges now, or None if nothing was counted."""
+        return self._metrics.take(self._keeper)
+
+    def shutdown(self) -> None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            if not keeper.drain(_DRAIN_SECONDS):
+                log.warning("kvpool: not all chunks could be saved in %s s", _DRAIN_SECONDS)
+            keeper.close()
+        self._cache.close()
+        if self._tier is not None:
+            self._tier.close()
