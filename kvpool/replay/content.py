@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout, BlockStrides
-from kvpool.replay.tokens import mix
+from kvpool.replay.tokens import Ids, mix
 
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 18
 """Scratch bytes per step over full blocks: small enough to stay in a core's cache."""
 
 States = npt.NDArray[np.uint64]
-Ids = npt.NDArray[np.int64]
 
 
 def namespace_digest(salt: str | bytes | None = None, adapter_id: int | str | None = None) -> bytes:

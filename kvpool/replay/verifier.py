@@ -12,8 +12,9 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Stream
 from kvpool.errors import KVPoolError
-from kvpool.replay.content import Difference, Ids, KVBytes, States
+from kvpool.replay.content import Difference, KVBytes, States
 from kvpool.replay.summary import Verified
+from kvpool.replay.tokens import Ids, ranges
 
 Enqueue = Callable[[Stream, Callable[[], None], Ids, Ids], None]
 """Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
@@ -268,9 +269,3 @@ class Verifier:
         return VerificationError(
             message, block=block, tier=tier, token=found.token, layer=found.layer, plane=found.plane
         )
-
-
-def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Ids:
-    """Return ``[starts[0], starts[0] + counts[0])``, then the next range, and so on, as one array."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

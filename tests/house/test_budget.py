@@ -21,7 +21,7 @@ LINES = {
     "examples": 1120,
     "kvpool": 340,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1180,
+    "kvpool/commands": 1200,
     "kvpool/copying": 520,
     "kvpool/device": 3920,
     "kvpool/engines": 1530,
@@ -35,7 +35,7 @@ LINES = {
     "kvpool/pool": 2890,
     "kvpool/publish": 800,
     "kvpool/remote": 1860,
-    "kvpool/replay": 1980,
+    "kvpool/replay": 2160,
     "kvpool/state": 4640,
     "kvpool/stores": 3250,
     "kvpool/tables": 600,
@@ -61,7 +61,7 @@ LINES = {
     "tests/publish": 1520,
     "tests/race": 2760,
     "tests/remote": 2150,
-    "tests/replay": 1130,
+    "tests/replay": 1270,
     "tests/sequences": 3200,
     "tests/share": 670,
     "tests/state": 1450,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 240
+FILES = 242
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
