@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
+from kvpool.commands.replay import add_users, reading_of
 from kvpool.commands.terminal import (
     INTERRUPTED,
     OK,
@@ -54,6 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
     plan = declare(subparsers, "plan", "hit rate by memory for a request trace", _HELP, run)
     add_trace(plan)
+    add_users(plan)
     sample = "of the blocks to follow, such as 0.01 (default: all)"
     plan.add_argument("--sample", type=fraction_argument, default=1.0, metavar="SHARE", help=sample)
     add = plan.add_argument_group("model").add_argument
@@ -132,7 +134,7 @@ def _survey(options: argparse.Namespace) -> tuple[Survey, str, bool]:
         title, total = f"{trace.name} ({trace.format})", len(trace.requests)
         stream = iter([(trace.format, request) for request in trace.requests])
     else:
-        stream, total = stream_trace(options.trace, format=options.format, limit=options.limit), options.limit
+        stream, total = stream_trace(options.trace, **reading_of(options, options.limit)), options.limit
         title = "<stdin>" if options.trace == "-" else Path(options.trace).name
     interrupted = False
     with progress_bar(total, "requests") as progress:

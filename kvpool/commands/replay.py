@@ -50,6 +50,8 @@ TRACE is a jsonl file, plain or gzip, or - for standard input, one request a lin
   mooncake  timestamp, input_length, output_length, hash_ids (512 tokens per id)
   qwen      the same with chat_id, parent_chat_id, type and turn (16 tokens per id)
   native    tokens, and output_tokens or output_length; salt, adapter_id, tenant, timestamp if any
+A line may be a session of an agent instead, and TRACE a folder with one in each *.json: packed (session,
+block, requests) or as recorded (id, block_size, requests). --users play them, each waits for its answers.
 Without TRACE, a synthetic workload of chats with shared system prompts is replayed.
 
 --device sim runs the pool's copies and a fake engine's kernels late and in any order that streams and
@@ -64,6 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
     replay = declare(subparsers, "replay", "replay a request trace and report reuse, moves and cost", _HELP, run)
     add_trace(replay)
+    add_users(replay)
     seed = "of the synthetic workload and of --device sim (default: 0)"
     replay.add_argument("--seed", type=count_argument(0), default=0, metavar="N", help=seed)
     cut = "cut requests to N tokens (--device sim: default 1/32 of the device tier)"
@@ -87,6 +90,21 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--json", action="store_true", help="print the summary as JSON")
     port = "serve metrics for Prometheus on this machine meanwhile; 0: any free port"
     add("--metrics-port", type=port_argument, metavar="N", help=port)
+
+
+def add_users(parser: argparse.ArgumentParser) -> None:
+    """Declare who plays the sessions of agents."""
+    add = parser.add_argument_group("sessions of agents").add_argument
+    add("--users", type=count_argument(1), metavar="N", help="who play them at the same time (default: 32)")
+    pause = "the longest pause before a request, and between two sessions (default: 60)"
+    add("--pause-max", type=seconds_argument, metavar="SECONDS", help=pause)
+
+
+def reading_of(options: argparse.Namespace, limit: int | None) -> dict[str, Any]:
+    """How a given trace is read, as arguments of ``read_trace``."""
+    names = ("format", "users", "pause_max")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return {**given, "limit": limit}
 
 
 def _add_store(replay: argparse.ArgumentParser) -> None:
@@ -135,12 +153,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _read_and_replay(options: argparse.Namespace, config: ReplayConfig, show: Callable[[KVCacheManager], None]) -> int:
     """Read or make the trace, replay it, and return the exit status."""
-    from kvpool.replay import TraceError
+    from kvpool.replay import TraceError, read_trace
 
     sim = options.device == "sim"
     limit = options.limit or (_SIM_REQUESTS if sim else None)
     try:
-        trace = trace_of(options, limit)
+        given = options.trace is not None
+        trace = read_trace(options.trace, **reading_of(options, limit)) if given else trace_of(options, limit)
     except TraceError as error:
         return complain(error)
     cut = options.cut or (max(2, config.device_blocks * options.tokens_per_block // _SIM_SHARE) if sim else None)

@@ -3,6 +3,7 @@ not depend on kvpool's keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -10,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout, BlockStrides
-from kvpool.replay.tokens import mix
+from kvpool.replay.tokens import Ids, mix
 
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 18
-"""Scratch bytes per step over full blocks: small enough to stay in a core's cache."""
+"""What is read or written of a plane at once: little enough to stay in a core's cache."""
 
 States = npt.NDArray[np.uint64]
-Ids = npt.NDArray[np.int64]
 
 
 def namespace_digest(salt: str | bytes | None = None, adapter_id: int | str | None = None) -> bytes:
@@ -94,8 +94,6 @@ class KVBytes:
         Byte strides of that array: ``layout.device_strides(blocks)`` or ``layout.host_strides(blocks)``.
     blocks
         Blocks in the tier. Ids in the methods count from 0 inside the tier.
-
-    Not thread-safe: the scratch buffer is shared by all calls.
     """
 
     def __init__(self, layout: BlockLayout, pool: npt.NDArray[Any], strides: BlockStrides, blocks: int) -> None:
@@ -104,72 +102,36 @@ class KVBytes:
         raw = pool.reshape(-1).view(np.uint8).view(lane)
         if not np.may_share_memory(raw, pool):
             raise ValueError("pool is not contiguous, a view of its bytes is needed")
-        self._shape = (layout.tokens_per_block, layout.kv_heads, head_bytes // lane.itemsize)
+        tokens, heads, lanes = layout.tokens_per_block, layout.kv_heads, head_bytes // lane.itemsize
+        steps = strides.block, strides.token, strides.head, lane.itemsize
         self._lane, self._planes_per_layer = lane, layout.planes
-        tokens, heads, lanes = self._shape
-        self._heads_first = strides.head > strides.token
-        self._flat: list[npt.NDArray[Any]] = []
-        self._by_token: list[npt.NDArray[Any]] = []
-        for plane in range(layout.layers * layout.planes):
-            offset = plane // layout.planes * strides.layer + plane % layout.planes * strides.plane
-            base = raw[offset // lane.itemsize :]
-            self._flat.append(_strided(base, (blocks, tokens * heads * lanes), (strides.block, lane.itemsize)))
-            by_token = (strides.block, strides.token, strides.head, lane.itemsize)
-            self._by_token.append(_strided(base, (blocks, *self._shape), by_token))
-        counters = np.arange(1, len(self._flat) * heads * lanes + 1, dtype=np.uint64)
+        self._planes: list[npt.NDArray[Any]] = []
+        """[layers * planes] of [blocks, tokens, heads, lanes]."""
+        for number in range(layout.layers * layout.planes):
+            layer, plane = divmod(number, layout.planes)
+            base = raw[(layer * strides.layer + plane * strides.plane) // lane.itemsize :]
+            self._planes.append(np.lib.stride_tricks.as_strided(base, (blocks, tokens, heads, lanes), steps))
+        counters = np.arange(1, len(self._planes) * heads * lanes + 1, dtype=np.uint64)
         self._constants = mix(counters * np.uint64(0x9FB21C651E98DF25)).astype(lane).reshape(-1, heads, lanes)
-        self._flat_constants = [self._spread(constants) for constants in self._constants]
-        self._rows = max(1, _CHUNK_BYTES // (tokens * heads * head_bytes))
-        self._scratch = np.empty((self._rows, tokens * heads * lanes), dtype=lane)
+        self._tokens = max(1, _CHUNK_BYTES // (heads * head_bytes))
+        """How many tokens of a plane are read or written at once."""
 
     def write_blocks(self, blocks: Ids, states: States) -> None:
         """Write full blocks: ``states[i]`` are the token states of ``blocks[i]``. No block may be named twice."""
-        for start in range(0, len(blocks), self._rows):
-            ids = blocks[start : start + self._rows]
-            wide = self._widen(states[start : start + self._rows])
-            target = self._scratch[: len(ids)]
-            for plane, constants in zip(self._flat, self._flat_constants, strict=True):
-                np.bitwise_xor(wide, constants, out=target)
-                plane[ids] = target
+        self._write(states, blocks)
 
     def check_blocks(self, blocks: Ids, states: States) -> Difference | None:
         """Compare full blocks with ``states[i]``, the token states that ``blocks[i]`` should hold."""
-        for start in range(0, len(blocks), self._rows):
-            ids = blocks[start : start + self._rows]
-            wide = self._widen(states[start : start + self._rows])
-            for plane, constants in zip(self._flat, self._flat_constants, strict=True):
-                # np.take would first copy the whole plane if its blocks are not contiguous.
-                found = plane[ids]
-                np.bitwise_xor(found, constants, out=found)
-                if not np.array_equal(found, wide):
-                    break
-            else:
-                continue
-            tokens = np.tile(np.arange(self._shape[0]), len(ids))
-            rows = np.repeat(np.arange(len(ids)), self._shape[0])
-            difference = self.check_tokens(ids[rows], tokens, states[start : start + len(ids)].reshape(-1))
-            assert difference is not None
-            return difference._replace(row=start + int(rows[difference.row]))
-        return None
+        return self._check(states, blocks)
 
     def write_tokens(self, blocks: Ids, tokens: Ids, states: States) -> None:
         """Write token ``tokens[i]`` of ``blocks[i]``, whose state is ``states[i]``. No token may be named twice."""
-        values = states.astype(self._lane)[:, None, None]
-        for plane, constants in zip(self._by_token, self._constants, strict=True):
-            plane[blocks, tokens] = values ^ constants
+        self._write(states, blocks, tokens)
 
     def check_tokens(self, blocks: Ids, tokens: Ids, states: States) -> Difference | None:
         """Compare token ``tokens[i]`` of ``blocks[i]`` with ``states[i]``."""
-        values = states.astype(self._lane)[:, None, None]
-        for number, (plane, constants) in enumerate(zip(self._by_token, self._constants, strict=True)):
-            found = plane[blocks, tokens]
-            expected = values ^ constants
-            if not np.array_equal(found, expected):
-                row, head, lane = (int(i) for i in np.argwhere(found != expected)[0])
-                layer, of_layer = divmod(number, self._planes_per_layer)
-                values_there = int(found[row, head, lane]), int(expected[row, head, lane])
-                return Difference(row, int(tokens[row]), layer, of_layer, head, *values_there)
-        return None
+        found = self._check(states, blocks, tokens)
+        return found and found._replace(token=int(tokens[found.row]))
 
     def first_lanes(self, states: States) -> bytes:
         """The first lane of each token of a block with these token states, uint64[tokens_per_block]."""
@@ -177,22 +139,29 @@ class KVBytes:
 
     def read_first_lanes(self, block: int) -> bytes:
         """The first lane of each token of a block, as it is."""
-        return self._by_token[0][block, :, 0, 0].tobytes()
+        return self._planes[0][block, :, 0, 0].tobytes()
 
-    def _spread(self, constants: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Repeat ``constants[head, lane]`` for every token, in the order in which a block stores them."""
-        if self._heads_first:
-            return np.repeat(constants[:, None, :], self._shape[0], axis=1).reshape(-1)
-        return np.tile(constants.reshape(-1), self._shape[0])
+    def _chunks(
+        self, states: States, places: tuple[Ids, ...]
+    ) -> Iterator[tuple[int, tuple[Ids, ...], npt.NDArray[Any]]]:
+        """Cut places into parts of a bounded size: the first row of each, the places, and their states as lanes."""
+        rows = max(1, self._tokens // states[:1].size) if len(states) else 1
+        for start in range(0, len(states), rows):
+            part = slice(start, start + rows)
+            yield start, tuple(axis[part] for axis in places), states[part].astype(self._lane)[..., None, None]
 
-    def _widen(self, states: States) -> npt.NDArray[Any]:
-        """Repeat each token's state for all its lanes of a plane, in the order in which a block stores them."""
-        _, heads, lanes = self._shape
-        narrow = states.astype(self._lane, copy=False)
-        if self._heads_first:
-            return np.tile(np.repeat(narrow, lanes, axis=1), (1, heads))
-        return np.repeat(narrow, heads * lanes, axis=1)
+    def _write(self, states: States, *places: Ids) -> None:
+        for _, part, values in self._chunks(states, places):
+            for plane, constants in zip(self._planes, self._constants, strict=True):
+                plane[part] = values ^ constants
 
-
-def _strided(base: npt.NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> npt.NDArray[Any]:
-    return np.lib.stride_tricks.as_strided(base, shape, strides)
+    def _check(self, states: States, *places: Ids) -> Difference | None:
+        for start, part, values in self._chunks(states, places):
+            for number, (plane, constants) in enumerate(zip(self._planes, self._constants, strict=True)):
+                found, expected = plane[part], values ^ constants
+                if not np.array_equal(found, expected):
+                    at = tuple(np.argwhere(found != expected)[0].tolist())
+                    layer, of_layer = divmod(number, self._planes_per_layer)
+                    values_there = int(found[at]), int(expected[at])
+                    return Difference(start + at[0], at[1], layer, of_layer, at[-2], *values_there)
+        return None

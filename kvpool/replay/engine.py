@@ -21,9 +21,9 @@ from kvpool.replay.content import States, token_states
 from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
 from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
-from kvpool.replay.tokens import Request
+from kvpool.replay.tokens import Request, ranges
 from kvpool.replay.traces import Trace
-from kvpool.replay.verifier import Verifier, ranges
+from kvpool.replay.verifier import Verifier
 from kvpool.replay.watched_devices import MeteredDevice, VerifyingDevice
 from kvpool.stores import Store
 

@@ -3,8 +3,8 @@ pools."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 from kvpool.replay.tokens import Request
@@ -47,12 +47,13 @@ def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, to
     """Yield the steps of a replay in file order.
 
     A request is admitted if fewer than `active` others run, and if its worst case and theirs, with nothing shared, fit
-    the device tier together. Until then the oldest requests finish. So no pool ever has to preempt.
+    the device tier together. Until then the oldest requests finish. So no pool ever has to preempt. Those that say how
+    long they run finish before the first arrival after that.
 
     With each arrival, every running request that has output left appends one block's worth of tokens, all in one batch.
     The rest of its output is appended before it finishes, one block's worth at a time.
     """
-    running: deque[Request] = deque()
+    running: list[Request] = []
     done: dict[int, int] = {}
     held = 0
     for request in requests:
@@ -60,10 +61,12 @@ def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, to
         if need > device_blocks:
             yield Skip(request, need)
             continue
-        while running and (len(running) >= active or held + need > device_blocks):
-            oldest = running.popleft()
-            held -= worst_blocks(oldest, tokens_per_block)
-            yield from _drain(oldest, done, tokens_per_block)
+        ended = sorted((one for one in running if _end(one) <= _begin(request)), key=_end)
+        while ended or running and (len(running) >= active or held + need > device_blocks):
+            first = ended.pop(0) if ended else running[0]
+            running.remove(first)
+            held -= worst_blocks(first, tokens_per_block)
+            yield from _drain(first, done, tokens_per_block)
         yield Admit(request)
         running.append(request)
         done[request.index] = 0
@@ -72,6 +75,14 @@ def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, to
             yield Append(items)
     for oldest in running:
         yield from _drain(oldest, done, tokens_per_block)
+
+
+def _begin(request: Request) -> float:
+    return 0.0 if request.timestamp is None else request.timestamp
+
+
+def _end(request: Request) -> float:
+    return inf if request.seconds is None else _begin(request) + request.seconds
 
 
 def _grow(requests: Iterable[Request], done: dict[int, int], tokens_per_block: int) -> list[tuple[Request, int, int]]:

@@ -12,6 +12,14 @@ OUTPUT_ORIGIN = 1 << 50
 OUTPUT_STRIDE = 1 << 20
 """The distance between the counters of two requests' outputs. Longer outputs would repeat those of other requests."""
 
+Ids = npt.NDArray[np.int64]
+
+
+def ranges(starts: Ids, counts: Ids) -> Ids:
+    """Return ``[starts[0], starts[0] + counts[0])``, then the next range, and so on, as one array."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
+
 
 def mix(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the splitmix64 value of each counter (uint64, any shape). The argument is not changed."""
@@ -69,6 +77,8 @@ class Request:
     """The owner of the request, if the trace names one. It separates figures, but not content."""
     timestamp: float | None = None
     """The time of arrival in seconds."""
+    seconds: float | None = None
+    """How long it runs, if that is known. It is released when the first request comes that arrives later."""
 
     @property
     def name(self) -> str:

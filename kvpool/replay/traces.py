@@ -1,43 +1,37 @@
-"""Trace readers: Mooncake columns, the Qwen-Bailian variant and explicit tokens, as checked requests."""
+"""Trace readers: Mooncake columns, the Qwen-Bailian variant, explicit tokens and agents' sessions, as checked
+requests."""
 
 from __future__ import annotations
 
 import errno
 import gzip
-import json
+import lzma
+import os
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.replay.columns import INT32_MAX, REQUIRED, Row, TraceError, parse
+from kvpool.replay.sessions import PAUSE_MAX, USERS, play, read_session
 from kvpool.replay.tokens import OUTPUT_STRIDE, Request
 
-FORMATS = ("mooncake", "qwen", "native")
+FORMATS = ("mooncake", "qwen", "native", "agents")
 TOKENS_PER_ID = {"mooncake": 512, "qwen": 16}
 NATIVE_COLUMNS = ("tokens", "output_tokens", "output_length", "salt", "adapter_id", "tenant", "timestamp")
 _TICKS_PER_SECOND = {"mooncake": 1000, "qwen": 1}
 
 LINE_BYTES_MAX = 256 << 20
 """A request of some ten million tokens."""
-_GZIP_MAGIC = b"\x1f\x8b"
-_INT32_MAX = 2**31 - 1
-_TIMESTAMP_MAX = 2.0**63
-_REQUIRED: Any = object()
-
-
-class TraceError(ValueError):
-    """A trace cannot be replayed. Attributes: `path`, `line` (from 1; 0 for the whole file) and `reason`."""
-
-    def __init__(self, path: str, line: int, reason: str) -> None:
-        self.path, self.line, self.reason = path, line, reason
-        where = f"{path}, line {line}" if line else path
-        super().__init__(f"{where}: {reason}")
+_PACKERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
+"""By the first two bytes of a compressed file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,110 +47,112 @@ class Trace:
         return Trace(self.name, self.format, [request.cut(tokens) for request in self.requests])
 
 
-def read_trace(path: str, *, format: str = "auto", limit: int | None = None) -> Trace:
-    """Read a jsonl trace, plain or gzip-compressed, from a path or, for ``-``, from standard input.
+def read_trace(
+    path: str, *, format: str = "auto", limit: int | None = None, users: int = USERS, pause_max: float = PAUSE_MAX
+) -> Trace:
+    """Read a trace, plain or compressed (gzip, xz), from a path or, for ``-``, from standard input.
 
     Parameters
     ----------
     path
-        File name, or ``-``.
+        File name, or ``-``. It has one request or one session a line. A folder has one session in each ``*.json``.
     format
         One of `FORMATS`, or "auto": the columns of the first request decide.
     limit
         Read this many requests at most. Later lines are not read.
+    users
+        How many users play the sessions of agents.
+    pause_max
+        The longest pause of such a user, in seconds.
 
     Raises
     ------
     TraceError
         The file cannot be read, has no request, or has a line that is wrong. The error names file, line and reason.
     """
-    found = list(stream_trace(path, format=format, limit=limit))
+    found = list(stream_trace(path, format=format, limit=limit, users=users, pause_max=pause_max))
     return Trace(_name(path), found[0][0], [request for _, request in found])
 
 
-def stream_trace(path: str, *, format: str = "auto", limit: int | None = None) -> Iterator[tuple[str, Request]]:
-    """Yield the format and the request of each line of a trace while it is read. Arguments and errors are those of
-    `read_trace`."""
+def stream_trace(
+    path: str, *, format: str = "auto", limit: int | None = None, users: int = USERS, pause_max: float = PAUSE_MAX
+) -> Iterator[tuple[str, Request]]:
+    """Yield the format and the request of each line of a trace while it is read. Sessions are all read first, and their
+    requests come in the order in which `play` makes them. Arguments and errors are those of `read_trace`."""
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of auto, {', '.join(FORMATS)}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit} is not at least 1")
-    name = _name(path)
-    line = count = 0
-    try:
-        with _open(path) as stream:
-            for text in iter(partial(stream.readline, LINE_BYTES_MAX + 1), b""):
-                line += 1
-                if len(text) > LINE_BYTES_MAX:
-                    raise TraceError(name, line, f"the line has more than {LINE_BYTES_MAX} bytes")
-                if text.isspace():
-                    continue
-                row = _Row(name, line, _parse(name, line, text))
-                if format == "auto":
-                    format = _detect(row)
-                yield format, _request(row, format, count)
-                count += 1
-                if count == limit:
-                    break
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(name, line + 1 if line else 0, f"cannot be read: {reason}") from error
-    if not count:
-        raise TraceError(name, 0, "holds no request")
+    rows, request = _lines(path), None
+    for row in islice(rows, 1):
+        format = _detect(row) if format == "auto" else format
+        rows = chain([row], rows)
+    for request in islice(_requests(rows, format, users, pause_max), limit):
+        yield format, request
+    if request is None:
+        raise TraceError(_name(path), 0, "holds no request")
+
+
+def _requests(rows: Iterator[Row], format: str, users: int, pause_max: float) -> Iterator[Request]:
+    if format == "agents":
+        return play(list(map(read_session, rows)), users, pause_max)
+    read = _native_request if format == "native" else partial(_id_request, format)
+    return map(read, rows, count())
 
 
 def _name(path: str) -> str:
     return "<stdin>" if path == "-" else path
 
 
+def _lines(path: str) -> Iterator[Row]:
+    """The objects of a trace: one a line, or one in each file of a folder."""
+    folder = os.path.isdir(path)
+    names = sorted(map(str, Path(path).glob("*.json"))) if folder else [path]
+    if not names:
+        raise TraceError(path, 0, "cannot be read: it is a folder without *.json")
+    for place in names:
+        name, line = _name(place), 0
+        try:
+            with _open(place) as stream:
+                read = stream.read if folder else stream.readline
+                for text in iter(partial(read, LINE_BYTES_MAX + 1), b""):
+                    line += 1
+                    if len(text) > LINE_BYTES_MAX:
+                        raise TraceError(name, line, f"the line has more than {LINE_BYTES_MAX} bytes")
+                    if not text.isspace():
+                        yield parse(name, line, text)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise TraceError(name, line + 1 if line else 0, f"cannot be read: {reason}") from error
+
+
 @contextmanager
 def _open(path: str) -> Iterator[BinaryIO]:
-    """Open `path` for reading bytes, decompressed if its content is gzip. Standard input stays open."""
+    """Open a file for reading bytes, decompressed if its content is compressed. Standard input stays open."""
     if "\0" in path:
         # open() would raise a ValueError for it.
         raise OSError(errno.EINVAL, "a path cannot have a NUL character")
-    stream: Any = sys.stdin.buffer if path == "-" else open(path, "rb")
-    try:
-        if stream.peek(2)[:2] == _GZIP_MAGIC:
-            with gzip.GzipFile(fileobj=stream) as unpacked:
-                yield unpacked  # type: ignore[misc]
-        else:
-            yield stream
-    finally:
-        if path != "-":
-            stream.close()
+    file: Any = nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb")
+    with file as stream:
+        unpack = _PACKERS.get(stream.peek(2)[:2], nullcontext)
+        with unpack(stream) as unpacked:
+            yield unpacked
 
 
-def _parse(name: str, line: int, text: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise TraceError(name, line, f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise TraceError(name, line, f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(name, line, f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise TraceError(name, line, f"a JSON object is expected, found {_kind(row)}")
-    return row
-
-
-def _detect(row: _Row) -> str:
+def _detect(row: Row) -> str:
     if "tokens" in row.columns:
         return "native"
+    if "requests" in row.columns:
+        return "agents"
     if "hash_ids" not in row.columns:
-        raise row.error("has neither a column 'tokens' nor 'hash_ids', so its format is unknown")
+        raise row.error("has neither a column 'tokens' nor 'hash_ids' nor 'requests', so its format is unknown")
     return "qwen" if {"chat_id", "parent_chat_id", "turn"} & row.columns.keys() else "mooncake"
 
 
-def _request(row: _Row, format: str, index: int) -> Request:
-    return _native_request(row, index) if format == "native" else _id_request(row, format, index)
-
-
-def _id_request(row: _Row, format: str, index: int) -> Request:
+def _id_request(format: str, row: Row, index: int) -> Request:
     tokens_per_id = TOKENS_PER_ID[format]
-    timestamp = row.timestamp(_REQUIRED)
-    input_length = row.integer("input_length", 1, _INT32_MAX)
+    timestamp = row.seconds("timestamp", REQUIRED)
+    input_length = row.integer("input_length", 1, INT32_MAX)
     output_length = row.integer("output_length", 0, OUTPUT_STRIDE)
     if format == "qwen":
         for column in ("chat_id", "parent_chat_id", "turn"):
@@ -180,17 +176,17 @@ def _id_request(row: _Row, format: str, index: int) -> Request:
     )
 
 
-def _native_request(row: _Row, index: int) -> Request:
+def _native_request(row: Row, index: int) -> Request:
     unknown = sorted(row.columns.keys() - set(NATIVE_COLUMNS))
     if unknown:
         raise row.error(f"unknown column {unknown[0]!r}; the native format has {', '.join(NATIVE_COLUMNS)}")
-    timestamp = row.timestamp(None)
-    tokens = row.integers("tokens", _INT32_MAX, np.int32)
+    timestamp = row.seconds("timestamp", None)
+    tokens = row.integers("tokens", INT32_MAX, np.int32)
     if not len(tokens):
         raise row.error("column 'tokens' is empty")
     outputs = None
     if "output_tokens" in row.columns:
-        outputs = row.integers("output_tokens", _INT32_MAX, np.int32)
+        outputs = row.integers("output_tokens", INT32_MAX, np.int32)
         output_length = row.integer("output_length", 0, OUTPUT_STRIDE, default=len(outputs))
         if output_length != len(outputs):
             raise row.error(f"output_length is {output_length}, but there are {len(outputs)} output_tokens")
@@ -213,69 +209,3 @@ def _native_request(row: _Row, index: int) -> Request:
         tenant=row.text("tenant"),
         timestamp=timestamp,
     )
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The columns of one line. Every accessor checks type and range, and names a wrong column in its error."""
-
-    path: str
-    line: int
-    columns: dict[str, Any]
-
-    def error(self, reason: str) -> TraceError:
-        return TraceError(self.path, self.line, reason)
-
-    def integer(self, column: str, lowest: int, highest: int, *, default: Any = _REQUIRED) -> int:
-        value = self._value(column, default)
-        if type(value) is not int:
-            raise self.error(f"column {column!r} must be an integer, found {_kind(value)}")
-        if not lowest <= value <= highest:
-            raise self.error(f"column {column!r} must be within {lowest}..{highest}, found {value}")
-        return value
-
-    def integers(self, column: str, highest: int, dtype: type) -> npt.NDArray[Any]:
-        values = self._value(column, _REQUIRED)
-        if type(values) is not list:
-            raise self.error(f"column {column!r} must be a list of integers, found {_kind(values)}")
-        if set(map(type, values)) - {int}:
-            at = next(i for i, value in enumerate(values) if type(value) is not int)
-            raise self.error(f"column {column!r} must hold integers, found {_kind(values[at])} at position {at}")
-        if values and not 0 <= min(values) <= max(values) <= highest:
-            at = next(i for i, value in enumerate(values) if not 0 <= value <= highest)
-            raise self.error(f"column {column!r} must hold 0..{highest}, found {values[at]} at position {at}")
-        return np.array(values, dtype=dtype)
-
-    def text(self, column: str) -> str | None:
-        value = self.columns.get(column)
-        if value is not None and not isinstance(value, str):
-            raise self.error(f"column {column!r} must be a string, found {_kind(value)}")
-        if value is not None and not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
-            raise self.error(f"column {column!r} must be Unicode text, found {_kind(value)}, with half a character")
-        return value
-
-    def timestamp(self, default: Any) -> float | None:
-        """The time of arrival. The replay ignores it: requests run in file order, as fast as possible."""
-        value = self._value("timestamp", default)
-        if value is None and default is None:
-            return None
-        if type(value) not in (int, float):
-            raise self.error(f"column 'timestamp' must be a number, found {_kind(value)}")
-        if not 0 <= value <= _TIMESTAMP_MAX:
-            raise self.error(f"column 'timestamp' must be finite and not negative, found {_kind(value)}")
-        return float(value)
-
-    def _value(self, column: str, default: Any) -> Any:
-        value = self.columns.get(column, default)
-        if value is _REQUIRED:
-            raise self.error(f"column {column!r} is missing")
-        return value
-
-
-def _kind(value: Any) -> str:
-    """Describe a JSON value for a message: its kind, and the value if it is short."""
-    names = {bool: "the boolean", int: "the integer", float: "the number", str: "the string"}
-    if type(value) in names:
-        text = json.dumps(value)
-        return f"{names[type(value)]} {text if len(text) <= 40 else text[:37] + '...'}"
-    return "a list" if type(value) is list else "an object" if type(value) is dict else "null"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Stream
 from kvpool.errors import KVPoolError
-from kvpool.replay.content import Difference, Ids, KVBytes, States
+from kvpool.replay.content import Difference, KVBytes, States
 from kvpool.replay.summary import Verified
+from kvpool.replay.tokens import Ids, ranges
 
 Enqueue = Callable[[Stream, Callable[[], None], Ids, Ids], None]
 """Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
@@ -71,25 +73,14 @@ class Verifier:
             self._tiers.append(("host", device_blocks, host))
         self._states = np.zeros((device_blocks + host_blocks, layout.tokens_per_block), dtype=np.uint64)
         self._written = np.zeros(self._states.shape, dtype=np.bool_)
-        self._mark = np.full(device_blocks + host_blocks, -1, dtype=np.int64)
 
     def write(self, blocks: Ids, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
-        first, last, edges = self._split(start, start + len(states))
-        whole, grid = blocks[first:last], self._grid(states, start, first, last)
-        with self._lock:
-            self._states[whole], self._written[whole] = grid, True
-            self._launch(stream, lambda: self._tiers[0][2].write_blocks(whole, grid), writes=self._rows(whole))
-        self.write_tokens(
-            blocks[edges // self._tokens_per_block], edges % self._tokens_per_block, states[edges - start], stream
-        )
+        self._write(self._rows(blocks, start, start + len(states)), states, stream)
 
     def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
-        rows = np.stack([blocks, tokens, tokens + 1], axis=1)
-        with self._lock:
-            self._states[blocks, tokens], self._written[blocks, tokens] = states, True
-            self._launch(stream, lambda: self._tiers[0][2].write_tokens(blocks, tokens, states), writes=rows)
+        self._write(np.stack([blocks, tokens, tokens + 1], axis=1), states, stream)
 
     def check_reuse(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError` unless the first ``len(states)`` tokens of a sequence are in `blocks`."""
@@ -108,20 +99,23 @@ class Verifier:
         `failure`, since the caller is in the middle of the pool's own work, and `raise_failure` raises it.
         """
         with self._lock:
-            for batch in self._batches(moves):
-                self._follow(batch)
-            if len(moves) and self.failure is None:
-                _, last = np.unique(moves[::-1, TARGET], return_index=True)
-                targets = moves[len(moves) - 1 - last]
-                states, context = self._states[targets[:, TARGET]], self.context
-                rows = np.stack([targets[:, TARGET], np.zeros(len(targets), np.int64), targets[:, TOKENS]], axis=1)
-                self._launch(stream, lambda: self._check_targets(targets, states, context), reads=rows)
+            made = moves[:, [SOURCE, TARGET, TOKENS]].tolist()
+            for move in made:
+                self._follow(*move)
+            if self.failure is None:
+                last = {target: (source, count) for source, target, count in made}
+                rows = np.array([(target, 0, count) for target, (_, count) in last.items()], np.int64).reshape(-1, 3)
+                states = self._states[_tokens_of(rows)]
+                complaint = "is not what the copy from block {} should leave"
+                check = self._check(rows, states, lambda block: complaint.format(last[block][0]))
+                self._launch(stream, partial(self._keep, check), reads=rows)
 
     def expect(self, states: States) -> None:
         """From now on, the full blocks of a sequence with these token states may come to the host from outside, and
         those of no other."""
         with self._lock:
-            grid = self._grid(states, 0, 0, len(states) // self._tokens_per_block)
+            full = len(states) // self._tokens_per_block
+            grid = states[: full * self._tokens_per_block].reshape(full, -1)
             _, _, host = self._tiers[-1]
             self._expected = {host.first_lanes(row): row for row in grid}
 
@@ -164,96 +158,52 @@ class Verifier:
         except VerificationError as failure:
             self.failure = self.failure or failure
 
-    def _rows(self, blocks: Ids) -> Ids:
-        """All tokens of these blocks, as rows (block, first, end)."""
-        return np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, self._tokens_per_block)], axis=1)
-
-    def _split(self, start: int, stop: int) -> tuple[int, int, Ids]:
-        """Split tokens ``[start, stop)`` into full blocks ``[first, last)`` and the positions of all other tokens."""
+    def _rows(self, blocks: Ids, start: int, stop: int) -> Ids:
+        """Tokens ``[start, stop)`` of a sequence in `blocks`, as rows (block, first, end)."""
         size = self._tokens_per_block
-        first, last = -(-start // size), stop // size
-        if last <= first:
-            return 0, 0, np.arange(start, stop)
-        return first, last, np.r_[start : first * size, last * size : stop]
+        places = np.arange(start // size, -(-stop // size)) if start < stop else np.empty(0, np.int64)
+        first, end = np.maximum(start - places * size, 0), np.minimum(stop - places * size, size)
+        return np.stack([blocks[places], first, end], axis=1)
 
-    def _grid(self, states: States, start: int, first: int, last: int) -> States:
-        size = self._tokens_per_block
-        return states[first * size - start : last * size - start].reshape(-1, size)
+    def _write(self, rows: Ids, states: States, stream: Stream) -> None:
+        blocks, tokens = _tokens_of(rows)
+        _, _, memory = self._tiers[0]
+        with self._lock:
+            self._states[blocks, tokens], self._written[blocks, tokens] = states, True
+            self._launch(stream, lambda: memory.write_tokens(blocks, tokens, states), writes=rows)
 
     def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Stream) -> None:
-        context, size = self.context, self._tokens_per_block
-        used = blocks[: -(-len(states) // size)]
-        rows = self._rows(used)
-        if len(states) % size:
-            rows[-1, 2] = len(states) % size
+        rows = self._rows(blocks, 0, len(states))
+        with self._lock:
+            self._launch(stream, self._check(rows, states, lambda block: complaint), reads=rows)
+
+    def _check(self, rows: Ids, states: States, complaint: Callable[[int], str]) -> Callable[[], None]:
+        """A function that raises the first difference of tokens from their states, which it blames on the block."""
+        context = self.context
+        blocks, tokens = _tokens_of(rows)
 
         def check() -> None:
-            first, last, edges = self._split(0, len(states))
-            tier, _, memory = self._tiers[0]
-            ids = blocks[first:last]
-            found = memory.check_blocks(ids, self._grid(states, 0, first, last))
-            if found is None:
-                ids = blocks[edges // size]
-                found = memory.check_tokens(ids, edges % size, states[edges])
-            if found is not None:
-                raise self._error(tier, int(ids[found.row]), found, complaint, context)
+            for tier, origin, memory in self._tiers:
+                (mine,) = np.nonzero((blocks < self._device_blocks) == (tier == "device"))
+                found = memory.check_tokens(blocks[mine] - origin, tokens[mine], states[mine])
+                if found is not None:
+                    block = int(blocks[mine[found.row]])
+                    raise self._error(tier, block, found, complaint(block), context)
 
-        with self._lock:
-            self._launch(stream, check, reads=rows)
+        return check
 
-    def _batches(self, moves: Ids) -> Iterator[Ids]:
-        """Split `moves` into batches: no move reads or writes a block that an earlier one of its batch has written."""
-        while len(moves):
-            order = np.arange(len(moves))
-            # The marks are assigned backwards, so the first move that writes a block wins.
-            self._mark[moves[::-1, TARGET]] = order[::-1]
-            writer = np.where(self._mark[moves[:, SOURCE]] < 0, len(moves), self._mark[moves[:, SOURCE]])
-            clash = (writer < order) | (self._mark[moves[:, TARGET]] < order)
-            self._mark[moves[:, TARGET]] = -1
-            cut = int(clash.argmax()) if clash.any() else len(moves)
-            yield moves[:cut]
-            moves = moves[cut:]
-
-    def _follow(self, moves: Ids) -> None:
-        """Copy the expected states from sources to targets, and note copies of bytes that nobody wrote."""
-        size = self._tokens_per_block
-        inside = np.arange(size) < moves[:, TOKENS, None]
-        known = self._written[moves[:, SOURCE]]
-        if self.failure is None and (inside & ~known).any():
-            row, token = (int(i) for i in np.argwhere(inside & ~known)[0])
-            block = int(moves[row, SOURCE])
-            tier = "device" if block < self._device_blocks else "host"
-            self._fail(block, tier, token, "was copied before its KV was written")
-        states = self._states[moves[:, SOURCE]]
-        targets = moves[:, TARGET]
-        self._states[targets] = np.where(inside, states, self._states[targets])
-        self._written[targets] |= inside & known
-        from_device, to_device = moves[:, SOURCE] < self._device_blocks, targets < self._device_blocks
-        self.verified.offloaded_blocks += int((from_device & ~to_device).sum())
-        self.verified.onboarded_blocks += int((~from_device & to_device & (moves[:, TOKENS] == size)).sum())
-        self.verified.partial_copies += int((to_device & (from_device | (moves[:, TOKENS] < size))).sum())
-
-    def _check_targets(self, moves: Ids, states: States, context: str) -> None:
-        """Compare the targets of moves with their token states, ``uint64[n, tokens_per_block]``. The first difference
-        is kept in `failure`."""
-        for tier, origin, memory in self._tiers:
-            mine = (moves[:, TARGET] < self._device_blocks) == (tier == "device")
-            whole = mine & (moves[:, TOKENS] == self._tokens_per_block)
-            full, part = moves[whole], moves[mine & ~whole]
-            difference = memory.check_blocks(full[:, TARGET] - origin, states[whole])
-            if difference:
-                block, source = int(full[difference.row, TARGET]), int(full[difference.row, SOURCE])
-            else:
-                rows = np.repeat(np.arange(len(part)), part[:, TOKENS])
-                tokens = ranges(np.zeros(len(part), dtype=np.int64), part[:, TOKENS])
-                ids = part[rows, TARGET]
-                difference = memory.check_tokens(ids - origin, tokens, states[mine & ~whole][rows, tokens])
-                if difference is None:
-                    continue
-                block, source = int(ids[difference.row]), int(part[rows[difference.row], SOURCE])
-            complaint = f"is not what the copy from block {source} should leave"
-            self.failure = self.failure or self._error(tier, block, difference, complaint, context)
-            return
+    def _follow(self, source: int, target: int, count: int) -> None:
+        """Copy the expected states from source to target, and note a copy of bytes that nobody wrote."""
+        known = self._written[source, :count]
+        if not known.all():
+            tier = "device" if source < self._device_blocks else "host"
+            self._fail(source, tier, int(known.argmin()), "was copied before its KV was written")
+        self._states[target, :count] = self._states[source, :count]
+        self._written[target, :count] |= known
+        from_device, to_device = source < self._device_blocks, target < self._device_blocks
+        self.verified.offloaded_blocks += from_device and not to_device
+        self.verified.onboarded_blocks += not from_device and to_device and count == self._tokens_per_block
+        self.verified.partial_copies += to_device and (from_device or count < self._tokens_per_block)
 
     def _fail(self, block: int, tier: str, token: int, complaint: str) -> None:
         """Keep the failure of a block that has no bytes to show."""
@@ -270,7 +220,7 @@ class Verifier:
         )
 
 
-def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Ids:
-    """Return ``[starts[0], starts[0] + counts[0])``, then the next range, and so on, as one array."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
+def _tokens_of(rows: Ids) -> tuple[Ids, Ids]:
+    """The block of each token of some rows (block, first, end), and its place in it."""
+    counts = rows[:, 2] - rows[:, 1]
+    return np.repeat(rows[:, 0], counts), ranges(rows[:, 1], counts)

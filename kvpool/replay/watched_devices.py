@@ -15,7 +15,7 @@ from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Regi
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError
-from kvpool.replay.content import Ids
+from kvpool.replay.tokens import Ids
 from kvpool.replay.verifier import Verifier
 
 

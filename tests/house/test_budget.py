@@ -21,7 +21,7 @@ LINES = {
     "examples": 1120,
     "kvpool": 340,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1340,
+    "kvpool/commands": 1350,
     "kvpool/copying": 520,
     "kvpool/device": 3930,
     "kvpool/engines": 1840,
@@ -35,7 +35,7 @@ LINES = {
     "kvpool/pool": 2900,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
-    "kvpool/replay": 1980,
+    "kvpool/replay": 2090,
     "kvpool/state": 5240,
     "kvpool/stores": 3320,
     "kvpool/tables": 600,
@@ -61,7 +61,7 @@ LINES = {
     "tests/publish": 1520,
     "tests/race": 2770,
     "tests/remote": 2150,
-    "tests/replay": 1130,
+    "tests/replay": 1270,
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1660,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 219
+FILES = 221
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

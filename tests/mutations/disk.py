@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_line_of_a_trace_may_have_any_length",
-        "stream_trace",
+        "_lines",
         "len(text) > LINE_BYTES_MAX",
         "False",
         "A long line is read in pieces, and the trace is said to be wrong where it is not.",

@@ -14,7 +14,8 @@ from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.errors import DeviceError
 from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import token_states
-from kvpool.replay.verifier import VerificationError, Verifier, ranges
+from kvpool.replay.tokens import ranges
+from kvpool.replay.verifier import VerificationError, Verifier
 from kvpool.replay.watched_devices import MeteredDevice, VerifyingDevice
 
 T, DEVICE, HOST = 4, 6, 5
