@@ -16,7 +16,6 @@ import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.options import EngineOptions, EnginePlugin
-from kvpool.engines.troubles import Troubles
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
@@ -24,6 +23,7 @@ from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import OK, Bytes, Rows, Store
 from kvpool.stores.store_client import StoreClient, staging_rows
 from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.troubles import TroubleLog
 from kvpool.stores.urls import open_store
 
 log = logging.getLogger("kvpool.engines")
@@ -57,7 +57,7 @@ class StagedBlocks:
     Notes
     -----
     Calls never raise. What goes wrong is a block that was not found, loaded or saved. It is counted in ``troubles``,
-    and told by ``Troubles``.
+    and told by ``TroubleLog``.
 
     A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
     twice as long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for
@@ -80,7 +80,7 @@ class StagedBlocks:
         }  # fmt: skip
         """How long a call may take, by kind. It may be changed."""
         self._generation = b""
-        self._troubles = Troubles(log, store.name)
+        self._troubles = TroubleLog(store.name, log=log)
         self.troubles = self._troubles.counts
         """Blocks by kind of job and by what went wrong."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpool.engines.options import VLLM
-from kvpool.engines.troubles import Troubles
+from kvpool.stores.troubles import TroubleLog
 
 with VLLM.imports():
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -55,7 +55,6 @@ _GAUGES = {
 }
 _EVERY_SECONDS = 1.0
 """How often the figures of stores are read."""
-_USUAL = ("ok", "absent", "cancelled")
 _OWN = ("busy", "crowded")
 """Why the host tier asks no store for a chunk, or has no room for it."""
 
@@ -73,7 +72,8 @@ def definitions() -> dict[str, base.OffloadingMetricMetadata]:
 
 
 class HostTierMetrics:
-    """Counts since they were read the last time, gauges now, and a warning for each kind of trouble with a store."""
+    """Counts since they were read the last time, gauges now, and a warning where the host tier itself gives a store
+    nothing to do."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache, self._clock = cache, clock
@@ -82,7 +82,7 @@ class HostTierMetrics:
         self._totals = (0, 0, 0, 0)
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._troubles: dict[str, Troubles] = {}
+        self._troubles = TroubleLog("of any kind", clock, VLLM.log)
 
     def take(self, keeper: HostKeeper | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
@@ -125,17 +125,6 @@ class HostTierMetrics:
             change = total - self._known.get((name, labels), 0)
             if change:
                 found.increase_counter(name, change, labels)
-                self._tell(name, labels, int(change))
+                if name in (_MISSED, _UNSAVED) and labels[0] in _OWN:
+                    self._troubles.note("load" if name == _MISSED else "save", labels[0], int(change))
         self._known = now
-
-    def _tell(self, name: str, labels: tuple[str, ...], count: int) -> None:
-        """Warn of what went wrong."""
-        if name == _ANSWERS and labels[-1] not in _USUAL:
-            self._trouble(labels[0], labels[1], labels[2], count)
-        elif name in (_MISSED, _UNSAVED) and labels[0] in _OWN:
-            self._trouble("of any kind", "load" if name == _MISSED else "save", labels[0], count)
-
-    def _trouble(self, store: str, kind: str, what: str, count: int) -> None:
-        if store not in self._troubles:
-            self._troubles[store] = Troubles(VLLM.log, store, self._clock)
-        self._troubles[store].note(kind, what, count)

@@ -17,7 +17,8 @@ from kvpool.stores import jobs
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.queue import NO_LIMIT, Keys, StoreQueue
 from kvpool.stores.store import Bytes, Rows, Store
-from kvpool.stores.store_health import StoreHealth, TroubleLog
+from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.troubles import TroubleLog
 
 Call = Callable[[Job], object]
 QUIET = ("ok", "absent", "cancelled")
@@ -206,9 +207,9 @@ class StoreClient:
         if self._troubles is not None:
             for code, count in job.counts.items():
                 if code not in QUIET:
-                    self._troubles.note(f"{job.kind} {code}", count, job.error)
+                    self._troubles.note(job.kind, code, count, job.error)
             if self.suspended and not before:
-                self._troubles.note("suspended", len(job.codes), "it is tried again after a while")
+                self._troubles.note(job.kind, "suspended", len(job.codes))
 
     def _end(self, job: Job, followed: _Followed) -> None:
         """Take the rows of a job back if nobody uses them any more. The lock is held."""

@@ -1,12 +1,10 @@
-"""StoreHealth: whether a store that has failed is asked again. And TroubleLog: what people are told of it."""
+"""StoreHealth: whether a store that has failed is asked again."""
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +15,6 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
 
-_log = logging.getLogger("kvpool.stores")
-AGAIN_SECONDS = 60.0
-"""How often a trouble that lasts is told."""
 _READS, _WRITES = (jobs.FIND, jobs.LOAD), (jobs.SAVE,)
 
 
@@ -158,27 +153,6 @@ class StoreHealth:
         elif kind.probing:
             kind.wait = min(2 * kind.wait, self._wait_max)
             kind.probing, kind.found, kind.probe_at = False, False, self._clock() + kind.wait
-
-
-class TroubleLog:
-    """Tells what goes wrong with a store: one WARNING for each kind of trouble, and then, at most once a minute, how
-    often it has come again. Thread-safe."""
-
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._clock, self._lock = name, clock, threading.Lock()
-        self._told: dict[str, float] = {}
-        self._since: Counter[str] = Counter()
-
-    def note(self, what: str, blocks: int, detail: str = "") -> None:
-        """So many blocks had this trouble, such as "save failed"."""
-        with self._lock:
-            now, last = self._clock(), self._told.get(what)
-            self._since[what] += blocks
-            if last is not None and now - last < AGAIN_SECONDS:
-                return
-            self._told[what], count = now, self._since.pop(what)
-        more = f" more in the last {now - last:.0f} s" if last is not None else ""
-        _log.warning("store %s: %s: %d blocks%s%s", self._name, what, count, more, f": {detail}" if detail else "")
 
 
 def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:

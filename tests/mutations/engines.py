@@ -67,12 +67,4 @@ MUTATIONS = (
         "An engine runs for weeks without the store that its operator has misspelt.",
         ("tests/engines/test_options.py::test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant",),
     ),
-    Mutation(
-        "trouble_that_goes_on_floods_the_log",
-        "Troubles.note",
-        "now - since < REPEAT_SECONDS",
-        "False",
-        "A store that fails fills the disk with its log.",
-        ("tests/engines/test_troubles.py::test_trouble_that_goes_on_is_counted_and_told_once_a_minute",),
-    ),
 )

@@ -152,7 +152,7 @@ MUTATIONS = (
         "self._identity",
         "After the weights were replaced, the KV of the old ones comes back from a store.",
         (
-            _host("test_after_clear_nothing_is_found_that_was_saved_before"),
+            "tests/stores/test_hostkeeper_clear.py::test_after_clear_nothing_is_found_that_was_saved_before",
             "tests/stores/test_queue.py::test_nothing_is_found_of_another_generation",
         ),
     ),
@@ -175,7 +175,7 @@ MUTATIONS = (
     Mutation(
         "the_same_trouble_is_told_again_and_again",
         "TroubleLog.note",
-        "last is not None and now - last < AGAIN_SECONDS",
+        "now - since < REPEAT_SECONDS",
         "False",
         "A dead store fills the log.",
         ("tests/stores/test_troubles.py::test_one_warning_for_each_kind_of_trouble_and_then_a_count",),

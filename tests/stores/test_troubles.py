@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.observe.metrics import PoolMetrics
 from kvpool.stores import REFUSED, MemoryStore
-from kvpool.stores.store_health import AGAIN_SECONDS
+from kvpool.stores.troubles import REPEAT_SECONDS
 from tests.stores.hostkeeping import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, tokens
 from tests.stores.lab import BLOCK_BYTES, Wrong
@@ -50,16 +50,16 @@ def test_one_warning_for_each_kind_of_trouble_and_then_a_count(
         behind.write(2, first)
         assert behind.keeper.drain(60)
     [first_line] = told(caplog)
-    assert "wrong" in first_line and "save failed" in first_line and "No space left" in first_line
+    assert "wrong" in first_line and "save of 2 blocks: failed" in first_line and "No space left" in first_line
     store.after["load"] = lambda answer: (answer[0], np.roll(answer[1], 1, 1))
     behind.ask(2)
     [damaged] = told(caplog)
-    assert "load damaged: 2 blocks" in damaged
-    behind.now += AGAIN_SECONDS
+    assert "load of 2 blocks: damaged" in damaged
+    behind.now += REPEAT_SECONDS
     behind.write(3, 30)
     assert behind.keeper.drain(60)
     lines = told(caplog)
-    assert len(lines) == 2 and "save failed: 5 blocks more in the last 60 s" in lines[0] and "suspended" in lines[1]
+    assert len(lines) == 2 and "save of 5 blocks more: failed" in lines[0] and "suspended" in lines[1]
 
 
 def test_a_store_that_is_full_is_told_and_one_that_has_nothing_is_not(
@@ -71,7 +71,7 @@ def test_a_store_that_is_full_is_told_and_one_that_has_nothing_is_not(
         store.after["save"] = lambda answer: np.full(len(answer), REFUSED, np.uint8)
         seed(made, kept, [tokens(41), tokens(41, 1000)])
     [line] = told(caplog)
-    assert "save refused" in line
+    assert ": refused" in line and "save of" in line
 
 
 def test_what_is_given_up_on_purpose_is_no_trouble(

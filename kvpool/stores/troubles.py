@@ -1,4 +1,4 @@
-"""Troubles: what goes wrong with a store, told to whoever runs the engine."""
+"""TroubleLog: what goes wrong with a store is told to people, and does not fill their logs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _MEANING = {
     "refused": "the store is full",
     "suspended": "after failures the store is not asked for a while",
 }
+_LOG = logging.getLogger("kvpool.stores")
 
 
-class Troubles:
+class TroubleLog:
     """Blocks of a store by kind of job and by what went wrong. The first of each kind is a warning in the log. From
     then on they are counted, and their number is a warning at most every ``REPEAT_SECONDS``. Thread-safe."""
 
-    def __init__(self, log: logging.Logger, store: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._log, self._store, self._clock, self._lock = log, store, clock, threading.Lock()
+    def __init__(self, store: str, clock: Callable[[], float] = time.monotonic, log: logging.Logger = _LOG) -> None:
+        self._store, self._clock, self._log, self._lock = store, clock, log, threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
         """by kind of job and by what went wrong"""
         self._told: dict[tuple[str, str], tuple[int, float]] = {}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.engines.troubles import Troubles
+from kvpool.stores.troubles import TroubleLog
 
-LOG = logging.getLogger("kvpool.engines.test")
+LOG = logging.getLogger("kvpool.stores.test")
 
 
 class Told:
@@ -17,7 +17,7 @@ class Told:
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now, self._caplog = 0.0, caplog
-        self.troubles = Troubles(LOG, "the disk", lambda: self.now)
+        self.troubles = TroubleLog("the disk", lambda: self.now, LOG)
         self._seen = 0
 
     def lines(self) -> list[str]:

@@ -1,0 +1,84 @@
+"""After a keeper was cleared nothing is found that was saved before: by it, by a later process, while blocks come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvpool import HostCache
+from kvpool.stores import MemoryStore
+from tests.stores.hostkeeping import Engine, engines
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+
+ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
+
+
+@pytest.fixture
+def store() -> Wrong:
+    return Wrong(MemoryStore(256 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
+    yield from engines(store)
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["dropped later", "never dropped"])
+def test_after_clear_nothing_is_found_that_was_saved_before(
+    make: Callable[..., Engine], store: Wrong, clears: bool
+) -> None:
+    """As with weights that were replaced while the engine runs. Not every store can drop what a model has saved."""
+    gate = store.before["clear"] = Gate()
+    store.clears *= clears
+    engine = make(retry_seconds=0.0)
+    engine.saved(4)
+    engine.write(2, first=10)
+    engine.keeper.lookup(names(4))
+    engine.keeper.clear()
+    assert engine.cache.stats().evictable == 0
+    assert engine.ask(4) == [ABSENT] * 4
+    gate.open()
+    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.saved(4)
+    assert engine.ask(4) == [HERE] * 4
+    engine.read(4)
+
+
+def test_what_was_saved_before_a_clear_is_found_by_no_later_process(make: Callable[..., Engine], store: Wrong) -> None:
+    """Also if a save was under way."""
+    engine, gate = make(), Gate()
+    engine.saved(4)
+    store.before["save"], store.deaf = gate, True
+    engine.write(2, first=10)
+    engine.keeper.poll()
+    assert gate.reached.wait(60)
+    engine.keeper.clear()
+    gate.open()
+    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.close()
+    assert not store.inner.stats()["blocks"]
+    assert make().ask(4) == [ABSENT] * 4
+
+
+def test_a_clear_of_a_store_that_cannot_drop_hides_what_was_saved(make: Callable[..., Engine], store: Wrong) -> None:
+    store.clears = 0
+    engine = make(retry_seconds=0.0)
+    engine.saved(4)
+    engine.keeper.clear()
+    assert engine.ask(4) == [ABSENT] * 4 and "clear" not in store.calls
+    engine.saved(4)
+    assert engine.ask(4) == [HERE] * 4
+
+
+def test_a_clear_while_blocks_come_leaves_none_of_them(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, gate = make(retry_seconds=0.0), Gate()
+    engine.saved(4)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(4))
+    engine.until(gate.reached.is_set)
+    engine.keeper.clear()
+    gate.open()
+    assert engine.keeper.drain(60)
+    assert engine.ask(4) == [ABSENT] * 4
+    assert engine.cache.stats().used == 0
