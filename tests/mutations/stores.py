@@ -187,7 +187,7 @@ MUTATIONS = (
         "    del self._unread[next(iter(self._unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
-        (_host("test_what_came_and_nobody_reads_makes_room_after_a_while"),),
+        ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
     ),
     Mutation(
         "a_save_of_nothing_is_an_answer",

@@ -489,18 +489,6 @@ def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[
     assert engine.ask(8) == [HERE] * 8, "what was read makes room"
 
 
-def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[..., Engine]) -> None:
-    """As the chunks of a request that was aborted."""
-    engine = make(blocks=16, load_share=0.25, retry_seconds=0.0)
-    for first in range(0, 16, 4):
-        engine.saved(4, first)
-    for first in range(0, 16, 4):
-        assert engine.ask(4, first) == [HERE] * 4
-        assert engine.ask(4, (first + 4) % 16) == [ABSENT] * 4
-        engine.cache.forget(names(4, first))
-        engine.now += 10.0
-
-
 def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[..., Engine]) -> None:
     engine = make(blocks=8, load_share=1.0, retry_seconds=0.0)
     engine.saved(8)

@@ -1,4 +1,4 @@
-"""A HostKeeper loads as many blocks of a hit as the policy of a store takes, and saves no more than its quota."""
+"""How much a HostKeeper loads and saves: what the policy of a store takes, what has room, no more than a quota."""
 
 from __future__ import annotations
 
@@ -105,3 +105,15 @@ def test_a_cache_has_no_more_than_its_quota_in_a_store(make: Callable[..., Engin
     nothing = make(Wrong(MemoryStore(64 * BLOCK_BYTES)), quota=1)
     nothing.write(3)
     assert nothing.keeper.drain(60) and nothing.keeper.stats().unsaved == {"quota": 3}
+
+
+def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[..., Engine]) -> None:
+    """As the chunks of a request that was aborted."""
+    engine = make(blocks=16, load_share=0.25, retry_seconds=0.0)
+    for first in range(0, 16, 4):
+        engine.saved(4, first)
+    for first in range(0, 16, 4):
+        assert engine.ask(4, first) == [HERE] * 4
+        assert engine.ask(4, (first + 4) % 16) == [ABSENT] * 4
+        engine.cache.forget(names(4, first))
+        engine.now += 10.0
