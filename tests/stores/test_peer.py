@@ -469,19 +469,6 @@ def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
         raw.close()
 
 
-def test_an_answer_to_a_client_that_has_gone_is_counted(serve: Serve) -> None:
-    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
-    server = serve(store)
-    store.before["find"] = gate
-    raw = Raw(server.endpoint)
-    raw.send(call("find", wait_ms=60_000), KEY)
-    assert gate.reached.wait(20)
-    raw.close()
-    until(lambda: not server.connections, "end of the connection")
-    gate.open()
-    until(lambda: server.stats().dropped == 1, "answer that was dropped")
-
-
 def test_a_server_that_was_restarted_costs_no_failed_call(serve: Serve) -> None:
     server = serve()
     with open_queue(client(server)) as queue:
