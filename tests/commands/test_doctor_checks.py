@@ -154,6 +154,6 @@ def test_oldest_versions_are_those_of_the_package() -> None:
     own = ("test", "bench", "docs", "dev")
     extras = "\n".join(text for name, text in settings["options.extras_require"].items() if name not in own)
     lines = f"{settings['options']['install_requires']}\n{extras}"
-    required = dict(re.findall(r"^([\w-]+?)(?:-cuda\d+x|\[\w+\])?>=([\d.]+)", lines, re.MULTILINE))
+    required = dict(re.findall(r"^([\w-]+?)(?:-cuda\d+x)?(?:\[\w+\])?>=([\d.]+)", lines, re.MULTILINE))
     known = {known.package: known.minimum for known in doctor._PARTS if known.minimum}
     assert known == required, "every package that an extra asks for is looked at"

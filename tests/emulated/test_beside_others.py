@@ -187,8 +187,11 @@ with KVCacheManager(small_layout(2), device_blocks=20, device="cuda", max_sequen
 
 
 def test_the_default_stream_is_the_legacy_one_whatever_numba_is_told() -> None:
-    environment = {**os.environ, "NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM": "1", "PYTHONPATH": f"{ROOT}/tests:{ROOT}"}
-    environment["PYTHONPATH"] += ":" + os.environ.get("PYTHONPATH", "")
+    """By Numba's variable, or that of the bindings that it uses."""
+    variable = "CUDA_PER_THREAD_DEFAULT_STREAM"
+    settings = {f"NUMBA_{variable}": "1", f"CUDA_PYTHON_{variable}": "1"}
+    places = f"{ROOT}/tests:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, **settings, "PYTHONPATH": places}
     done = subprocess.run([sys.executable, "-c", DEFAULT], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -32,6 +32,7 @@ COMPARE = ("auto", "all", "sample")
 # Pools up to this size are compared whole after each operation; of larger ones, so many blocks.
 _WHOLE_BYTES = 256 << 10
 _SAMPLE = 4
+_SAMPLED = "(of a pool of this size few blocks are compared after each operation: compare='all' finds the culprit)"
 
 
 class Bound(NamedTuple):
@@ -146,21 +147,21 @@ class Findings:
         if bound is not None:
             self._compare(bound, access, bound.mirrors.differences)
             for place in bound.arrays.differences():
-                seen = f"seen {_moment(access)}\n    after {self._last or 'nothing was done'}"
-                self.note(
-                    [UndeclaredWrite(f"array {place - bound.regions.blocks + 1}", -1, (), seen, self._schedule())]
-                )
+                self._undeclared(f"array {place - bound.regions.blocks + 1}", access, self._after())
                 bound.arrays.adopt(np.array([place]))
         for array, freed in list(self._freed):
             if (array != POISON).any():
                 self._freed = [kept for kept in self._freed if kept[0] is not array]
-                self.note(
-                    [
-                        UndeclaredWrite(
-                            f"memory given back by {freed}", -1, (), f"seen {_moment(access)}", self._schedule()
-                        )
-                    ]
-                )
+                self._undeclared(f"memory given back by {freed}", access)
+
+    def _undeclared(
+        self, what: str, access: Access | None, more: str = "", block: int = -1, tokens: Sequence[int] = ()
+    ) -> None:
+        moment = f"right after {access}" if access is not None else f"by the call at{lines_of(call_site())}"
+        self.note([UndeclaredWrite(what, block, tokens, f"seen {moment}{more}", self._schedule())])
+
+    def _after(self) -> str:
+        return f"\n    after {self._last or 'nothing was done'}"
 
     def _whole(self, bound: Bound) -> bool:
         return self._mode == "all" or (self._mode == "auto" and bound.mirrors.nbytes <= _WHOLE_BYTES)
@@ -175,13 +176,8 @@ class Findings:
         tokens = [int(token) for token in np.unique(cells[cells[:, 0] == block, 1])]
         others = len(np.unique(cells[:, 0])) - 1
         what = f"block {block} tokens {tokens}" + (f" and {others} more blocks" if others else "")
-        seen = f"seen {_moment(access)}\n    after {self._last or 'nothing was done'}"
-        if not self._whole(bound):
-            seen += (
-                "\n    (of a pool of this size few blocks are compared after each operation: "
-                "compare='all' finds the culprit)"
-            )
-        self.note([UndeclaredWrite(what, block, tokens, seen, self._schedule())])
+        more = self._after() if self._whole(bound) else f"{self._after()}\n    {_SAMPLED}"
+        self._undeclared(what, access, more, block, tokens)
         bound.adopt(np.stack([cells[:, 0], cells[:, 1], cells[:, 1] + 1], axis=1))
 
     def _adopt_open(self, bound: Bound) -> None:
@@ -200,7 +196,3 @@ class Findings:
         races = [race for race in self._failures if isinstance(race, Race)]
         self._failures = [failure for failure in self._failures if not isinstance(failure, Race)]
         raise RaceError(races, self._schedule())
-
-
-def _moment(access: Access | None) -> str:
-    return f"right after {access}" if access is not None else f"by the call at{lines_of(call_site())}"

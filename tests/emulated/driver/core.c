@@ -435,6 +435,11 @@ API CUresult cuGetProcAddress_v2(const char* symbol, void** function, int versio
     if (!strcmp(symbol, "cuCtxGetDevice")) name = version < 13000 ? "cuCtxGetDevice" : "cuCtxGetDevice_v2";
     if (!strcmp(symbol, "cuStreamGetCaptureInfo"))
         name = version < 12030 ? "cuStreamGetCaptureInfo_v2" : "cuStreamGetCaptureInfo_v3";
+    // Who asks for it gets functions to which the stream 0 is the calling thread's own: here, launches.
+    if (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM && !strcmp(symbol, "cuLaunchKernel"))
+        name = "cuLaunchKernel_ptsz";
+    if (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM && !strcmp(symbol, "cuLaunchKernelEx"))
+        name = "cuLaunchKernelEx_ptsz";
     *function = self ? dlsym(self, name) : NULL;
     if (status) *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;

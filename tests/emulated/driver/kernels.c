@@ -239,3 +239,14 @@ API CUresult emu_launch(Twin* twin, void** parameters, CUstream stream) {
     Function function = {.name = "library", .module = &module, .twin = twin};
     return launch(&function, (unsigned[]){1, 1, 1}, (unsigned[]){1, 1, 1}, 0, stream, parameters, NULL);
 }
+
+API CUresult cuLaunchKernel_ptsz(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                 unsigned bz, unsigned shared, CUstream stream, void** parameters, void** extra) {
+    return cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream ? stream : CU_STREAM_PER_THREAD, parameters,
+                          extra);
+}
+API CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig* c, CUfunction function, void** parameters, void** extra) {
+    CUlaunchConfig own = *c;
+    if (!own.hStream) own.hStream = CU_STREAM_PER_THREAD;
+    return cuLaunchKernelEx(&own, function, parameters, extra);
+}
