@@ -27,6 +27,7 @@ from kvpool.engines.options import SEED, VLLM, lasting_identity
 
 with VLLM.imports():
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -88,10 +89,10 @@ class Deployment(NamedTuple):
         algorithm = self.config.cache_config.prefix_caching_hash_algo
         return lasting_identity(passing, weights, self.config.model_config.compute_hash(), algorithm)
 
-    def windows(self) -> dict[int, int]:
-        """How many tokens groups of layers see, where that is not all, by the index of the group."""
-        found = ((index, group.kv_cache_spec) for index, group in enumerate(self.groups.kv_cache_groups))
-        return {index: spec.sliding_window for index, spec in found if getattr(spec, "sliding_window", None)}
+    def chunks_seen(self, group: int, tokens_per_chunk: int) -> float:
+        """How many chunks a group of layers sees at most, which are those that vLLM keeps of a prompt."""
+        spec = self.groups.kv_cache_groups[group].kv_cache_spec
+        return get_sliding_window_size_in_chunks(spec, tokens_per_chunk) or math.inf
 
 
 _deployment: ContextVar[Deployment | None] = ContextVar("deployment", default=None)
@@ -250,12 +251,11 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
 
     def chunks_of(self, tokens: int) -> int:
         """How many host blocks a prompt of so many tokens takes."""
-        windows = self._deployment.windows() if self._deployment is not None else {}
         count = 0
         for group in self.config.groups:
             size = group.tokens_per_block * self.blocks_per_chunk
-            seen = windows.get(group.group_id, tokens)
-            count += min(tokens // size, math.ceil(seen / size) + 1)
+            seen = self._deployment.chunks_seen(group.group_id, size) if self._deployment is not None else math.inf
+            count += int(min(tokens // size, seen))
         return count
 
     def _say(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,3 +274,32 @@ def test_of_a_chunk_that_is_filled_in_part_nothing_else_is_loaded(open_worker: A
     ended = worker.ended(2, 3, 4)
     assert [ended[job].error is None for job in (2, 3, 4)] == [False, True, False]
     np.testing.assert_array_equal(worker.read(0, [4]), before[:, :1])
+
+
+FIRST_JOBS = """
+import sys
+from tests.engines.serve import compilations
+from tests.engines.test_transfers import Worker
+kind, per = sys.argv[1], int(sys.argv[2])
+worker = Worker(kind, per)
+worker.transfers.warm_up(2)
+compiled = compilations()
+hosts = [7, 1, 0, 5, 9, 2, 3][: -(-6 // per) + 1]
+for stored, loaded in ((1, 2), (3, 4)):
+    worker.store(stored, [5, 3, 9, 11, 2, 4, 17], (6, 1), (6 * per, 0), hosts)
+    assert worker.ended(stored)[stored].error is None
+    worker.load(loaded, [1, 0, 6, 8, 7, 10, 23], (6, 1), (6 * per, 0), hosts)
+    assert worker.ended(loaded)[loaded].error is None
+worker.transfers.close()
+print(compiled)
+"""
+
+
+@pytest.mark.parametrize("per", [1, 2])
+@pytest.mark.parametrize("kind", ["cpu", GPU])
+def test_the_first_job_compiles_nothing(kind: str, per: int) -> None:
+    if kind == "gpu":
+        cupy()
+    command = [sys.executable, "-c", FIRST_JOBS, kind, str(per)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["[]"]), done.stderr[-3000:]

@@ -25,6 +25,7 @@ from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.config import (  # noqa: E402
     OffloadingCacheConfig,
@@ -54,7 +55,9 @@ def serving(algorithm: str = "sha256", longest: int = 64, window: int = 0) -> An
     """What kvpool's connector says to its spec in the scheduler's process."""
     model = SimpleNamespace(compute_hash=lambda: "settings", max_model_len=longest)
     settings = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm), model_config=model)
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=window or None))
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+    kind = SlidingWindowSpec(**sizes, sliding_window=window) if window else FullAttentionSpec(**sizes)
+    group = SimpleNamespace(kv_cache_spec=kind)
     return vllm.deployed(vllm.Deployment(settings, SimpleNamespace(kv_cache_groups=[group]), True))
 
 

@@ -360,6 +360,19 @@ def test_what_travels_can_be_pickled(make: Make) -> None:
         assert lease.slots.blocks == (0,)
 
 
+def test_usage_counts_each_block_once(make: Make) -> None:
+    cache = make(6)
+    cache.publish(cache.reserve(keys("a", "b", "c")).keys)
+    assert cache.usage() == (3, 3, 0, 0)
+    with cache.pin(keys("a", "b")), cache.pin(keys("b")):
+        cache.reserve(keys("d", "e"))
+        cache.forget(keys("a"))
+        assert cache.usage() == (1, 1, 2, 2), "a forgotten block is held by its reader"
+        stats = cache.stats()
+        assert (stats.empty, stats.evictable, stats.pinned, stats.pending) == cache.usage()
+    assert cache.usage() == (2, 2, 0, 2)
+
+
 def test_a_closed_cache_refuses_all_but_stats_and_close(make: Make) -> None:
     cache = make()
     store(cache, "a")
