@@ -381,12 +381,6 @@ class Stress:
         return figures, failure
 
 
-def split(keys: np.ndarray[Any, np.dtype[np.uint64]]) -> list[bytes]:
-    """Keys uint64[n, 2] as 16 bytes each."""
-    raw = keys.tobytes()
-    return [raw[at : at + 16] for at in range(0, len(raw), 16)]
-
-
 def _cached(state: State) -> dict[str, set[bytes]]:
     """The keys of what is cached on each tier, as the state has them."""
     kept: dict[str, set[bytes]] = {"device": set(), "host": set()}
