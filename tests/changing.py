@@ -30,7 +30,7 @@ from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
 from kvpool.keepers import HostKeeper, Keeper
-from kvpool.planner.distances import StackDistances
+from kvpool.planner.stack import StackDistances
 from kvpool.replay.tokens import Request
 from kvpool.stores import BlockNames, Job, MemoryStore, StoreClient
 from steps import NAMES, arrays

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpool.commands.serve import SECRET, add_workload, figures_text, lacking, layout_of, secret_of
+from kvpool.commands.serve import SECRET, add_workload, lacking, layout_of, secret_of
 from kvpool.commands.terminal import (
     FAILED,
     INTERRUPTED,
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if (lack := lacking()) is not None:
         return complain(lack)
     from kvpool.replay import TraceError, read_trace, synthetic
-    from kvpool.replay.fetching import FetchConfig, Fetching
+    from kvpool.replay.workers import FetchConfig, Fetching
 
     if options.trace == "-":
         options.error("TRACE: the server reads it too, and standard input can be read once")
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 def _report(
     options: argparse.Namespace, figures: list[Any], failure: str | None, server: dict[str, Any], seconds: float
 ) -> int:
-    from kvpool.replay.stress_run import Figure
+    from kvpool.replay.rounds import Figure, figures_text
 
     served = [Figure(**figure) for figure in server.get("figures", [])]
     failure = failure or server.get("failure")

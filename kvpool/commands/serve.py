@@ -94,7 +94,9 @@ def run(options: argparse.Namespace) -> int:
     import zmq
 
     from kvpool.replay import ReplayConfig, TraceError, read_trace, synthetic
-    from kvpool.replay.serving import Serving
+    from kvpool.replay.rounds import INTERRUPTED as STOPPED
+    from kvpool.replay.rounds import figures_text
+    from kvpool.replay.workers import Serving
 
     layout, secret = layout_of(options), secret_of(options)
     try:
@@ -108,20 +110,11 @@ def run(options: argparse.Namespace) -> int:
         if options.until_eof:
             threading.Thread(target=_stop_at_eof, args=(serving,), daemon=True).start()
         figures = serving.run()
-    interrupted = serving.failure == "interrupted"
+    interrupted = serving.failure == STOPPED
     passed = serving.failure is None and all(figure.ok for figure in figures)
     report = {"passed": passed, "failure": serving.failure, "figures": [figure._asdict() for figure in figures]}
     print_text(json.dumps(report) if options.json else figures_text("serve", figures, serving.failure))
     return INTERRUPTED if interrupted else OK if passed else FAILED
-
-
-def figures_text(title: str, figures: list[Any], failure: str | None) -> str:
-    """The figures as text, one line each."""
-    lines = [title]
-    for name, value, bound, ok in figures:
-        state = ("ok" if ok else "FAILED") if bound else ""
-        lines.append(f"{state:<7} {name:<56} {value:>12,}  {bound}".rstrip())
-    return "\n".join(lines if failure is None else [*lines, f"FAILED  {failure}"])
 
 
 def _stop_at_eof(serving: Any) -> None:

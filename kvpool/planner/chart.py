@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpool.planner.capacity_plan import Plan
+from kvpool.planner.capacity_plan import Plan, StorePlan
 from kvpool.planner.report import duration
-from kvpool.planner.store_tier import StorePlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

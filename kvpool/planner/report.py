@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool.planner.capacity_plan import Plan
-from kvpool.planner.prefixes import Prefix
+from kvpool.planner.survey import Prefix
 
 _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -5,25 +5,145 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import hypot, nan
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.planner.curve import Curve, coarse_limits
-from kvpool.planner.distances import BUCKETS, GROUPS, StackDistances
-from kvpool.planner.prefixes import Prefixes, find_prefixes
-from kvpool.planner.stack import REQUEST_EDGES, RUNS, SECOND_EDGES
+from kvpool.planner.stack import (
+    BUCKETS,
+    GROUPS,
+    REQUEST_EDGES,
+    RUNS,
+    SECOND_EDGES,
+    STEPS,
+    StackDistances,
+    bucket_of,
+    trace_back,
+)
 from kvpool.replay.tokens import Request
 
+Counts = npt.NDArray[np.int64]
 TENANTS_MAX = 64
 """How many tenants have a curve of their own. Later ones share one curve."""
 OTHERS, NOBODY = "(others)", "(none)"
 SAMPLE_MIN = 1e-6
 BLOCKS_MIN = 4 * GROUPS
 """The fewest distinct prompt blocks that a sample needs. With fewer, even its error is unknown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Hits of all capacities at once, exact or estimated from a sample of the blocks. Immutable.
+
+    A sample is read by its misses: the misses are scaled up, and the rest of all lookups are hits. This is SHARDS-adj.
+    A few blocks carry many of the hits, and it is luck whether the sample has them. But each distinct block misses
+    about once.
+    """
+
+    cumulative: Counts
+    """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i if there are no limits."""
+    followed: int
+    """Sampled lookups."""
+    lookups: int
+    """All lookups of blocks, sampled or not."""
+    sample: float = 1.0
+    limits: Counts | None = None
+    """The largest distance of each place, ascending."""
+    missed: Counts | None = None
+    """[groups, len(coarse_limits)]: the sampled lookups of each part of the sample that miss at that capacity."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sample has every block."""
+        return self.sample == 1.0
+
+    @property
+    def ceiling(self) -> float:
+        """Hits with unbounded memory, blocks."""
+        return self._hits(len(self.cumulative) - 1)
+
+    def hits(self, capacity: int) -> float:
+        """Hits of a cache of ``capacity`` blocks, in blocks. They never fall as the capacity grows."""
+        return self._hits(self._place(capacity))
+
+    def error(self, capacity: int) -> float:
+        """Standard error of ``hits``, in blocks. 0 if the curve is exact, NaN if there are no parts of the sample.
+
+        Two things are luck. The first is which lookups are sampled: the differences between the parts of the sample
+        show it. The second is how many sampled blocks lie above one in the list. It is the same for all parts, and it
+        matters where the curve is steep.
+        """
+        if self.exact:
+            return 0.0
+        if self.missed is None:
+            return nan
+        bucket = bucket_of(max(int(capacity * self.sample), 1))
+        missed = self.missed[:, min(bucket, self.missed.shape[1] - 1)]
+        followed = float(np.std(missed, ddof=1) * len(missed) ** 0.5 / self.sample)
+        shift = round((capacity * (1 - self.sample) / self.sample) ** 0.5)
+        return hypot(followed, (self.hits(capacity + shift) - self.hits(max(capacity - shift, 0))) / 2)
+
+    def capacity_for(self, hits: float) -> int:
+        """The smallest capacity, in blocks, with at least so many hits. If no capacity has so many, that of the
+        ceiling."""
+        found = min(hits, self.ceiling)
+        if found <= 0:
+            return 0
+        total = self.cumulative
+        needed = found - self.lookups + self.followed / self.sample
+        place = int(np.searchsorted(total, needed * self.sample - 1e-6))
+        # If a sample hit less than its share, the missing hits are added at the first place.
+        place = max(1, min(place, int(np.searchsorted(total, total[-1]))))
+        distance = place if self.limits is None else int(self.limits[place])
+        return max(1, int(np.ceil(distance / self.sample)))
+
+    def _hits(self, place: int) -> float:
+        if self.exact:
+            return float(self.cumulative[place])
+        missed = (self.followed - int(self.cumulative[place])) / self.sample
+        return min(max(self.lookups - missed, 0.0), float(self.lookups)) if place else 0.0
+
+    def _place(self, capacity: int) -> int:
+        if capacity < 0:
+            raise ValueError(f"capacity={capacity}: must be at least 0 blocks")
+        reach = int(capacity * self.sample + 1e-9)
+        last = len(self.cumulative) - 1
+        return min(reach, last) if self.limits is None else int(np.searchsorted(self.limits, reach, side="right")) - 1
+
+
+class Prefix(NamedTuple):
+    """A run of blocks of a prompt that is reused together: its tokens from ``start`` on, after all tokens before
+    them."""
+
+    first_request: int
+    """Index of the first request that had it."""
+    start: int
+    """Tokens before it."""
+    tokens: int
+    reuses: int
+    """Requests that would have found it with unbounded memory."""
+    hit_tokens: int
+    share: float
+    """Its share of all hit tokens."""
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The prefixes that carry the most reuse, and how reuse is spread over blocks. With a sample, all figures are
+    estimates."""
+
+    top: list[Prefix]
+    reused_blocks: int
+    """Distinct blocks that were ever reused."""
+    distinct_blocks: int
+    blocks_for_half: int
+    """The fewest distinct blocks that carry half of the hits."""
+    blocks_for_most: int
+    """The same for nine tenths of the hits."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +251,7 @@ class Surveyor:
         name = request.salt if request.tenant is None else request.tenant
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
         lookups = (request.input_length - 1) // size
-        followed, _, _ = self._distances.record(request, tenant)
+        followed = self._distances.record(request, tenant)
         self._blocks_before.append(before)
         self._of_tenants[tenant] += (1, request.input_length, lookups, followed)
         self._tokens += (request.input_length, request.output_length)
@@ -221,3 +341,48 @@ def _rows(counts: npt.NDArray[np.int64], edges: Sequence[float]) -> list[tuple[f
     """The bars of a histogram, without the empty ones at its end."""
     used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
     return list(zip((*edges, None), counts[:used].tolist(), strict=False))
+
+
+def coarse_limits(buckets: int) -> Counts:
+    """The largest distance of each bucket of ``stack.bucket_of``."""
+    number = np.arange(buckets, dtype=np.int64)
+    shift = np.maximum(number // STEPS - 1, 0)
+    return ((number - shift * STEPS + 1) << shift) - 1
+
+
+def find_prefixes(
+    hits: npt.NDArray[np.int32],
+    parent: npt.NDArray[np.int32],
+    blocks_before: npt.NDArray[np.int64],
+    tokens_per_block: int,
+    sample: float,
+    count: int = 10,
+) -> Prefixes:
+    """Return the ``count`` runs with the most hits.
+
+    ``hits[b]`` and ``parent[b]`` (-1: none) belong to block b. ``blocks_before[r]`` are the distinct blocks seen before
+    request r.
+    """
+    head, depth = np.empty(len(hits), np.int32), np.empty(len(hits), np.int32)
+    trace_back(hits, parent, head, depth)
+    (reused,) = np.nonzero(hits)
+    heads, lengths = np.unique(head[reused], return_counts=True)
+    carried = lengths * hits[heads].astype(np.int64)
+    total = max(int(carried.sum()), 1)
+    order = np.argsort(-carried, kind="stable")[:count]
+    top = [
+        Prefix(
+            first_request=int(np.searchsorted(blocks_before, heads[i], side="right")) - 1,
+            start=round(int(depth[heads[i]]) / sample) * tokens_per_block,
+            tokens=round(int(lengths[i]) / sample) * tokens_per_block,
+            reuses=int(hits[heads[i]]),
+            hit_tokens=round(int(carried[i]) / sample) * tokens_per_block,
+            share=int(carried[i]) / total,
+        )
+        for i in order
+    ]
+    growth = np.cumsum(np.sort(hits[reused])[::-1], dtype=np.int64)
+    half, most = (int(np.searchsorted(growth, part * total)) + 1 if len(reused) else 0 for part in (0.5, 0.9))
+    return Prefixes(
+        top, round(len(reused) / sample), round(len(hits) / sample), round(half / sample), round(most / sample)
+    )

@@ -4,22 +4,21 @@ their bytes."""
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.errors import BlockNotFound, KVPoolError
+from kvpool.errors import BlockNotFound
 from kvpool.pool.leases import Lease
 from kvpool.replay.content import KVBytes, names_of, token_states
 from kvpool.replay.engine import Replay, ReplayConfig
-from kvpool.replay.schedule import worst_blocks
+from kvpool.replay.rounds import INTERRUPTED, Figure, Rounds, at_least, equal, figures_text
 from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 from kvpool.replay.victims import VictimWatch
@@ -33,7 +32,6 @@ _PRUNE_EVERY, _VERIFY_EVERY, _STALL_AFTER = 64, 50, 1_000
 the run still makes progress."""
 _BURST, _LONG, _LONG_TURNS = 32, 0.03, 20
 """The number of pins that one turn of the reader opens, the share of long ones, and the turns that a long one lasts."""
-_SWITCH_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,6 @@ class StressConfig:
     seed: int = 0
     hold: bool = True
     """If False, each lease is closed before its second check, so the run must find wrong bytes."""
-
-
-class Figure(NamedTuple):
-    """One figure of the run, its condition in words ("" for none), and whether it meets the condition."""
-
-    name: str
-    value: int
-    bound: str
-    ok: bool
 
 
 @dataclass(frozen=True)
@@ -80,10 +69,7 @@ class StressReport:
 
     def text(self) -> str:
         """The report as text, one line for each figure."""
-        lines = [f"stress  {self.config['trace']}"]
-        for name, value, bound, ok in self.figures:
-            state = ("ok" if ok else "FAILED") if bound else ""
-            lines.append(f"{state:<7} {name:<52} {value:>12,}  {bound}".rstrip())
+        lines = [figures_text(f"stress  {self.config['trace']}", self.figures, width=52)]
         if self.interrupted:
             lines.append("        interrupted: the figures so far")
         if self.failure is not None:
@@ -260,18 +246,15 @@ class Stress:
     """One run. A context manager: leaving it closes the pool. ``run`` does the work once and returns the report."""
 
     def __init__(self, trace: Trace, config: StressConfig, *, progress: Callable[[int], Any] | None = None) -> None:
-        self._config, self._requests, self._name = config, trace.requests, trace.name
-        # The list grows by another round of the trace while more reads are needed. When there are enough, it is cut
-        # where the replay is.
-        self._live = list(trace.requests)
-        self.replay = Replay(Trace(trace.name, trace.format, self._live), config.replay, progress=self._admitted)
+        self._config, self._name, self._round = config, trace.name, len(trace.requests)
+        self.rounds = Rounds(trace, config.replay, self._admitted)
+        self.replay = self.rounds.replay
         self.cache = self.replay.cache
         self.watch = VictimWatch(self.cache)
         self.contents = ExpectedContents(self.replay)
         self.reader = Reader(self.replay, self.contents, config)
         self._progress = progress or (lambda count: None)
-        self._stop = threading.Event()
-        self._done = self._shown = self._verified = self._evictions_then = self._reads_then = 0
+        self._shown = self._verified = self._evictions_then = self._reads_then = 0
 
     def __enter__(self) -> Stress:
         return self
@@ -282,55 +265,50 @@ class Stress:
     def run(self) -> StressReport:
         """Replay until the reader has enough, then check all counts. Errors of the threads are not raised: they are in
         the report."""
-        begin, failure, interrupted = time.perf_counter(), None, False
-        thread = threading.Thread(target=self.reader.work, args=(self._enough, self._stop), name="kvpool stress reader")
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        begin, stop = time.perf_counter(), self.rounds.stop
+        thread = threading.Thread(target=self.reader.work, args=(self._enough, stop), name="kvpool stress reader")
         thread.start()
         try:
-            self.replay.run()
-        except KeyboardInterrupt:
-            interrupted = True
-        except Exception as error:
-            failure = f"scheduler: {type(error).__name__}: {error}"
+            failure = self.rounds.run()
         finally:
-            self._stop.set()
+            stop.set()
             thread.join()
-            sys.setswitchinterval(before)
+        interrupted = failure == INTERRUPTED
+        failure = None if interrupted else failure
         if self.reader.error is not None:
             failure = f"reader: {type(self.reader.error).__name__}: {self.reader.error}"
         elif self.reader.first_wrong:
             failure = f"wrong bytes, first in {self.reader.first_wrong}"
-        figures, broken = self._figures()
+        broken = self.rounds.verify()
+        if broken is None:
+            self._verified += 1
+            self.contents.follow()
         config = {"trace": self._name, **self.replay.summary().config, "seed": self._config.seed}
-        return StressReport(figures, failure or broken, interrupted, time.perf_counter() - begin, config)
+        seconds = time.perf_counter() - begin
+        return StressReport(self._figures(), failure or broken, interrupted, seconds, config)
 
     def _enough(self) -> bool:
         return self.reader.reads >= self._config.reads and self.watch.evictions >= self._config.evictions
 
-    def _admitted(self, count: int) -> None:
+    def _admitted(self, request: Request | None) -> None:
         """Called after every request, on the scheduler's thread."""
-        request = self._live[self._done]
-        self._done += count
-        if worst_blocks(request, self.cache.tokens_per_block) <= self.cache.device_blocks:
+        if request is not None:
             self.contents.learn(request)
         self.contents.follow()
-        if self._done % _PRUNE_EVERY == 0:
+        if self.rounds.done % _PRUNE_EVERY == 0:
             self.contents.prune()
-        if self._done % _VERIFY_EVERY == 0:
+        if self.rounds.done % _VERIFY_EVERY == 0:
             self.cache.verify()
             self._verified += 1
         reads = min(self.reader.reads, self._config.reads)
         self._progress(reads - self._shown)
         self._shown = reads
-        if self._stop.is_set() or self._stalled():
-            del self._live[self._done :]
-        elif self._done == len(self._live):
-            self._live += [replace(request, index=self._done + place) for place, request in enumerate(self._requests)]
+        if self._stalled():
+            self.rounds.stop.set()
 
     def _stalled(self) -> bool:
         """Whether a whole round made no progress towards the missing counts, so that another would make none either."""
-        if self._done % max(_STALL_AFTER, len(self._requests)):
+        if self.rounds.done % max(_STALL_AFTER, self._round):
             return False
         reads, evictions = self.reader.reads, self.watch.evictions
         stalled = reads < self._config.reads and reads == self._reads_then
@@ -338,53 +316,33 @@ class Stress:
         self._reads_then, self._evictions_then = reads, evictions
         return stalled
 
-    def _figures(self) -> tuple[list[Figure], str | None]:
-        """All figures after both threads have ended, and the error of a last ``verify``, or None."""
+    def _figures(self) -> list[Figure]:
+        """All figures after both threads have ended."""
         config, reader, watch, contents = self._config, self.reader, self.watch, self.contents
-        failure = None
-        try:
-            self.cache.verify()
-            self._verified += 1
-            contents.follow()
-        except KVPoolError as error:
-            failure = f"after the run: {type(error).__name__}: {error}"
         stats, kept = self.cache.stats(), _cached(self.cache.core.tokens)
         differ = sum(len(contents.cached[tier] ^ kept[tier]) for tier in kept)
         forgotten = stats.forgotten_host_blocks + stats.redundant_dropped
-        figures: list[Figure] = []
-
-        def at_least(name: str, value: int, bound: int) -> None:
-            figures.append(Figure(name, value, f">= {bound:,}", value >= bound))
-
-        def equal(name: str, value: int, other: int, words: str = "") -> None:
-            figures.append(Figure(name, value, f"= {other:,} {words}".rstrip(), value == other))
-
-        at_least("pinned reads", reader.reads, config.reads)
-        equal("leases that the pool gave", reader.last_lease, reader.opened, "that the reader got")
-        equal("leases closed", reader.reads, reader.opened, "opened")
-        equal("leases open at the end", stats.leases, 0)
-        equal("blocks pinned at the end", stats.device.pinned + stats.host.pinned, 0)
-        figures.append(Figure("blocks read", reader.blocks, "", True))
-        figures.append(Figure("pins refused: the content had gone", reader.missed, "", True))
-        equal("comparisons of a block's bytes", reader.checks, 2 * reader.blocks, "two for each block read")
-        equal("blocks with wrong bytes", reader.wrong, 0)
-        equal("blocks with content that no request has", reader.unknown, 0)
-        at_least("host evictions", watch.evictions, config.evictions)
-        at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded)
-        equal("host blocks forgotten or dropped", forgotten, watch.evictions, "evictions")
-        equal("host blocks in removed events", contents.removed, watch.evictions, "evictions")
-        equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded")
-        equal("events dropped or missing", stats.events_dropped + contents.gaps, 0)
-        equal("keys in which events and pool differ", differ, 0)
-        equal("blocks lost", stats.lost_blocks, 0)
-        at_least("verify() clean, times", self._verified, 1)
-        return figures, failure
-
-
-def split(keys: np.ndarray[Any, np.dtype[np.uint64]]) -> list[bytes]:
-    """Keys uint64[n, 2] as 16 bytes each."""
-    raw = keys.tobytes()
-    return [raw[at : at + 16] for at in range(0, len(raw), 16)]
+        return [
+            at_least("pinned reads", reader.reads, config.reads),
+            equal("leases that the pool gave", reader.last_lease, reader.opened, "that the reader got"),
+            equal("leases closed", reader.reads, reader.opened, "opened"),
+            equal("leases open at the end", stats.leases),
+            equal("blocks pinned at the end", stats.device.pinned + stats.host.pinned),
+            Figure("blocks read", reader.blocks),
+            Figure("pins refused: the content had gone", reader.missed),
+            equal("comparisons of a block's bytes", reader.checks, 2 * reader.blocks, "two for each block read"),
+            equal("blocks with wrong bytes", reader.wrong),
+            equal("blocks with content that no request has", reader.unknown),
+            at_least("host evictions", watch.evictions, config.evictions),
+            at_least("... where a pinned block would have been the victim", watch.shielded, config.shielded),
+            equal("host blocks forgotten or dropped", forgotten, watch.evictions, "evictions"),
+            equal("host blocks in removed events", contents.removed, watch.evictions, "evictions"),
+            equal("host blocks in stored events", contents.stored, stats.offloaded_blocks, "offloaded"),
+            equal("events dropped or missing", stats.events_dropped + contents.gaps),
+            equal("keys in which events and pool differ", differ),
+            equal("blocks lost", stats.lost_blocks),
+            at_least("verify() clean, times", self._verified, 1),
+        ]
 
 
 def _cached(state: State) -> dict[str, set[bytes]]:

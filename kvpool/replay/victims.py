@@ -1,5 +1,4 @@
-"""VictimWatch: finds the host evictions that would have taken a pinned block. For this it keeps an eviction order of
-the host tier that includes pinned blocks."""
+"""VictimWatch: finds the host evictions that would have taken a pinned block, had it not been pinned."""
 
 from __future__ import annotations
 
@@ -17,123 +16,69 @@ from kvpool.state.records import (
     HOST,
     LISTS_PER_TIER,
     NONE,
-    PUBLISHED,
     blocks_of,
     counters_of,
     head,
     lists_of,
 )
 
-# One host block. ``rank`` is the list that it is in, or would be in without its pins: 0 redundant, 1 content, NONE
-# neither. ``stamp`` orders the arrivals in a list. ``ticket`` and ``other_copy`` show that its content or its list
-# changed. ``pinned`` says that it is pinned, and ``gone`` that without its pins it would have been evicted.
-PLACE = np.dtype(
-    [("rank", "i8"), ("stamp", "i8"), ("ticket", "i8"), ("other_copy", "i8"), ("pinned", "i8"), ("gone", "i8")],
-    align=True,
-)
-LOOKS, EVICTIONS, SHIELDED, CLOCK, SEEN_REDUNDANT, SEEN_FORGOTTEN, SEEN_COPIED, TOTALS = range(8)
-BEFORE, NOW = 1, 2  # values of ``gone``: in an earlier decision, in the current one
+# One host block. ``ahead``: how many blocks of its list go before it, NONE where it is in none. ``rank`` is that list,
+# or the last one: 0 clean copies, 1 content. ``ticket`` and ``other_copy`` show that its content or its list changed.
+# ``due`` is of a block that was pinned while it was listed: how many evictions from its list it outlives.
+PLACE = np.dtype([("rank", "i8"), ("ahead", "i8"), ("ticket", "i8"), ("other_copy", "i8"), ("due", "i8")], align=True)
+REDUNDANT, FORGOTTEN, COPIED, SHIELDED, TOTALS = range(5)
 
 
 @jit
-def _shielded(h: Any, places: npt.NDArray[Any], redundant: int, forgotten: int) -> int:
-    """Count the evictions of a decision that would have taken a pinned block. Such blocks leave the order."""
-    blocks, count = blocks_of(h), places.shape[0]
-    copies = 0
-    for place in places:
-        if place.rank == 0 and not place.pinned:
-            copies += 1
-    # A clean copy that was made in this decision is not in the order, so its eviction proves nothing.
-    evictions = min(redundant, copies) + forgotten
-    taken = 0
-    for i in range(count):
-        block = blocks[h.device_blocks + i]
-        if not places[i].pinned or places[i].gone or block.word >> 32 == 0 or block.other_copy != places[i].other_copy:
-            continue
-        before = 0
-        for place in places:
-            if place.rank != NONE and place.gone != BEFORE:
-                before += place.rank < places[i].rank or (
-                    place.rank == places[i].rank and place.stamp < places[i].stamp
-                )
-        if before < evictions:
-            places[i].gone = NOW
-            taken += 1
-    for place in places:
-        if place.gone == NOW:
-            place.gone = BEFORE
-    return taken
-
-
-@jit
-def _arrive(places: npt.NDArray[Any], totals: npt.NDArray[np.int64], i: int, rank: int, ticket: int) -> None:
-    totals[CLOCK] += 1
-    places[i].rank, places[i].stamp, places[i].ticket, places[i].gone = rank, totals[CLOCK], ticket, 0
-
-
-@jit
-def _follow(h: Any, places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
-    """Give a stamp to each block that has entered a list, and keep the places of pinned blocks."""
-    blocks, lists, origin = blocks_of(h), lists_of(h), h.device_blocks
-    for rank in range(2):
-        b, last = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else CLEAN), 0], 0
-        while b != NONE:
-            i = b - origin
-            # A block that stands after a later arrival has itself moved to the back.
-            if (
-                places[i].rank != rank
-                or places[i].ticket != blocks[b].ticket
-                or places[i].pinned
-                or places[i].stamp < last
-            ):
-                _arrive(places, totals, i, rank, blocks[b].ticket)
-            last, b = places[i].stamp, blocks[b].next
+def _count(h: Any, places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
+    """Count the pinned blocks that the evictions since the last look would have reached."""
+    counters = counters_of(h)
+    copied = counters.copied_blocks != totals[COPIED]
     for i in range(places.shape[0]):
-        block = blocks[origin + i]
-        places[i].pinned, places[i].other_copy = 0, block.other_copy
-        if block.word >> 32 and block.flags & PUBLISHED:
-            places[i].pinned = 1
-            rank = 0 if block.other_copy != NONE else 1
-            if places[i].rank != rank or places[i].ticket != block.ticket:
-                _arrive(places, totals, i, rank, block.ticket)
-        elif block.list != HOST * LISTS_PER_TIER + CLEAN and block.list != HOST * LISTS_PER_TIER + DEFAULT_PRIORITY:
-            places[i].rank = NONE
+        place, block = places[i], blocks_of(h)[h.device_blocks + i]
+        lost = counters.forgotten_host_blocks if place.rank else counters.redundant_dropped
+        if block.word >> 32 == 0 or block.ticket != place.ticket or block.other_copy != place.other_copy:
+            place.due = NONE
+        elif place.ahead != NONE:
+            place.due = totals[place.rank] + place.ahead
+        if place.due != NONE and copied:
+            place.due += lost - totals[place.rank]
+        elif place.due != NONE and lost > place.due:
+            totals[SHIELDED] += 1
+            place.due = NONE
+    totals[REDUNDANT], totals[FORGOTTEN] = counters.redundant_dropped, counters.forgotten_host_blocks
+    totals[COPIED] = counters.copied_blocks
 
 
 @jit
 def look(heads: npt.NDArray[Any], places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
     """Record one lock holder's changes in ``places`` PLACE[host blocks] and ``totals`` int64[TOTALS]."""
     h = head(heads, 0)
-    counters = counters_of(h)
-    redundant, forgotten = (
-        counters.redundant_dropped - totals[SEEN_REDUNDANT],
-        counters.forgotten_host_blocks - totals[SEEN_FORGOTTEN],
-    )
-    totals[LOOKS] += 1
-    totals[EVICTIONS] += redundant + forgotten
-    if redundant + forgotten and counters.copied_blocks == totals[SEEN_COPIED]:
-        totals[SHIELDED] += _shielded(h, places, redundant, forgotten)
-    totals[SEEN_REDUNDANT], totals[SEEN_FORGOTTEN] = counters.redundant_dropped, counters.forgotten_host_blocks
-    totals[SEEN_COPIED] = counters.copied_blocks
-    _follow(h, places, totals)
+    lists = lists_of(h)
+    _count(h, places, totals)
+    for place in places:
+        place.ahead = NONE
+    for rank in range(2):
+        b, ahead = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else CLEAN), 0], 0
+        while b != NONE:
+            place, block = places[b - h.device_blocks], blocks_of(h)[b]
+            place.rank, place.ahead, place.ticket, place.other_copy = rank, ahead, block.ticket, block.other_copy
+            b, ahead = block.next, ahead + 1
 
 
 class VictimWatch:
-    """Counts the host evictions of a pool, and those that would have taken a block that was pinned.
+    """Counts the host evictions of a pool, and the blocks that were spared because they were pinned.
 
     The watch looks at the pool each time the state lock is released, before another thread can take it. So between two
     looks there is one decision, one pin or one unpin, and during a decision no pin begins or ends.
 
-    A block that enters a list goes to its back and gets the next *stamp*. A block that is pinned leaves its list, but
-    keeps its stamp here. All blocks, ordered by list and stamp, form the eviction order that the pool would have if
-    leases did not hold blocks. If an eviction would have taken a pinned block, the block leaves this order until it is
-    listed again. So each of its stays in the order counts at most once.
+    Evictions take a list from its front, and blocks enter it at its back. So a block with n blocks ahead of it is among
+    the first n + 1 that its list loses, or leaves it for another reason. One that is pinned has left its list: when the
+    list has lost n + 1 since then, the block would have been a victim if it alone had not been pinned. Each stay in a
+    list counts at most once.
 
-    The watch sees how many blocks a decision evicted, but not the order in which blocks arrived and left. Arriving
-    blocks go to the back. So n evictions would have taken at least the first n blocks of the order before the decision,
-    and more if blocks at the front left for other reasons. So ``shielded`` is a lower bound. It leaves out uncertain
-    cases: pinned blocks whose content came to the device or left it in the decision, and decisions with partial copies,
-    since the call itself may have held their source.
+    ``shielded`` is a lower bound. It leaves out blocks whose content came to the device or left it while they were
+    pinned, and evictions of decisions with partial copies, since the call itself may have held their source.
 
     Use it for new pools, if all blocks have the default priority and sequences are stored when they are released.
     Thread-safe: all its work is done under the state lock.
@@ -141,9 +86,8 @@ class VictimWatch:
 
     def __init__(self, cache: KVCacheManager) -> None:
         heads = cache.core.states.heads
-        self._places, self._totals = np.zeros(cache.host_blocks, PLACE), np.zeros(TOTALS, np.int64)
-        self._places["rank"] = NONE
-        places, totals = self._places, self._totals
+        places, self._totals = np.full(cache.host_blocks, NONE, PLACE), np.zeros(TOTALS, np.int64)
+        totals = self._totals
         look(heads, places, totals)
         # Every holder of the state lock must be seen, so the lock is replaced.
         cache.core.use_lock(WatchedLock(cache.core.lock, lambda: look(heads, places, totals)))
@@ -151,7 +95,7 @@ class VictimWatch:
     @property
     def evictions(self) -> int:
         """The number of host blocks that were evicted."""
-        return int(self._totals[EVICTIONS])
+        return int(self._totals[REDUNDANT] + self._totals[FORGOTTEN])
 
     @property
     def shielded(self) -> int:

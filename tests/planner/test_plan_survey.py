@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from kvpool.planner import Curve, survey_of
-from kvpool.planner import distances as distances_module
-from kvpool.planner.curve import coarse_limits
-from kvpool.planner.distances import BUCKETS
-from kvpool.planner.stack import bucket_of
-from kvpool.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor
+from kvpool.planner import stack as stack_module
+from kvpool.planner.stack import BUCKETS, bucket_of
+from kvpool.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, coarse_limits
 from kvpool.replay.tokens import Request
 from kvpool.replay.workload import synthetic
 
@@ -104,7 +102,7 @@ def test_curve_of_ids_is_that_of_an_lru_cache(tokens_per_id: int, size: int) -> 
 
 
 def test_tables_that_grow_and_are_compacted_all_the_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distances_module, "_START", 1)
+    monkeypatch.setattr(stack_module, "_START", 1)
     assert_equals_lru(native(5, 150), 2)
 
 

@@ -29,7 +29,7 @@ from kvpool import (
 from kvpool import operations as op
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
-from kvpool.planner.distances import StackDistances
+from kvpool.planner.stack import StackDistances
 from kvpool.pool.leases import Leases
 from kvpool.replay.tokens import Request
 

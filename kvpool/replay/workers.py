@@ -1,5 +1,5 @@
-"""A worker that fetches random prompts of a trace from another worker. It computes the expected bytes from the tokens
-alone, and compares every byte."""
+"""Workers that give each other blocks: one serves its host tier while it replays, one fetches from it and compares
+every byte with what the tokens alone say."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.errors import BlockNotFound
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
-from kvpool.remote import BlockClient
+from kvpool.remote import BlockClient, BlockServer, Limits
 from kvpool.replay.content import KVBytes, States, token_states
-from kvpool.replay.stress_run import Figure
+from kvpool.replay.engine import ReplayConfig
+from kvpool.replay.rounds import Figure, Rounds, at_least, equal
+from kvpool.replay.tokens import Request
 from kvpool.replay.traces import Trace
 
 _PREFIX_EVERY = 8
@@ -93,16 +95,15 @@ class Fetching:
         self.seconds = perf_counter() - begin
         self.cache.verify()
         stats = self.cache.stats()
-        goal = self._config.blocks
         return [
-            Figure("blocks fetched", self.fetched, f">= {goal:,}", self.fetched >= goal),
-            Figure("blocks with wrong bytes", self.wrong, "= 0", self.wrong == 0),
-            Figure("blocks that entered the pool", self.entered, ">= 1", self.entered >= 1),
-            Figure("... compared there again", self.compared, ">= 1", self.compared >= 1),
-            Figure("blocks that were not there", self.missing, "", True),
-            Figure("calls", self.calls, "", True),
-            Figure("leases left", stats.leases, "= 0", stats.leases == 0),
-            Figure("blocks left pinned", stats.host.pinned, "= 0", stats.host.pinned == 0),
+            at_least("blocks fetched", self.fetched, self._config.blocks),
+            equal("blocks with wrong bytes", self.wrong),
+            at_least("blocks that entered the pool", self.entered, 1),
+            at_least("... compared there again", self.compared, 1),
+            Figure("blocks that were not there", self.missing),
+            Figure("calls", self.calls),
+            equal("leases left", stats.leases),
+            equal("blocks left pinned", stats.host.pinned),
         ]
 
     def _read_prompt(self, index: int) -> tuple[BlockKeys, States]:
@@ -157,3 +158,63 @@ class Fetching:
 
     def _reader(self, pool: npt.NDArray[Any], blocks: int) -> KVBytes:
         return KVBytes(self._config.layout, pool, self._config.layout.host_strides(blocks), blocks)
+
+
+class Serving:
+    """Replays a trace again and again until it is stopped, and serves meanwhile. A context manager: leaving it closes
+    server and pool.
+
+    After each request its prompt is offloaded, so that other workers find it on the host until it is evicted.
+    ``config`` needs ``secret``. It needs ``verify`` too if the bytes are to be compared, since only then are they
+    written. Errors of ``Replay`` and ``BlockServer`` propagate.
+    """
+
+    def __init__(self, trace: Trace, config: ReplayConfig, endpoint: str) -> None:
+        self._rounds = Rounds(trace, config, self._admitted)
+        self.replay = self._rounds.replay
+        self.failure: str | None = None
+        try:
+            self.server = BlockServer(self.replay.cache, endpoint, limits=Limits(requests_per_client=16))
+        except BaseException:
+            self.replay.close()
+            raise
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.server.close()
+        self.replay.close()
+
+    def stop(self) -> None:
+        """Have ``run`` end after the current request. Thread-safe."""
+        self._rounds.stop.set()
+
+    def run(self) -> list[Figure]:
+        """Replay until ``stop`` or KeyboardInterrupt, close the server, and return the figures. Afterwards ``failure``
+        says what went wrong."""
+        try:
+            self.failure = self._rounds.run()
+        finally:
+            self.server.close()
+        self.failure = self._rounds.verify() if self.failure is None else self.failure
+        stats, served = self.replay.cache.stats(), self.server.stats()
+        evicted = stats.forgotten_host_blocks + stats.redundant_dropped
+        return [
+            at_least("requests that the scheduler admitted meanwhile", self._rounds.done, 1),
+            Figure("host blocks evicted meanwhile", evicted),
+            Figure("blocks served", served.blocks),
+            Figure("blocks asked for that were not there", served.missing_blocks),
+            Figure("requests refused", served.refused),
+            equal("answers dropped", served.dropped),
+            equal("transfers left", served.transfers),
+            equal("leases left", stats.leases),
+            equal("blocks left pinned", stats.device.pinned + stats.host.pinned),
+            equal("blocks lost", stats.lost_blocks),
+        ]
+
+    def _admitted(self, request: Request | None) -> None:
+        """Called after every request, on the scheduler's thread."""
+        if request is not None:
+            cache = self.replay.cache
+            cache.offload(cache.block_keys(request.prompt(), salt=request.salt, adapter_id=request.adapter_id))
