@@ -158,7 +158,7 @@ def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:
 def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
     index = HostCache(8, 4096, identity=IDENTITY)
     tier = HostTier.of(index)
-    with index, tier, HostKeeper(index, tier, [MemoryStore(1 << 20)]) as keeper:
+    with index, tier, HostKeeper(index, tier, [Wrong(MemoryStore(1 << 20))]) as keeper:
         kept(index, "a")
 
         def child() -> None:
@@ -171,7 +171,7 @@ def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
             assert index.find(b"a") == index.HERE
 
         in_child(child)
-        assert keeper.find(b"no") == index.ABSENT and keeper.drain(60)
+        assert keeper.find(b"no") == index.PENDING and keeper.drain(60)
 
 
 def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: Any) -> None:
