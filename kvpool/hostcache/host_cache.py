@@ -4,11 +4,12 @@ have it."""
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, groupby
+from itertools import compress, groupby, repeat
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -432,8 +433,7 @@ class HostCache:
     def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now: int) -> int:
         """Run a verb that ends the wait of pending keys."""
         count = self._run(verb, packed(keys), now, "pending")
-        for key in keys:
-            self._order.pop(key, None)
+        deque(map(self._order.pop, keys, repeat(None)), maxlen=0)
         return count
 
     def _undo(self, keys: tuple[bytes, ...], now: int) -> None:

@@ -138,8 +138,7 @@ class Bridge(Generic[Block]):
         client = self.clients[number]
         if not client.queue.indexed or client.health.suspended():
             return None
-        codes = client.queue.find_now(self._tier.names(blocks, sealed=False))
-        return None if codes is None or (codes > OK).any() else codes
+        return client.queue.find_now(self._tier.names(blocks, sealed=False))
 
     def load(
         self, number: int, blocks: Sequence[Block], deadline: float, done: Callable[[Loading[Block]], None],
@@ -203,7 +202,9 @@ class Bridge(Generic[Block]):
             return 0
         if not client.usable(SAVE):
             return self._leave(number, list(line), "suspended")
-        for block in chosen:
+        if len(chosen) == len(line):
+            line.clear()
+        for block in chosen if line else ():
             del line[block]
         there, names, rows = self._tier.pin(client, chosen)
         if len(there) < len(chosen):

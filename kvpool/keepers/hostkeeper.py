@@ -176,7 +176,11 @@ class HostKeeper:
         if self._step_begins:
             self._settle()
         found = self._cache.find(own)
-        return found if found == self._cache.HERE else self._missing([own], [found])[0]
+        if found == self._cache.HERE:
+            return found
+        self._process.check(self)
+        said = self._loads.known(own, found)
+        return self._loads.ask([own])[0] if said is None else said
 
     def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
@@ -186,7 +190,15 @@ class HostKeeper:
         answers = self._cache.lookup(own)
         places = np.flatnonzero(answers != self._cache.HERE)
         if len(places):
-            answers[places] = self._missing([own[place] for place in places.tolist()], answers[places].tolist())
+            self._process.check(self)
+            new: list[int] = []
+            for place in places.tolist():
+                said = self._loads.known(own[place], int(answers[place]))
+                if said is None:
+                    new.append(place)
+                else:
+                    answers[place] = said
+            answers[new] = self._loads.ask([own[place] for place in new])
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -326,11 +338,6 @@ class HostKeeper:
             self._step_begins = False
             self._process.check(self)
             self._bridge.poll()
-
-    def _missing(self, keys: Sequence[bytes], found: Sequence[int]) -> list[int]:
-        """What ``find`` says of keys that are not HERE. ``found``: what the cache says."""
-        self._process.check(self)
-        return self._loads.missing(keys, found)
 
     def _save(self, keys: Sequence[bytes]) -> None:
         for number in range(len(self._clients)):

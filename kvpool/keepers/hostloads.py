@@ -159,22 +159,17 @@ class HostLoads:
         self.missed: Counter[str] = Counter()
         self._stopped = False
 
-    def missing(self, keys: Sequence[bytes], found: Sequence[int]) -> list[int]:
-        """What ``HostKeeper.find`` says of keys that are not HERE. ``found``: what the cache says."""
-        absent, pending = HostCache.ABSENT, HostCache.PENDING
-        new = [key for key, said in zip(keys, found, strict=True) if said == absent and self._may_come(key)]
-        if new:
-            self._ask(list(dict.fromkeys(new)))
-        return [
-            (absent if self.reserved.get(key) else pending) if said == pending
-            else pending if key in self.searching else absent
-            for key, said in zip(keys, found, strict=True)
-        ]  # fmt: skip
-
-    def _may_come(self, key: bytes) -> bool:
-        """Whether the stores are to be asked for a key."""
+    def known(self, key: bytes, found: int) -> int | None:
+        """What ``HostKeeper.find`` says of a key that is not HERE; None if the stores are to be asked. ``found``: what
+        the cache says."""
+        if found == HostCache.PENDING:
+            return HostCache.ABSENT if self.reserved.get(key) else found
+        if key in self.searching:
+            return HostCache.PENDING
         absence = self._absent.get(key)
-        return key not in self.searching and not (absence and absence.read(key, self._clock(), self._retry_seconds))
+        if absence is not None and absence.read(key, self._clock(), self._retry_seconds):
+            return HostCache.ABSENT
+        return None
 
     def read(self, keys: Iterable[bytes]) -> None:
         """Keys have a reader."""
@@ -227,9 +222,10 @@ class HostLoads:
             if left := [key for key in keys if key in self.searching]:
                 self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
 
-    def _ask(self, keys: list[bytes]) -> None:
-        """Ask the stores for keys. What is not searched then does not come. Of a store with an index in memory, the
-        first keys are asked at once: who needs a prefix learns that it is not there."""
+    def ask(self, wanted: Sequence[bytes]) -> list[int]:
+        """Ask the stores for keys, and say what ``HostKeeper.find`` says of them. Of a store with an index in memory,
+        the first keys are asked at once: who needs a prefix learns that it is not there."""
+        keys = list(dict.fromkeys(wanted))
         room = 0 if self._stopped else max(0, ASKED_MAX - len(self.searching))
         self.missed["busy"] += len(keys[room:])
         self.asked += len(keys[:room])
@@ -240,15 +236,17 @@ class HostLoads:
                 asked[number] = left + asked.get(number, [])
                 left = []
                 break
-            there = list(compress(left, (codes == OK).tolist()))
+            said = dict(zip(left, codes.tolist(), strict=True))
+            there = [key for key, code in said.items() if code == OK]
+            left = [key for key, code in said.items() if code != OK]
             self._there.setdefault(number, []).extend(there)
             self._search(there)
-            left = list(compress(left, (codes != OK).tolist()))
         for number, own in asked.items():
             self._new.setdefault(number, []).extend(own)
             self._search(own)
         self.missed["absent"] += len(left)
         self.leave(left)
+        return [HostCache.PENDING if key in self.searching else HostCache.ABSENT for key in wanted]
 
     def _search(self, keys: Iterable[bytes]) -> None:
         self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))

@@ -49,10 +49,12 @@ class CheckedCalls:
             return np.full(len(places), FAILED, np.uint8), _text_of(error)
 
     def find(self, keys: Keys) -> Bytes | None:
-        """What the store answers to a find. None if it fails."""
+        """What the store answers to a find. None if it fails, or does not know all."""
+        own = self._secret.keys(keys)
         try:
-            own = self._secret.keys(keys)
-            return _codes(self._store.find(own.copy()), len(own))
+            codes = np.array(self._store.find(own.copy()))
+            known = codes.shape == (len(own),) and bool(((codes == OK) | (codes == ABSENT)).all())
+            return codes.astype(np.uint8) if known else None
         except Exception:
             return None
 

@@ -44,8 +44,8 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_codes", "_hashed", "_keys", "_queue", "_queued", "_rows", "_settled", "began",
-        "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
+        "__weakref__", "_calls", "_codes", "_counted", "_hashed", "_keys", "_queue", "_queued", "_rows", "_settled",
+        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class Job:
         self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
         self._calls, self._queued, self._settled = 0, count, not count
+        self._counted: dict[str, int] | None = None
         self._hashed: tuple[list[bytes], frozenset[bytes]] | None = None
 
     @property
@@ -96,7 +97,10 @@ class Job:
     @property
     def counts(self) -> dict[str, int]:
         """How many blocks of a job that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
-        return {CODES[code]: count for code, count in enumerate(np.bincount(self._codes).tolist()) if count}
+        if self._counted is None or not self._settled:
+            counted = enumerate(np.bincount(self._codes).tolist())
+            self._counted = {CODES[code]: count for code, count in counted if count}
+        return dict(self._counted)
 
     @property
     def leading(self) -> int:

@@ -202,13 +202,13 @@ class StoreClient:
 
     def _judge(self, job: Job) -> None:
         """What a job says of its store."""
-        before = self.suspended
+        troubles = [(code, count) for code, count in job.counts.items() if code not in QUIET]
+        before = bool(troubles) and self.suspended
         self.health.note(job)
         if self._troubles is not None:
-            for code, count in job.counts.items():
-                if code not in QUIET:
-                    self._troubles.note(job.kind, code, count, job.error)
-            if self.suspended and not before:
+            for code, count in troubles:
+                self._troubles.note(job.kind, code, count, job.error)
+            if troubles and self.suspended and not before:
                 self._troubles.note(job.kind, "suspended", len(job.codes))
 
     def _end(self, job: Job, followed: _Followed) -> None:

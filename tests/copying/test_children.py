@@ -158,7 +158,7 @@ def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:
 def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
     index = HostCache(8, 4096, identity=IDENTITY)
     tier = HostTier.of(index)
-    with index, tier, HostKeeper(index, tier, [MemoryStore(1 << 20)]) as keeper:
+    with index, tier, HostKeeper(index, tier, [Wrong(MemoryStore(1 << 20))]) as keeper:
         kept(index, "a")
 
         def child() -> None:

@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
     "kvpool/jit": 630,
-    "kvpool/keepers": 1930,
+    "kvpool/keepers": 1940,
     "kvpool/memory": 920,
     "kvpool/observe": 300,
     "kvpool/planner": 1120,

@@ -23,7 +23,7 @@ def job(*codes: int, kind: str = "load") -> Any:
     """A job that is done, with these codes."""
 
     made = object.__new__(Job)
-    made.kind, made._codes = kind, np.array(codes, np.uint8)
+    made.kind, made._codes, made._counted, made._settled = kind, np.array(codes, np.uint8), None, True
     return made
 
 
