@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1670,
     "kvpool/replay": 1980,
     "kvpool/state": 4640,
-    "kvpool/stores": 3290,
+    "kvpool/stores": 3260,
     "kvpool/tables": 600,
     "tests": 1670,
     "tests/arrays": 840,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1290,
     "tests/model": 2640,
-    "tests/mutations": 3520,
+    "tests/mutations": 3530,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 670,
     "tests/state": 1450,
-    "tests/stores": 8540,
+    "tests/stores": 8530,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
