@@ -50,7 +50,7 @@ LINES = {
     "tests/golden": 670,
     "tests/gpu": 1070,
     "tests/holders": 1150,
-    "tests/hostcache": 1620,
+    "tests/hostcache": 1630,
     "tests/house": 1410,
     "tests/interop": 970,
     "tests/kernels": 1290,
