@@ -182,6 +182,12 @@ class EnginePlugin:
         """A logger below that of the engine, which shows its own."""
         return logging.getLogger(f"{self.packages[0]}.kvpool")
 
+    def show_warnings(self) -> None:
+        """Have kvpool's own loggers write where the engine's do, unless somebody has said where they write."""
+        own = logging.getLogger("kvpool")
+        for handler in () if own.hasHandlers() else logging.getLogger(self.packages[0]).handlers:
+            own.addHandler(handler)
+
     def version(self) -> str:
         """The version of the engine that is installed."""
         for name in self.packages:

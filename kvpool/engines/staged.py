@@ -99,6 +99,7 @@ class StagedBlocks:
             hash_version=f"{plugin.packages[0]} {plugin.version()}",
         )
         store = open_store(options.store_of(part))
+        plugin.show_warnings()
         plugin.log.info("kvpool: %s: blocks of %d bytes are kept in the store %s", part, block_bytes, store.name)
         return cls(store, block_bytes, identity, options)
 

@@ -286,6 +286,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         cache = kvpool.HostCache(
             self.host_blocks, self.block_bytes, identity=self.identity, event_capacity=_EVENTS if events else 0
         )
+        VLLM.show_warnings()
         self._say()
         return KVPoolOffloadingManager(cache, self.options, events=events)
 

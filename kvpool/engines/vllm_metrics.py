@@ -55,8 +55,9 @@ _GAUGES = {
 }
 _EVERY_SECONDS = 1.0
 """How often the figures of stores are read."""
+_KINDS = {_MISSED: "load", _UNSAVED: "save"}
 _OWN = ("busy", "crowded")
-"""Why the host tier asks no store for a chunk, or has no room for it."""
+"""Why the host tier asks no store for a chunk, or has no room for it. Of what stores do wrong, the keeper warns."""
 
 
 def definitions() -> dict[str, base.OffloadingMetricMetadata]:
@@ -72,8 +73,7 @@ def definitions() -> dict[str, base.OffloadingMetricMetadata]:
 
 
 class HostTierMetrics:
-    """Counts since they were read the last time, gauges now, and a warning where the host tier itself gives a store
-    nothing to do."""
+    """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache, self._clock = cache, clock
@@ -82,7 +82,7 @@ class HostTierMetrics:
         self._totals = (0, 0, 0, 0)
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._troubles = TroubleLog("of any kind", clock, VLLM.log)
+        self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
 
     def take(self, keeper: HostKeeper | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
@@ -125,6 +125,6 @@ class HostTierMetrics:
             change = total - self._known.get((name, labels), 0)
             if change:
                 found.increase_counter(name, change, labels)
-                if name in (_MISSED, _UNSAVED) and labels[0] in _OWN:
-                    self._troubles.note("load" if name == _MISSED else "save", labels[0], int(change))
+                if name in _KINDS and labels[0] in _OWN:
+                    self._troubles.note(_KINDS[name], labels[0], int(change))
         self._known = now

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.engines.options import SEED, VLLM_TIER, lasting_identity
+from kvpool.engines.troubles import Troubles
 from kvpool.engines.vllm import identity
 from kvpool.errors import StoreBusy
 
@@ -91,6 +92,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._known: dict[OffloadKey, tuple[bool, float]] = {}
         self._results: list[JobResult] = []
         self._generation = b""
+        self._troubles = Troubles(log, self._client.name)
         self._seed_to_check = bool(options.lasting)
 
     # -- keys ----------------------------------------------------------------------------------------
@@ -164,8 +166,10 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def _end(self, asked: TransferJob, job: Job) -> None:
         ok = (job.codes == self._ok).tolist()
         came = [key for key, good in zip(asked.keys, ok, strict=True) if good]
+        for code, count in job.counts.items():
+            if code not in ("ok", "absent", "cancelled"):
+                self._troubles.note(job.kind, code, count, job.error)
         if asked.is_promotion and len(came) < len(ok):
-            log.warning("kvpool: %d of %d chunks did not come from the store: %s", len(ok) - len(came), len(ok), job)
             gone = [key for key, good in zip(asked.keys, ok, strict=True) if not good]
             self._answer(gone, [False] * len(gone))
         result = JobResult(

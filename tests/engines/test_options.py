@@ -125,6 +125,19 @@ def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCapture
     assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
 
 
+def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, engine, seen = logging.getLogger("kvpool"), logging.getLogger("toy"), logging.Handler()
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(seen, "emit", records.append)
+    monkeypatch.setattr(engine, "handlers", [seen])
+    for shown in (False, True):
+        monkeypatch.setattr(own, "handlers", [])
+        monkeypatch.setattr(own, "propagate", not shown)
+        HOST_TIER.show_warnings()
+        logging.getLogger("kvpool.stores").warning("the disk is full")
+        assert len(records) == shown, "nobody has said where it is to be written"
+
+
 @pytest.mark.parametrize("given", ["8Gi", "8GiB", "8 gib", "8192Mi", 8 << 30])
 def test_sizes_are_read_as_people_write_them(given: Any) -> None:
     assert HOST_TIER.read({"host_memory": given}).host_memory == 8 << 30

@@ -481,13 +481,9 @@ def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
     manager.real.shutdown()
 
 
-def test_figures_of_stores_are_read_once_a_second_and_trouble_is_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Wrong(MemoryStore(1 << 20))
     monkeypatch.setattr(urls, "open_store", lambda text: wrong)
-    for log in (vllm.log, vllm.log.parent):
-        monkeypatch.setattr(log, "propagate", True)
 
     def flip(answer: Any) -> Any:
         wrong.memory[:] ^= 1
@@ -510,9 +506,26 @@ def test_figures_of_stores_are_read_once_a_second_and_trouble_is_told_once(
         assert counted["vllm:kvpool_store_missed_reasons:('damaged',)"] == 2
     assert counted[f"vllm:kvpool_store_suspended:('{wrong.name}',)"] == 1
     assert {f"vllm:kvpool_store_figures:('{wrong.name}', '{name}')" for name in ("blocks", "capacity")} <= set(counted)
+    manager.real.shutdown()
+
+
+def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for log in (vllm.log, vllm.log.parent):
+        monkeypatch.setattr(log, "propagate", True)
+    manager = Stored(2)
+    for second in range(1, 4):
+        chunks = 10 * second, 10 * second + 1
+        manager.fill(*chunks)
+        manager.wait_saved(2)
+        manager.cache.forget(keys(*chunks))
+        assert MISS in manager.found(*chunks), "half of the tier is one chunk"
+        manager.cache.forget(keys(*chunks))
+        manager.now = float(second)
+        assert manager.counted()["vllm:kvpool_store_missed_reasons:('crowded',)"] >= 1
     told = [record.getMessage() for record in caplog.records if record.name == vllm.log.name]
-    warnings = [text for text in told if "damaged" in text]
-    assert len(warnings) == 1 and "load of 2 blocks" in warnings[0]
+    assert len([text for text in told if "load of 1 blocks: crowded" in text]) == len(told) == 1
     manager.real.shutdown()
 
 
