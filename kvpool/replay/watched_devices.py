@@ -1,4 +1,4 @@
-"""Devices that wrap another device: one measures the time of copies, and one also has their bytes verified."""
+"""WatchedDevice: another device, whose copies are measured and verified."""
 
 from __future__ import annotations
 
@@ -53,12 +53,15 @@ class Image:
             self._pool[span].set(self._bytes[span])
 
 
-class MeteredDevice(WrappedDevice):
-    """Forwards all calls to `inner`, and counts the bytes of copies and the time they take.
+class WatchedDevice(WrappedDevice):
+    """Forwards all calls to `inner`, counts the bytes of copies and the time they take, and has `verifier` check every
+    copy, if there is one. It is set later, since the pool must exist before a verifier can read it.
 
     `copy_ns` is the time of the inner device's copies. `away_ns` is the time of whole copy calls, with verification; a
     caller subtracts it to get its own time. `copied_bytes` is ``[offload, onboard, inside a tier]``.
     """
+
+    verifier: Verifier | None = None
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
@@ -113,7 +116,8 @@ class MeteredDevice(WrappedDevice):
         finally:
             self.copy_ns += perf_counter_ns() - begin
             self._count(moves[:completed])
-            self._done(moves[:completed], stream)
+            if self.verifier is not None:
+                self.verifier.copied(moves[:completed], stream)
             self.away_ns += perf_counter_ns() - begin
 
     def _count(self, moves: npt.NDArray[np.int64]) -> None:
@@ -126,15 +130,6 @@ class MeteredDevice(WrappedDevice):
             int(nbytes[from_device == to_device].sum()),
         )
 
-    def _done(self, moves: npt.NDArray[np.int64], stream: Stream) -> None:
-        """Called with the moves that the device has accepted."""
-
-
-class VerifyingDevice(MeteredDevice):
-    """Has `verifier` check every copy. It is set later, since the pool must exist before a verifier can read it."""
-
-    verifier: Verifier | None = None
-
     @contextmanager
     def host_access(
         self, *, reads: Any = None, writes: Any = None, loads: Sequence[npt.NDArray[Any]] = (),
@@ -144,7 +139,3 @@ class VerifyingDevice(MeteredDevice):
             yield access
         if self.verifier is not None and writes is not None:
             self.verifier.loaded(writes[:, 0])
-
-    def _done(self, moves: npt.NDArray[np.int64], stream: Stream) -> None:
-        if self.verifier is not None:
-            self.verifier.copied(moves, stream)
