@@ -23,8 +23,7 @@ from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
 from kvpool.replay.tokens import Request, ranges
 from kvpool.replay.traces import Trace
-from kvpool.replay.verifier import Verifier
-from kvpool.replay.watched_devices import WatchedDevice
+from kvpool.replay.verifier import Verifier, WatchedDevice
 from kvpool.stores import Store
 
 

@@ -31,11 +31,11 @@ LINES = {
     "kvpool/keepers": 1930,
     "kvpool/memory": 910,
     "kvpool/observe": 280,
-    "kvpool/planner": 1150,
+    "kvpool/planner": 1110,
     "kvpool/pool": 2890,
     "kvpool/publish": 800,
     "kvpool/remote": 1860,
-    "kvpool/replay": 2160,
+    "kvpool/replay": 2020,
     "kvpool/state": 4640,
     "kvpool/stores": 3250,
     "kvpool/tables": 600,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1290,
     "tests/model": 2640,
-    "tests/mutations": 3480,
+    "tests/mutations": 3510,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 242
+FILES = 236
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

@@ -15,8 +15,7 @@ from kvpool.errors import DeviceError
 from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import token_states
 from kvpool.replay.tokens import ranges
-from kvpool.replay.verifier import VerificationError, Verifier
-from kvpool.replay.watched_devices import WatchedDevice
+from kvpool.replay.verifier import VerificationError, Verifier, WatchedDevice
 
 T, DEVICE, HOST = 4, 6, 5
 LAYOUT = BlockLayout(2, 2, 4, T)
