@@ -18,8 +18,10 @@ from kvpool.commands.terminal import (
     FAILED,
     INTERRUPTED,
     OK,
+    Subparsers,
     complain,
     count_argument,
+    declare,
     print_text,
     progress_bar,
     size_argument,
@@ -41,13 +43,9 @@ cannot be read, 130 interrupted
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    fetch = subparsers.add_parser(
-        "fetch", help="fetch host blocks from another process and check every byte", description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    fetch.set_defaults(run=run, error=fetch.error)
+    fetch = declare(subparsers, "fetch", "fetch host blocks from another process and check every byte", _HELP, run)
     add = fetch.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file; none: a synthetic workload")
     add("--endpoint", help="of a server that runs already")

@@ -9,7 +9,17 @@ import threading
 from typing import Any
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, complain, count_argument, print_text, size_argument
+from kvpool.commands.terminal import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    Subparsers,
+    complain,
+    count_argument,
+    declare,
+    print_text,
+    size_argument,
+)
 from kvpool.errors import InsufficientMemory
 
 SECRET = "KVPOOL_SECRET"
@@ -28,13 +38,9 @@ cannot be read, 130 interrupted (the figures so far are printed)
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    serve = subparsers.add_parser(
-        "serve", help="replay, and serve the host tier to other processes", description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    serve.set_defaults(run=run, error=serve.error)
+    serve = declare(subparsers, "serve", "replay, and serve the host tier to other processes", _HELP, run)
     add = serve.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
     add(

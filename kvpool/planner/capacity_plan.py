@@ -29,16 +29,10 @@ LINK_LATENCY = 50.0
 _POINTS = 256
 
 
-def check_above_0(name: str, value: float) -> None:
-    """Raise ValueError for what is no finite number above 0."""
-    if not (isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value}: must be a number above 0")
-
-
-def check_latency(name: str, value: float) -> None:
-    """Raise ValueError for what is no finite number of at least 0."""
-    if not (isfinite(value) and value >= 0):
-        raise ValueError(f"{name}={value}: must be a number of at least 0")
+def _check_number(name: str, value: float, *, above_0: bool = True) -> None:
+    """Raise ValueError for what is no finite number above 0, or of at least 0."""
+    if not (isfinite(value) and (value > 0 if above_0 else value >= 0)):
+        raise ValueError(f"{name}={value}: must be a number {'above' if above_0 else 'of at least'} 0")
 
 
 def doublings(first: int, last: int, block_bytes: int) -> list[int]:
@@ -66,8 +60,8 @@ class StoreTier:
             raise ValueError(f"capacity={self.capacity}: must be at least 0")
         if self.save not in SAVES:
             raise ValueError(f"save={self.save!r:.80}: accepted are {', '.join(SAVES)}")
-        check_above_0("store_bandwidth", self.bandwidth)
-        check_latency("store_latency", self.latency)
+        _check_number("store_bandwidth", self.bandwidth)
+        _check_number("store_latency", self.latency, above_0=False)
 
 
 class StorePlan:
@@ -195,9 +189,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.prefill_tokens_per_second is not None:
-            check_above_0("prefill_tokens_per_second", self.prefill_tokens_per_second)
-        check_above_0("link_bandwidth", self.link_bandwidth)
-        check_latency("link_latency", self.link_latency)
+            _check_number("prefill_tokens_per_second", self.prefill_tokens_per_second)
+        _check_number("link_bandwidth", self.link_bandwidth)
+        _check_number("link_latency", self.link_latency, above_0=False)
         for name in ("device_blocks", "host_blocks"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -30,7 +30,7 @@ REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 1
 SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_800.0, 21_600.0, 86_400.0, 604_800.0)
 """The upper edges of the bars in the histogram of reuse gaps."""
 
-_ONE, _SIX, _ALL = np.uint64(1), np.uint64(6), np.uint64(2**64 - 1)
+_ONE, _ALL = np.uint64(1), np.uint64(2**64 - 1)
 _M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
 _M4, _MUL = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
 _GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

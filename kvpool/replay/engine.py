@@ -23,8 +23,7 @@ from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
 from kvpool.replay.tokens import Request, ranges
 from kvpool.replay.traces import Trace
-from kvpool.replay.verifier import Verifier
-from kvpool.replay.watched_devices import MeteredDevice, VerifyingDevice
+from kvpool.replay.verifier import Verifier, WatchedDevice
 from kvpool.stores import Store
 
 
@@ -108,7 +107,7 @@ class Replay:
         longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
         sim = config.device == "sim"
         inner = SimDevice(config.seed, progress=config.progress) if sim else get_device(config.device)
-        self._device = (VerifyingDevice if config.verify else MeteredDevice)(inner)
+        self._device = WatchedDevice(inner)
         warm_up(self._size, config)
         self.cache = KVCacheManager(
             config.layout,
@@ -122,7 +121,7 @@ class Replay:
             secret=getattr(config.store, "secret", None) if config.secret is None else config.secret,
         )
         self._verifier: Verifier | None = None
-        if isinstance(self._device, VerifyingDevice):
+        if config.verify:
             pools = self._device.engine_pool(self.cache.device_pool), self.cache.host_pool
             enqueue = None if self._device.synchronous else self._device.launch
             self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
@@ -352,7 +351,7 @@ class Replay:
 def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
     """Make every kind of call once on a separate tiny pool, so that no compilation or loading is timed later."""
     layout = BlockLayout.of_block_bytes(8 * tokens_per_block, tokens_per_block)
-    device = MeteredDevice(get_device(config.device))
+    device = WatchedDevice(get_device(config.device))
     tokens = np.arange(3 * tokens_per_block, dtype=np.int32)
     with KVCacheManager(layout, device_blocks=8, host_blocks=8, device=device, max_sequences=2) as cache:
         for shift in (0, 0, 7, 0):

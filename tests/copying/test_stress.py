@@ -16,8 +16,7 @@ import pytest
 from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
 from kvpool.replay import ReplayConfig, synthetic
-from kvpool.replay.stress_run import EVENTS, ExpectedContents, Stress, StressConfig, StressReport
-from kvpool.replay.victims import VictimWatch
+from kvpool.replay.stress_run import EVENTS, ExpectedContents, Stress, StressConfig, StressReport, VictimWatch
 
 T = 4
 REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, verify=True, events=EVENTS)

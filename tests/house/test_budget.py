@@ -31,11 +31,11 @@ LINES = {
     "kvpool/keepers": 1940,
     "kvpool/memory": 920,
     "kvpool/observe": 300,
-    "kvpool/planner": 1120,
+    "kvpool/planner": 1110,
     "kvpool/pool": 2900,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
-    "kvpool/replay": 2040,
+    "kvpool/replay": 2020,
     "kvpool/state": 5240,
     "kvpool/stores": 3340,
     "kvpool/tables": 600,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
-    "tests/mutations": 3650,
+    "tests/mutations": 3670,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1520,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 217
+FILES = 215
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

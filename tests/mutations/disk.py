@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 BLOCKS, DAMAGE = "tests/stores/test_disk_blocks.py::", "tests/stores/test_disk_damage.py::"
 FOLDER, FAILURES = "tests/stores/test_disk_folder.py::", "tests/stores/test_disk_failures.py::"
+SESSIONS = "tests/replay/test_replay_sessions.py::"
 MUTATIONS = (
     Mutation(
         "a_save_is_told_before_it_is_durable",
@@ -194,5 +195,29 @@ MUTATIONS = (
         "False",
         "A long line is read in pieces, and the trace is said to be wrong where it is not.",
         ("tests/replay/test_replay_traces.py::test_a_line_without_end_is_no_request",),
+    ),
+    Mutation(
+        "users_do_not_wait_for_answers",
+        "play",
+        "now + turn.seconds + pause",
+        "now + pause",
+        "Sessions are played faster than their agents were answered, so fewer others come between.",
+        (f"{SESSIONS}test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said",),
+    ),
+    Mutation(
+        "ids_of_all_sessions_are_the_same",
+        "play",
+        "first += session.ids + len(session.turns)",
+        "first += 0",
+        "Sessions that have nothing in common hit each other's blocks.",
+        (f"{SESSIONS}test_ids_of_two_sessions_mean_different_contents",),
+    ),
+    Mutation(
+        "a_replay_keeps_requests_that_have_ended",
+        "schedule",
+        "_end(one) <= _begin(request)",
+        "False",
+        "A replay of sessions holds the blocks of requests that were answered long ago.",
+        (f"{SESSIONS}test_a_replay_releases_a_request_when_it_has_ended",),
     ),
 )

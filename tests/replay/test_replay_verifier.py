@@ -15,8 +15,7 @@ from kvpool.errors import DeviceError
 from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import token_states
 from kvpool.replay.tokens import ranges
-from kvpool.replay.verifier import VerificationError, Verifier
-from kvpool.replay.watched_devices import MeteredDevice, VerifyingDevice
+from kvpool.replay.verifier import VerificationError, Verifier, WatchedDevice
 
 T, DEVICE, HOST = 4, 6, 5
 LAYOUT = BlockLayout(2, 2, 4, T)
@@ -26,7 +25,7 @@ class Rig:
     """Pools on a verifying device, without a manager."""
 
     def __init__(self, inner: CpuDevice | None = None) -> None:
-        self.device = VerifyingDevice(inner or CpuDevice())
+        self.device = WatchedDevice(inner or CpuDevice())
         self.pools = MemoryPools(self.device, LAYOUT, DEVICE, HOST)
         self.verifier = Verifier(LAYOUT, self.pools.device_pool, self.pools.host_pool, DEVICE, HOST)
         self.device.verifier = self.verifier
@@ -174,7 +173,7 @@ def test_a_device_that_stops_half_way_is_followed_half_way() -> None:
 
 
 def test_metered_device_counts_copies_and_changes_nothing() -> None:
-    device = MeteredDevice(CpuDevice())
+    device = WatchedDevice(CpuDevice())
     pools = MemoryPools(device, LAYOUT, DEVICE, HOST)
     pools.device_pool[:, :, 1] = 5
     device.copy_blocks(np.array([[1, DEVICE, T, 0], [1, 2, 1, 0]], dtype=np.int64))
