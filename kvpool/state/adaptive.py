@@ -1,7 +1,8 @@
 """The policy ``adaptive``: LRU or ``agent``, whichever would have hit more lately.
 
 It keeps no second cache. For each chain it counts how many blocks LRU would have kept, and how many ``agent`` would
-have kept: the *ghosts*. Both policies see the same list, so a switch moves no block.
+have kept: the *ghosts*. In a large pool some chains stand for all, one in ``2**shift``. Both policies see the same
+list, so a switch moves no block.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import record_at
 from kvpool.state import agent
-from kvpool.state.agent import ALL, RUN, worth_now
+from kvpool.state.agent import ALL, SOME, worth_now
 from kvpool.state.chains import book_of, chains_of, draw, order_of
 from kvpool.state.records import HEAD, NONE
 
-_MEMORY, _MARGIN = 9, 7
-"""Hits count half after some 2**9 * 0.7 requests. ``agent`` is followed once it would have 1/128 hits more."""
+_MEMORY, _MARGIN = 9, 5
+"""Hits count half after some 2**9 * 0.7 requests. ``agent`` is followed once it would have 1/32 hits more."""
 _TRIES = 2 * ALL
 
 
@@ -24,7 +25,7 @@ _TRIES = 2 * ALL
 def on_admit(at, asked, slot):
     """What ``agent`` does; and both ghosts see the prompt."""
     c = np.int64(agent.on_admit(at, asked, slot))
-    if c != NONE:
+    if c != NONE and c & ((1 << book_of(record_at(at, HEAD)).shift) - 1) == 0:
         h = record_at(at, HEAD)
         _compare(h, book_of(h), c)
     return c
@@ -50,14 +51,17 @@ def _compare(h, book, c):
 @jit
 def _evict(h, book, running):
     """Have both ghosts lose blocks of other chains until they fit."""
-    chains, order = chains_of(book), order_of(book)
+    chains, order, room = chains_of(book), order_of(book), book.capacity >> book.shift
     for _ in range(_TRIES):
-        full, over = book.lru_used - book.capacity, book.worth_used - book.capacity
+        full, over = book.lru_used - room, book.worth_used - room
         if full <= 0 and over <= 0:
             return
         oldest, least, low = np.int64(NONE), np.int64(NONE), 0.0
-        for at in range(min(book.known, ALL)):
-            c = np.int64(order[at if book.known <= ALL else draw(book, book.known)])
+        for at in range(book.known if book.known <= ALL else SOME):
+            if book.shift:
+                c = draw(book, book.chains >> book.shift) << book.shift
+            else:
+                c = np.int64(order[at if book.known <= ALL else draw(book, book.known)])
             chain = chains[c]
             if c == running or chain.turns > 0:
                 continue
@@ -72,6 +76,6 @@ def _evict(h, book, running):
             chains[oldest].by_lru -= gone
             book.lru_used -= gone
         if over > 0 and least != NONE:
-            gone = min(over, min(chains[least].by_worth, RUN))
+            gone = min(over, chains[least].by_worth)
             chains[least].by_worth -= gone
             book.worth_used -= gone

@@ -10,10 +10,12 @@ import numpy.typing as npt
 from kvpool.jit.intrinsics import entry_of
 from kvpool.state import adaptive, agent
 from kvpool.state.chains import BOOK, CHAIN
-from kvpool.state.pauses import BINS, ROWS
+from kvpool.state.pauses import BINS, ROWS, TABLES
 from kvpool.state.records import NONE
 
 LRU = "lru"
+_GHOST_BLOCKS = 1 << 15
+"""So many blocks, or up to twice as many, are enough to compare policies by."""
 POLICIES = (LRU, "agent", "adaptive")
 BOOK_BYTES = 16
 """Bytes for each block, at most; a pool of few blocks has some more."""
@@ -31,7 +33,7 @@ class ChainBook:
         self.book = np.zeros(1, BOOK)
         self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
-        self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((3, ROWS, BINS))
+        self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((TABLES, ROWS, BINS))
         self.chains["first"] = self.chains["rest"] = NONE
         self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
         book: Any = self.book.view(np.recarray)[0]
@@ -42,6 +44,7 @@ class ChainBook:
             book[hook.__name__] = entry_of(hook)
         book.head_at, book.chains, book.names, book.rows = head_at, chains, names, rows
         book.capacity, book.pick = device_blocks, NONE
+        book.shift = max((device_blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
         book.waits = policy == "adaptive"
 
     @property

@@ -49,7 +49,7 @@ BOOK = np.dtype(
             "head_at on_admit on_begin_release on_end_release choose"
             " owners_at chains_at order_at names_at turns_at rates_at chains names rows cached known draws pick left"
             " learnt mark capacity lru_used worth_used lru_hits worth_hits"
-            " waits depth"
+            " waits depth shift"
         ).split()
     ]
 )

@@ -24,20 +24,21 @@ CLASSES = STOPS * (LEVELS + LENGTHS)
 length."""
 ROWS = CLASSES + STOPS + 1
 """Rows of a table: the classes, then the stop reasons, then all together."""
-AWAY, BACK, WORTH = range(3)
-"""The tables: chains that were still away, chains that came back, and the worth that follows."""
+AWAY, BACK, WORTH, CHANCE = range(TABLES := 4)
+"""The tables: chains that were still away when a bin began, and that came back in it; what follows from them."""
 
 _FIRST = 9 << 8
 """The logarithm at which the second bin begins: 512 ms, in 256ths of an octave."""
 _LEVEL, _LEVEL_FIRST = 307, 11 << 8
-_LEAN, _PRIOR, _MOST, _REFRESH = 8.0, 0.05, 512.0, 32
+_LEAN, _PRIOR, _MOST, _REFRESH, _REFRESH_ALL = 8.0, 0.05, 512.0, 4, 256
 """How many pauses the wider class counts for; the chance to come back in a bin that nobody has seen; at how many
-pauses the old ones begin to count half; after how many pauses the worth is computed anew."""
+pauses the old ones begin to count half; after how many pauses the worth of a class
+is computed anew, and that of all."""
 
 
 @jit(inline="always")
 def rates_of(book):
-    return array_at(book.rates_at, (3, ROWS, BINS), np.float64)
+    return array_at(book.rates_at, (TABLES, ROWS, BINS), np.float64)
 
 
 @jit
@@ -79,7 +80,7 @@ def _wider(row):
 @jit
 def learn(book, row, ms, came):
     """Count a pause of a class that ended, or that was seen for so long only."""
-    rates, last = rates_of(book), bin_of(ms)
+    rates, last, learnt = rates_of(book), bin_of(ms), row
     while True:
         if rates[AWAY, row, 0] > _MOST:
             for at in range(BINS):
@@ -93,8 +94,11 @@ def learn(book, row, ms, came):
             break
         row = _wider(row)
     book.learnt += 1
-    if book.learnt % _REFRESH == 0:
-        refresh(book)
+    if book.learnt % _REFRESH_ALL == 1:
+        for other in range(CLASSES):
+            _refresh(rates, other)
+    elif book.learnt % _REFRESH == 0 and learnt < CLASSES:
+        _refresh(rates, learnt)
 
 
 @jit
@@ -110,21 +114,21 @@ def _chance(rates, row, at):
 
 
 @jit
-def refresh(book):
-    """Compute the worth of all classes in all bins anew."""
-    rates = rates_of(book)
-    for row in range(CLASSES):
-        for begin in range(BINS):
-            away, back, time, best = 1.0, 0.0, 0.0, 0.0
-            for at in range(begin, BINS):
-                # A chain is in the middle of its first bin on average.
-                part = 0.5 if at == begin else 1.0
-                chance, width = min(_chance(rates, row, at), 1.0) * part, width_of(at) * part
-                back += away * chance
-                time += away * width * (1.0 - 0.5 * chance)
-                away *= 1.0 - chance
-                best = max(best, back / time)
-            rates[WORTH, row, begin] = best
+def _refresh(rates, row):
+    """Compute the worth of a class in all bins anew."""
+    for at in range(BINS):
+        rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
+    for begin in range(BINS):
+        away, back, time, best = 1.0, 0.0, 0.0, 0.0
+        for at in range(begin, BINS):
+            # A chain is in the middle of its first bin on average.
+            part = 0.5 if at == begin else 1.0
+            chance, width = rates[CHANCE, row, at] * part, width_of(at) * part
+            back += away * chance
+            time += away * width * (1.0 - 0.5 * chance)
+            away *= 1.0 - chance
+            best = max(best, back / time)
+        rates[WORTH, row, begin] = best
 
 
 @jit(forceinline=True)
