@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.engines.options import SEED, VLLM_TIER, lasting_identity
-from kvpool.engines.troubles import Troubles
 from kvpool.engines.vllm import identity
 from kvpool.errors import StoreBusy
 
@@ -85,14 +84,14 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         if options.weights is not None:
             own = lasting_identity(own, options.weights, "of the weights", "vLLM's")
         self._ok = OK
-        self._client = StoreClient(open_store(options.stores[0]), _rows(primary_kv_view), own, patience=0.0)
+        self._client = StoreClient(open_store(options.stores[0]), _rows(primary_kv_view), own, patience=0.0, warns=True)
+        VLLM_TIER.show_warnings()
         # Keys that the store is asked for, those of them that it will be asked for, and what it has said, until when.
         self._asked: set[OffloadKey] = set()
         self._new: list[OffloadKey] = []
         self._known: dict[OffloadKey, tuple[bool, float]] = {}
         self._results: list[JobResult] = []
         self._generation = b""
-        self._troubles = Troubles(log, self._client.name)
         self._seed_to_check = bool(options.lasting)
 
     # -- keys ----------------------------------------------------------------------------------------
@@ -166,9 +165,6 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def _end(self, asked: TransferJob, job: Job) -> None:
         ok = (job.codes == self._ok).tolist()
         came = [key for key, good in zip(asked.keys, ok, strict=True) if good]
-        for code, count in job.counts.items():
-            if code not in ("ok", "absent", "cancelled"):
-                self._troubles.note(job.kind, code, count, job.error)
         if asked.is_promotion and len(came) < len(ok):
             gone = [key for key, good in zip(asked.keys, ok, strict=True) if not good]
             self._answer(gone, [False] * len(gone))
