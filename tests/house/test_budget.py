@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2020,
-    "kvpool/state": 5240,
+    "kvpool/state": 5250,
     "kvpool/stores": 3340,
     "kvpool/tables": 600,
     "tests": 1670,
