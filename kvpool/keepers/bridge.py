@@ -279,6 +279,9 @@ class Bridge(Generic[Block]):
         a job learns that it was cancelled."""
         over, end = True, time.monotonic() + timeout
         for client in self.clients:
+            # All end at the same time.
+            client.queue.close(0.0)
+        for client in self.clients:
             over = client.queue.close(max(0.0, end - time.monotonic())) and over
             if tell:
                 with DeferSignals():
