@@ -115,7 +115,7 @@ class Driver:
             found = None
         self._retain = _function(found, "cuDevicePrimaryCtxRetain", _pointer, _int)
         self._state = _function(found, "cuDevicePrimaryCtxGetState", _int, _pointer, _pointer)
-        self._current = _function(found, "cuCtxGetCurrent", _pointer)
+        self._current, self._found = _function(found, "cuCtxGetCurrent", _pointer), _Context()
         self._push = _function(found, "cuCtxPushCurrent_v2", _pointer)
         self._pop = _function(found, "cuCtxPopCurrent_v2", _pointer)
         self._attribute = _function(found, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
@@ -155,9 +155,9 @@ class Driver:
 
     def current(self) -> int | None:
         """The context of the calling thread."""
-        context = ctypes.c_void_p()
-        self._current(ctypes.byref(context))
-        return context.value
+        found = self._found
+        self._current(found.place)
+        return found.context.value
 
     def push(self, context: int | None) -> tuple[int, bool]:
         """Make a context current. Returns whether it did: then ``pop`` has to undo it."""
@@ -182,6 +182,14 @@ class Driver:
 
     def restore(self, mode: ctypes.c_int) -> None:
         self._exchange(ctypes.byref(mode))
+
+
+class _Context(threading.local):
+    """Where the driver writes the context of a thread. It is asked for in each call."""
+
+    def __init__(self) -> None:
+        self.context = ctypes.c_void_p()
+        self.place = ctypes.byref(self.context)
 
 
 def _function(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
