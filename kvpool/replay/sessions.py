@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Session:
+class AgentSession:
     """The turns of a session in order of time. Ids are its own: those of another session mean another content."""
 
     line: int
@@ -70,7 +70,7 @@ class Session:
             yield turn, first + (made[-1] if whole else np.append(made[-1], self.ids + place))
 
 
-def read_session(row: Row) -> Session:
+def read_session(row: Row) -> AgentSession:
     """Read a session in either format: packed into a line (``session``, ``block``), or as it was recorded (``id``,
     ``block_size``). Raises TraceError."""
     packed = "session" in row.columns
@@ -93,7 +93,7 @@ def read_session(row: Row) -> Session:
     if any(later.begin < turn.begin for turn, later in pairwise(turns)):
         raise row.error("column 'requests' must be in the order of 't'")
     highest = max((int(turn.runs.sum(axis=1).max(initial=0)) for turn in turns), default=0)
-    return Session(row.line, tokens_per_id, turns, highest)
+    return AgentSession(row.line, tokens_per_id, turns, highest)
 
 
 def _turn(part: Row, source: int, keep: int, runs: Ids) -> Turn:
@@ -144,7 +144,7 @@ def _runs(part: Row) -> Ids:
     return np.stack([ids[firsts], np.diff(firsts, append=len(ids))], axis=1)
 
 
-def play(sessions: list[Session], users: int = USERS, pause_max: float = PAUSE_MAX) -> Iterator[Request]:
+def play(sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX) -> Iterator[Request]:
     """Yield the requests in the order in which ``users`` users make them, who wait for each answer.
 
     The sessions come in an order of chance, always the same. A user begins within a minute, waits after each answer as
@@ -156,7 +156,7 @@ def play(sessions: list[Session], users: int = USERS, pause_max: float = PAUSE_M
     waiting = [session for session in sessions if session.turns]
     random.shuffle(waiting)
     waiting.reverse()
-    due: list[tuple[float, int, Session, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
+    due: list[tuple[float, int, AgentSession, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
     """When each user goes on, its number, and the rest of its session."""
 
     def begin(user: int, now: float) -> None:
