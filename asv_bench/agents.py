@@ -86,7 +86,7 @@ def hints(arrival: Arrival, say: str) -> dict[str, Any]:
 
 
 def play(
-    sessions: list[Session], policy: str, blocks: int, users: int, cap: float, jitter: bool, say: str
+    sessions: list[Session], policy: str, blocks: int, users: int, cap: float, jitter: bool, say: str, host: int = 0
 ) -> dict[str, float]:
     """Play all sessions through a pool. Returns the per cent of blocks that were hits, and microseconds of CPU for each
     block."""
@@ -94,8 +94,8 @@ def play(
     now, hits, asked, spent = [0], 0, 0, 0.0
     longest = max(len(prompt) for _, prompts in sessions for prompt in prompts) + 1
     with kvpool.KVCacheManager(
-        layout, device_blocks=blocks + 1, device="cpu", max_sequences=4, max_sequence_tokens=longest, policy=policy,
-        partial_reuse=False, clock=lambda: now[0], secret=bytes(32),
+        layout, device_blocks=blocks + 1, host_blocks=host, device="cpu", max_sequences=4, max_sequence_tokens=longest,
+        policy=policy, partial_reuse=False, clock=lambda: now[0], secret=bytes(32),
     ) as cache:  # fmt: skip
         end = np.zeros(1, np.int32)  # the last token of a prompt is never reused
         for arrival in arrivals(sessions, users, cap, jitter):
@@ -118,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sessions", type=Path)
     parser.add_argument("--blocks", type=int, nargs="+", default=[25_000])
+    parser.add_argument("--host", type=int, default=0, help="blocks of the host tier")
     parser.add_argument("--cap", type=float, nargs="+", default=[60.0], help="longest pause, seconds")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--jitter", action="store_true", help="draw the longest pause anew each time, x 0.5 to 1.5")
@@ -131,7 +132,7 @@ def main() -> None:
     for blocks in options.blocks:
         for cap in options.cap:
             for policy in options.policies:
-                found = play(sessions, policy, blocks, options.users, cap, options.jitter, options.say)
+                found = play(sessions, policy, blocks, options.users, cap, options.jitter, options.say, options.host)
                 told = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
                 print(f"{blocks:>7} blocks  {cap:>6.0f} s  {policy:<9} {told}", flush=True)
 
