@@ -299,6 +299,8 @@ class CudaDevice(Device):
 
     def _path_of(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> str:
         """The path of fragments, which all go one way. No kernel copies them."""
+        if not len(fragments):
+            return PLAIN
         cutters = [cutter for of_region in bound.cutters for cutter in of_region]
         source, target = (any(cutter.has(int(fragments[0, end])) for cutter in cutters) for end in (FROM, TO))
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
