@@ -136,7 +136,7 @@ class StagedStep(NamedTuple):
             raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {limits}")
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def numbers_bytes(sequences: int) -> int:
     """Bytes of the numbers in the buffer. The block ids follow them."""
     return 32 * (sequences + 1)

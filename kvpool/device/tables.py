@@ -80,7 +80,7 @@ class StagedRows(NamedTuple):
             )
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
     """Ids, rows and planes in the buffer at ``address``."""
     behind_ids = address + (4 * rows * width + 7) // 8 * 8

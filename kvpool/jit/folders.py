@@ -21,27 +21,36 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def cache_directory(module: str) -> Path | None:
-    """The directory with the compiled code of a module, or None if the module is compiled anew in each process.
+def module_folder(module: str) -> str:
+    """The name of the folder with the compiled code of a module. Empty if the module is compiled anew in each process.
 
-    The first call creates it and drops the directories of older sources of that module.
+    The first call drops the folders of older sources of that module.
     """
     digest = digest_of(module)
-    root = cache_root() if digest else None
-    if root is None:
-        return None
-    directory = root / f"{module}-{digest}"
+    if not digest:
+        return ""
+    root = cache_root()
+    if root is not None:
+        try:
+            os.utime(root / f"{module}-{digest}")
+        except OSError:
+            _drop_old(root, module)
+    return f"{module}-{digest}"
+
+
+def _drop_old(root: Path, module: str) -> None:
+    """Drop all folders of a module but the last used, to which a new one will be added."""
     try:
-        if directory.is_dir():
-            os.utime(directory)
-        else:
-            directory.mkdir(mode=0o700)
-            siblings = sorted(root.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in siblings[_KEPT_PER_MODULE:]:
-                shutil.rmtree(path, ignore_errors=True)
+        found = sorted(root.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:  # another process may be doing the same
-        pass
-    return directory
+        return
+    for path in found[_KEPT_PER_MODULE - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_folders() -> list[Path]:
+    root = cache_root()
+    return [] if root is None else [root]
 
 
 @functools.cache

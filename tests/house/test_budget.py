@@ -27,7 +27,7 @@ LINES = {
     "kvpool/engines": 1530,
     "kvpool/entry": 400,
     "kvpool/hostcache": 910,
-    "kvpool/jit": 610,
+    "kvpool/jit": 810,
     "kvpool/keepers": 1930,
     "kvpool/memory": 910,
     "kvpool/observe": 280,
