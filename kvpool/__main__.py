@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvpool.commands import doctor, fetch, plan, replay, serve, stress
+from kvpool.commands import doctor, fetch, plan, replay, serve, stress, warm_up
 from kvpool.commands.terminal import INTERRUPTED
 
-COMMANDS = (replay, plan, stress, serve, fetch, doctor)
+COMMANDS = (replay, plan, stress, serve, fetch, doctor, warm_up)
 
 
 def command_line(command: str | None = None) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from kvpool.commands.terminal import (
     Subparsers,
     add_tiers,
     add_trace,
+    announce_compilation,
     check_format,
     complain,
     count_argument,
@@ -121,6 +122,7 @@ def _add_store(replay: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the trace, replay it and print the summary."""
+    announce_compilation()
     from kvpool.replay import ReplayConfig
     from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
 

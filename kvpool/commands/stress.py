@@ -11,6 +11,7 @@ from kvpool.commands.terminal import (
     INTERRUPTED,
     OK,
     Subparsers,
+    announce_compilation,
     complain,
     count_argument,
     declare,
@@ -54,6 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the trace, run both threads and print the figures."""
+    announce_compilation()
     from kvpool.replay import ReplayConfig, TraceError
     from kvpool.replay.stress_run import EVENTS, Stress, StressConfig
 

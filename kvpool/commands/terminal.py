@@ -32,6 +32,13 @@ def declare(
     return parser
 
 
+def announce_compilation() -> None:
+    """Let standard error say that functions are compiled, also where it is no terminal."""
+    from kvpool.jit.announcer import announcer
+
+    announcer.speaks = True
+
+
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Declare the trace and how it is read."""
     add = parser.add_argument

@@ -17,10 +17,14 @@ from typing import Any, TypeVar, overload
 import numba
 import numpy as np
 from numba import extending
-from numba.core import codegen, compiler, config, registry
+from numba.core import config
 
-from kvpool.jit.cache import FunctionCache
-from kvpool.jit.dispatcher import Dispatcher
+from kvpool.jit.folders import cache_root
+
+try:
+    from kvpool.jit.compiler import Dispatcher
+except (ImportError, AttributeError):  # a release of Numba without a name that the compiler builds on
+    Dispatcher = None  # type: ignore[assignment,misc]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS = {"nopython": True, "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "forceinline": False}
@@ -54,25 +58,14 @@ def jit(function: Any = None, /, **options: Any) -> Any:
         return functools.partial(jit, **options)
     if config.DISABLE_JIT:
         return np.errstate(over="ignore")(function)
-    # Numba's private names are checked. If a release moves them, compilation takes longer, and all else works.
-    if not _knows_numba():
-        return numba.njit(**{"nogil": True, "_nrt": False, **options})(function)
+    if Dispatcher is None:
+        return numba.njit(**{"nogil": True, "forceinline": False, **options})(function)
     return Dispatcher(function, {**_OPTIONS, **options})
-
-
-def _knows_numba() -> bool:
-    """Whether Numba has the private names that the classes below build on."""
-    library = ("_optimize_final_module", "_finalize_specific", "_unserialize", "serialize_using_bitcode")
-    return (
-        all(hasattr(codegen.JITCodeLibrary, name) for name in library)
-        and all(hasattr(compiler.CompileResult, name) for name in ("_rebuild", "_reduce"))
-        and all(hasattr(registry.CPUDispatcher, name) for name in ("get_call_template", "get_overload"))
-    )
 
 
 def keeps(function: Any) -> bool:
     """Whether the machine code of a jitted function is kept on disk."""
-    return isinstance(getattr(function, "_cache", None), FunctionCache)
+    return Dispatcher is not None and isinstance(function, Dispatcher) and cache_root() is not None
 
 
 def intrinsic(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

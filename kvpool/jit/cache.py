@@ -1,114 +1,91 @@
-"""The cache of one function: a file for each signature, which other processes can use."""
+"""Files of compiled code: one for each signature of a function, which other processes can use."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
-import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from numba.core import compiler, config, serialize
+import llvmlite.binding as llvm
+from numba.core import config, serialize
 
-from kvpool.jit.libraries import Unplaced
+from kvpool.jit.folders import cache_root, module_folder, read_folders
 from kvpool.jit.sources import edited
 
-_CODEGEN_OPTIONS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")
+_CODEGEN_OPTIONS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "CPU_NAME")
 _COMPILING_S_MAX = 120.0
 """How long a process waits for the compilation of another. Then it compiles the same function itself."""
 
 
-class FunctionCache:
-    """The cache of one function, as a Numba dispatcher uses it: one file per signature, written atomically.
+class CodeFiles:
+    """The files of one function. They are written atomically.
 
-    Numba's own cache raises if the disk is full or a file is truncated. This one compiles the function anew. If several
-    processes miss the same file, one compiles and the others wait for it, since a function can take seconds.
+    A file that is damaged, or cannot be written, costs a compilation and nothing else. If several processes miss the
+    same file, one compiles and the others wait for it, since a function can take seconds.
     """
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any], directory: Path, *, placed: bool) -> None:
-        self._placed = placed
-        self._directory = directory
-        self._module = function.__module__
-        self._name = function.__qualname__.replace("<", "").replace(">", "")[:80]
-        self._identity = f"{_function_key(function)} {sorted(options.items())!r}"
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function, self._options = function, options
+        self._module = function.__module__ or ""
+        self._names: dict[tuple[Any, ...], str] = {}
         self._compiling: dict[str, int] = {}
 
-    @property
-    def cache_path(self) -> str:
-        return str(self._directory)
+    @functools.cached_property
+    def _identity(self) -> str:
+        return f"{_function_key(self._function)} {sorted(self._options.items())!r}"
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The stored compilation result of one signature, or None."""
-        target_context.refresh()
-        try:
-            key = self._key(sig, target_context.codegen())
-        except Exception:
-            return None
-        found = self._stored(key, target_context)
-        if found is None and self._wait_for_others(key):
-            found = self._stored(key, target_context)
-            if found is not None:
-                self._compiled(key)
-        return found
+    def name_of(self, kinds: Sequence[Any]) -> str:
+        """The name of a signature: the path of its file below the root, without the ending. It stands for all that the
+        code depends on. Empty if the code means nothing to other processes."""
+        kinds = tuple(kinds)
+        if kinds not in self._names:
+            self._names[kinds] = self._name_of(kinds)
+        return self._names[kinds]
 
-    def save_overload(self, sig: Any, result: Any) -> None:
-        """Store the compilation result of one signature, if other processes can safely use it."""
-        library = result.library
-        key = self._key(sig, library.codegen)
-        try:
-            self._save(key, result)
-        finally:
-            self._compiled(key)
+    def _name_of(self, kinds: tuple[Any, ...]) -> str:
+        folder = module_folder(self._module)
+        if not folder or " at 0x" in self._identity:
+            return ""
+        settings = [getattr(config, name, None) for name in _CODEGEN_OPTIONS]
+        key = f"{folder} {self._identity} {[kind.name for kind in kinds]} {_processor()} {settings}"
+        short = self._function.__qualname__.replace("<", "").replace(">", "")[:80]
+        return f"{folder}/{short}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}"
 
-    def _save(self, key: str, result: Any) -> None:
-        if result.library.has_dynamic_globals or any(not lifted.can_cache for lifted in result.lifted):
-            return
-        # An address means nothing in another process. Sources edited since the import may not be what was compiled.
-        if " at 0x" in key or edited(self._module):
+    def keep(self, name: str, content: bytes) -> None:
+        """Write the file of a signature, unless the sources are not those that were compiled any more."""
+        if edited(self._module):
             return
         try:
-            # The annotation is text for a debugger. It is left out, since writing it takes long.
-            _write(self._path(key), serialize.dumps((key, result._replace(type_annotation="")._reduce())))
+            _write(_path(name), content)
         except Exception:  # caching is never worth failing a call
             return
 
-    def _stored(self, key: str, target_context: Any) -> Any:
-        try:
-            stored, payload = pickle.loads(self._path(key).read_bytes())
-            return self._rebuild(target_context, payload) if stored == key else None
-        except Exception:  # a damaged file can make pickle raise anything
-            return None
-
-    def _rebuild(self, target_context: Any, payload: Any) -> Any:
-        if self._placed:
-            return compiler.CompileResult._rebuild(target_context, *payload)
-        unplaced, names = Unplaced(target_context.codegen()), ("get_executable", "typing_context")
-        context = SimpleNamespace(codegen=lambda: unplaced, **{name: getattr(target_context, name) for name in names})
-        return compiler.CompileResult._rebuild(context, *payload)._replace(target_context=target_context)
-
-    def _wait_for_others(self, key: str) -> bool:
-        """Take the lock of a signature. Returns whether this process has it; then it looks again, and compiles if it
-        must. ``_compiled`` releases the lock.
+    def claim(self, name: str) -> bool:
+        """Take the lock of a signature. Returns whether this process has it: then it looks again, and compiles if it
+        must. ``release`` gives it back.
 
         If a process ends or its compilation fails, nobody waits for it longer than ``_COMPILING_S_MAX``. Callees are
         compiled inside their callers, so two processes can wait for each other only if functions are recursive.
         """
-        if key in self._compiling:
+        if name in self._compiling:
             return False
         end = time.monotonic() + _COMPILING_S_MAX
         try:
-            lock = os.open(self._path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            path = _path(name).with_suffix(".lock")
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError:
             return False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._compiling[key] = lock
+                self._compiling[name] = lock
                 return True
             except OSError:
                 if time.monotonic() > end:
@@ -119,29 +96,35 @@ class FunctionCache:
                 raise
             time.sleep(0.02)
 
-    def _compiled(self, key: str) -> None:
-        lock = self._compiling.pop(key, None)
+    def release(self, name: str) -> None:
+        lock = self._compiling.pop(name, None)
         if lock is not None:
-            self._path(key).with_suffix(".lock").unlink(missing_ok=True)
+            _path(name).with_suffix(".lock").unlink(missing_ok=True)
             # Closing does not release the lock if a forked child has a copy of the descriptor.
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
-    def enable(self) -> None:
-        """Part of the interface; nothing to do."""
 
-    def disable(self) -> None:
-        """Part of the interface; nothing to do."""
+def read(name: str) -> bytes | None:
+    """The file of a signature, from the first folder that has it."""
+    for root in read_folders():
+        try:
+            return (root / f"{name}.nbc").read_bytes()
+        except OSError:
+            continue
+    return None
 
-    def flush(self) -> None:
-        """Part of the interface; nothing to do: files are deleted with their directory."""
 
-    def _key(self, sig: Any, codegen: Any) -> str:
-        options = [getattr(config, name, None) for name in _CODEGEN_OPTIONS]
-        return f"{self._identity} {sig} {codegen.magic_tuple()} {options}"
+def _path(name: str) -> Path:
+    root = cache_root()
+    if root is None:
+        raise OSError("no folder for compiled code can be written")
+    return root / f"{name}.nbc"
 
-    def _path(self, key: str) -> Path:
-        return self._directory / f"{self._name}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.nbc"
+
+@functools.cache
+def _processor() -> str:
+    return f"{llvm.get_process_triple()} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
 def _function_key(function: Callable[..., Any]) -> str:

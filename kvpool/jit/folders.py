@@ -21,36 +21,54 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def cache_directory(module: str) -> Path | None:
-    """The directory with the compiled code of a module, or None if the module is compiled anew in each process.
+def module_folder(module: str) -> str:
+    """The name of the folder with the compiled code of a module. Empty if the module is compiled anew in each process.
 
-    The first call creates it and drops the directories of older sources of that module.
+    The first call drops the folders of older sources of that module.
     """
     digest = digest_of(module)
-    root = cache_root() if digest else None
-    if root is None:
-        return None
-    directory = root / f"{module}-{digest}"
+    if not digest:
+        return ""
+    root = cache_root()
+    if root is not None:
+        try:
+            os.utime(root / f"{module}-{digest}")
+        except OSError:
+            _drop_old(root, module)
+    return f"{module}-{digest}"
+
+
+def _drop_old(root: Path, module: str) -> None:
+    """Drop all folders of a module but the last used, to which a new one will be added."""
     try:
-        if directory.is_dir():
-            os.utime(directory)
-        else:
-            directory.mkdir(mode=0o700)
-            siblings = sorted(root.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in siblings[_KEPT_PER_MODULE:]:
-                shutil.rmtree(path, ignore_errors=True)
+        found = sorted(root.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:  # another process may be doing the same
-        pass
-    return directory
+        return
+    for path in found[_KEPT_PER_MODULE - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@functools.cache
+def read_folders() -> list[Path]:
+    """Where compiled code is looked for: where it is written, then each folder of ``KVPOOL_CACHE_DIR`` that nobody but
+    root and this user can write to. So an image can have a folder that is read only."""
+    root = cache_root()
+    found = [] if root is None else [root]
+    return found + [folder for folder in _chosen() if folder != root and _is_trusted(folder)]
+
+
+def _chosen() -> list[Path]:
+    """The folders of ``KVPOOL_CACHE_DIR``, a list like that of ``PATH``."""
+    return [Path(name).absolute() for name in os.environ.get("KVPOOL_CACHE_DIR", "").split(os.pathsep) if name]
 
 
 @functools.cache
 def cache_root() -> Path | None:
     """The first writable place for compiled code, or None.
 
-    The places are tried in this order: below ``NUMBA_CACHE_DIR``, in the user's cache folder, in the ``__pycache__`` of
-    a source checkout, in a private folder of the temporary directory. So a checkout and an installation of the same
-    sources share their compiled code.
+    The places are tried in this order: the folders of ``KVPOOL_CACHE_DIR``, below ``NUMBA_CACHE_DIR``, in the user's
+    cache folder, in the ``__pycache__`` of a source checkout, in a private folder of the temporary directory. So a
+    checkout and an installation of the same sources share their compiled code.
 
     An installed copy never writes beside its own modules. ``pip uninstall`` would leave those files, and they would
     shadow a later editable install. Compiled code is unpickled. So a place that others can write to is skipped, even if
@@ -59,6 +77,8 @@ def cache_root() -> Path | None:
     for root, guarded in _places():
         try:
             _make_private(root)
+            if not os.access(root, os.W_OK):
+                continue
             if os.name == "posix" and not (_is_ours(root) and (not guarded or _stays(root))):
                 _log.warning(
                     "%s is not used for compiled code: others can write or rename it, or it is somebody else's", root
@@ -73,6 +93,7 @@ def cache_root() -> Path | None:
 
 def _places() -> Iterator[tuple[Path, bool]]:
     """Places for compiled code, best first, and whether the folders around it must keep others from renaming it."""
+    yield from ((folder, True) for folder in _chosen())
     chosen = getattr(config, "CACHE_DIR", "")
     if chosen:
         yield Path(chosen).absolute() / PACKAGE, True
@@ -100,6 +121,16 @@ def _is_ours(path: Path) -> bool:
     """Whether only this user can write to a directory. It matters because unpickling cached code can run any code."""
     found = os.lstat(path)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether only root and this user can write to a folder, or put another one in its place."""
+    try:
+        found = os.lstat(path)
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
+        return mine and _stays(path)
+    except OSError:
+        return False
 
 
 def _stays(path: Path) -> bool:

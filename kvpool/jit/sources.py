@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import sys
@@ -61,14 +62,14 @@ def read_sources() -> dict[str, Source]:
 SOURCES = read_sources()
 
 
-def _named(name: str, sources: dict[str, Source]) -> list[str]:
+def _named(name: str, sources: dict[str, Source], folders: set[str]) -> list[str]:
     """The files that a dotted name may stand for: a module, all files of a folder, or none. ``""`` is the package."""
     parts = name.split(".")[1:]
     folder = ""
     for part in parts:
         if f"{folder}{part}.py" in sources:
             return [f"{folder}{part}.py"]
-        if not any(path.startswith(f"{folder}{part}/") for path in sources):
+        if f"{folder}{part}/" not in folders:
             break
         folder += f"{part}/"
     return [path for path in sources if path.startswith(folder)] if folder or not parts else []
@@ -79,28 +80,34 @@ def visible(module: str, sources: dict[str, Source]) -> set[str]:
     package, _, inner = module.partition(".")
     path = inner.replace(".", "/")
     own = {f"{path}.py", f"{path}/__init__.py".lstrip("/")} & sources.keys() if package == PACKAGE else set()
+    folders = {f"{parent.as_posix()}/" for path in sources for parent in Path(path).parents}
     found: set[str] = set()
     pending = [*own]
     while pending:
         path = pending.pop()
         if path not in found:
             found.add(path)
-            pending.extend(file for name in sources[path].names for file in _named(name, sources))
+            pending.extend(file for name in sources[path].names for file in _named(name, sources, folders))
     return found
 
 
 def digest_of(module: str) -> str:
     """Hex digest of everything that determines the machine code of a module. Empty if that cannot be known."""
-    files = visible(module, SOURCES)
+    files = _visible_now(module)
     if not files:
         return ""
     parts = [f"{path}\0{SOURCES[path].digest.hex()}" for path in sorted(files)]
     return hashlib.blake2b("\0".join([_VERSIONS, *parts]).encode(), digest_size=16).hexdigest()
 
 
+@functools.cache
+def _visible_now(module: str) -> set[str]:
+    return visible(module, SOURCES)
+
+
 def edited(module: str) -> bool:
     """Whether a file that a module's code can depend on has changed since ``kvpool.jit`` was imported."""
-    for path in visible(module, SOURCES):
+    for path in _visible_now(module):
         try:
             known = SOURCES[path]
             if _stamp(FOLDER / path) != known.stamp and _content_digest((FOLDER / path).read_bytes()) != known.digest:

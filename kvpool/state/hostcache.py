@@ -56,7 +56,7 @@ KEY_WORDS = 1 + KEY_BYTES // 4
 ABSENT, HERE, WAITING = constants(0, 1, 2)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _flat(words):
     """All rows of words as one flat array."""
     return array_at(address_of(words), (words.shape[0] * KEY_WORDS,), np.int32)

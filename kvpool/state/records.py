@@ -209,131 +209,131 @@ def outcome_at(out, r):
     return record_at(address_of(out) + r * OUTCOME_BYTES, OUTCOME)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def blocks_of(h):
     return array_at(h.blocks_at, (h.blocks,), BLOCK)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def tokens_of(h):
     return array_at(h.tokens_at, (h.blocks, h.width), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def extra_of(h):
     """Extra ids, int64[blocks, T]. No row may be touched unless ``has_extra``."""
     return array_at(h.extra_at, (h.blocks, h.width), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def no_extra(h):
     """Extra ids of tokens that have none: int64[0]."""
     return extra_of(h)[0][:0]
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def extra_in(h, b):
     """The extra ids of block ``b``, int64[T], or int64[0] if no token has one."""
     return extra_of(h)[b] if blocks_of(h)[b].flags & EXTRA else no_extra(h)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def lists_of(h):
     return array_at(h.lists_at, (LOWEST + 2, 3), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def index_of(h):
     return array_at(h.index_at, (h.buckets,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def children_of(h):
     return array_at(h.children_at, (h.child_buckets,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def heap_of(h):
     return array_at(h.heap_at, (h.blocks + 1,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def sequences_of(h):
     return array_at(h.sequences_at, (h.sequences,), SEQUENCE)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def rows_of(h):
     return array_at(h.rows_at, (h.sequences,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def table_of(h):
     return array_at(h.table_at, (h.sequences, h.columns), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def swapped_of(h):
     """The host blocks of sequences that are swapped out, in rows like those of the table. Rows of other sequences mean
     nothing."""
     return array_at(h.swapped_at, (h.sequences, h.columns), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def row_tokens_of(h):
     """Of a recurrent group: the tokens of sequences, from the first full column that is not committed on."""
     return array_at(h.row_tokens_at, (h.sequences, h.columns * h.width), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def row_extra_of(h):
     """The extra ids of ``row_tokens_of``. No row may be touched unless ``has_extra``."""
     return array_at(h.row_extra_at, (h.sequences, h.columns * h.width), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def moves_of(h):
     return array_at(h.moves_at, (h.moves_capacity, 5), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def token_moves_of(h):
     """Rows (stream, row of the sequence, source slot, target slot). Those of a sequence follow each other."""
     return array_at(h.token_moves_at, (h.token_moves_capacity, 4), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def accesses_of(h):
     return array_at(h.accesses_at, (h.accesses_capacity, 3), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def events_of(h):
     return array_at(h.events_at, (h.event_capacity,), EVENT)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def event_tokens_of(h):
     return array_at(h.event_tokens_at, (h.event_capacity, h.width), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def event_extra_of(h):
     """Extra ids of events. See ``extra_of``."""
     return array_at(h.event_extra_at, (h.event_capacity, h.width), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def ring_of(h):
     return record_at(h.ring_at, RING)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def counters_of(h):
     return record_at(h.counters_at, COUNTED)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def histograms_of(h):
     return array_at(h.histograms_at, (HISTOGRAMS, BINS + 1), np.int64)
 

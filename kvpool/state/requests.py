@@ -10,17 +10,17 @@ from kvpool.state.hashing import key_in
 from kvpool.state.records import DEFAULT_PRIORITY, NONE, head, request_at, rows_of
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def request_tokens(request):
     return array_at(request.tokens_at, (request.length,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def request_keys(h, request):
     return array_at(request.keys_at, (request.length // h.width, 2), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def request_extra(request):
     return array_at(request.extra_at, (request.length if request.extra_at else 0,), np.int64)
 

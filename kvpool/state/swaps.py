@@ -59,13 +59,13 @@ from kvpool.state.tiers import (
 # -- one sequence, on its way to ``tier`` ----------------------------------------------------------------------------
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _here(h, slot, tier):
     """The blocks that a sequence leaves, int32[columns]."""
     return (table_of(h) if tier == HOST else swapped_of(h))[slot]
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _there(h, slot, tier):
     """The blocks of a sequence on ``tier``."""
     return (swapped_of(h) if tier == HOST else table_of(h))[slot]

@@ -14,20 +14,20 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 790,
+    "asv_bench": 800,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
     "examples": 1120,
     "kvpool": 340,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1350,
+    "kvpool/commands": 1400,
     "kvpool/copying": 520,
-    "kvpool/device": 3920,
+    "kvpool/device": 4190,
     "kvpool/engines": 1800,
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
-    "kvpool/jit": 630,
+    "kvpool/jit": 860,
     "kvpool/keepers": 1940,
     "kvpool/memory": 920,
     "kvpool/observe": 300,
@@ -51,7 +51,7 @@ LINES = {
     "tests/gpu": 1090,
     "tests/holders": 1150,
     "tests/hostcache": 1640,
-    "tests/house": 1410,
+    "tests/house": 1440,
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 215
+FILES = 217
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

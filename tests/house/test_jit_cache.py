@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -92,7 +93,7 @@ def environment_of(package: Path, **variables: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "TMPDIR")
+        if name not in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "TMPDIR")
     }
     # Bytecode files tell edits apart by whole seconds and size; these tests edit faster. A home that is not there: no
     # cache of the user's.
@@ -215,6 +216,21 @@ def test_chosen_directory_comes_first(sample: Path, tmp_path: Path) -> None:
     assert files_below(report["root"]) and not (sample / "__pycache__").exists()
 
 
+def test_a_second_folder_of_a_list_is_read_and_never_written(sample: Path, tmp_path: Path) -> None:
+    baked, own = tmp_path / "baked", tmp_path / "own"
+    first = report_of(sample, KVPOOL_CACHE_DIR=str(baked), NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    assert first["root"] == str(baked) and all(misses_of(first).values()) and not (tmp_path / "numba").exists()
+    files = files_below(str(baked))
+    second = report_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")
+    assert second["root"] == str(own) and not any(misses_of(second).values())
+    edit(sample / "other.py", "- 1", "- 2")
+    third = report_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")
+    assert misses_of(third)["other"] and files_below(str(own)) and files_below(str(baked)) == files
+    baked.chmod(0o777)
+    shutil.rmtree(own)
+    assert all(misses_of(report_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")).values())
+
+
 def test_checkout_and_installation_of_the_same_sources_compile_once(sample: Path, tmp_path: Path) -> None:
     checkout = report_of(sample, XDG_CACHE_HOME=str(tmp_path / "user"))
     assert all(misses_of(checkout).values()) and not (sample / "__pycache__").exists()
@@ -237,6 +253,7 @@ def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sam
         with os.fdopen(master, "rb") as terminal:
             said.append(_read_all(terminal))
         assert done.returncode == 0
+    assert re.search(r"compiling, about [1-9]\d* s, once", said[0])
     assert said[0].count("sample: compiling") == 1 and str(sample / "__pycache__" / "jit") in said[0]
     assert "compiling" not in said[1], "the second process loads what the first one compiled"
     edit(sample / "other.py", "- 1", "- 2")
@@ -389,7 +406,7 @@ def test_works_without_jit(sample: Path) -> None:
 
 
 def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path) -> None:
-    report = report_of(sample, before="from numba.core import compiler\ndel compiler.CompileResult._rebuild\n")
+    report = report_of(sample, before="from numba.core import typed_passes\ndel typed_passes.PreLowerStripPhis\n")
     assert report["entry"]["value"] == 16 and not files_below(report["root"])
 
 
@@ -403,6 +420,22 @@ def _doubled(x, wanted):
 @jit
 def _sum_of_kinds(small):
     return _doubled(small[0], True) + _doubled(3, False) + _doubled(np.int64(4), small[0] > 0)
+
+
+def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
+    script = """
+from kvpool.commands.terminal import announce_compilation
+announce_compilation()
+
+from kvpool.device.steps import numbers_bytes
+numbers_bytes(3)
+"""
+    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE_ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert re.fullmatch(rf"kvpool: compiling, about [1-9]\d* s, once; it is kept in {tmp_path}/new\n", done.stderr)
+
+
+PACKAGE_ROOT = Path(sources.__file__).parents[2]
 
 
 @pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")

@@ -1,0 +1,48 @@
+"""``python -m kvpool warm-up``: compile all that a pool runs, for example while an image is built."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilation, declare
+
+_HELP = """\
+Compile all that a pool runs, or load it if it is compiled already. The machine code
+fits the processor that this runs on. Another one compiles anew.
+
+exit status: 0 everything is compiled, 1 FOLDER cannot be used, 2 wrong usage
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command and its options."""
+    summary = "compile all that a pool runs, for example while an image is built"
+    parser = declare(subparsers, "warm-up", summary, _HELP, run)
+    parser.add_argument(
+        "--into",
+        metavar="FOLDER",
+        type=Path,
+        help="keep the machine code in this folder; name it in KVPOOL_CACHE_DIR where it is to be used",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    if options.into is not None:
+        os.environ["KVPOOL_CACHE_DIR"] = str(options.into.absolute())
+    from kvpool.jit.folders import cache_root
+    from kvpool.warming import warm_up
+
+    root = cache_root()
+    if options.into is not None and root != options.into.absolute():
+        print(f"{options.into} cannot be written, or others can write or rename it", file=sys.stderr)
+        return FAILED
+    announce_compilation()
+    begin = time.process_time()
+    warm_up()
+    print(f"{time.process_time() - begin:.1f} s of CPU; compiled code is in {root or 'no folder'}")
+    return OK
