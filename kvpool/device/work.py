@@ -87,7 +87,7 @@ class StagedRows(NamedTuple):
             )
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
     """Ids, rows and planes in the buffer at ``address``."""
     behind_ids = address + (4 * rows * width + 7) // 8 * 8
@@ -328,7 +328,7 @@ class StagedStep(NamedTuple):
             raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {limits}")
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def numbers_bytes(sequences: int) -> int:
     """Bytes of the numbers in the buffer. The block ids follow them."""
     return 32 * (sequences + 1)

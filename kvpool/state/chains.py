@@ -63,35 +63,35 @@ SAMPLE = 16
 _WAYS, _LOOK = 4, 8
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def book_of(h):
     return record_at(h.book_at, BOOK)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def owners_of(h, book):
     """The chain of each block, int32[blocks]: of the last release of a whole sequence that listed it."""
     return array_at(book.owners_at, (h.blocks,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def chains_of(book):
     return array_at(book.chains_at, (book.chains,), CHAIN)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def order_of(book):
     """All chains: those with blocks, then those that are remembered, then unused records."""
     return array_at(book.order_at, (book.chains,), np.int32)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def names_of(book):
     """A hash table of names, int64: the upper half of a key, a chain, and the low byte of the chain's age."""
     return array_at(book.names_at, (book.names,), np.int64)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def turns_of(book):
     """The chain of each row, or NONE."""
     return array_at(book.turns_at, (book.rows,), np.int32)

@@ -36,7 +36,7 @@ pauses the old ones begin to count half; after how many pauses the worth of a cl
 is computed anew, and that of all."""
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def rates_of(book):
     return array_at(book.rates_at, (TABLES, ROWS, BINS), np.float64)
 

@@ -23,7 +23,7 @@ LINES = {
     "kvpool/arrays": 780,
     "kvpool/commands": 1400,
     "kvpool/copying": 520,
-    "kvpool/device": 4190,
+    "kvpool/device": 3920,
     "kvpool/engines": 1800,
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 217
+FILES = 215
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
