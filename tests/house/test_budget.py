@@ -19,7 +19,7 @@ LINES = {
     "cuda": 250,
     "docs": 220,
     "examples": 1120,
-    "kvpool": 350,
+    "kvpool": 360,
     "kvpool/arrays": 780,
     "kvpool/commands": 1400,
     "kvpool/copying": 520,
