@@ -297,10 +297,14 @@ class HostLoads:
             self.reserved.update(dict.fromkeys(loading.blocks, False))
         elif attempt is not None and attempt.load.blocks:
             attempt.end(now, told=False)
+        # Not ``reserved``: a key may be in it for an older load, and ends with this one all the same.
+        taken = () if loading is None else set(loading.blocks)
         for key in keys:
-            if key not in self.reserved and self._tier.cache.find(key) == HostCache.ABSENT:
+            if key in taken:
+                continue
+            if self._tier.cache.find(key) == HostCache.ABSENT:
                 self._miss([key], "crowded")
-            elif key not in self.reserved:
+            else:
                 # It may be asked for as soon as it is gone again.
                 self.searching.pop(key, None)
                 self.missed["taken"] += 1
