@@ -297,11 +297,8 @@ class HostLoads:
             self.reserved.update(dict.fromkeys(loading.blocks, False))
         elif attempt is not None and attempt.load.blocks:
             attempt.end(now, told=False)
-        # Not ``reserved``: a key may be in it for an older load, and ends with this one all the same.
-        taken = () if loading is None else set(loading.blocks)
-        for key in keys:
-            if key in taken:
-                continue
+        # Keys of an older load are in ``reserved`` too, and end with this one all the same.
+        for key in set(keys).difference(() if loading is None else loading.blocks):
             if self._tier.cache.find(key) == HostCache.ABSENT:
                 self._miss([key], "crowded")
             else:
