@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2530,
     "tests/emulated": 2650,
-    "tests/engines": 3180,
+    "tests/engines": 3190,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
