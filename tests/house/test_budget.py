@@ -45,12 +45,12 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2530,
     "tests/emulated": 2650,
-    "tests/engines": 3180,
+    "tests/engines": 3190,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
     "tests/holders": 1150,
-    "tests/hostcache": 1640,
+    "tests/hostcache": 1650,
     "tests/house": 1440,
     "tests/interop": 970,
     "tests/kernels": 1340,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1670,
-    "tests/stores": 8870,
+    "tests/stores": 8890,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
