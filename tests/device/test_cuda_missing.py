@@ -16,7 +16,7 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.cuda import close_unused, cuda_memory
-from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, find_batch
+from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, Driver, find_batch
 from kvpool.errors import DeviceError
 
 
@@ -99,3 +99,23 @@ def test_memory_of_other_processes_that_another_thread_is_closing_already_is_lef
 
     monkeypatch.setattr(cuda_memory, "_unused", Taken())
     close_unused()
+
+
+def test_a_context_that_cannot_be_entered_is_not_left() -> None:
+    """To leave it would take the caller's own context from its thread."""
+    asked: list[str] = []
+
+    def function(name: str, status: int) -> Any:
+        def call(*arguments: Any) -> int:
+            asked.append(name)
+            if name == "cuDevicePrimaryCtxGetState":
+                arguments[2]._obj.value = 1
+            return status
+
+        return call
+
+    failing = {"cuPointerGetAttribute": 1, "cuDevicePrimaryCtxRetain": 2, "cuCtxPushCurrent_v2": 201}
+    names = (*failing, "cuDevicePrimaryCtxGetState", "cuCtxPopCurrent_v2")
+    library = SimpleNamespace(**{name: function(name, failing.get(name, 0)) for name in names})
+    assert Driver(lambda name: library).gpu_of(4096, 2) is None
+    assert asked.count("cuCtxPushCurrent_v2") == 2 and "cuCtxPopCurrent_v2" not in asked

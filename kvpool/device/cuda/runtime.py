@@ -136,9 +136,10 @@ class Driver:
             flags, active = ctypes.c_uint(), ctypes.c_int()
             self._state(index, ctypes.byref(flags), ctypes.byref(active))
             if active.value and found is None:
-                self.push(self.primary_context(index)[1])
-                found = self._ordinal(address)
-                self.pop()
+                _, pushed = self.push(self.primary_context(index)[1])
+                if pushed:
+                    found = self._ordinal(address)
+                    self.pop()
         return found
 
     def _ordinal(self, address: int) -> int | None:
