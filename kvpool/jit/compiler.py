@@ -157,7 +157,8 @@ class Library(codegen.CodeLibrary):
             self._codegen.set_env(environment.env_name, environment)
         self._placed = True
 
-    def address_of(self, name: str) -> int:
+    def get_pointer_to_function(self, name: str) -> int:
+        """The address of a function, after the machine code was loaded."""
         self.place()
         return int(self._codegen._engine.get_function_address(name))
 
@@ -337,7 +338,7 @@ def _result_of(library: Library, entry: bool) -> Any:
     point: Any = library
     if entry:
         description, (environment, *_) = library.description, library.environments
-        address = library.address_of(description.llvm_cpython_wrapper_name)
+        address = library.get_pointer_to_function(description.llvm_cpython_wrapper_name)
         short = description.qualname.rpartition(".")[2]
         point = _dynfunc.make_function(description.lookup_module(), short, "", address, environment, (library,))
     return compiler.compile_result(

@@ -4,7 +4,8 @@ A policy is this file. The state tells it what happens (``on_insert``, ``on_hit`
 ``on_only_copy``), and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of
 deadlines.
 
-This one is LRU by priority. Each tier has a list of empty blocks, one of clean host copies (the device has the content
+The order is LRU by priority. Of the device's blocks of the default priority, ``agent`` chooses where a pool has a book
+of chains. Each tier has a list of empty blocks, one of clean host copies (the device has the content
 too), and one for each priority. A block that nobody holds is in one of them. ``verify`` has its own version of
 ``list_of``, to check this one.
 """

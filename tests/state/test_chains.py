@@ -123,12 +123,13 @@ def test_what_forks_share_stays_while_one_of_them_has_more() -> None:
 
 
 def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
-    with talks(120) as opened:
-        taught(opened, rounds=10)
-        opened.turn("late", 0, at=6_000, returns_in_ms=5_000)
-        opened.turn("soon", 0, at=6_001, ends=True)
-        opened.fill(60)
-        assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
+    for said in ({"soon": {"ends": True}}, {"late": {"returns_in_ms": 2_000}}):
+        with talks(120) as opened:
+            taught(opened)
+            opened.turn("soon", 0, at=6_000, **said.get("soon", {}))
+            opened.turn("late", 0, at=6_001, **said.get("late", {}))
+            opened.fill(60)
+            assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
 
 
 def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
