@@ -24,7 +24,7 @@ def warm_up(*caches: PagedKV) -> None:
     """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
 
     When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request (about
-    40 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
+    30 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
     of ``gather_kv`` and ``scatter_kv`` are ready too, for staging without gaps. Touches no other GPU, and no other
     pool. Raises DeviceError for a kernel that cannot be compiled. Thread-safe.
     """

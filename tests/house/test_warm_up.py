@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
+
+import kvpool
 
 SCRIPT = """
 import json, sys
@@ -104,3 +109,25 @@ def test_after_a_warm_up_nothing_is_compiled_or_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+def test_what_is_baked_into_an_image_by_root_can_be_read_by_whom_it_runs_as(tmp_path: Path) -> None:
+    script = """
+import sys
+import kvpool.warming
+from kvpool.__main__ import main
+from kvpool.device.work import numbers_bytes
+kvpool.warming.warm_up = lambda: numbers_bytes(3)
+sys.exit(main(["warm-up", "--into", sys.argv[1]]))
+"""
+    into = tmp_path / "new" / "code"
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvpool.__file__).parents[1])}
+    subprocess.run(
+        [sys.executable, "-c", f"import os; os.umask(0o077)\n{script}", str(into)], env=environment, check=True
+    )
+    files = [*into.rglob("*.nbc")]
+    assert files and all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in files)
+    failed = {**environment, "NUMBA_DISABLE_JIT": "1"}
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "none")], env=failed).returncode == 1
+    folders = {into, into.parent, *(path.parent for path in files)}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o755 for path in folders)
