@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
     "kvpool/jit": 860,
-    "kvpool/keepers": 1940,
+    "kvpool/keepers": 1945,
     "kvpool/memory": 920,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1660,
-    "tests/stores": 8900,
+    "tests/stores": 8920,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
