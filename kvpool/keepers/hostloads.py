@@ -184,7 +184,8 @@ class HostLoads:
                 self._absent.pop(key, None)
 
     def leave(self, keys: Iterable[bytes]) -> None:
-        """Do not ask for these keys for a while."""
+        """Do not ask for these keys for a while, nor bring those that are on their way."""
+        self._miss(keys, "cancelled")
         self._remember(keys, _Absence((), self._clock() + self._retry_seconds))
 
     def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:

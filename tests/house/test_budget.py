@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
     "kvpool/jit": 890,
-    "kvpool/keepers": 1940,
+    "kvpool/keepers": 1950,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
@@ -39,7 +39,7 @@ LINES = {
     "kvpool/state": 5250,
     "kvpool/stores": 3350,
     "kvpool/tables": 600,
-    "tests": 1670,
+    "tests": 1680,
     "tests/arrays": 840,
     "tests/commands": 700,
     "tests/copying": 1370,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1670,
-    "tests/stores": 8890,
+    "tests/stores": 8900,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
