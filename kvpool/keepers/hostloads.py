@@ -282,13 +282,14 @@ class HostLoads:
 
     def _load(self, number: int, keys: Sequence[bytes]) -> None:
         """Load keys that a store has, as many as its policy takes. What has no room is missed."""
-        now, end, attempt = self._clock(), self._deadline(keys), self._attempt(number, len(keys))
-        if attempt is not None:
-            self._miss(keys[attempt.load.blocks :], "declined")
-            keys, end = keys[: attempt.load.blocks], min(end, attempt.until)
+        now, end = self._clock(), self._deadline(keys)
         while self._unread and next(iter(self._unread.values())) <= now:
             del self._unread[next(iter(self._unread))]
         room = keys[: max(0, self._room - len(self._unread) - len(self.reserved))]
+        attempt = self._attempt(number, len(room))
+        if attempt is not None:
+            self._miss(room[attempt.load.blocks :], "declined")
+            room, end = room[: attempt.load.blocks], min(end, attempt.until)
         try:
             loading = self._bridge.load(number, room, end, partial(self._came, attempt), self._returned)
         except StoreBusy:
@@ -299,18 +300,19 @@ class HostLoads:
         elif attempt is not None and attempt.load.blocks:
             attempt.end(now, told=False)
         # Keys of an older load are in ``reserved`` too, and end with this one all the same.
-        for key in set(keys).difference(() if loading is None else loading.blocks):
+        for key in self.searching.keys() & set(keys).difference(() if loading is None else loading.blocks):
             if self._tier.cache.find(key) == HostCache.ABSENT:
                 self._miss([key], "crowded")
             else:
                 # It may be asked for as soon as it is gone again.
-                self.searching.pop(key, None)
+                del self.searching[key]
                 self.missed["taken"] += 1
 
     def _attempt(self, number: int, there: int) -> LoadAttempt | None:
-        """What the policy of a store says of so many blocks that it has. None if it has no policy."""
+        """What the policy of a store says of so many blocks that it has. None if it has no policy, or
+        there is nothing to say."""
         policy = self._policies[number]
-        if policy is None:
+        if policy is None or not there:
             return None
         load = policy.choose(there, len(self.reserved) * self._bridge.clients[number].queue.block_bytes)
         return LoadAttempt(policy, load, max(1, load.blocks), self._clock())

@@ -84,6 +84,18 @@ def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[.
     assert policy.told == [(-1, 0.0)] and engine.keeper.stats().missed == {"crowded": 2}
 
 
+def test_a_policy_is_asked_about_what_has_room_and_nothing_else_counts_against_the_store(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    """Else a store seems slow that has given all that was wanted of it."""
+    policy = Some(9)
+    engine = make(policies=[policy], load_share=0.25)
+    engine.saved(6)
+    assert engine.ask(6) == [HERE] * 4 + [ABSENT] * 2
+    assert policy.asked == [4] and policy.told == [(4, 0.0)]
+    assert engine.keeper.stats().missed == {"crowded": 2}
+
+
 def test_a_store_that_loses_to_the_engine_is_left_alone(make: Callable[..., Engine], store: Wrong) -> None:
     """A load takes 100 s, and to compute a key 10 ms."""
     engine = make(blocks=64, policies=[LoadOrCompute(100.0, BLOCK_BYTES, 1)], load_seconds=1e6, retry_seconds=0.0)
