@@ -273,6 +273,9 @@ class Uploads:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
+    def stream(self, stream: object, captured: bool = False) -> int:
+        return 0
+
     def launch(self, launch: Launch, stream: int) -> None: ...
 
     def device_addresses(self, addresses: Any) -> Any:
@@ -595,6 +598,7 @@ CASES = [
             ("touch", "abc", "xbc"),
             ("reserve", "xy", "xz"),
             ("publish", "pq", "px"),
+            ("in_order", "pq", "px"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
         )
@@ -618,6 +622,14 @@ CASES = [
             ("load", {"rows": ([6, 7], [6, 5])}, ARRAY),
             ("save", {"rows": ([6, 7], [6, FAR])}, ARRAY),
         )
+    ),
+    Case(
+        "StoreQueue.find_now",
+        Stored,
+        lambda scene, given: scene.queue.find_now(given["keys"]).tolist(),
+        {"keys": STORED},
+        {"keys": np.uint8},
+        ARRAY,
     ),
     Case(
         "StoreClient.give_back",

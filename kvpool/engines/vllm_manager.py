@@ -60,8 +60,6 @@ class WorkerReport(OffloadingWorkerMetadata):
 class _KnownChunk:
     """What is known of a chunk, beside what the cache says."""
 
-    place: int = 0
-    """in its prompt"""
     block: int = _NONE
     """the host block to which it is being copied"""
     lost: bool = False
@@ -108,9 +106,10 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     Notes
     -----
-    vLLM completes stores with sets of keys, and one prompt in several stores. So that the end of a prompt is evicted
-    before its beginning, the chunks of a store are published in the order of the prompt, and all that a request has
-    brought in pieces is put in order when no store of it is under way.
+    vLLM names the chunks of a store group after group, completes it with a set, and stores one prompt in several. So
+    that the end of a prompt is evicted before its beginning, in all groups, chunks are reserved in the order of the
+    prompt, which is also that in which the cache publishes them. And all that a request has brought in pieces is put in
+    order when no store of it is under way.
     """
 
     def __init__(
@@ -253,18 +252,20 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     ) -> base.PrepareStoreOutput | None:
         """Reserve a host block for each chunk that has none. Returns None if too few host blocks can be evicted; then
         vLLM tries again in the next step."""
+        request = self._request(req_context, keys)
         try:
-            reserved = self._cache.reserve(keys)
+            reserved = self._cache.reserve(sorted(keys, key=request.places.__getitem__))
         except kvpool.OutOfBlocks:
             self._counts[metrics.REFUSED] += 1
             return None
-        request, blocks = self._request(req_context, keys), reserved.slots.blocks
-        for key, block in zip(reserved.keys, blocks, strict=True):
-            self._chunks[key] = _KnownChunk(request.places[key], block)
-        request.stores += bool(blocks)
-        request.pieces += len(blocks) < len(keys)
+        block_of = dict(zip(reserved.keys, reserved.slots.blocks, strict=True))
+        new = [key for key in keys if key in block_of]
+        blocks = tuple(block_of[key] for key in new)
+        self._chunks.update((key, _KnownChunk(block)) for key, block in block_of.items())
+        request.stores += bool(new)
+        request.pieces += len(new) < len(keys)
         self._counts[metrics.EVICTED] += len(reserved.evicted)
-        return base.PrepareStoreOutput(list(reserved.keys), HostBlocks(blocks), list(reserved.evicted))
+        return base.PrepareStoreOutput(new, HostBlocks(blocks), list(reserved.evicted))
 
     def complete_store(
         self, keys: Collection[base.OffloadKey], req_context: base.ReqContext, success: bool = True
@@ -274,7 +275,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         ended = {key: chunk for key, chunk in known if chunk is not None and chunk.block != _NONE}
         lost = {key for key, chunk in ended.items() if chunk.lost or not success}
         partial = {key for key, chunk in ended.items() if chunk.partial} - lost
-        whole = sorted(ended.keys() - lost - partial, key=lambda key: ended[key].place)
+        whole = ended.keys() - lost - partial
         for key, chunk in ended.items():
             chunk.block = _NONE
             if key not in partial:

@@ -432,8 +432,11 @@ class HostCache:
 
     def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now: int) -> int:
         """Run a verb that ends the wait of pending keys."""
-        count = self._run(verb, packed(keys), now, "pending")
-        deque(map(self._order.pop, keys, repeat(None)), maxlen=0)
+        wanted = packed(keys)
+        # Once the verb has ended, another thread may reserve the keys anew: their order then is not to be dropped.
+        with self._lock:
+            count = self._run(verb, wanted, now, "pending")
+            deque(map(self._order.pop, keys, repeat(None)), maxlen=0)
         return count
 
     def _undo(self, keys: tuple[bytes, ...], now: int) -> None:

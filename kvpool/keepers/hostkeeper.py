@@ -50,8 +50,8 @@ class HostKeeperStats:
     """blocks that came from a store, and could be found in the cache then"""
     missed: dict[str, int]
     """keys that did not come, by reason: "absent", "failed", "damaged", "late" (what the stores said), "cancelled"
-    (``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store is usable),
-    "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the store)"""
+    (``forget``, ``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store
+    is usable), "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the store)"""
     saved: int
     """blocks that a store has kept. A block that two stores keep counts twice."""
     unsaved: dict[str, int]
@@ -228,7 +228,8 @@ class HostKeeper:
         return count
 
     def forget(self, keys: Keys) -> int:
-        """What ``HostCache.forget`` does. The stores keep the blocks, but are not asked for them for a while."""
+        """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
+        but are not asked for them for a while."""
         self._process.check(self)
         own = keys_argument(keys)
         count = self._cache.forget(own)

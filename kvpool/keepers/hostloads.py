@@ -184,7 +184,8 @@ class HostLoads:
                 self._absent.pop(key, None)
 
     def leave(self, keys: Iterable[bytes]) -> None:
-        """Do not ask for these keys for a while."""
+        """Do not ask for these keys for a while, nor bring those that are on their way."""
+        self._miss(keys, "cancelled")
         self._remember(keys, _Absence((), self._clock() + self._retry_seconds))
 
     def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
@@ -297,10 +298,11 @@ class HostLoads:
             self.reserved.update(dict.fromkeys(loading.blocks, False))
         elif attempt is not None and attempt.load.blocks:
             attempt.end(now, told=False)
-        for key in keys:
-            if key not in self.reserved and self._tier.cache.find(key) == HostCache.ABSENT:
+        # Keys of an older load are in ``reserved`` too, and end with this one all the same.
+        for key in set(keys).difference(() if loading is None else loading.blocks):
+            if self._tier.cache.find(key) == HostCache.ABSENT:
                 self._miss([key], "crowded")
-            elif key not in self.reserved:
+            else:
                 # It may be asked for as soon as it is gone again.
                 self.searching.pop(key, None)
                 self.missed["taken"] += 1

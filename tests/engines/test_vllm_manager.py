@@ -241,6 +241,23 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning(
     assert ("long" in manager.real._requests) == (finished == "never")
 
 
+def test_all_groups_of_a_prompt_lose_their_ends_first(make: Callable[..., Manager]) -> None:
+    """vLLM names the chunks of a store group after group. What one group lacks is of no use to the others."""
+    manager, context = make(8), request("groups")
+    first, second = ([make_offload_key(str(place).encode() * 8, group) for place in range(4)] for group in range(2))
+    for place, both in enumerate(zip(first, second, strict=True)):
+        for key in both:
+            context.set_offload_key_position(key, 16 * (place + 1))
+    found = manager.real.prepare_store(first + second, context)
+    assert found.keys_to_store == first + second
+    rows = dict(zip(found.keys_to_store, found.store_spec.blocks, strict=True))
+    manager.real.complete_store(set(first + second), context)
+    manager.store(100, 101)
+    assert [manager.real.lookup(key, context) for key in first + second] == 2 * [HIT, HIT, HIT, MISS]
+    assert manager.real.prepare_load(second[:3], context).blocks == tuple(rows[key] for key in second[:3])
+    manager.real.complete_load(set(second[:3]), context)
+
+
 def test_chunks_that_were_loaded_and_chunks_that_are_new_are_one_prompt(make: Callable[..., Manager]) -> None:
     manager = make(6)
     manager.store(0, 1, 2)

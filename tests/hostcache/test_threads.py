@@ -55,3 +55,20 @@ def test_a_block_is_written_by_one_and_read_with_its_content(make: Callable[...,
         for future in [threads.submit(work, seed) for seed in range(6)]:
             future.result()
     assert cache.stats().used == 0 and seen[0] and seen[1]
+
+
+def test_nobody_reserves_a_key_before_its_old_order_is_forgotten(make: Callable[..., HostCache]) -> None:
+    """Else the order of the new reservation would be lost, and the beginning of a prompt evicted before its end."""
+    cache, seen = make(4, 64), list[bool]()
+
+    class Order(dict[bytes, int]):
+        def pop(self, key: bytes, *default: object) -> object:
+            other = threading.Thread(target=lambda: seen.append(cache._lock.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return super().pop(key, *default)
+
+    cache.reserve(NAMES[:2])
+    cache._order = Order(cache._order)
+    cache.abort(NAMES[:2])
+    assert seen == [False, False] and not cache._order

@@ -179,6 +179,7 @@ NO_ARRAYS = {
     *("HostCache.block_bytes", "HostTier.block_bytes", "HostCopies.caches", "LayerGroup.layout", "split_blocks.groups"),
     # read when a part is made, by names, and never handed to jitted code
     *("Keeper.stores", "Keeper.quotas", "HostKeeper.stores", "HostKeeper.policies", "StepTables.as_table"),
+    "warm_up.caches",  # PagedKV, which are immutable
     *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
     *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
 }

@@ -82,3 +82,43 @@ def test_a_clear_while_blocks_come_leaves_none_of_them(make: Callable[..., Engin
     assert engine.keeper.drain(60)
     assert engine.ask(4) == [ABSENT] * 4
     assert engine.cache.stats().used == 0
+
+
+def test_a_key_that_is_forgotten_while_its_load_hangs_is_a_miss_and_not_pending_for_ever(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    """The store has it still, but its block belongs to the call that hangs."""
+    engine, gate = make(retry_seconds=0.5), Gate()
+    engine.saved(3)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(3))
+    engine.until(gate.reached.is_set)
+    engine.later(3)
+    engine.until(lambda: engine.keeper.stats().hung == 3)
+    engine.keeper.forget(names(3))
+    engine.now += 1
+    assert engine.ask(3) == [ABSENT] * 3
+    gate.open()
+    engine.until(lambda: not engine.keeper.stats().hung)
+    engine.now += 1
+    assert engine.ask(3) == [HERE] * 3
+    engine.read(3)
+
+
+@pytest.mark.parametrize("kind", ["find", "load"])
+def test_a_key_that_is_forgotten_while_it_comes_is_absent_at_once_and_does_not_come(
+    make: Callable[..., Engine], store: Wrong, kind: str
+) -> None:
+    engine, gate = make(retry_seconds=5.0, load_seconds=60.0), Gate()
+    engine.saved(3)
+    store.before[kind] = gate
+    assert engine.keeper.lookup(names(3)).tolist() == [PENDING] * 3
+    engine.until(gate.reached.is_set)
+    engine.keeper.forget(names(3))
+    said = [engine.keeper.lookup(names(3)).tolist()]
+    gate.open()
+    assert engine.keeper.drain(60)
+    said.append(engine.keeper.lookup(names(3)).tolist())
+    assert said == [[ABSENT] * 3] * 2
+    stats = engine.keeper.stats()
+    assert (stats.loaded, stats.missed["cancelled"], stats.loading) == (0, 3, 0)
