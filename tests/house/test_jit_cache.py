@@ -297,6 +297,10 @@ def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sam
     assert misses_of(json.loads(piped.stdout))["other"] and not piped.stderr
 
 
+def test_functions_are_compiled_where_standard_error_is_closed(sample: Path) -> None:
+    assert all(misses_of(report_of(sample, before="import sys\nsys.stderr.close()\n")).values())
+
+
 def _read_all(terminal: Any) -> str:
     """What a terminal was told; its end is an error where nobody has it open any more."""
     found = b""

@@ -204,7 +204,7 @@ def _progress(nbytes: int) -> AbstractContextManager[Any]:
         from tqdm import tqdm
     except ImportError:
         return nullcontext()
-    hidden = sys.stderr is None or not sys.stderr.isatty()
+    hidden = sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty()
     told = "pinning host memory"
     return tqdm(total=nbytes, desc=told, unit="B", unit_scale=True, delay=_QUIET_SECONDS, leave=False, disable=hidden)
 
