@@ -110,7 +110,7 @@ def _described(value: Any) -> object:
         assert value.wait(60, returned=True)
         return value.codes.tolist(), value.error
     if isinstance(value, Forgotten):
-        assert value.wait(60)
+        assert value.wait(600)
         return value.blocks
     if isinstance(value, Prefetch):
         return _described(value.prompt)
