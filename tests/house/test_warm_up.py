@@ -54,7 +54,7 @@ GROUPS = [
     kvpool.LayerGroup(layout(), kind="cross"),
 ]
 prompt = list(range(9))
-for device in ("cpu", "sim"):
+for device, policy in (("cpu", "agent"), ("sim", "adaptive")):
     with kvpool.KVCacheManager(
         groups=GROUPS,
         device_blocks=[8] * 4,
@@ -62,6 +62,7 @@ for device in ("cpu", "sim"):
         device=device,
         event_capacity=64,
         max_sequence_tokens=64,
+        policy=policy,
     ) as cache:
         a = cache.add_sequence(prompt, encoder_tokens=5)
         cache.match_prefix(prompt)
@@ -85,7 +86,7 @@ for device in ("cpu", "sim"):
         cache.keep([a, *b], [2, 2], [1, 0], [1, 1])
         cache.reorder([a, *b], [1, 1], store=True)
         cache.evictable_if_released([a, *b], group=0)
-        cache.release([a, *b])
+        cache.release([a, *b], stop="tool_use")
         cache.offload(prompt)
         for start in (100, 200):
             cache.release(cache.add_sequence([*range(start, start + 20)], encoder_tokens=5))
