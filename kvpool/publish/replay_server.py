@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import stat
@@ -34,6 +35,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _NULL = b"NULL".ljust(20, b"\0")
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _NULL + bytes(32)
+_log = logging.getLogger(__name__)
 
 
 class _Gone(Exception):
@@ -189,7 +191,7 @@ class ReplayServer:
 
     async def _tell(self, peer: _Peer) -> None:
         """Send a peer what it asks for, as fast as it reads."""
-        with suppress(OSError, PoolClosed):
+        try:
             while await peer.asked.wait():
                 if not self._history.covers(peer.place):
                     self._snapshot(peer.place.next)
@@ -202,7 +204,12 @@ class ReplayServer:
                     peer.place.next += 1
                     number, payload, topic = told[0].to_bytes(8, "big"), told[1], self._topic or b""
                 await peer.send([b"", *([] if self._topic is None else [topic]), number, payload])
-        peer.end()
+        except (OSError, PoolClosed):
+            pass
+        except Exception:
+            _log.exception("a replay has ended")
+        finally:
+            peer.end()
 
 
 def _listen(endpoint: str) -> socket.socket:

@@ -58,7 +58,7 @@ LINES = {
     "tests/mutations": 3710,
     "tests/observe": 980,
     "tests/planner": 630,
-    "tests/publish": 1520,
+    "tests/publish": 1540,
     "tests/race": 2770,
     "tests/remote": 2150,
     "tests/replay": 1290,

@@ -247,3 +247,24 @@ def test_a_file_that_is_in_the_way_is_not_removed(make: Make, tmp_path: Path) ->
     with pytest.raises(zmq.ZMQError):
         KVEventPublisher(make(event_capacity=64).cache, replay_endpoint=f"ipc://{path}")
     assert path.read_text() == "content"
+
+
+def test_a_replay_that_fails_is_logged_and_its_reader_does_not_wait_for_ever(
+    make: Make, publish: Publish, route: Route, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(event_capacity=256)
+    publisher = publish(engine, replay_messages=1)
+    for first in range(3):
+        engine.seed(range(100 * first, 100 * first + 9), committed=8)
+        publisher.flush()
+
+    def fails(start: int) -> None:
+        raise ValueError("no snapshot today")
+
+    snapshot, publisher._replays._snapshot = publisher._replays._snapshot, fails
+    with let_in(publisher.replay_endpoint) as peer:
+        peer.sendall(REQUEST)
+        assert is_ended(peer)
+    assert "a replay has ended" in caplog.text and "no snapshot today" in caplog.text
+    publisher._replays._snapshot = snapshot
+    assert serves(publisher, engine, route)
