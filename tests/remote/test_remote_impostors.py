@@ -188,6 +188,9 @@ def plain(endpoint: str, key: bytes) -> socket.socket:
     # From here on a server waits for a handshake.
     found = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=600)
     found.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32))
+    greeting = b""
+    while len(greeting) < 64:
+        greeting += found.recv(64 - len(greeting))
     found.sendall(frame(b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(proof)]) + proof, 4))
     kind = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     found.sendall(frame(b"\x08INITIATE" + kind, 4))
