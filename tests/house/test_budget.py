@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1670,
     "kvpool/replay": 2020,
     "kvpool/state": 5250,
-    "kvpool/stores": 3340,
+    "kvpool/stores": 3345,
     "kvpool/tables": 600,
     "tests": 1670,
     "tests/arrays": 840,
