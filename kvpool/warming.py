@@ -24,7 +24,7 @@ def warm_up(*caches: PagedKV) -> None:
     """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
 
     When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request (about
-    40 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
+    30 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
     of ``gather_kv`` and ``scatter_kv`` are ready too, for staging without gaps. Touches no other GPU, and no other
     pool. Raises DeviceError for a kernel that cannot be compiled. Thread-safe.
     """
@@ -33,9 +33,9 @@ def warm_up(*caches: PagedKV) -> None:
     from kvpool.device.sim import SimDevice  # only tests need it, so the package does not import it
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=_WIDTH, dtype="uint8")
-    for device in (None, SimDevice(progress=1)):
+    for device, policy in ((None, "agent"), (SimDevice(progress=1), "adaptive")):
         with KVCacheManager(
-            layout, device_blocks=16, host_blocks=8, device=device or "cpu", event_capacity=64
+            layout, device_blocks=16, host_blocks=8, device=device or "cpu", event_capacity=64, policy=policy
         ) as cache:
             _live(cache)
             _between_requests(cache)
@@ -113,7 +113,7 @@ def _live(cache: KVCacheManager) -> None:
     cache.keep(both, [3, 3], [1, 2, 0], [2, 1])
     cache.swap_out(both)
     cache.resume(both)
-    cache.release(both)
+    cache.release(both, stop="tool_use")
     extra = cache.add_sequence(cache.block_keys(tokens, salt="s", extra_ids=tokens))
     cache.release(extra, store=False)
 

@@ -210,13 +210,13 @@ class Stored:
         return self.queue.secret.opaque(bytes([number]) for number in numbers)
 
     def picture(self) -> object:
-        assert self.queue.drain(60)
+        assert self.queue.drain(600)
         self.client.poll()
         kept = sorted((key, *block) for key, block in self.store._blocks.items())
         return self.memory.tobytes(), kept, self.client.free("load")
 
     def close(self) -> None:
-        assert self.queue.close(60)
+        assert self.queue.close(600)
 
 
 class Kept:
@@ -229,18 +229,18 @@ class Kept:
         self.store.secret = bytes(32)
         self.keeper = HostKeeper(self.cache, tier, [self.store])
         self.keeper.publish(self.cache.reserve(_named("stored")).keys)
-        assert self.keeper.drain(60)
+        assert self.keeper.drain(600)
         self.cache.forget(_named("stored"))
         self.cache.publish(self.cache.reserve(_named("here", "there")).keys)
         self.cache.reserve(_named("p", "q"))
 
     def picture(self) -> object:
-        assert self.keeper.drain(60)
+        assert self.keeper.drain(600)
         kept = sorted(self.store._blocks), sorted(self.keeper._loads._absent)
         return [debug.dump(state) for state in self.cache._states], kept
 
     def close(self) -> None:
-        assert self.keeper.close(60)
+        assert self.keeper.close(600)
 
 
 class Saved(Plain):
@@ -249,13 +249,13 @@ class Saved(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.keeper = Keeper(self.cache, [MemoryStore(1 << 20)], identity=WALKED)
-        assert self.keeper.drain(60)
+        assert self.keeper.drain(600)
 
     def picture(self) -> object:
         return None
 
     def close(self) -> None:
-        assert self.keeper.close(60)
+        assert self.keeper.close(600)
 
 
 class Told(Saved):
@@ -272,6 +272,9 @@ class Uploads:
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+
+    def stream(self, stream: object, captured: bool = False) -> int:
+        return 0
 
     def launch(self, launch: Launch, stream: int) -> None: ...
 
@@ -595,6 +598,7 @@ CASES = [
             ("touch", "abc", "xbc"),
             ("reserve", "xy", "xz"),
             ("publish", "pq", "px"),
+            ("in_order", "pq", "px"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
         )
@@ -618,6 +622,14 @@ CASES = [
             ("load", {"rows": ([6, 7], [6, 5])}, ARRAY),
             ("save", {"rows": ([6, 7], [6, FAR])}, ARRAY),
         )
+    ),
+    Case(
+        "StoreQueue.find_now",
+        Stored,
+        lambda scene, given: scene.queue.find_now(given["keys"]).tolist(),
+        {"keys": STORED},
+        {"keys": np.uint8},
+        ARRAY,
     ),
     Case(
         "StoreClient.give_back",

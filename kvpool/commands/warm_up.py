@@ -12,9 +12,10 @@ from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilatio
 
 _HELP = """\
 Compile all that a pool runs, or load it if it is compiled already. The machine code
-fits the processor that this runs on. Another one compiles anew.
+fits the processor that this runs on. Another one compiles anew. What is kept in
+FOLDER can be read by all users, and written by this one only.
 
-exit status: 0 everything is compiled, 1 FOLDER cannot be used, 2 wrong usage
+exit status: 0 everything is compiled, 1 FOLDER has no code, 2 wrong usage
 """
 
 
@@ -32,17 +33,33 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    if options.into is not None:
-        os.environ["KVPOOL_CACHE_DIR"] = str(options.into.absolute())
+    into: Path | None = options.into and options.into.absolute()
+    missing = [] if into is None else [folder for folder in into.parents if not folder.exists()]
+    if into is not None:
+        os.environ["KVPOOL_CACHE_DIR"] = str(into)
     from kvpool.jit.folders import cache_root
     from kvpool.warming import warm_up
 
     root = cache_root()
-    if options.into is not None and root != options.into.absolute():
+    if into is not None and root != into:
         print(f"{options.into} cannot be written, or others can write or rename it", file=sys.stderr)
         return FAILED
     announce_compilation()
     begin = time.process_time()
     warm_up()
+    if into is not None and not _let_everybody_read(into, missing):
+        print("nothing is kept: without NUMBA_DISABLE_JIT, ask doctor about compiled code", file=sys.stderr)
+        return FAILED
     print(f"{time.process_time() - begin:.1f} s of CPU; compiled code is in {root or 'no folder'}")
     return OK
+
+
+def _let_everybody_read(folder: Path, around: list[Path]) -> bool:
+    """Let all users read the compiled code: an image is made by root, and runs as somebody else. Returns whether there
+    is any."""
+    files = [*folder.glob("kvpool*-*/*.nbc")]
+    for path in [*around, folder, *{file.parent for file in files}]:
+        path.chmod(path.stat().st_mode | 0o055)
+    for path in files:
+        path.chmod(path.stat().st_mode | 0o044)
+    return bool(files)

@@ -222,7 +222,7 @@ AsTable = Callable[[Any, str, bool, int], Table]
 
 @dataclass(frozen=True, eq=False)
 class StepTargets:
-    """Memory that a device can write for the tables of a step. See ``tables.steps.StepTables``."""
+    """Memory that a device can write for the tables of a step. See ``tables.step_tables.StepTables``."""
 
     tables: dict[str, Table]
     """The wanted tables by name."""

@@ -23,7 +23,7 @@ from kvpool.jit.folders import cache_root
 
 try:
     from kvpool.jit.compiler import Dispatcher
-except (ImportError, AttributeError):  # a release of Numba without a name that the compiler builds on
+except (ImportError, AttributeError, TypeError):  # a release of Numba that has not what the compiler builds on
     Dispatcher = None  # type: ignore[assignment,misc]
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvpool.jit.folders import cache_root
@@ -32,7 +32,8 @@ class _Announcer:
     def compiling(self) -> Iterator[None]:
         """A context around the compilation of one function and of its callees."""
         if not self._depth:
-            self._begin()
+            with suppress(OSError, ValueError):  # nobody listens: standard error is closed, or a pipe that has ended
+                self._begin()
         self._depth += 1
         try:
             yield

@@ -15,10 +15,13 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core import config, serialize
 
-from kvpool.jit.folders import cache_root, module_folder, read_folders
+from kvpool.jit.folders import cache_root, module_folder, only_ours, read_folders
 from kvpool.jit.sources import edited
 
-_CODEGEN_OPTIONS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "CPU_NAME")
+_CODEGEN_OPTIONS = (
+    "OPT LOOP_VECTORIZE SLP_VECTORIZE BOUNDSCHECK DEBUGINFO_DEFAULT CPU_NAME CPU_FEATURES ENABLE_AVX".split()
+)
+_DIGEST_BYTES = 16
 _COMPILING_S_MAX = 120.0
 """How long a process waits for the compilation of another. Then it compiles the same function itself."""
 
@@ -50,10 +53,10 @@ class CodeFiles:
 
     def _name_of(self, kinds: tuple[Any, ...]) -> str:
         folder = module_folder(self._module)
-        if not folder or " at 0x" in self._identity:
-            return ""
         settings = [getattr(config, name, None) for name in _CODEGEN_OPTIONS]
         key = f"{folder} {self._identity} {[kind.name for kind in kinds]} {_processor()} {settings}"
+        if not folder or " at 0x" in key:
+            return ""
         short = self._function.__qualname__.replace("<", "").replace(">", "")[:80]
         return f"{folder}/{short}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}"
 
@@ -62,7 +65,7 @@ class CodeFiles:
         if edited(self._module):
             return
         try:
-            _write(_path(name), content)
+            _write(_path(name), _digest(content) + content)
         except Exception:  # caching is never worth failing a call
             return
 
@@ -106,13 +109,22 @@ class CodeFiles:
 
 
 def read(name: str) -> bytes | None:
-    """The file of a signature, from the first folder that has it."""
+    """The file of a signature, from the first folder that has it undamaged. A file that others could write, as long as
+    its folder was theirs too, is left out."""
     for root in read_folders():
         try:
-            return (root / f"{name}.nbc").read_bytes()
+            with open(root / f"{name}.nbc", "rb") as file:
+                found = file.read() if only_ours(os.fstat(file.fileno())) else b""
         except OSError:
             continue
+        digest, content = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+        if digest == _digest(content):
+            return content
     return None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _path(name: str) -> Path:

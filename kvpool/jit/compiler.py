@@ -51,26 +51,6 @@ from kvpool.jit.cache import CodeFiles, read
 _ROUTINE_LINES = 250
 """From this many lines of LLVM's text on, a function gets machine code of its own. LLVM would not inline it anyway."""
 _target = registry.cpu_target.target_context
-_NAMES = (
-    (analysis, "dead_branch_prune rewrite_semantic_constants"),
-    (bytecode, "ByteCode FunctionIdentity"),
-    (codegen.JITCPUCodegen, "_create_empty_module _module_pass_manager _pass_builder set_env"),
-    (compiler, "CompilerBase compile_result"),
-    (cgutils, "normalize_ir_text"),
-    (funcdesc.PythonFunctionDescriptor, "from_specialized_function llvm_cpython_wrapper_name lookup_module"),
-    (interpreter, "Interpreter"),
-    (itanium_mangler, "mangle"),
-    (lowering.Lower, "lower create_cpython_wrapper"),
-    (rewrites.rewrite_registry, "apply"),
-    (serialize, "dumps"),
-    (typed_passes, "IRLegalization PreLowerStripPhis type_inference_stage"),
-    (untyped_passes, "ReconstructSSA"),
-)
-"""What is used when a function is compiled, and is no part of Numba's interface."""
-for _place, _names in _NAMES:
-    for _name in _names.split():
-        if not hasattr(_place, _name):
-            raise ImportError(f"this release of Numba has no {_name} in {_place}")
 
 
 class Library(codegen.CodeLibrary):
@@ -177,7 +157,8 @@ class Library(codegen.CodeLibrary):
             self._codegen.set_env(environment.env_name, environment)
         self._placed = True
 
-    def address_of(self, name: str) -> int:
+    def get_pointer_to_function(self, name: str) -> int:
+        """The address of a function, after the machine code was loaded."""
         self.place()
         return int(self._codegen._engine.get_function_address(name))
 
@@ -189,6 +170,33 @@ class Library(codegen.CodeLibrary):
 
     def get_asm_str(self) -> str:
         return str(self._codegen._tm.emit_assembly(self.module))
+
+
+_NAMES = (
+    (analysis, "dead_branch_prune rewrite_semantic_constants"),
+    (bytecode, "ByteCode FunctionIdentity"),
+    (_dynfunc, "make_function"),
+    (_target.codegen(), "_data_layout _engine _tm"),
+    (_target.codegen()._engine, "_ee"),
+    (codegen.CPUCodeLibrary, "_get_module_for_linking"),
+    (Library(""), "_codegen _finalized"),
+    (codegen.JITCPUCodegen, "_create_empty_module _module_pass_manager _pass_builder set_env"),
+    (compiler, "CompilerBase compile_result"),
+    (cgutils, "normalize_ir_text"),
+    (funcdesc.PythonFunctionDescriptor, "from_specialized_function llvm_cpython_wrapper_name lookup_module"),
+    (interpreter, "Interpreter"),
+    (itanium_mangler, "mangle"),
+    (lowering.Lower, "lower create_cpython_wrapper"),
+    (rewrites.rewrite_registry, "apply"),
+    (serialize, "dumps"),
+    (typed_passes, "IRLegalization PreLowerStripPhis type_inference_stage"),
+    (untyped_passes, "ReconstructSSA"),
+)
+"""What is used when a function is compiled, and is no part of Numba's interface."""
+for _place, _names in _NAMES:
+    for _name in _names.split():
+        if not hasattr(_place, _name):
+            raise ImportError(f"this release of Numba has no {_name} in {_place}")
 
 
 def _optimizers() -> list[tuple[Any, Any]]:
@@ -330,7 +338,7 @@ def _result_of(library: Library, entry: bool) -> Any:
     point: Any = library
     if entry:
         description, (environment, *_) = library.description, library.environments
-        address = library.address_of(description.llvm_cpython_wrapper_name)
+        address = library.get_pointer_to_function(description.llvm_cpython_wrapper_name)
         short = description.qualname.rpartition(".")[2]
         point = _dynfunc.make_function(description.lookup_module(), short, "", address, environment, (library,))
     return compiler.compile_result(

@@ -54,7 +54,20 @@ def read_folders() -> list[Path]:
     root and this user can write to. So an image can have a folder that is read only."""
     root = cache_root()
     found = [] if root is None else [root]
-    return found + [folder for folder in _chosen() if folder != root and _is_trusted(folder)]
+    for folder in _chosen():
+        if folder == root or not os.path.lexists(folder):
+            continue
+        if _is_trusted(folder):
+            found.append(folder)
+        else:
+            _warn(folder)
+    return found
+
+
+@functools.cache
+def _warn(folder: Path) -> None:
+    """Tell once that a folder is passed over."""
+    _log.warning("%s is not used for compiled code: others can write or rename it, or it is somebody else's", folder)
 
 
 def _chosen() -> list[Path]:
@@ -80,9 +93,7 @@ def cache_root() -> Path | None:
             if not os.access(root, os.W_OK):
                 continue
             if os.name == "posix" and not (_is_ours(root) and (not guarded or _stays(root))):
-                _log.warning(
-                    "%s is not used for compiled code: others can write or rename it, or it is somebody else's", root
-                )
+                _warn(root)
                 continue
             tempfile.TemporaryFile(dir=root).close()
         except OSError:
@@ -127,10 +138,14 @@ def _is_trusted(path: Path) -> bool:
     """Whether only root and this user can write to a folder, or put another one in its place."""
     try:
         found = os.lstat(path)
-        mine = stat.S_ISDIR(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
-        return mine and _stays(path)
+        return stat.S_ISDIR(found.st_mode) and only_ours(found) and _stays(path)
     except OSError:
         return False
+
+
+def only_ours(found: os.stat_result) -> bool:
+    """Whether only root and this user can have written to what was found."""
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
 
 
 def _stays(path: Path) -> bool:
@@ -140,6 +155,8 @@ def _stays(path: Path) -> bool:
 
 
 def _keeps_entries(path: Path) -> bool:
-    """Whether no other user, except root, can rename the files that this user has put into a directory."""
-    found = os.stat(path)
-    return found.st_uid in (0, os.geteuid()) and (not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX))
+    """Whether no other user, except root, can rename the files that this user has put into a directory, or has made the
+    link that leads to it."""
+    found, users = os.stat(path), (0, os.geteuid())
+    kept = not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX)
+    return kept and found.st_uid in users and os.lstat(path).st_uid in users

@@ -3,7 +3,6 @@ call."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
@@ -17,6 +16,7 @@ from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import stream_argument
 from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, fence, stream_bytes
+from kvpool.device.cuda import launcher_at
 from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy, kv_kernel
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import memcpy
@@ -130,7 +130,7 @@ def _copy(
     pieces = list(_pieces(cache, found, skip))
     if on_gpu:
         address = int(cache.bases[0, 0]) if cache.memory == "device" else found[0].rows[0][0]
-        to = launcher or _cuda_launcher(address)
+        to = launcher or launcher_at(address)
         # Slots of the host are uploaded. A graph would repeat the upload, and events of a capture tell nothing.
         handle = to.stream(stream, captured=slots.memory == "device")
         _launch(cache, pieces, found[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
@@ -280,17 +280,6 @@ def _check_slots(slots: npt.NDArray[np.int64], skip: int, end: int) -> None:
         raise ValueError(f"slot_mapping[{skip + bad}]={slots[bad]}: the cache has slots 0 to {end - 1}")
 
 
-def _cuda_launcher(address: int) -> Launcher:
-    """The launcher for the GPU whose memory is at an address. It comes from the only module that may import a driver
-    package, which is imported at the first launch."""
-    try:
-        module = importlib.import_module("kvpool.device.cuda")
-    except ImportError as error:
-        raise ImportError("memory of a GPU needs the extra 'cuda12' or 'cuda13' of kvpool") from error
-    found: Launcher = module.launcher_at(address)
-    return found
-
-
 def load_kernel(cache: PagedKV, launcher: Launcher | None = None) -> None:
     """Compile what copies the tokens of a cache on a GPU, to and from staging without gaps. Without this, the first
     copy does. Raises DeviceError."""
@@ -299,7 +288,7 @@ def load_kernel(cache: PagedKV, launcher: Launcher | None = None) -> None:
             KvPlane(*plane[:3], 0, 0, plane.heads * plane.run_bytes, plane.run_bytes, plane.heads, plane.run_bytes)
             for plane in cache.planes
         ]
-        to = launcher or _cuda_launcher(int(cache.bases[0, 0]))
+        to = launcher or launcher_at(int(cache.bases[0, 0]))
         to.load("kv_copy.cu", kv_kernel(cache.bases, [plane.merged() for plane in planes]))
 
 

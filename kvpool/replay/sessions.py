@@ -27,7 +27,7 @@ _CALL_SECONDS, _CALL_SECONDS_MAX = 6.5, 300.0
 """How long a request takes if nothing is said, and at most."""
 _PROMPT_MAX, _IDS_MAX = 10_000_000, 1 << 24
 """The most tokens of a prompt, and the most ids of the prompts of one session together."""
-_SEED = 7
+_SEED, _SEED_VARIED = 7, 99
 _PACKED = ("t", "in", "out", "stop", "api_time", "think_time", "agent", "from", "keep", "runs")
 """The columns of a request that is written as a list."""
 
@@ -43,6 +43,8 @@ class Turn(NamedTuple):
     """How long it takes."""
     pause: float
     """Seconds from the end of the turn before it to its own begin."""
+    stop: str
+    """Why the model stopped; empty if nothing is said."""
     source: int
     keep: int
     runs: Ids
@@ -104,6 +106,7 @@ def _turn(part: Row, source: int, keep: int, runs: Ids) -> Turn:
         output_length=part.integer("out", 0, OUTPUT_STRIDE),
         seconds=min(_CALL_SECONDS if asked is None else asked, _CALL_SECONDS_MAX),
         pause=paused or 0.0,
+        stop=part.text("stop") or "",
         source=source,
         keep=keep,
         runs=runs,
@@ -144,15 +147,20 @@ def _runs(part: Row) -> Ids:
     return np.stack([ids[firsts], np.diff(firsts, append=len(ids))], axis=1)
 
 
-def play(sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX) -> Iterator[Request]:
+def play(
+    sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX, varies: float = 0.0
+) -> Iterator[Request]:
     """Yield the requests in the order in which ``users`` users make them, who wait for each answer.
 
     The sessions come in an order of chance, always the same. A user begins within a minute, waits after each answer as
-    long as the session did, but at most ``pause_max`` seconds, and after the end of a session takes the next one.
+    long as the session did, but at most ``pause_max`` seconds, and after the end of a session takes the next one. With
+    ``varies``, the longest pause inside a session is drawn anew each time, up to this part of it shorter or longer.
     """
     if users < 1 or not 0 <= pause_max < inf:
         raise ValueError(f"users {users}, pause_max {pause_max}: accepted are 1 user or more, and seconds from 0 on")
-    random, index, first = Random(_SEED), 0, 0
+    if not 0 <= varies <= 1:
+        raise ValueError(f"varies {varies}: accepted is 0 to 1")
+    random, varied, index, first = Random(_SEED), Random(_SEED_VARIED), 0, 0
     waiting = [session for session in sessions if session.turns]
     random.shuffle(waiting)
     waiting.reverse()
@@ -171,6 +179,10 @@ def play(sessions: list[AgentSession], users: int = USERS, pause_max: float = PA
         begin(user, random.random() * _ARRIVALS)
     while due:
         now, user, session, prompts, (turn, ids) = heappop(due)
+        following, end, returns = next(prompts, None), now + turn.seconds, inf
+        if following is not None:
+            returns = end + min(following[0].pause, pause_max * varied.uniform(1 - varies, 1 + varies))
+            heappush(due, (returns, user, session, prompts, following))
         yield Request(
             index,
             session.line,
@@ -180,11 +192,9 @@ def play(sessions: list[AgentSession], users: int = USERS, pause_max: float = PA
             tokens_per_id=session.tokens_per_id,
             timestamp=now,
             seconds=turn.seconds,
+            stop=turn.stop,
+            returns=returns,
         )
         index += 1
-        following = next(prompts, None)
         if following is None:
-            begin(user, now + turn.seconds + random.random() * pause_max)
-        else:
-            pause = min(following[0].pause, pause_max)
-            heappush(due, (now + turn.seconds + pause, user, session, prompts, following))
+            begin(user, end + random.random() * pause_max)

@@ -79,6 +79,10 @@ class Request:
     """The time of arrival in seconds."""
     seconds: float | None = None
     """How long it runs, if that is known. It is released when the first request comes that arrives later."""
+    stop: str = ""
+    """Why the model stopped, if the trace says it."""
+    returns: float | None = None
+    """The arrival of the next request of its session, if sessions are played; infinite if there is none."""
 
     @property
     def name(self) -> str:

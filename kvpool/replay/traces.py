@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvpool.replay.columns import INT32_MAX, REQUIRED, Row, TraceError, parse
-from kvpool.replay.sessions import PAUSE_MAX, USERS, play, read_session
+from kvpool.replay.sessions import PAUSE_MAX, USERS, AgentSession, play, read_session
 from kvpool.replay.tokens import OUTPUT_STRIDE, Request
 
 FORMATS = ("mooncake", "qwen", "native", "agents")
@@ -91,6 +91,11 @@ def stream_trace(
         yield format, request
     if request is None:
         raise TraceError(_name(path), 0, "holds no request")
+
+
+def read_sessions(path: str) -> list[AgentSession]:
+    """Read the sessions of a trace of agents, for `play`. Raises TraceError."""
+    return list(map(read_session, _lines(path)))
 
 
 def _requests(rows: Iterator[Row], format: str, users: int, pause_max: float) -> Iterator[Request]:

@@ -27,6 +27,7 @@ from kvpool.state.chains import (
     order_of,
     owners_of,
     put_name,
+    take,
     take_first,
     turns_of,
 )
@@ -51,17 +52,28 @@ def on_admit(at, asked, slot):
     turns_of(book)[slot] = NONE
     if request.reserves or request.private or request.fresh:
         return np.int64(NONE)
-    keys, c = request_keys(h, request), np.int64(NONE)
-    depth, reused = keys.shape[0], np.int64(sequences_of(h)[slot].reused)
-    while depth > reused and c == NONE:
-        c = find_name(book, keys[depth - 1, 0])
-        depth -= 1 if c == NONE else 0
+    keys, reused = request_keys(h, request), np.int64(sequences_of(h)[slot].reused)
+    c, depth = _named(book, keys, keys.shape[0], reused)
     if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
         c = np.int64(owners_of(h, book)[table_of(h)[slot, reused - 1]])
+    if c == NONE:  # what came from the host, or is held by a request that runs, is no chain's
+        c, depth = _named(book, keys, reused, np.int64(0))
     c = begin_turn(h, book, c, depth, keys.shape[0])
     turns_of(book)[slot] = c
     book.depth = depth
     return c
+
+
+@jit
+def _named(book, keys, depth, least):
+    """The chain that the deepest of the keys in [least, depth) names, and how deep that is. NONE and ``least`` if none
+    does."""
+    while depth > least:
+        c = find_name(book, keys[depth - 1, 0])
+        if c != NONE:
+            return np.int64(c), np.int64(depth)
+        depth -= 1
+    return np.int64(NONE), np.int64(depth)
 
 
 @jit
@@ -104,7 +116,7 @@ def choose(at, nothing, none):
     h = record_at(at, HEAD)
     book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
     if book.waits or _is_stray(h, book, oldest):
-        return oldest
+        return take(h, book, oldest)
     b = np.int64(NONE)
     if book.left > 0:
         book.left -= 1
@@ -119,14 +131,17 @@ def choose(at, nothing, none):
         if chain.rest != NONE or chain.turns > 0:
             book.left = 0
         b = take_first(h, book, c)
-    return b if b != NONE else oldest
+    return b if b != NONE else take(h, book, oldest)
 
 
 @jit
 def _is_stray(h, book, b):
-    """Whether no chain has listed a block at its last turn: nobody is known to come back to it."""
+    """Whether no chain has listed a block at its last turn, or the chain has lost its first block to somebody else, and
+    so all. ``choose`` finds it by no chain."""
     c = np.int64(owners_of(h, book)[b])
-    return c == NONE or blocks_of(h)[b].used_at != np.uint32(chains_of(book)[c].released)
+    if c == NONE or blocks_of(h)[b].used_at != np.uint32(chains_of(book)[c].released):
+        return True
+    return chains_of(book)[c].place >= book.cached or not has_blocks(h, book, c)
 
 
 @jit

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvpool.jit.intrinsics import entry_of
 from kvpool.state import adaptive, agent
-from kvpool.state.chains import BOOK, CHAIN
+from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX
 from kvpool.state.pauses import BINS, ROWS, TABLES
 from kvpool.state.records import NONE
 
@@ -28,7 +28,7 @@ class ChainBook:
     it."""
 
     def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
-        chains = max(device_blocks // _BLOCKS_PER_CHAIN, _LEAST)
+        chains = min(max(device_blocks // _BLOCKS_PER_CHAIN, _LEAST), CHAINS_MAX)
         names = 1 << max(device_blocks // _BLOCKS_PER_NAME, _LEAST).bit_length() - 1
         self.book = np.zeros(1, BOOK)
         self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)

@@ -59,6 +59,8 @@ loses blocks now, and how many more; the pauses that were learnt; the end of the
 of ``adaptive``, and whether LRU is followed (``waits``); how many blocks of its chain the last prompt has found."""
 LIST = DEFAULT_PRIORITY
 """The list whose blocks chains are about: the device's of the default priority."""
+CHAINS_MAX = 1 << 24
+"""So many chains can be named."""
 SAMPLE = 16
 _WAYS, _LOOK = 4, 8
 
@@ -70,7 +72,8 @@ def book_of(h):
 
 @jit(forceinline=True)
 def owners_of(h, book):
-    """The chain of each block, int32[blocks]: of the last release of a whole sequence that listed it."""
+    """The chain of each block, int32[blocks]: of the last release of a whole sequence that listed its content. NONE if
+    there was none."""
     return array_at(book.owners_at, (h.blocks,), np.int32)
 
 
@@ -127,15 +130,23 @@ def take_first(h, book, c):
     """The deepest block that a chain has listed, which is evicted now, or NONE. What a turn has left over, because the
     prompt went on elsewhere, comes first."""
     chain = chains_of(book)[c]
-    if is_listed(h, book, c, np.int64(chain.rest)):
-        b, chain.rest = np.int64(chain.rest), _next(h, book, c, np.int64(chain.rest))
-        return b
-    chain.rest = NONE
-    if not is_listed(h, book, c, np.int64(chain.first)):
-        chain.first, chain.size = NONE, 0
-        return np.int64(NONE)
-    b, chain.first = np.int64(chain.first), _next(h, book, c, np.int64(chain.first))
-    chain.size -= 1
+    if not is_listed(h, book, c, np.int64(chain.rest)):
+        chain.rest = NONE
+        if not is_listed(h, book, c, np.int64(chain.first)):
+            chain.first, chain.size = NONE, 0
+            return np.int64(NONE)
+    return take(h, book, np.int64(chain.first if chain.rest == NONE else chain.rest))
+
+
+@jit
+def take(h, book, b):
+    """A listed block is evicted now: its chain goes on with the next one. Returns the block."""
+    c = np.int64(owners_of(h, book)[b])
+    if c != NONE and chains_of(book)[c].rest == b:
+        chains_of(book)[c].rest = _next(h, book, c, b)
+    elif c != NONE and chains_of(book)[c].first == b:
+        chains_of(book)[c].first = _next(h, book, c, b)
+        chains_of(book)[c].size -= 1
     return b
 
 
@@ -230,7 +241,7 @@ def find_name(book, key):
     names, first = names_of(book), _bucket(book, key)
     for at in range(first, first + _WAYS):
         if names[at] >> 32 == key >> 32 and names[at] != NONE:
-            c = (names[at] >> 8) & 0xFFFFFF
+            c = (names[at] >> 8) & (CHAINS_MAX - 1)
             return c if chains_of(book)[c].age & 0xFF == names[at] & 0xFF else np.int64(NONE)
     return np.int64(NONE)
 

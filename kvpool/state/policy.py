@@ -4,7 +4,8 @@ A policy is this file. The state tells it what happens (``on_insert``, ``on_hit`
 ``on_only_copy``), and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of
 deadlines.
 
-This one is LRU by priority. Each tier has a list of empty blocks, one of clean host copies (the device has the content
+The order is LRU by priority. Of the device's blocks of the default priority, ``agent`` chooses where a pool has a book
+of chains. Each tier has a list of empty blocks, one of clean host copies (the device has the content
 too), and one for each priority. A block that nobody holds is in one of them. ``verify`` has its own version of
 ``list_of``, to check this one.
 """
@@ -15,7 +16,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
-from kvpool.state.chains import book_of
+from kvpool.state.chains import book_of, owners_of
 from kvpool.state.index import expect, expect_child
 from kvpool.state.lists import heap_push, heap_remove, lowest, push_back, push_front, relink, unlink
 from kvpool.state.records import (
@@ -261,7 +262,7 @@ def victim(h, tier, priority):
     Returns NONE if that priority is above ``priority``: then the host keeps its content. While an admission still has
     to forget content on the host (``overflow``), it takes that content before clean copies. The blocks that it onboards
     become clean copies, and could be overwritten only after their own copies; each such wait would add to a chain.
-    Changes only where the search starts.
+    Changes only where the search starts. A policy of its own also notes that the block goes, so the caller takes it.
     """
     lists, first = lists_of(h), tier * LISTS_PER_TIER
     b = np.int64(lists[first + EMPTY, 0])
@@ -287,6 +288,8 @@ def take_victim(h, tier, priority):
     if b == NONE:
         return b, np.int64(NONE)
     unlink(blocks_of(h), lists_of(h), b)
+    if h.book_at and tier == DEVICE:
+        owners_of(h, book_of(h))[b] = NONE
     if tier == DEVICE and cached:
         _expect_victims(h, b)
     return b, stop_clock(h, b)
@@ -333,7 +336,7 @@ def overflow(h, takes, onboards):
 @jit
 def _offloads(h, takes):
     """Of the next ``takes`` victims of the device, how many have to be offloaded because the host has no copy. Changes
-    nothing."""
+    nothing. Other policies than LRU may take others: then it is a guess."""
     blocks, lists = blocks_of(h), lists_of(h)
     left, count = takes - empty_blocks(h, DEVICE), 0
     for which in range(lists[LOWEST + DEVICE, 0], EMPTY):

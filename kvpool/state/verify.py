@@ -12,9 +12,11 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
+from kvpool.state.chains import CHAINS_MAX
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
 from kvpool.state.kinds import kept_from
+from kvpool.state.pauses import CLASSES
 from kvpool.state.records import (
     ATTENTION,
     CLEAN,
@@ -371,19 +373,27 @@ def _chains(state: State) -> Iterator[Check]:
     book, chains, order = own.book[0], own.chains, own.order
     sizes = (0, book["cached"], book["known"], len(chains))
     yield "chains", sizes != tuple(sorted(sizes)), "more chains have blocks than are known, or more than there are"
-    numbers = np.arange(len(chains))
-    yield "chains", not np.array_equal(np.sort(order), numbers), "the order of chains lacks one"
-    yield "chains", chains["place"][order] != numbers, "the chain at place {} has another place"
-    outside = np.zeros(len(chains), bool)
-    blocks = len(own.owners)
-    for name, low, high in (("first", NONE, blocks), ("rest", NONE, blocks), ("after", 0, len(chains))):
+    numbers, count = np.arange(len(chains)), len(chains)
+    complete = np.array_equal(np.sort(order), numbers)
+    yield "chains", not complete, "the order of chains lacks one"
+    if complete:
+        yield "chains", chains["place"][order] != numbers, "the chain at place {} has another place"
+    outside, blocks = np.zeros(count, bool), len(own.owners)
+    ranges = (("first", NONE, blocks), ("rest", NONE, blocks), ("after", 0, count), ("before", 0, count))
+    for name, low, high in (*ranges, ("row", 0, CLASSES)):
         outside |= (chains[name] < low) | (chains[name] >= high)
-    yield "chains", outside, "chain {} names a block or a chain that there is not"
-    yield "chains", (own.owners < NONE) | (own.owners >= len(chains)), "block {} is of no chain that there is"
+    yield "chains", outside, "chain {} names a block, a chain or a class that there is not"
+    yield "chains", (own.owners < NONE) | (own.owners >= count), "block {} is of no chain that there is"
+    yield "chains", not NONE <= book["pick"] < count, "no chain that there is loses blocks now"
+    named = (own.names >> 8) & (CHAINS_MAX - 1)
+    yield "names", (own.names != NONE) & (named >= count), "name {} is of no chain that there is"
     if not outside.any():
         yield "rings", chains["before"][chains["after"]] != numbers, "chain {} and its neighbour do not name each other"
     running = own.turns[own.turns != NONE]
-    yield "turns", np.bincount(running, minlength=len(chains)) != chains["turns"], "chain {}: its turns are no rows"
+    if ((running < 0) | (running >= count)).any():
+        yield "turns", True, "a row has a chain that there is not"
+    else:
+        yield "turns", np.bincount(running, minlength=count) != chains["turns"], "chain {}: its turns are no rows"
     yield "turns", (own.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
     for name in ("by_lru", "by_worth"):
         used = book[f"{name[3:]}_used"]

@@ -56,9 +56,10 @@ class Store(Protocol):
     """Keeps blocks by key. Implement this to keep blocks in one more place; ``StoreQueue`` does the rest.
 
     Calls may block and may raise OSError, which fails all blocks of the call. They come on the queue's threads,
-    ``threads`` of them at a time. ``close`` comes once, when no other call is under way. What a store answers is not
-    trusted: a block counts only if its bytes have the seal that was made for its key. ``name`` and ``threads`` are
-    asked for once, before ``open``.
+    ``threads`` of them at a time; ``open``, ``stats``, and ``find`` if it is ``indexed``, on any thread. ``close``
+    comes once, when no other call is under way. A store with files, sockets or threads raises ForkedProcess in a child
+    of ``os.fork()``. What a store answers is not trusted: a block counts only if its bytes have the seal that was made
+    for its key. ``name`` and ``threads`` are asked for once, before ``open``.
 
     ``keys`` uint8[n, KEY_BYTES] say nothing about the content. ``rows`` int64[n] index ``Space.memory``. ``seals``
     uint8[n, SEAL_BYTES] are kept with the blocks, and given back. All three are copies of the call's own. ``stop()``
@@ -107,8 +108,9 @@ class Store(Protocol):
         """Drop blocks. Returns how many were there.
 
         When it returns, none of them is found or loaded any more, also after a crash of a store that outlives its
-        process. If that is not so for all, it raises, and is called again. No save of these blocks by the same queue is
-        under way meanwhile.
+        process. If that is not so for all, it raises, and is called again. No save that began before may come into
+        effect later, such as a request that has timed out and still arrives at a server. No save of these blocks by the
+        same queue is under way meanwhile, unless they were damaged.
         """
 
     def clear(self, tag: bytes) -> int:

@@ -25,7 +25,7 @@ Make = Callable[..., Engine]
 def run_without(modules: list[str], code: str) -> subprocess.CompletedProcess[str]:
     """A new interpreter in which these modules cannot be imported runs the code."""
     lines = f"import sys\nfor name in {modules!r}: sys.modules[name] = None\n{code}"
-    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("count", [500, 3])

@@ -46,11 +46,11 @@ def held(lock: Any) -> Iterator[None]:
     def hold() -> None:
         with lock:
             taken.set()
-            over.wait(60)
+            over.wait(600)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert taken.wait(60)
+    assert taken.wait(600)
     try:
         yield
     finally:
@@ -165,13 +165,13 @@ def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
             assert keeper.find(b"a") == index.HERE
             refuses(lambda: keeper.find(b"no"), lambda: keeper.lookup([b"no"]), lambda: keeper.pin([b"a"]),
                     lambda: keeper.publish([b"a"]), lambda: keeper.forget([b"a"]), keeper.poll, keeper.clear,
-                    keeper.stats, lambda: keeper.drain(60.0), keeper.close)  # fmt: skip
+                    keeper.stats, lambda: keeper.drain(600), keeper.close)  # fmt: skip
             with pytest.raises(ForkedProcess), keeper:
                 pass
             assert index.find(b"a") == index.HERE
 
         in_child(child)
-        assert keeper.find(b"no") == index.PENDING and keeper.drain(60)
+        assert keeper.find(b"no") == index.PENDING and keeper.drain(600)
 
 
 def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: Any) -> None:
@@ -182,11 +182,11 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
     with StoreQueue(wrong, memory(), IDENTITY) as queue, StoreQueue(disk, memory(), IDENTITY) as other:
         with engine.cache, keeping.keeper(engine, keeping.store()) as keeper:
             job = queue.find(queue.secret.opaque(names(1)))
-            assert gate.reached.wait(60)
+            assert gate.reached.wait(600)
             prefetch = keeper.prefetch([*range(40)])
             in_child(lambda: refuses(job.wait, job.cancel, prefetch.wait, queue.stats, other.stats, disk.stats))
             gate.open()
-            assert job.wait(60) and prefetch.wait(60)
+            assert job.wait(600) and prefetch.wait(600)
 
 
 def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
+from kvpool.jit import jit
 from kvpool.jit.intrinsics import compare_exchange, load
 from kvpool.state import pins, tiers
 from kvpool.state.records import BLOCK, change_word, head
@@ -43,7 +44,7 @@ def run(*workers: Callable[[], object]) -> None:
         raise errors[0]
 
 
-@numba.njit(nogil=True)
+@jit
 def add_many(blocks: Any, count: int, refs: int, pins: int) -> int:
     """How many of ``count`` changes took place."""
     done = 0
@@ -147,7 +148,7 @@ def test_eight_threads_that_add_get_each_device_block_once() -> None:
         assert cache.stats().device.free == 1000
 
 
-@numba.njit
+@jit
 def take_host(heads: npt.NDArray[np.int64], priority: int) -> Any:
     return tiers.take_host(head(heads, 0), priority)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
-from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, find_batch
+from kvpool.device.cuda import close_unused, cuda_memory
+from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, Driver, find_batch
 from kvpool.errors import DeviceError
 
 
@@ -84,3 +86,36 @@ def test_commands_without_a_gpu_say_what_is_missing(
     with pytest.raises(SystemExit, match="nothing was measured.*CuPy"):
         gpu_table.main(["--output", str(tmp_path / "RESULTS.md")])
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_of_other_processes_that_another_thread_is_closing_already_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Taken(deque[Any]):
+        """Another thread takes the last one between the question and the taking."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    monkeypatch.setattr(cuda_memory, "_unused", Taken())
+    close_unused()
+
+
+def test_a_context_that_cannot_be_entered_is_not_left() -> None:
+    """To leave it would take the caller's own context from its thread."""
+    asked: list[str] = []
+
+    def function(name: str, status: int) -> Any:
+        def call(*arguments: Any) -> int:
+            asked.append(name)
+            if name == "cuDevicePrimaryCtxGetState":
+                arguments[2]._obj.value = 1
+            return status
+
+        return call
+
+    failing = {"cuPointerGetAttribute": 1, "cuDevicePrimaryCtxRetain": 2, "cuCtxPushCurrent_v2": 201}
+    names = (*failing, "cuDevicePrimaryCtxGetState", "cuCtxPopCurrent_v2")
+    library = SimpleNamespace(**{name: function(name, failing.get(name, 0)) for name in names})
+    assert Driver(lambda name: library).gpu_of(4096, 2) is None
+    assert asked.count("cuCtxPushCurrent_v2") == 2 and "cuCtxPopCurrent_v2" not in asked

@@ -4,6 +4,7 @@ half-way."""
 from __future__ import annotations
 
 import gc
+import io
 import mmap
 import os
 import sys
@@ -174,3 +175,10 @@ def test_the_bar_is_shown_on_a_terminal_only_and_needs_no_package(monkeypatch: p
     monkeypatch.setitem(sys.modules, "tqdm", None)
     PinnedMemory(2 * PAGE, registrar, chunk_bytes=PAGE).free()
     assert len(registrar.calls) == 4 and not registrar.pinned
+
+
+def test_memory_is_pinned_where_standard_error_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    PinnedMemory(PAGE, FakeRegistrar()).free()

@@ -105,7 +105,7 @@ class Driver:
     def stall(self, stream: int) -> Callable[[], None]:
         """Hold back what is enqueued on a stream from now on, whatever else could run; the result lets it go."""
         gate = threading.Event()
-        self._kept.append(self.host_function(lambda: gate.wait(60), stream))
+        self._kept.append(self.host_function(lambda: gate.wait(600), stream))
         return gate.set
 
     def counter(self, name: str) -> int:
@@ -189,7 +189,7 @@ def in_a_process(script: str, *arguments: object) -> str:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

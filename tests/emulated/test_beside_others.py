@@ -289,3 +289,20 @@ def test_a_forked_child_gets_no_copy_of_pinned_pages(driver: Driver) -> None:
                 elif inside and line.startswith("VmFlags:"):
                     flags = line
         assert "dc" in flags.split()[1:], flags
+
+
+def test_work_behind_the_last_event_of_a_stream_is_waited_for_however_many_streams_came_since(driver: Driver) -> None:
+    device = CudaDevice()
+    pools, stream = make_pools(device, LAYOUT), Stream(driver.stream())
+    device.synchronize(device.record(stream))
+    driver.hold(stream.handle)
+    device.copy_blocks(np.array([[0, 6, 4, 0]]), stream)
+    others = [Stream(driver.stream()) for _ in range(80)]
+    for other in others:
+        device.record(other)
+    device.synchronize()
+    assert driver.library.emu_pending(ctypes.c_void_p(stream.handle)) == 0
+    del pools
+    device.close()
+    for one in (stream, *others):
+        driver.cuStreamDestroy_v2(one.handle)  # type: ignore[operator]

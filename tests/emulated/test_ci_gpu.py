@@ -73,7 +73,7 @@ def run(folder: Path, python: Path, *arguments: str) -> subprocess.CompletedProc
     environment = os.environ | {"PYTHON": str(python), "PATH": f"{folder}:/usr/bin:/bin"}
     environment["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
     return subprocess.run(
-        [str(COMMAND), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [str(COMMAND), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -212,6 +212,18 @@ def test_a_pool_that_does_not_fit_leaves_nothing(driver: Driver) -> None:
     assert driver.in_use() == before
 
 
+def test_what_is_said_to_be_available_can_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+from kvpool.device.cuda import CudaDevice
+from tests.emulated import lab
+lab.driver().use(0)
+device, odd = CudaDevice(), lab.driver().made("cuMemAlloc_v2", 1 << 16)
+print(device.allocate(device.available_bytes("device"), "device").nbytes >> 20)
+"""
+    monkeypatch.setenv("EMU_MEMORY_BYTES", str(32 << 20))
+    assert lab.in_a_process(script).split()[-1] == "29"
+
+
 def test_closing_gives_everything_back(driver: Driver) -> None:
     before = driver.in_use()
     device = CudaDevice(calibration="kernel")

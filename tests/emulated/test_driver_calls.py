@@ -191,7 +191,7 @@ def test_a_question_for_an_event_leaves_no_error_behind(driver: Driver) -> None:
     runtime = ctypes.CDLL(_runtime_module())
     device, gate = CudaDevice(), threading.Event()
     stream = device.create_stream("stalled")
-    kept = driver.host_function(lambda: gate.wait(20), stream.handle)
+    kept = driver.host_function(lambda: gate.wait(600), stream.handle)
     event = device.record(stream)
     runtime.cudaGetLastError()
     assert not device.query(event) and runtime.cudaPeekAtLastError() == 0

@@ -113,7 +113,7 @@ def test_a_gpu_gets_on_when_no_call_comes_and_a_loop_of_queries_ends(driver: Dri
         if idle_ms < 0:
             while driver.status("cuStreamQuery", stream) == lab.NOT_READY:
                 pass
-        assert done.wait(20)
+        assert done.wait(600)
         driver.cuStreamSynchronize(stream)
         del kept
 
@@ -141,7 +141,7 @@ def test_a_host_function_that_waits_holds_up_its_own_stream_only_and_may_not_cal
 
     def function() -> None:
         found.append(driver.status("cuStreamQuery", streams[1]))
-        gate.wait(20)
+        gate.wait(600)
 
     kept = driver.host_function(function, streams[0])
     driver.copy(driver.pinned(1), driver.pinned(1), 1, streams[1])
@@ -316,7 +316,7 @@ def test_a_wait_is_for_the_record_before_it(driver: Driver) -> None:
     driver.cuStreamSynchronize(second)
     driver.cuEventRecord(event, second)
     driver.cuStreamWaitEvent(second, event, 0)
-    kept = driver.host_function(lambda: gate.wait(20), first)
+    kept = driver.host_function(lambda: gate.wait(600), first)
     driver.cuEventRecord(event, first)
     driver.cuStreamSynchronize(second)
     assert driver.status("cuEventQuery", event) == lab.NOT_READY

@@ -110,7 +110,7 @@ def test_a_store_that_hangs_keeps_its_rows_and_cannot_reach_what_the_engine_uses
     assert blocks.troubles["load", "late"] >= 2
     gate.open()
     blocks.seconds["load"] = 60.0
-    assert blocks.client.queue.drain(60)
+    assert blocks.client.queue.drain(600)
     found = load(blocks, 2)
     assert len(found) == 2
     assert_right(found)

@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield found
     finally:
         found.process.terminate()
-        found.process.wait(60)
+        found.process.wait(600)
 
 
 def cached(answer: dict[str, Any]) -> int:

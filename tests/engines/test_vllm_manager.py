@@ -321,7 +321,7 @@ class Stored(Manager):
 
     def found(self, *numbers: int) -> list[Any]:
         """What lookups say in the end, step by step, as long as the manager wants steps."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         found = self.lookup(*numbers)
         while self.real.has_pending_work():
             assert time.monotonic() < end
@@ -330,7 +330,7 @@ class Stored(Manager):
 
     def wait_saved(self, count: int) -> None:
         """Wait until the store has kept so many chunks more. A chunk that leaves the cache before is not kept."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while count > 0:
             assert time.monotonic() < end
             self.step()

@@ -49,7 +49,7 @@ def run(*arguments: str, expected: int = 0) -> str:
     path = os.pathsep.join([str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout + done.stderr

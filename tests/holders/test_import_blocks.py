@@ -199,7 +199,7 @@ def test_the_memory_stays_until_an_import_has_written(make: Make, monkeypatch: p
     Meanwhile(monkeypatch, engine, act)
     with pytest.raises(PoolClosed):
         engine.cache.import_blocks(*prompt_of(engine, 12))
-    closer.join(10)
+    closer.join(600)
     assert engine.cache._pools.closed
 
 

@@ -47,7 +47,7 @@ def test_two_workers_fill_one_tier_and_read_it(make: Make, spawn: Spawn) -> None
             assert [worker.recv() for worker in workers] == [[5], [105]]
         for worker in workers:
             worker.send(("stop", None, None))
-            worker.process.join(60)
+            worker.process.join(600)
             assert worker.process.exitcode == 0
 
 

@@ -3,6 +3,7 @@ strangers."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import json
@@ -21,7 +22,7 @@ from numba import types
 from numba.core import config
 from numba.core.errors import TypingError
 
-from kvpool.jit import jit, sources
+from kvpool.jit import compiler, jit, sources
 
 # A package with its own copy of the decorator. `entry` inlines a helper of `deep.helper`, which reads a constant of
 # `deep.numbers`; `other` names neither.
@@ -198,6 +199,39 @@ def test_damaged_and_misplaced_files_cost_a_compilation(sample: Path) -> None:
     assert misses_of(again) == {"entry": 1, "plus_ten": 0, "plus_twenty": 0, "other": 1}
 
 
+def test_a_file_with_one_wrong_byte_is_compiled_anew(sample: Path) -> None:
+    root = Path(report_of(sample)["root"])
+    for path in root.rglob("*.nbc"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    again = report_of(sample)
+    assert [again[name]["value"] for name in misses_of(again)] == [16, 26, 36, 4]
+    assert all(misses_of(again).values()) and not any(misses_of(report_of(sample)).values())
+
+
+@pytest.mark.parametrize("danger", ["writable", "foreign"])
+def test_a_file_that_others_could_write_while_its_folder_was_open_to_them_is_not_loaded(
+    sample: Path, danger: str
+) -> None:
+    """The owner has closed the folder since. Who can write a file can have written it."""
+    for path in Path(report_of(sample)["root"]).rglob("*.nbc"):
+        if danger == "writable":
+            path.chmod(0o666)
+        elif os.getuid() == 0:
+            os.chown(path, 65534, 65534)
+        else:
+            pytest.skip("only root can give a file away")
+    assert all(misses_of(report_of(sample)).values()) and not any(misses_of(report_of(sample)).values())
+
+
+@pytest.mark.parametrize("setting", [{"NUMBA_CPU_FEATURES": "+sse2"}, {"NUMBA_ENABLE_AVX": "0"}])
+def test_code_for_other_features_of_a_processor_is_other_code(sample: Path, setting: dict[str, str]) -> None:
+    report_of(sample)
+    assert all(misses_of(report_of(sample, **setting)).values())
+    assert not any(misses_of(report_of(sample, **setting)).values())
+
+
 def test_of_two_processes_at_once_one_compiles(sample: Path) -> None:
     command = [sys.executable, "-c", REPORT]
     children = [
@@ -228,7 +262,9 @@ def test_a_second_folder_of_a_list_is_read_and_never_written(sample: Path, tmp_p
     assert misses_of(third)["other"] and files_below(str(own)) and files_below(str(baked)) == files
     baked.chmod(0o777)
     shutil.rmtree(own)
-    assert all(misses_of(report_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")).values())
+    chosen = environment_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")
+    done = subprocess.run([sys.executable, "-c", REPORT], env=chosen, capture_output=True, text=True, check=True)
+    assert all(misses_of(json.loads(done.stdout)).values()) and done.stderr.count(str(baked)) == 1
 
 
 def test_checkout_and_installation_of_the_same_sources_compile_once(sample: Path, tmp_path: Path) -> None:
@@ -259,6 +295,10 @@ def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sam
     edit(sample / "other.py", "- 1", "- 2")
     piped = subprocess.run([sys.executable, "-c", REPORT], env=environment_of(sample), capture_output=True, text=True)
     assert misses_of(json.loads(piped.stdout))["other"] and not piped.stderr
+
+
+def test_functions_are_compiled_where_standard_error_is_closed(sample: Path) -> None:
+    assert all(misses_of(report_of(sample, before="import sys\nsys.stderr.close()\n")).values())
 
 
 def _read_all(terminal: Any) -> str:
@@ -379,6 +419,16 @@ def test_chosen_folder_and_checkout_are_not_used_where_others_can_write(
     assert not files_below(str(folder)) and str(folder) in done.stderr
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link away")
+def test_a_folder_behind_a_link_of_somebody_else_is_refused(sample: Path, tmp_path: Path, temporary: Path) -> None:
+    """Its owner can make it lead to another folder, whoever may rename it."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (temporary / "link").symlink_to(tmp_path / "mine")
+    os.lchown(temporary / "link", 65534, 65534)
+    report = report_of(sample, NUMBA_CACHE_DIR=str(temporary / "link"))
+    assert report["root"] == str(sample / "__pycache__" / "jit") and not files_below(str(tmp_path / "mine"))
+
+
 @pytest.mark.parametrize("link", [False, True])
 def test_a_folder_inside_one_that_others_can_rename_is_refused(
     sample: Path, tmp_path: Path, temporary: Path, link: bool
@@ -405,9 +455,26 @@ def test_works_without_jit(sample: Path) -> None:
     assert report["plus_ten"] == {"value": 26}
 
 
-def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path) -> None:
-    report = report_of(sample, before="from numba.core import typed_passes\ndel typed_passes.PreLowerStripPhis\n")
+WITHOUT = "from numba.core import typed_passes\ndel typed_passes.PreLowerStripPhis\n"
+MORE = """
+import abc
+from numba.core.codegen import CodeLibrary
+CodeLibrary.more = abc.abstractmethod(lambda self: None)
+CodeLibrary.__abstractmethods__ |= {"more"}
+"""
+
+
+@pytest.mark.parametrize("release", [WITHOUT, MORE])
+def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path, release: str) -> None:
+    report = report_of(sample, before=release)
     assert report["entry"]["value"] == 16 and not files_below(report["root"])
+
+
+def test_every_private_name_of_numba_is_looked_for_before_it_is_used() -> None:
+    tree = ast.parse(Path(compiler.__file__).read_text(encoding="utf-8"))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)}
+    own = {"_cache", "_files", "_inner", "_placed", "_reach"}
+    assert used - own == used & {name for _, names in compiler._NAMES for name in names.split()}
 
 
 @jit
@@ -427,7 +494,7 @@ def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_l
 from kvpool.commands.terminal import announce_compilation
 announce_compilation()
 
-from kvpool.device.steps import numbers_bytes
+from kvpool.device.work import numbers_bytes
 numbers_bytes(3)
 """
     environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE_ROOT)}

@@ -96,7 +96,7 @@ def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
         ]
         url = f"http://127.0.0.1:{server.server_address[1]}/measure.html"
         command = [str(BROWSER), *flags, "--virtual-time-budget=600000", "--dump-dom", url]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600)
         server.shutdown()
     text = re.search(r'<pre id="found">(.*?)</pre>', run.stdout, re.DOTALL)
     assert text and text[1], run.stdout[-2000:] + run.stderr[-2000:]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
+
+import kvpool
 
 SCRIPT = """
 import json, sys
@@ -49,7 +54,7 @@ GROUPS = [
     kvpool.LayerGroup(layout(), kind="cross"),
 ]
 prompt = list(range(9))
-for device in ("cpu", "sim"):
+for device, policy in (("cpu", "agent"), ("sim", "adaptive")):
     with kvpool.KVCacheManager(
         groups=GROUPS,
         device_blocks=[8] * 4,
@@ -57,6 +62,7 @@ for device in ("cpu", "sim"):
         device=device,
         event_capacity=64,
         max_sequence_tokens=64,
+        policy=policy,
     ) as cache:
         a = cache.add_sequence(prompt, encoder_tokens=5)
         cache.match_prefix(prompt)
@@ -80,7 +86,7 @@ for device in ("cpu", "sim"):
         cache.keep([a, *b], [2, 2], [1, 0], [1, 1])
         cache.reorder([a, *b], [1, 1], store=True)
         cache.evictable_if_released([a, *b], group=0)
-        cache.release([a, *b])
+        cache.release([a, *b], stop="tool_use")
         cache.offload(prompt)
         for start in (100, 200):
             cache.release(cache.add_sequence([*range(start, start + 20)], encoder_tokens=5))
@@ -104,3 +110,25 @@ def test_after_a_warm_up_nothing_is_compiled_or_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+def test_what_is_baked_into_an_image_by_root_can_be_read_by_whom_it_runs_as(tmp_path: Path) -> None:
+    script = """
+import sys
+import kvpool.warming
+from kvpool.__main__ import main
+from kvpool.device.work import numbers_bytes
+kvpool.warming.warm_up = lambda: numbers_bytes(3)
+sys.exit(main(["warm-up", "--into", sys.argv[1]]))
+"""
+    into = tmp_path / "new" / "code"
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvpool.__file__).parents[1])}
+    subprocess.run(
+        [sys.executable, "-c", f"import os; os.umask(0o077)\n{script}", str(into)], env=environment, check=True
+    )
+    files = [*into.rglob("*.nbc")]
+    assert files and all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in files)
+    failed = {**environment, "NUMBA_DISABLE_JIT": "1"}
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "none")], env=failed).returncode == 1
+    folders = {into, into.parent, *(path.parent for path in files)}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o755 for path in folders)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from types import SimpleNamespace
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from kvpool import PagedKV, StridedArray, gather_kv, scatter_kv
 from kvpool.device import launches as copies
 from kvpool.device.launches import Grid, KvPlane, KvTokens
+from kvpool.errors import DeviceError
 from tests.kernels.caches import Sizes, make_cache
 from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory
@@ -124,11 +125,8 @@ def test_host_memory_that_kernels_cannot_reach_is_refused_before_the_launch() ->
 
 
 def test_a_gpu_without_its_packages_is_said_to_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr("kvpool.memory.kv_copy.importlib", SimpleNamespace(import_module=missing))
-    with pytest.raises(ImportError, match="'cuda12' or 'cuda13'"):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceError, match=r"needs CuPy.*'kvpool\[cuda12\]' or 'kvpool\[cuda13\]'"):
         gather_kv(CACHE.paged("device"), as_memory(SLOTS, "device"), as_memory(staging(), "device"))
 
 

@@ -199,8 +199,8 @@ MUTATIONS = (
     Mutation(
         "users_do_not_wait_for_answers",
         "play",
-        "now + turn.seconds + pause",
-        "now + pause",
+        "now + turn.seconds",
+        "now",
         "Sessions are played faster than their agents were answered, so fewer others come between.",
         (f"{SESSIONS}test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said",),
     ),

@@ -11,11 +11,11 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 def connected(endpoint: str) -> socket.socket:
     if endpoint.startswith("ipc://"):
         found = socket.socket(socket.AF_UNIX)
-        found.settimeout(20)
+        found.settimeout(600)
         found.connect(endpoint.removeprefix("ipc://"))
         return found
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=600)
 
 
 def frame(content: bytes, flags: int = 0) -> bytes:
@@ -59,7 +59,7 @@ def let_in(endpoint: str, kind: bytes = b"DEALER", identity: bytes | None = None
 
 
 def is_ended(peer: socket.socket) -> bool:
-    """Whether the other end closes a connection within 20 s."""
+    """Whether the other end closes a connection within 600 s."""
     try:
         while peer.recv(1 << 16):
             pass

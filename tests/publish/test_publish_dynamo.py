@@ -26,7 +26,7 @@ SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sy
 def ask(port: int, path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with urllib.request.urlopen(request, timeout=600) as reply:
         return json.loads(reply.read() or b"null")
 
 
@@ -56,10 +56,10 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
                 [sys.executable, "-c", SCRIPT, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
         )
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=600):
                     return port
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.05)
@@ -68,7 +68,7 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
     yield start
     for process in started:
         process.terminate()
-        process.wait(30)
+        process.wait(600)
 
 
 def found(port: int, prompt: range, **names: Any) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def found(port: int, prompt: range, **names: Any) -> tuple[int, int]:
 
 
 def await_found(port: int, prompt: range, tokens: tuple[int, int], **names: Any) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 600
     while found(port, prompt, **names) != tokens and time.monotonic() < end:
         time.sleep(0.05)
     assert found(port, prompt, **names) == tokens
@@ -87,7 +87,7 @@ def await_found(port: int, prompt: range, tokens: tuple[int, int], **names: Any)
 
 def subscribed(port: int, prompt: range, again: Callable[[], object]) -> None:
     """Repeat what stores a prompt until the indexer's subscription has reached the publisher."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 600
     while found(port, prompt) != (len(prompt), len(prompt)) and time.monotonic() < end:
         again()
         time.sleep(0.05)

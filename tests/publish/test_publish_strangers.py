@@ -29,9 +29,9 @@ FIRST = bytes(8)
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 600
     while not condition():
-        assert time.monotonic() < end, f"no {what} within 20 s"
+        assert time.monotonic() < end, f"no {what} within 600 s"
         time.sleep(0.002)
 
 
@@ -106,7 +106,7 @@ def test_a_subscriber_has_few_topics(make: Make, publish: Publish, route: Route,
     publisher = publish(engine)
     peer = let_in(publisher.endpoint, b"SUB")
     topics = [frame(b"\x01" + place.to_bytes(8, "little") + bytes(nbytes - 8)) for place in range(count)]
-    peer.settimeout(20)
+    peer.settimeout(600)
     try:
         for topic in topics:
             peer.sendall(topic)
@@ -128,7 +128,7 @@ def test_a_subscriber_may_name_the_whole_topic_and_some_others(make: Make, publi
     until(lambda: len(publisher._subscribers) == 1, "connection")
     time.sleep(0.3)  # as long as the publisher takes to count what was said
     publisher.close()
-    assert subscriber.poll(20_000) and subscriber.recv_multipart()[0] == topic.encode()
+    assert subscriber.poll(600_000) and subscriber.recv_multipart()[0] == topic.encode()
     assert publisher.stats().talkers == 0
     context.destroy(linger=0)
 
@@ -200,7 +200,7 @@ def test_clients_with_names_and_heartbeats_are_served(make: Make, publish: Publi
         client.connect(str(publisher.replay_endpoint))
         head = {zmq.DEALER: [b""], zmq.REQ: [], zmq.ROUTER: [b"there", b""]}[kind]
         client.send_multipart([*head, bytes(8)])
-        assert client.poll(20_000) and client.recv_multipart()[-2] == FIRST
+        assert client.poll(600_000) and client.recv_multipart()[-2] == FIRST
     context.destroy(linger=0)
 
 

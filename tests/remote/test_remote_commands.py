@@ -62,7 +62,7 @@ def test_a_server_of_ones_own_is_fetched_from_and_ends_with_its_input(
         assert "different hash secrets" in capsys.readouterr().out
         process.stdin.close()
         served = process.stdout.read()
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
     assert "FAILED" not in served and re.search("requests refused +0\n", served)
 
 

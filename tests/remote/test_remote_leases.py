@@ -41,8 +41,8 @@ class Fetch(threading.Thread):
             self.result = error
 
     def wait(self) -> Any:
-        self.join(30)
-        assert not self.is_alive(), "the fetch did not end within 30 s"
+        self.join(600)
+        assert not self.is_alive(), "the fetch did not end within 600 s"
         return self.result
 
 
@@ -248,5 +248,5 @@ engine.cache.verify()
 engine.cache.close()
 """
     with BlockServer(there.cache) as server:
-        subprocess.run([sys.executable, "-c", script, server.endpoint], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", script, server.endpoint], check=True, timeout=600)
         until(lambda: not there.cache.leases, "end of the lease")

@@ -137,7 +137,7 @@ engine.cache.close()
             with BlockClient(endpoint, here.cache, transport=NixlClient()) as client:
                 assert client.fetch(its) == 6
             process.stdin.close()
-            assert process.wait(60) == 0
+            assert process.wait(600) == 0
         until(lambda: not here.cache.leases, "end of the leases")
     assert here.add(its).cached == 24
 

@@ -308,11 +308,11 @@ def connected(endpoint: str) -> socket.socket:
     """A connection without a word."""
     if endpoint.startswith("ipc://"):
         silent = socket.socket(socket.AF_UNIX)
-        silent.settimeout(20)
+        silent.settimeout(600)
         silent.connect(endpoint.removeprefix("ipc://"))
         return silent
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=600)
 
 
 def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.replay import Replay, ReplayConfig, Request, Trace, TraceError, read_trace
 from kvpool.replay.schedule import Admit, Finish, schedule
+from kvpool.replay.sessions import play
+from kvpool.replay.traces import read_sessions
 
 # t, in, out, stop, api_time, think_time, agent, from, keep, runs
 CALLS = [
@@ -73,6 +76,24 @@ def test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said(tmp_path: Pa
     times = [round(one.timestamp - first.timestamp, 6) for one in (first, second, third) if one.timestamp is not None]
     assert times == [0.0, 2.0 + 3.0, 5.0 + 6.5 + 10.0], "the time of a call that nobody knows is 6.5 s"
     assert (first.seconds, second.seconds, third.seconds) == (2.0, 6.5, 300.0)
+    assert (first.returns, second.returns, third.returns) == (second.timestamp, third.timestamp, inf)
+    assert (first.stop, second.stop, third.stop) == ("tool_use", "tool_use", "end_turn")
+
+
+def test_the_longest_pause_may_vary_and_is_the_same_in_each_run(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(PACKED) + "\n" for _ in range(20)))
+    sessions = read_sessions(str(tmp_path / "trace.jsonl"))
+
+    def longest(varies: float) -> list[float]:
+        played = play(sessions, 3, 10.0, varies)
+        waits = [(one.returns or 0.0) - (one.timestamp or 0.0) - 6.5 for one in played if one.seconds == 6.5]
+        return [round(wait, 6) for wait in waits]
+
+    assert longest(0.0) == [10.0] * 20
+    drawn = longest(0.5)
+    assert drawn == longest(0.5) and len(set(drawn)) == 20 and 5.0 <= min(drawn) < 8.0 < 12.0 < max(drawn) <= 15.0
+    with pytest.raises(ValueError, match="varies 1.5: accepted is 0 to 1"):
+        next(play(sessions, varies=1.5))
 
 
 @pytest.mark.parametrize("users", [1, 3, 50])
@@ -145,6 +166,7 @@ BROKEN = [
     (call(**{"in": 192}), "request 1: 4 ids of 64 tokens for 192 tokens: accepted is"),
     (call(out=-1), "request 1: column 'out'"),
     (call(api_time="soon"), "request 1: column 'api_time' must be a number"),
+    (call(stop=7), "request 1: column 'stop' must be a string, found the integer 7"),
     (call(think_time=float("nan")), "request 1: column 'think_time' must be finite"),
     (call(**{"from": 1}), "request 1: column 'from' must be within -1..0, found 1"),
     (call(keep=3), "request 1: column 'keep' must be within 0..2, found 3"),

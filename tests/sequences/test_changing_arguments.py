@@ -66,7 +66,7 @@ print("whole")
 
 
 def test_counts_that_change_during_the_call_break_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", FLIPPED_COUNTS], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", FLIPPED_COUNTS], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "whole" in done.stdout, (done.returncode, done.stderr[-500:])
 
 

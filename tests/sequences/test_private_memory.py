@@ -110,7 +110,7 @@ def _described(value: Any) -> object:
         assert value.wait(60, returned=True)
         return value.codes.tolist(), value.error
     if isinstance(value, Forgotten):
-        assert value.wait(60)
+        assert value.wait(600)
         return value.blocks
     if isinstance(value, Prefetch):
         return _described(value.prompt)
@@ -179,6 +179,7 @@ NO_ARRAYS = {
     *("HostCache.block_bytes", "HostTier.block_bytes", "HostCopies.caches", "LayerGroup.layout", "split_blocks.groups"),
     # read when a part is made, by names, and never handed to jitted code
     *("Keeper.stores", "Keeper.quotas", "HostKeeper.stores", "HostKeeper.policies", "StepTables.as_table"),
+    "warm_up.caches",  # PagedKV, which are immutable
     *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
     *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
 }

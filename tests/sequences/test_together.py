@@ -291,22 +291,22 @@ def test_no_garbage_is_collected_while_lists_of_two_pools_overlap(make: Make, mo
 
     def first(keys: Any) -> Any:
         inside[0].set()
-        assert inside[1].wait(60)
+        assert inside[1].wait(600)
         return match[0](keys)
 
     def second(keys: Any) -> Any:
         inside[1].set()
-        assert first_is_done.wait(60)
+        assert first_is_done.wait(600)
         enabled.append(gc.isenabled())
         return match[1](keys)
 
     for cache, call in zip(pools, (first, second), strict=True):
         monkeypatch.setattr(cache._admissions, "match", call)
-    other = threading.Thread(target=lambda: inside[0].wait(60) and pools[1].apply([op.match([1])]))
+    other = threading.Thread(target=lambda: inside[0].wait(600) and pools[1].apply([op.match([1])]))
     other.start()
     pools[0].apply([op.match([1])])
     first_is_done.set()
-    other.join(60)
+    other.join(600)
     assert enabled == [False]
     assert gc.isenabled()
 

@@ -122,13 +122,47 @@ def test_what_forks_share_stays_while_one_of_them_has_more() -> None:
         assert opened.cached("second") == 10 and opened.cached("first") == 35
 
 
+def test_what_comes_from_the_host_belongs_to_its_own_conversation() -> None:
+    with talks(66, host_blocks=200) as opened:
+        for name, blocks in (("one", 30), ("two", 40), ("three", 60)):  # each pushes the ones before out
+            opened.turn(name, blocks, at=10 * len(opened.texts))
+        for name in ("one", "two", "three"):
+            assert opened.turn(name, 5, at=100 + 10 * len(name)) in (30, 40, 60)
+        assert opened.book.book["known"][0] == 3
+        assert list(opened.book.chains["pauses"][:4]) == [1, 1, 1, 0]
+
+
+def test_a_conversation_without_its_end_still_goes_when_it_is_the_oldest() -> None:
+    with talks(100) as opened:
+        opened.turn("old", 40, at=1)
+        opened.turn("new", 50, at=2)
+        opened.cache.forget(opened.cache.block_keys(opened.texts["old"]).keys[-1:])
+        opened.fill(40)
+        assert opened.cached("new") == 50 and opened.cached("old") < 20
+
+
+def test_what_lru_has_left_of_a_conversation_is_still_known() -> None:
+    with talks(100, "adaptive") as opened:
+        opened.turn("old", 40, at=1)
+        opened.turn("new", 50, at=2)
+        opened.book.book["waits"] = 1
+        opened.fill(40)
+        assert opened.book.chains["size"][0] == opened.cached("old") < 20
+        opened.turn("new", 0, at=3, ends=True)
+        opened.book.book["waits"] = 0
+        kept = opened.cached("old")
+        opened.fill(20)
+        assert opened.cached("old") == kept and opened.cached("new") < 50
+
+
 def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
-    with talks(120) as opened:
-        taught(opened, rounds=10)
-        opened.turn("late", 0, at=6_000, returns_in_ms=5_000)
-        opened.turn("soon", 0, at=6_001, ends=True)
-        opened.fill(60)
-        assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
+    for said in ({"soon": {"ends": True}}, {"late": {"returns_in_ms": 2_000}}):
+        with talks(120) as opened:
+            taught(opened)
+            opened.turn("soon", 0, at=6_000, **said.get("soon", {}))
+            opened.turn("late", 0, at=6_001, **said.get("late", {}))
+            opened.fill(60)
+            assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
 
 
 def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
@@ -262,11 +296,24 @@ def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
         opened.cache.release(live)
 
 
+def _set(name: str, at: int, value: int) -> Any:
+    return lambda own: (getattr(own, name) if hasattr(own, name) else own.chains[name]).__setitem__(at, value)
+
+
 BROKEN = {
-    "chains": lambda own: own.order.__setitem__(0, own.order[1]),
-    "rings": lambda own: own.chains["after"].__setitem__(int(own.order[0]), int(own.order[1])),
-    "turns": lambda own: own.chains["turns"].__setitem__(0, 3),
-    "ghosts": lambda own: own.chains["by_lru"].__setitem__(0, own.chains["by_lru"][0] + 1),
+    "chains": [
+        lambda own: own.order.__setitem__(0, own.order[1]),
+        _set("order", 0, 1 << 20),
+        _set("owners", 0, 1 << 20),
+        _set("first", 0, 1 << 20),
+        _set("before", 0, -1),
+        _set("row", 0, 1 << 20),
+        lambda own: own.book["pick"].__setitem__(0, len(own.chains)),
+    ],
+    "names": [_set("names", 0, (1 << 20) << 8)],
+    "rings": [lambda own: own.chains["after"].__setitem__(int(own.order[0]), int(own.order[1]))],
+    "turns": [_set("turns", 0, 1 << 20), _set("turns", 0, -2), lambda own: own.chains["turns"].__setitem__(0, 3)],
+    "ghosts": [lambda own: own.chains["by_lru"].__setitem__(0, own.chains["by_lru"][0] + 1)],
 }
 
 
@@ -275,8 +322,13 @@ def test_verify_sees_a_broken_record(check: str) -> None:
     with talks(60, "adaptive") as opened:
         for i in range(12):
             opened.turn(f"talk {i % 5}", 6, at=10 * i)
-        BROKEN[check](opened.book)
-        with pytest.raises(IntegrityError, match=check):
+        kept = [array.copy() for array in opened.book.arrays]
+        for wrong in BROKEN[check]:
+            wrong(opened.book)
+            with pytest.raises(IntegrityError, match=check):
+                opened.cache.verify()
+            for array, copy in zip(opened.book.arrays, kept, strict=True):
+                array[...] = copy
             opened.cache.verify()
 
 

@@ -25,7 +25,7 @@ class StoreContract:
         with open_queue(make(32)) as queue:
             keys = saved(queue, 20)
             found = queue.find(queue.secret.opaque(names(24)))
-            assert found.wait(60) and found.codes.tolist() == [OK] * 20 + [ABSENT] * 4
+            assert found.wait(600) and found.codes.tolist() == [OK] * 20 + [ABSENT] * 4
             loaded = queue.load(keys, np.arange(30, 50))
             assert loaded.wait(60, returned=True) and loaded.ok == 20, loaded.error
             for number in range(20):
@@ -34,19 +34,19 @@ class StoreContract:
     def test_a_block_that_is_not_there_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             job = queue.load(queue.secret.opaque(names(3)), np.arange(3))
-            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 3
+            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 3
 
     def test_a_prefix_of_a_load_can_be_used(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             saved(queue, 3)
             job = queue.load(queue.secret.opaque(names(5)), np.arange(10, 15))
-            assert job.wait(60) and job.leading == 3
+            assert job.wait(600) and job.leading == 3
 
     def test_saving_twice_changes_nothing(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 4)
             assert np.array_equal(keys, saved(queue, 4))
-            assert queue.load(keys, np.arange(4)).wait(60)
+            assert queue.load(keys, np.arange(4)).wait(600)
             assert np.array_equal(queue.memory[3], content(3))
 
     def test_other_bytes_under_a_key_that_is_there_are_not_an_error(self, make: Open) -> None:
@@ -84,21 +84,21 @@ class StoreContract:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 4)
             dropped = queue.forget(keys[:2])
-            assert dropped.wait(60) and dropped.ok == 2 and dropped.dropped == 2
+            assert dropped.wait(600) and dropped.ok == 2 and dropped.dropped == 2
             job = queue.load(keys, np.arange(4))
-            assert job.wait(60) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+            assert job.wait(600) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
 
     def test_what_was_saved_is_absent_after_a_clear_and_can_be_saved_again(self, make: Open) -> None:
         with open_queue(make(16)) as queue:
             saved(queue, 2, tag=queue.secret.tag(b"tenant"))
             keys = saved(queue, 4)
             dropped = queue.clear()
-            assert dropped.wait(60) and dropped.ok == 1 and dropped.dropped == 4, dropped.error
+            assert dropped.wait(600) and dropped.ok == 1 and dropped.dropped == 4, dropped.error
             job = queue.load(keys, np.arange(4))
-            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 4
+            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 4
             saved(queue, 4)
             job = queue.load(keys, np.arange(4))
-            assert job.wait(60) and job.ok == 4
+            assert job.wait(600) and job.ok == 4
 
     def test_a_clear_of_a_namespace_drops_nothing_else(self, make: Open) -> None:
         """A store that does not know namespaces refuses."""
@@ -110,9 +110,9 @@ class StoreContract:
                     queue.clear(tags[0])
                 return
             dropped = queue.clear(tags[0])
-            assert dropped.wait(60) and dropped.ok == 1 and dropped.dropped == 2, dropped.error
+            assert dropped.wait(600) and dropped.ok == 1 and dropped.dropped == 2, dropped.error
             job = queue.load(keys, np.arange(4))
-            assert job.wait(60) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+            assert job.wait(600) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
 
     @pytest.mark.parametrize("clears", [False, True])
     def test_a_save_under_way_leaves_nothing_that_was_dropped_meanwhile(self, make: Open, clears: bool) -> None:
@@ -121,13 +121,13 @@ class StoreContract:
             wrong.before["save"], wrong.deaf = gate, True
             keys = queue.secret.opaque(names(4))
             saving = queue.save(keys, np.arange(4))
-            assert gate.reached.wait(60)
+            assert gate.reached.wait(600)
             dropped = queue.clear() if clears else queue.forget(keys)
             assert saving.codes.tolist() == [CANCELLED] * 4
             gate.open()
-            assert dropped.wait(60) and dropped.ok == len(dropped.codes), dropped.error
+            assert dropped.wait(600) and dropped.ok == len(dropped.codes), dropped.error
             found = queue.find(keys)
-            assert found.wait(60) and found.codes.tolist() == [ABSENT] * 4
+            assert found.wait(600) and found.codes.tolist() == [ABSENT] * 4
 
     def test_nothing_of_another_model_is_found(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
@@ -157,7 +157,7 @@ class StoreContract:
                 job = queue.save(keys[first : first + 4], np.arange(first, first + 4), tag=tag, limit=6)
                 assert job.wait(60, returned=True)
             found = queue.find(keys)
-            assert found.wait(60) and found.ok <= 6
+            assert found.wait(600) and found.ok <= 6
 
     def test_many_threads_save_and_load_at_once(self, make: Open) -> None:
         with open_queue(make(64), piece_bytes=4 * BLOCK_BYTES) as queue:
@@ -200,11 +200,11 @@ class LastingContract(StoreContract):
     def test_what_was_dropped_is_absent_after_it_was_closed(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:
             keys = saved(queue, 8)
-            assert queue.forget(keys[:2]).wait(60) and queue.clear().wait(60)
+            assert queue.forget(keys[:2]).wait(600) and queue.clear().wait(600)
             kept = saved(queue, 2, first=10)
         with open_queue(again()) as queue:
             job = queue.load(np.concatenate([keys, kept]), np.arange(10))
-            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 8 + [OK] * 2
+            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 8 + [OK] * 2
 
     def test_a_clear_drops_nothing_of_another_model(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:
@@ -212,14 +212,14 @@ class LastingContract(StoreContract):
         with open_queue(again(), OTHER) as queue:
             saved(queue, 2)
             dropped = queue.clear()
-            assert dropped.wait(60) and dropped.dropped == 2, dropped.error
+            assert dropped.wait(600) and dropped.dropped == 2, dropped.error
         with open_queue(again()) as queue:
             job = queue.load(keys, np.arange(4))
-            assert job.wait(60) and job.ok == 4
+            assert job.wait(600) and job.ok == 4
 
     def test_another_model_finds_nothing_in_it(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:
             saved(queue, 4)
         with open_queue(again(), OTHER) as queue:
             job = queue.load(queue.secret.opaque(names(4)), np.arange(4))
-            assert job.wait(60) and job.codes.tolist() == [ABSENT] * 4
+            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 4

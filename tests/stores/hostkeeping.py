@@ -41,7 +41,7 @@ class Engine:
     def saved(self, count: int, first: int = 0) -> None:
         """Write blocks, have them saved, and drop them from the cache."""
         self.write(count, first)
-        assert self.keeper.drain(60)
+        assert self.keeper.drain(600)
         self.cache.forget(names(count, first))
 
     def ask(self, count: int, first: int = 0) -> list[int]:
@@ -52,7 +52,7 @@ class Engine:
         return np.where(here, HERE, ABSENT).tolist()
 
     def until(self, right: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 600
         self.keeper.poll()
         while not right():
             assert time.monotonic() < end, self.keeper.stats()
@@ -66,7 +66,7 @@ class Engine:
                 assert np.array_equal(self.tier.blocks[row], content(number_of(key))), key
 
     def close(self) -> None:
-        assert self.keeper.close(60)
+        assert self.keeper.close(600)
         self.cache.verify()
         self.cache.close()
         self.tier.close()

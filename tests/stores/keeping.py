@@ -61,12 +61,12 @@ def seed(of: Engine, kept: Keeper, prompts: Iterable[Sequence[int]], **names: An
     """Compute prompts, and see them saved."""
     for prompt in prompts:
         of.seed(prompt, len(prompt), **names)
-        assert kept.drain(60)
+        assert kept.drain(600)
 
 
 def wait(condition: Callable[[], bool]) -> None:
     """Wait until something is so. It fails if that takes a minute."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
@@ -75,7 +75,7 @@ def wait(condition: Callable[[], bool]) -> None:
 def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:
     """Prefetch a prompt. Returns the blocks that came."""
     handle = kept.prefetch(of.prompt(prompt, **names), deadline=60.0)
-    assert handle.wait(60), kept.stats()
+    assert handle.wait(600), kept.stats()
     return handle.blocks
 
 

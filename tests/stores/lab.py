@@ -104,7 +104,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self._open.wait(60)
+        assert self._open.wait(600)
 
     def open(self) -> None:
         self._open.set()

@@ -29,7 +29,7 @@ def store_of(tmp_path: Path, blocks: int, faulty: Faulty | None = None, name: st
 def here(queue: StoreQueue, count: int, first: int = 0) -> list[int]:
     """The numbers of the blocks that are found."""
     job = queue.find(queue.secret.opaque(names(count, first)))
-    assert job.wait(60)
+    assert job.wait(600)
     return [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
 
 
@@ -145,8 +145,8 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
         keys, gate = saved(queue, 4), Gate()
         faulty.before["preadv"] = gate
         reading = queue.load(keys[:2], np.arange(50, 52))
-        assert gate.reached.wait(60)
-        assert queue.forget(keys[:1]).wait(60)
+        assert gate.reached.wait(600)
+        assert queue.forget(keys[:1]).wait(600)
         fill(queue.memory, 4, first=10)
         job = queue.save(queue.secret.opaque(names(4, 10)), np.arange(4))
         assert job.wait(60, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
@@ -233,7 +233,7 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
 def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 32, faulty)) as queue:
         assert save_as(queue, b"a", 4, 4, 0) == [OK] * 4
-        assert queue.forget(queue.secret.opaque(names(2))).wait(60)
+        assert queue.forget(queue.secret.opaque(names(2))).wait(600)
 
         def fail() -> None:
             raise OSError(5, "I/O error")
@@ -256,16 +256,16 @@ def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> Non
         fill(queue.memory, 8)
         keys = queue.secret.opaque(names(8))
         first = queue.save(keys[:1], np.arange(1))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         written = threading.Semaphore(0)
         faulty.before["pwritev"] = written.release
         others = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(1, 8)]
         for _ in others:
-            assert written.acquire(timeout=60)
+            assert written.acquire(timeout=600)
         assert not any(job.done for job in [first, *others]), "nothing is durable yet"
         assert here(queue, 8) == []
         gate.open()
-        assert all(job.wait(60) and job.ok == 1 for job in [first, *others])
+        assert all(job.wait(600) and job.ok == 1 for job in [first, *others])
         # A thread that has written but not begun to wait when the second commit begins takes part in a third.
         assert 2 <= queue.stats().store["commits"] <= 3 and faulty.count["fdatasync"] == faulty.count["COMMIT"] - 1
 
@@ -283,12 +283,12 @@ def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, 
         fill(queue.memory, 8)
         keys = queue.secret.opaque(names(8))
         jobs = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(8)]
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         gate.open()
         assert all(job.wait(60, returned=True) and not job.ok and "No space" in job.error for job in jobs)
         del faulty.before["fdatasync"]
         saved(queue, 8)
-        assert here(queue, 8) == list(range(8)) and queue.find(before).wait(60)
+        assert here(queue, 8) == list(range(8)) and queue.find(before).wait(600)
         assert here(queue, 2, 50) == [50, 51]
 
 
@@ -306,11 +306,11 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
         fill(queue.memory, 2)
         keys = queue.secret.opaque(names(2))
         jobs = [queue.save(keys[:1], np.arange(1))]
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         written = threading.Event()
         faulty.before["pwritev"] = written.set
         jobs.append(queue.save(keys[1:], np.arange(1, 2)))
-        assert written.wait(60)
+        assert written.wait(600)
         gate.open()
         assert all(job.wait(60, returned=True) and not job.ok for job in jobs), "the second was synced without an error"
         assert here(queue, 2) == []
@@ -324,10 +324,10 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_p
         fill(queue.memory, 1)
         keys = queue.secret.opaque(names(1))
         jobs = [queue.save(keys, np.arange(1)) for _ in range(3)]
-        assert gate.reached.wait(60)
-        assert not any(job.done for job in jobs) and queue.load(keys, np.arange(9, 10)).wait(60)
+        assert gate.reached.wait(600)
+        assert not any(job.done for job in jobs) and queue.load(keys, np.arange(9, 10)).wait(600)
         gate.open()
-        assert all(job.wait(60) and job.ok == 1 for job in jobs)
+        assert all(job.wait(600) and job.ok == 1 for job in jobs)
         assert faulty.count["pwritev"] == 1
 
 
@@ -354,7 +354,7 @@ def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Pat
         fill(queue.memory, 1)
         keys = queue.secret.opaque(names(1))
         jobs = [queue.save(keys, np.arange(1)) for _ in range(2)]
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         gate.open()
         assert all(job.wait(60, returned=True) for job in jobs)
         assert sorted(job.ok for job in jobs) == [0, 1] and here(queue, 1) == [0]
@@ -366,7 +366,7 @@ def test_a_call_that_nobody_waits_for_stops_between_blocks(tmp_path: Path, fault
         gate, keys = Gate(), queue.secret.opaque([b"block %d" % number for number in (0, 2, 4, 6)])
         faulty.before["preadv"] = gate
         job = queue.load(keys, np.arange(20, 24))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         job.cancel()
         gate.open()
         assert job.wait(60, returned=True) and job.codes.tolist() == [CANCELLED] * 4
@@ -410,7 +410,7 @@ def test_the_slab_is_allocated_when_the_store_is_opened(tmp_path: Path) -> None:
 def test_a_block_that_is_absent_costs_no_read(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
         job = queue.load(np.zeros((3, 32), np.uint8), np.arange(3))
-        assert job.wait(60) and job.codes.tolist() == [ABSENT] * 3 and "preadv" not in faulty.count
+        assert job.wait(600) and job.codes.tolist() == [ABSENT] * 3 and "preadv" not in faulty.count
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -50,7 +50,7 @@ def check(folder: Path) -> tuple[int, dict[str, int]]:
         assert job2.wait(60, returned=True) and job2.ok == 4
     with open_queue(DiskStore(folder)) as queue:
         again = queue.find(keys)
-        assert again.wait(60) and again.ok == 4
+        assert again.wait(600) and again.ok == 4
     return job.ok, stats
 
 
@@ -236,7 +236,7 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         queue.memory[0] = content(7)
         faulty.before[at] = gate
         job = queue.save(new, np.arange(1))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         before = crash(tmp_path / "store", tmp_path / "before")
         gate.open()
         assert job.wait(60, returned=True) and job.ok == 1
@@ -264,7 +264,7 @@ def test_a_block_that_was_there_at_a_crash_is_written_again_once(tmp_path: Path,
         queue.memory[1] = content(7)
         faulty.before["fdatasync" if taken else "pwritev"] = gate
         job = queue.save(queue.secret.opaque(names(1, first=7)), np.arange(1, 2))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
         assert job.wait(60, returned=True)
@@ -305,7 +305,7 @@ def test_a_save_that_does_not_write_a_block_again_drops_nothing(tmp_path: Path, 
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error")) if failing else gate
         job = queue.save(keys, np.arange(4))
         if not failing:
-            assert gate.reached.wait(60)
+            assert gate.reached.wait(600)
             job.cancel()
             gate.open()
         assert job.wait(60, returned=True) and not job.ok
@@ -324,7 +324,7 @@ def test_a_block_in_doubt_that_is_read_is_not_written(tmp_path: Path) -> None:
     with open_queue(DiskStore(left, system=faulty.system)) as queue:
         faulty.before["preadv"] = gate
         load = queue.load(keys, np.arange(1, 2))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         job = queue.save(keys, np.arange(1))
         assert job.wait(60, returned=True) and job.codes.tolist() == [REFUSED]
         gate.open()
@@ -333,11 +333,11 @@ def test_a_block_in_doubt_that_is_read_is_not_written(tmp_path: Path) -> None:
 
 def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path) -> None:
     with open_queue(DiskStore(folder)) as queue:
-        assert queue.forget(queue.secret.opaque(names(10))).wait(60)
+        assert queue.forget(queue.secret.opaque(names(10))).wait(600)
         later = crash(folder, tmp_path / "later")
     with open_queue(DiskStore(later)) as queue:
         job = queue.find(queue.secret.opaque(names(BLOCKS)))
-        assert job.wait(60) and job.codes.tolist() == [ABSENT] * 10 + [OK] * (BLOCKS - 10)
+        assert job.wait(600) and job.codes.tolist() == [ABSENT] * 10 + [OK] * (BLOCKS - 10)
 
 
 def test_of_two_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
         assert queue.stats().store["io_errors"] == 1 and queue.stats().store["blocks"] == 4
         del faulty.before[name]
         found = queue.find(queue.secret.opaque(names(8)))
-        assert found.wait(60) and found.ok == 4
+        assert found.wait(600) and found.ok == 4
         load = queue.load(keys, np.arange(10, 14))
         assert load.wait(60, returned=True) and load.ok == 4
         saved(queue, 20, first=8)
@@ -94,14 +94,14 @@ def test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again(
         keys = np.concatenate([saved(queue, 2, tag=tag), saved(queue, 2, first=2)])
         faulty.before["COMMIT"] = refuse
         job = queue.clear(tag) if clears else queue.forget(keys[:2])
-        assert tried.acquire(timeout=60) and tried.acquire(timeout=60) and not job.done
+        assert tried.acquire(timeout=600) and tried.acquire(timeout=600) and not job.done
         found = queue.find(keys)
-        assert found.wait(60) and found.ok == 2, "they are forgotten all the same"
+        assert found.wait(600) and found.ok == 2, "they are forgotten all the same"
         del faulty.before["COMMIT"]
-        assert job.wait(60) and job.ok == len(job.codes)
+        assert job.wait(600) and job.ok == len(job.codes)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         found = queue.find(keys)
-        assert found.wait(60) and found.ok == 2
+        assert found.wait(600) and found.ok == 2
 
 
 def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_after_a_crash(
@@ -114,13 +114,13 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
         job = queue.save(queue.secret.opaque(names(4, 100)), np.arange(4))
         assert job.wait(60, returned=True) and not job.ok
         found = queue.find(keys)
-        assert found.wait(60) and found.codes.tolist().count(ABSENT) == 4
+        assert found.wait(600) and found.codes.tolist().count(ABSENT) == 4
         dropped = queue.forget(keys[found.codes == ABSENT])
-        assert dropped.wait(60) and dropped.ok == 4 and dropped.dropped == 0
+        assert dropped.wait(600) and dropped.ok == 4 and dropped.dropped == 0
         shutil.copytree(tmp_path / "store", tmp_path / "crashed")
     with open_queue(DiskStore(tmp_path / "crashed")) as queue:
         again = queue.find(keys)
-        assert again.wait(60) and again.codes.tolist() == found.codes.tolist()
+        assert again.wait(600) and again.codes.tolist() == found.codes.tolist()
 
 
 def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:
@@ -195,7 +195,7 @@ def test_a_database_that_cannot_be_opened_is_not_thrown_away(
     faulty.before.clear()
     with open_queue(store) as queue:
         found = queue.find(keys)
-        assert found.wait(60) and found.ok == 4 and not queue.stats().store["damaged_files"]
+        assert found.wait(600) and found.ok == 4 and not queue.stats().store["damaged_files"]
 
 
 def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Faulty, tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Fau
     keys = saved(queue, 4)
     assert queue.load(keys, np.arange(4)).wait(60, returned=True)
     faulty.before["COMMIT"] = raising(FULL)
-    assert queue.close(60)
+    assert queue.close(600)
     assert store.stats()["io_errors"] == 1
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         found = queue.find(keys)
-        assert found.wait(60) and found.ok == 4
+        assert found.wait(600) and found.ok == 4
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_a_read_only_file_system_is_named(small: Path) -> None:
     subprocess.run(["mount", "-o", "remount,rw", small], check=True)
     with open_queue(store) as queue:
         found = queue.find(keys)
-        assert found.wait(60) and found.ok == 4
+        assert found.wait(600) and found.ok == 4
 
 
 def test_a_file_system_that_becomes_full(small: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_file_system_that_becomes_full(small: Path) -> None:
     with open_queue(DiskStore(small / "store")) as queue:
         keys = queue.secret.opaque([b"block %d" % number for number in kept])
         found = queue.find(keys)
-        assert found.wait(60) and found.ok == len(kept)
+        assert found.wait(600) and found.ok == len(kept)
 
 
 def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
@@ -313,16 +313,16 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
         return thread
 
     first = begin("first", 1, 2)
-    assert commit.reached.wait(60)
+    assert commit.reached.wait(600)
     second = begin("second", 1)
-    assert write.reached.wait(60)
+    assert write.reached.wait(600)
     commit.open()
-    first.join(60)
+    first.join(600)
     for number in (3, 4):
         save("third", number)
         assert codes["third"].tolist() == [OK]
     write.open()
-    second.join(60)
+    second.join(600)
     for number in (3, 4):
         rows[7] = 0
         found, _ = store.load(names[number], np.array([7]), bool)

@@ -295,7 +295,7 @@ def test_a_child_that_ends_does_no_harm(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PARENT, str(tmp_path / "store")], cwd=root, check=True)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
         job = queue.load(queue.secret.opaque(names(60)), np.arange(60))
-        assert job.wait(60) and job.ok == 60 and not queue.stats().store["damaged_files"]
+        assert job.wait(600) and job.ok == 60 and not queue.stats().store["damaged_files"]
 
 
 def test_closing_twice_is_fine_and_later_calls_are_refused(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Pa
         stats = queue.stats().store
         assert (stats["old_format"], stats["blocks"], stats["dropped_rows"]) == (5, 0, 0)
         found = queue.find(queue.secret.opaque(names(5)))
-        assert found.wait(60) and found.codes.tolist() == [ABSENT] * 5
+        assert found.wait(600) and found.codes.tolist() == [ABSENT] * 5
         saved(queue, 8)
         assert queue.stats().store["evicted"] == 0, "their room is given back"
     with open_queue(DiskStore(folder)) as queue:

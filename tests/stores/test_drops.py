@@ -37,7 +37,7 @@ def store() -> Wrong:
 def queue(store: Wrong) -> Iterator[StoreQueue]:
     with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
         yield made
-    assert made.close(10)
+    assert made.close(600)
 
 
 @pytest.fixture(params=DROPS.values(), ids=DROPS)
@@ -61,7 +61,7 @@ class Down:
 
 
 def codes(job: Job) -> list[int]:
-    assert job.wait(60)
+    assert job.wait(600)
     return job.codes.tolist()
 
 
@@ -73,7 +73,7 @@ def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, que
     store.before["save"] = gate
     keys = queue.secret.opaque(names(4))
     saving = queue.save(keys, np.arange(4))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     dropped = drop(queue, keys)
     assert codes(saving) == [CANCELLED] * 4 and not saving.returned and not dropped.done
     assert codes(queue.find(keys)) == [CANCELLED] * 4
@@ -87,7 +87,7 @@ def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreQueue) -> No
     keys, gate = saved(queue, 4), Gate()
     store.before["save"] = gate
     saving = queue.save(queue.secret.opaque(names(2, 10)), np.arange(10, 12))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     assert codes(queue.forget(keys)) == [OK] * 4 and not saving.done
     gate.open()
     assert codes(saving) == [OK] * 2
@@ -96,7 +96,7 @@ def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreQueue) -> No
 def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreQueue) -> None:
     gate = store.before["save"] = Gate()
     blockers = [queue.save(queue.secret.opaque(names(1, 40 + i)), np.array([40 + i])) for i in range(3)]
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     fill(queue.memory, 12)
     keys = queue.secret.opaque(names(12))
     saving = queue.save(keys, np.arange(12))  # in three calls
@@ -123,7 +123,7 @@ def test_what_a_store_answers_after_a_drop_counts_no_more(
 
     store.after[kind] = held
     asked = queue.find(keys) if kind == "find" else queue.load(keys, np.arange(10, 14))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     dropped = drop(queue, keys)
     assert codes(asked) == [CANCELLED] * 4, "it is decided at once"
     assert asked.returned is False, "its rows may still be written"
@@ -140,11 +140,11 @@ def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
 ) -> None:
     keys, down = saved(queue, 4), Down(store)
     dropped = drop(queue, keys)
-    assert down.refused.acquire(timeout=60)
+    assert down.refused.acquire(timeout=600)
     assert codes(queue.find(keys)) == [CANCELLED] * 4
     assert codes(queue.load(keys, np.arange(4))) == [CANCELLED] * 4
     assert codes(queue.save(keys, np.arange(4))) == [CANCELLED] * 4
-    assert down.refused.acquire(timeout=60), "it is told again"
+    assert down.refused.acquire(timeout=600), "it is told again"
     assert not dropped.done and "I/O error" in dropped.error and queue.stats().unconfirmed_drops == 1
     assert len(store.inner._blocks) == 4 and not {"find", "load"} & set(store.calls[2:])
     down.up()
@@ -159,7 +159,7 @@ def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wron
     asked, store.before["find"] = queue.find(keys), fail
     queue.forget(keys[:2])
     failed, cancelled = queue.find(keys), queue.find(keys[:2])
-    assert asked.wait(60) and codes(failed) == [CANCELLED] * 2 + [FAILED] * 2 and codes(cancelled) == [CANCELLED] * 2
+    assert asked.wait(600) and codes(failed) == [CANCELLED] * 2 + [FAILED] * 2 and codes(cancelled) == [CANCELLED] * 2
     for job in (failed, cancelled):
         health.note(job)
     assert health.suspended()
@@ -187,11 +187,11 @@ def test_a_drop_that_hangs_keeps_no_load_waiting(store: Wrong, queue: StoreQueue
     keys, others = saved(queue, 4), saved(queue, 4, first=10, tag=queue.secret.tag(b"other"))
     gate = store.before["forget"] = store.before["clear"] = Gate()
     hanging = [queue.forget(queue.secret.opaque(names(1, 100 + i))) for i in range(8)] + [drop(queue, keys)]
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     if hanging[-1].tag != queue.secret.model:
         assert codes(queue.load(others, np.arange(4), tag=queue.secret.tag(b"other"))) == [OK] * 4
     assert codes(queue.find(keys, tag=queue.secret.tag(b""))) == [CANCELLED] * 4
-    assert queue.drain(60), "drops that hang are not waited for"
+    assert queue.drain(600), "drops that hang are not waited for"
     gate.open()
     assert all(codes(job) == [OK] * len(job.codes) for job in hanging)
 
@@ -200,7 +200,7 @@ def test_a_queue_that_is_closed_says_what_was_not_confirmed(store: Wrong, drop: 
     with open_queue(store) as queue:
         keys, down = saved(queue, 4), Down(store)
         dropped = drop(queue, keys)
-        assert down.refused.acquire(timeout=60)
+        assert down.refused.acquire(timeout=600)
     assert dropped.done and not dropped.ok and len(store.inner._blocks) == 4
     assert codes(dropped) == [CANCELLED] * len(dropped.codes)
 
@@ -214,7 +214,7 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
         gate = store.before["save"] = Gate()
         down = Down(store)
         queue.save(queue.secret.opaque(names(1)), np.arange(1))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         queue.save(queue.secret.opaque(names(4, 50)), np.arange(4))
         with pytest.raises(StoreBusy):
             queue.save(queue.secret.opaque(names(4, 60)), np.arange(4))
@@ -313,7 +313,7 @@ def test_only_tags_of_the_secret_are_accepted(queue: StoreQueue, tag: Any) -> No
     ]
     for call in calls:
         if tag is None:
-            assert call().wait(60)
+            assert call().wait(600)
         else:
             with pytest.raises(ValueError, match="tag="):
                 call()

@@ -52,7 +52,7 @@ def test_what_was_saved_before_a_clear_is_found_by_no_later_process(make: Callab
     store.before["save"], store.deaf = gate, True
     engine.write(2, first=10)
     engine.keeper.poll()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     engine.keeper.clear()
     gate.open()
     engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
@@ -79,7 +79,7 @@ def test_a_clear_while_blocks_come_leaves_none_of_them(make: Callable[..., Engin
     engine.until(gate.reached.is_set)
     engine.keeper.clear()
     gate.open()
-    assert engine.keeper.drain(60)
+    assert engine.keeper.drain(600)
     assert engine.ask(4) == [ABSENT] * 4
     assert engine.cache.stats().used == 0
 
@@ -117,7 +117,7 @@ def test_a_key_that_is_forgotten_while_it_comes_is_absent_at_once_and_does_not_c
     engine.keeper.forget(names(3))
     said = [engine.keeper.lookup(names(3)).tolist()]
     gate.open()
-    assert engine.keeper.drain(60)
+    assert engine.keeper.drain(600)
     said.append(engine.keeper.lookup(names(3)).tolist())
     assert said == [[ABSENT] * 3] * 2
     stats = engine.keeper.stats()

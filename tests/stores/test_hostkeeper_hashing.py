@@ -61,7 +61,7 @@ def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
     engine.keeper.clear()
     other_content(engine, 4)
     hashing.open()
-    assert engine.keeper.drain(60)
+    assert engine.keeper.drain(600)
     assert engine.keeper.stats().unsaved == {"cancelled": 4}
     engine.close()
     again = make(store)
@@ -80,7 +80,7 @@ def test_a_block_that_has_gone_while_its_key_is_hashed_is_not_saved(
     taken = engine.cache.reserve(names(4 - here, here))
     engine.tier.blocks[taken.blocks] = 7
     hashing.open()
-    assert engine.keeper.drain(60)
+    assert engine.keeper.drain(600)
     stats = engine.keeper.stats()
     assert (stats.saved, stats.unsaved) == (here, {"evicted": 4 - here})
     assert store.stats()["blocks"] == here and engine.cache.stats().pinned == 0
@@ -99,7 +99,7 @@ def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_
     engine.cache.forget(names(4))
     other_content(engine, 4)
     hashing.open()
-    assert engine.keeper.drain(60) and engine.keeper.stats().saved == 4
+    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 4
     engine.cache.forget(names(4))
     assert engine.ask(4) == [HERE] * 4
     with engine.keeper.pin(names(4)) as lease:

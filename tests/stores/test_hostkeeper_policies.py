@@ -111,12 +111,12 @@ def test_a_store_that_loses_to_the_engine_is_left_alone(make: Callable[..., Engi
 def test_a_cache_has_no_more_than_its_quota_in_a_store(make: Callable[..., Engine], store: Wrong) -> None:
     engine = make(quota=4 * BLOCK_BYTES)
     engine.write(10)
-    assert engine.keeper.drain(60) and store.stats()["blocks"] == 4
+    assert engine.keeper.drain(600) and store.stats()["blocks"] == 4
     stats = engine.keeper.stats()
     assert stats.saved + stats.unsaved.get("quota", 0) == 10
     nothing = make(Wrong(MemoryStore(64 * BLOCK_BYTES)), quota=1)
     nothing.write(3)
-    assert nothing.keeper.drain(60) and nothing.keeper.stats().unsaved == {"quota": 3}
+    assert nothing.keeper.drain(600) and nothing.keeper.stats().unsaved == {"quota": 3}
 
 
 def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[..., Engine]) -> None:

@@ -30,27 +30,27 @@ class Scene:
         self.tier = HostTier.of(self.cache)
         self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 20)], retry_seconds=0.0, load_seconds=60.0)
         self.keeper.publish(self.cache.reserve(KEYS).keys)
-        assert self.keeper.drain(60)
+        assert self.keeper.drain(600)
         self.cache.forget(KEYS)
 
     def until_done(self) -> None:
         """Let the threads of the store do what was asked of them."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 600
         while any(stats.queued_blocks or stats.running_calls for stats in self.keeper.stats().stores):
             assert time.monotonic() < end
             time.sleep(0.0002)
 
     def check(self, where: str) -> None:
-        assert self.keeper.drain(20), f"something is under way for ever {where}"
+        assert self.keeper.drain(600), f"something is under way for ever {where}"
         stats = self.cache.stats()
         assert (stats.pending, stats.leases) == (0, 0), f"held by nobody {where}"
         self.cache.verify()
         self.keeper.lookup(KEYS)
-        assert self.keeper.drain(20)
+        assert self.keeper.drain(600)
         assert self.keeper.lookup(KEYS).tolist() == [self.cache.HERE] * 3, where
 
     def close(self) -> None:
-        assert self.keeper.close(20)
+        assert self.keeper.close(600)
         self.cache.close()
         self.tier.close()
 
@@ -101,7 +101,7 @@ def test_a_handler_that_raises_in_poll_leaves_no_key_pending_and_no_lease(before
 def test_a_handler_that_raises_in_pin_leaves_no_lease() -> None:
     scene, k, reached = Scene(), 0, True
     come(scene)
-    assert scene.keeper.drain(20)
+    assert scene.keeper.drain(600)
     while reached:
         k += 1
         at = At(k)
@@ -116,9 +116,9 @@ def test_a_handler_that_raises_in_pin_leaves_no_lease() -> None:
 def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() -> None:
     calls: dict[str, Callable[[StoreQueue, Any], Any]] = {
         "find": lambda queue, found: queue.find(found),
-        "load": lambda queue, found: queue.load(found, np.arange(10, 12)).wait(60),
+        "load": lambda queue, found: queue.load(found, np.arange(10, 12)).wait(600),
         "stats": lambda queue, found: queue.stats(),
-        "drain": lambda queue, found: queue.drain(60),
+        "drain": lambda queue, found: queue.drain(600),
     }
     for call in calls.values():
         with StoreQueue(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
@@ -128,9 +128,9 @@ def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() ->
                 at = At(k)
                 at.run(lambda queue=queue, found=found, call=call: call(queue, found))
                 reached = at.reached
-                assert queue.drain(20), at.where
+                assert queue.drain(600), at.where
             job = queue.load(found, np.arange(2))
-            assert job.wait(20) and (job.codes == OK).all()
+            assert job.wait(600) and (job.codes == OK).all()
 
 
 def test_jobs_that_a_handler_has_kept_from_the_caller_are_told_again() -> None:
@@ -140,7 +140,7 @@ def test_jobs_that_a_handler_has_kept_from_the_caller_are_told_again() -> None:
         while reached:
             k += 1
             job = queue.find(found)
-            assert job.wait(20)
+            assert job.wait(600)
             at = At(k)
             raised = at.run(queue.finished)
             reached = at.reached

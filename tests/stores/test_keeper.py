@@ -53,12 +53,12 @@ def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
     two = engine()
     with two.cache, keeper(two, memory, promotion_blocks=4) as kept:
         handle = kept.prefetch(two.prompt(prompt), deadline=60.0)
-        assert handle.wait(60) and handle.ended == "full" and handle.blocks == 4
+        assert handle.wait(600) and handle.ended == "full" and handle.blocks == 4
         assert two.reusable(prompt) == 16 and kept.stats().promoted_blocks == 4
         sequence = two.add(prompt)
         assert sequence.cached == 16
         two.finish(sequence)
-        assert kept.drain(60) and kept.stats().promoted_blocks == 0
+        assert kept.drain(600) and kept.stats().promoted_blocks == 0
         assert fetch(two, kept, tokens(41)) == 0
 
 
@@ -70,9 +70,9 @@ def test_a_prefetch_ends_when_the_host_is_full_of_the_blocks_before() -> None:
     two = engine(S=4)
     with two.cache, keeper(two, memory, promotion_blocks=4) as kept:
         assert fetch(two, kept, prompt) == 4 and two.cache.prefetch(two.prompt(prompt)) == 4
-        assert kept.drain(60) and kept.stats().promoted_blocks == 0
+        assert kept.drain(600) and kept.stats().promoted_blocks == 0
         handle = kept.prefetch(two.prompt(prompt), deadline=3600.0)
-        assert handle.wait(60) and handle.ended == "full" and handle.blocks == 0
+        assert handle.wait(600) and handle.ended == "full" and handle.blocks == 0
         assert kept.stats().promoted_blocks == 0, "what did not come waits for nobody"
 
 
@@ -109,9 +109,9 @@ def test_saving_changes_no_order_of_eviction() -> None:
             hits = []
             for i in range(40):
                 hits.append(one.seed(tokens(17, 1000 * (i * 7 % 11)), 17))
-                assert kept is None or kept.drain(60)
+                assert kept is None or kept.drain(600)
             found.append(hits)
-            assert kept is None or kept.close(60)
+            assert kept is None or kept.close(600)
     assert found[0] == found[2]
 
 
@@ -124,7 +124,7 @@ def test_what_is_used_twice_is_saved() -> None:
         wait(lambda: kept.stats().saved_blocks == 4)
         assert kept.match_prefix(tokens(18)).store_tokens == 0
         one.cache.reset()
-        assert kept.drain(60) and fetch(one, kept, tokens(18)) == 4
+        assert kept.drain(600) and fetch(one, kept, tokens(18)) == 4
         assert fetch(one, kept, tokens(18, 100)) == 0
 
 
@@ -171,8 +171,8 @@ def test_prompts_that_publish_nothing_are_not_saved() -> None:
         sequence = one.cache.add_sequence(one.cache.block_keys(tokens(17), publish=False))
         one.cache.commit(sequence)
         one.cache.release(sequence)
-        assert kept.drain(60) and kept.stats().saved_blocks == 0
-        assert kept.prefetch(one.cache.block_keys(tokens(17), reuse=False)).wait(60)
+        assert kept.drain(600) and kept.stats().saved_blocks == 0
+        assert kept.prefetch(one.cache.block_keys(tokens(17), reuse=False)).wait(600)
         assert kept.stats().prefetches == {"cached": 1}
 
 
@@ -183,7 +183,7 @@ def test_a_prefetch_says_why_there_is_no_more() -> None:
         ends = []
         for prompt in (tokens(17, 500), tokens(17), tokens(17)):
             handle = kept.prefetch(one.prompt(prompt), deadline=60.0)
-            assert handle.wait(60)
+            assert handle.wait(600)
             ends.append(handle.ended)
             if prompt[0]:
                 one.cache.reset()
@@ -202,12 +202,12 @@ def test_several_groups_of_layers_come_back(head_dim: int) -> None:
         ):
             keys = cache.block_keys(prompt)
             if turn:
-                assert kept.prefetch(keys, 60.0).wait(60)
+                assert kept.prefetch(keys, 60.0).wait(600)
             sequence = cache.add_sequence(keys)
             assert cache.cached_tokens(sequence) == 20 * turn
             write_all(cache, sequence, seed=turn)
             cache.commit(sequence)
-            assert kept.drain(60) and not kept.stats().dropped
+            assert kept.drain(600) and not kept.stats().dropped
             contents.append(read_all(cache, keys))
             cache.release(sequence)
     assert contents[0] and all(contents[0][place] == bytes_ for place, bytes_ in contents[1].items())
@@ -224,13 +224,13 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
         ) as cache:
             with Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
                 if turn:
-                    assert kept.prefetch(prompt, 60.0).wait(60)
+                    assert kept.prefetch(prompt, 60.0).wait(600)
                 sequence = cache.add_sequence(prompt)
                 assert cache.cached_tokens(sequence) == (16 if turn else 0)
                 cache.commit(sequence)
                 cache.release(sequence)
                 cache.release(cache.add_sequence(prompt + 100))
-                assert kept.drain(60)
+                assert kept.drain(600)
         device.close()
 
 
@@ -245,7 +245,7 @@ def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewher
     with two.cache, keeper(two, [store(), far], promotion_blocks=8) as kept:
         for first in range(1000, 4000, 1000):
             seed(two, kept, [tokens(17, first)])
-        assert fetch(two, kept, prompt) == 4 and kept.drain(60)
+        assert fetch(two, kept, prompt) == 4 and kept.drain(600)
         assert kept.stats().stores["memory"].store["blocks"] == 16
         brought = {two.cached("host")[key] for key in two.keys(prompt)}
         assert set(two.order("host")[-4:]) == brought
@@ -260,7 +260,7 @@ def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
         with Keeper(cache, [memory], identity=IDENTITY, staging_blocks=2) as kept:
             sequence = cache.add_sequence(prompt)
             cache.commit(sequence)
-            assert kept.drain(60)
+            assert kept.drain(600)
             stats = kept.stats()
             assert stats.dropped == {("memory", "evicted"): 2} and stats.saved_blocks == 8
             cache.release(sequence)

@@ -99,12 +99,12 @@ def test_what_was_loaded_is_still_in_its_store(one: Engine) -> None:
     with keeper(one, store()) as kept:
         seed(one, kept, [PROMPT])
         one.cache.reset()
-        assert kept.drain(60) and kept.events()
-        assert fetch(one, kept, PROMPT) == 10 and kept.drain(60)
+        assert kept.drain(600) and kept.events()
+        assert fetch(one, kept, PROMPT) == 10 and kept.drain(600)
         assert not [event for event in kept.events() if event.tier == "memory"]
         assert kept.stats().saved_blocks == 10, "it is not saved again"
         one.cache.reset()
-        assert kept.drain(60) and kept.match_prefix(one.prompt(PROMPT)).store_tokens == 40
+        assert kept.drain(600) and kept.match_prefix(one.prompt(PROMPT)).store_tokens == 40
 
 
 def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
@@ -112,7 +112,7 @@ def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
     with made.cache, keeper(made, store()) as kept:
         for first in range(0, 4000, 1000):
             made.seed(tokens(41, first), 41)
-            assert kept.drain(60)
+            assert kept.drain(600)
         events = kept.events()
         assert events.number > 0 and kept.stats().events_dropped > 0
         reader, snapshot = Reader(), kept.events(snapshot=True)
@@ -129,7 +129,7 @@ def test_a_keeper_that_has_missed_events_learns_what_there_is() -> None:
         for first in range(0, 3000, 1000):
             made.seed(tokens(41, first), 41)
         seed(made, kept, [tokens(41, 5000)])
-        assert kept.drain(60)
+        assert kept.drain(600)
         assert kept.stats().events_dropped > 0 and kept.stats().saved_blocks == 40
         assert not kept.stats().dropped
 
@@ -144,7 +144,7 @@ def test_what_has_gone_from_the_pool_is_told_with_its_namespace(monkeypatch: pyt
         for number in range(8):
             seed(one, kept, [tokens(17, 100 * number)], salt=f"other {number}")
         kept.events()
-        assert kept.forget(namespace=("tenant", None)).wait(60)
+        assert kept.forget(namespace=("tenant", None)).wait(600)
         gone = [event for event in kept.events() if event.kind == "removed" and event.tier == "memory"]
         assert len(gone) == 2 and {event.salt for event in gone} == {"tenant"}
 
@@ -162,7 +162,7 @@ def test_others_follow_the_pool_beside_a_keeper(one: Engine) -> None:
 def test_content_from_before_the_keeper_is_saved_too(one: Engine) -> None:
     one.seed(PROMPT, 41)
     with keeper(one, store()) as kept:
-        assert kept.drain(60) and kept.stats().saved_blocks == 10
+        assert kept.drain(600) and kept.stats().saved_blocks == 10
 
 
 def test_a_publisher_names_the_store_as_medium(one: Engine) -> None:

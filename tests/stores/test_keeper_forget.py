@@ -83,7 +83,7 @@ def test_what_is_forgotten_leaves_the_pool_and_the_store(one: Engine, drop: Drop
     with keeper(one, memory) as kept:
         seed(one, kept, [PROMPT])
         forgotten = drop(one, kept)
-        assert forgotten.wait(60) and forgotten.done and not forgotten.errors
+        assert forgotten.wait(600) and forgotten.done and not forgotten.errors
         assert forgotten.stores == {"memory": BLOCKS}
         # A prompt has a tail besides, which no store has.
         assert forgotten.blocks == (None if drop is DROPS["clear"] else BLOCKS + (drop is not DROPS["keys"]))
@@ -98,7 +98,7 @@ def test_the_blocks_of_other_prompts_stay(one: Engine, name: str) -> None:
     memory, longer = store(), [*PROMPT[:20], *tokens(20, 500)]
     with keeper(one, memory) as kept:
         seed(one, kept, [PROMPT, OTHER, longer])
-        assert DROPS[name](one, kept).wait(60)
+        assert DROPS[name](one, kept).wait(600)
         assert one.reusable(OTHER) > 0 and one.reusable(longer) == 0
     assert restarted(memory) == restarted(memory, longer) == 0 and restarted(memory, OTHER) == BLOCKS
 
@@ -112,7 +112,7 @@ def test_a_tenant_that_leaves_takes_its_content_along(one: Engine) -> None:
         # Half of it is not in this pool, but another process had saved it.
         seed_elsewhere(memory, OTHER, salt="leaves")
         forgotten = kept.forget(namespace=("leaves", None))
-        assert forgotten.wait(60) and forgotten.stores == {"memory": 2 * BLOCKS}
+        assert forgotten.wait(600) and forgotten.stores == {"memory": 2 * BLOCKS}
         assert one.reusable(PROMPT, salt="leaves") == 0 and one.reusable(PROMPT, salt=b"leaves") > 0
     assert [restarted(memory, **own) for own in names] == [BLOCKS, 0, BLOCKS, BLOCKS, BLOCKS]
     assert restarted(memory, OTHER, salt="leaves") == 0
@@ -132,7 +132,7 @@ def test_a_prompt_that_the_pool_does_not_have_leaves_the_store_too(one: Engine) 
     seed_first(memory)
     with keeper(one, memory) as kept:
         forgotten = kept.forget(PROMPT)
-        assert forgotten.wait(60) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
+        assert forgotten.wait(600) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
     assert restarted(memory) == 0
 
 
@@ -150,11 +150,11 @@ def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
         write_all(cache, sequence, 1)
         cache.commit(sequence)
         cache.release(sequence)
-        assert kept.drain(60) and memory._blocks
-        assert (kept.clear() if clears else kept.forget(prompt)).wait(60)
+        assert kept.drain(600) and memory._blocks
+        assert (kept.clear() if clears else kept.forget(prompt)).wait(600)
         assert not memory._blocks and not read_all(cache, cache.block_keys(prompt))
         handle = kept.prefetch(prompt)
-        assert handle.wait(60) and handle.blocks == 0
+        assert handle.wait(600) and handle.blocks == 0
 
 
 def test_a_disk_that_has_confirmed_has_nothing_for_the_next_process(one: Engine, drop: Drop, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_disk_that_has_confirmed_has_nothing_for_the_next_process(one: Engine,
 
     with keeper(one, disk()) as kept:
         seed(one, kept, [PROMPT])
-        assert drop(one, kept).wait(60)
+        assert drop(one, kept).wait(600)
     assert restarted(disk()) == 0
 
 
@@ -171,7 +171,7 @@ def test_what_is_computed_again_is_saved_and_found_again(one: Engine, drop: Drop
     memory = store()
     with keeper(one, memory) as kept:
         seed(one, kept, [PROMPT])
-        assert drop(one, kept).wait(60)
+        assert drop(one, kept).wait(600)
         seed(one, kept, [PROMPT])
     assert restarted(memory) == BLOCKS
 
@@ -196,13 +196,13 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: 
     wrong.after["load"] = lambda answer: answer if next(count) else (gate(), answer)[1]
     with keeper(one, wrong, staging_blocks=8) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         wait(lambda: kept.stats().stores["wrong"].blocks["load", "ok"] >= 3)
         forgotten = drop(one, kept)
-        assert handle.wait(60) and handle.ended in ("forgotten", "reset")
+        assert handle.wait(600) and handle.ended in ("forgotten", "reset")
         came = handle.blocks
         gate.open()
-        assert forgotten.wait(60) and kept.drain(60)
+        assert forgotten.wait(600) and kept.drain(600)
         assert one.reusable(PROMPT) == 0 and handle.blocks == kept.stats().loaded_blocks == came < 4
 
 
@@ -213,11 +213,11 @@ def test_a_find_under_way_says_nothing_of_it(one: Engine, wrong: Wrong, drop: Dr
     wrong.after["find"] = lambda answer: (gate(), answer)[1]
     with keeper(one, wrong) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         forgotten = drop(one, kept)
         gate.open()
-        assert handle.wait(60) and handle.ended in ("forgotten", "reset")
-        assert forgotten.wait(60) and kept.drain(60)
+        assert handle.wait(600) and handle.ended in ("forgotten", "reset")
+        assert forgotten.wait(600) and kept.drain(600)
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0 and one.reusable(PROMPT) == 0
 
 
@@ -226,11 +226,11 @@ def test_a_save_under_way_leaves_nothing_in_the_store(one: Engine, wrong: Wrong,
     wrong.before["save"] = gate
     with keeper(one, wrong) as kept:
         one.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         forgotten = drop(one, kept)
         assert forgotten.stores == {"wrong": None} and not forgotten.done
         gate.open()
-        assert forgotten.wait(60) and kept.drain(60)
+        assert forgotten.wait(600) and kept.drain(600)
         stats = kept.stats()
         assert stats.saved_blocks == 0 and stats.waiting_blocks == 0 and sum(stats.dropped.values()) == BLOCKS
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
@@ -243,7 +243,7 @@ def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wro
     wrong.before["save"] = gate
     with keeper(one, wrong, clock=clock) as kept:
         one.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         with clock.held():
             gate.open()
             wait(lambda: kept.stats().stores["wrong"].blocks["save", "ok"] == BLOCKS)
@@ -251,8 +251,8 @@ def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wro
             caller = threading.Thread(target=lambda: found.append(drop(one, kept)))
             caller.start()
             wait(lambda: len(kept._orders) == 1)
-        caller.join(60)
-        assert found[0].wait(60) and found[0].stores == {"wrong": BLOCKS} and kept.drain(60)
+        caller.join(600)
+        assert found[0].wait(600) and found[0].stores == {"wrong": BLOCKS} and kept.drain(600)
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0 and not wrong.inner._blocks
 
 
@@ -266,14 +266,14 @@ class HeldClock:
     def __call__(self) -> float:
         if threading.current_thread().name == "kvpool-keeper" and not self._free.is_set():
             self._waits.set()
-            assert self._free.wait(60)
+            assert self._free.wait(600)
         return time.monotonic()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         self._free.clear()
         try:
-            assert self._waits.wait(60)
+            assert self._waits.wait(600)
             yield
         finally:
             self._free.set()
@@ -284,12 +284,12 @@ def test_what_waits_to_be_saved_is_given_up_and_counted(one: Engine, wrong: Wron
     gate = wrong.before["save"] = Gate()
     with keeper(one, wrong, staging_blocks=2) as kept:
         one.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         wait(lambda: kept.stats().waiting_blocks == BLOCKS - 1)
         forgotten = drop(one, kept)
         assert kept.stats().dropped["wrong", "forgotten"] == BLOCKS - 1
         gate.open()
-        assert forgotten.wait(60) and kept.drain(60)
+        assert forgotten.wait(600) and kept.drain(600)
     assert restarted(wrong.inner) == 0
 
 
@@ -301,7 +301,7 @@ def test_a_store_that_is_down_blocks_nobody_and_brings_nothing_back(one: Engine,
         seed(one, kept, [PROMPT])
         down = Down(wrong)
         forgotten = drop(one, kept)
-        assert down.refused.acquire(timeout=60) and down.refused.acquire(timeout=60)
+        assert down.refused.acquire(timeout=600) and down.refused.acquire(timeout=600)
         assert not forgotten.wait(0.0) and forgotten.stores == {"wrong": None}
         assert "I/O error" in forgotten.errors["wrong"]
         assert kept.stats().stores["wrong"].unconfirmed_drops == 1
@@ -310,7 +310,7 @@ def test_a_store_that_is_down_blocks_nobody_and_brings_nothing_back(one: Engine,
         seed(one, kept, [PROMPT])
         assert one.reusable(PROMPT) > 0 and kept.stats().dropped["wrong", "cancelled"] == BLOCKS
         down.up()
-        assert forgotten.wait(60) and forgotten.stores == {"wrong": BLOCKS}
+        assert forgotten.wait(600) and forgotten.stores == {"wrong": BLOCKS}
     assert restarted(wrong.inner) == 0
 
 
@@ -326,7 +326,7 @@ def test_a_suspended_store_is_told_too(one: Engine, wrong: Wrong, drop: Drop) ->
         seed(one, kept, [OTHER])
         health = kept.stats().health["wrong"]
         assert health.reads_suspended and health.writes_suspended
-        assert drop(one, kept).wait(60)
+        assert drop(one, kept).wait(600)
     del wrong.before["find"], wrong.before["save"]
     assert restarted(wrong.inner) == 0
 
@@ -340,7 +340,7 @@ def test_of_two_stores_one_confirms_while_the_other_is_down(one: Engine, wrong: 
         wait(lambda: forgotten.stores == {"memory": BLOCKS, "wrong": None})
         assert fetch(one, kept, PROMPT) == 0, "the far store does not bring it"
         down.up()
-        assert forgotten.wait(60) and forgotten.stores == {"memory": BLOCKS, "wrong": BLOCKS}
+        assert forgotten.wait(600) and forgotten.stores == {"memory": BLOCKS, "wrong": BLOCKS}
 
 
 def test_a_keeper_that_ends_before_a_store_has_confirmed_says_so(one: Engine, wrong: Wrong, drop: Drop) -> None:
@@ -348,7 +348,7 @@ def test_a_keeper_that_ends_before_a_store_has_confirmed_says_so(one: Engine, wr
         seed(one, kept, [PROMPT])
         down = Down(wrong)
         forgotten = drop(one, kept)
-        assert down.refused.acquire(timeout=60)
+        assert down.refused.acquire(timeout=600)
     assert not forgotten.wait(60) and forgotten.stores == {"wrong": None}
     down.up()
     assert restarted(wrong.inner) == BLOCKS, "as is documented: it must be forgotten again"
@@ -382,7 +382,7 @@ def test_keys_that_nobody_knows_are_forgotten_too(one: Engine) -> None:
     with keeper(one, memory) as kept:
         keys = np.concatenate([one.prompt(PROMPT).keys, np.array([[1, 2]], np.uint64)])
         forgotten = kept.forget(keys)
-        assert forgotten.wait(60) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
+        assert forgotten.wait(600) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
 
 
 def test_a_store_that_cannot_is_refused_before_anything_has_changed(one: Engine, wrong: Wrong) -> None:
@@ -393,7 +393,7 @@ def test_a_store_that_cannot_is_refused_before_anything_has_changed(one: Engine,
             with pytest.raises(ValueError, match="the store 'wrong' cannot"):
                 call()
         assert one.reusable(PROMPT) > 0 and len(near._blocks) == len(wrong.inner._blocks) == BLOCKS
-        assert kept.forget(PROMPT).wait(60), "blocks can be forgotten nevertheless"
+        assert kept.forget(PROMPT).wait(600), "blocks can be forgotten nevertheless"
 
 
 def test_a_clear_while_sequences_live_changes_nothing_unless_it_is_forced(one: Engine) -> None:
@@ -404,7 +404,7 @@ def test_a_clear_while_sequences_live_changes_nothing_unless_it_is_forced(one: E
         with pytest.raises(PoolBusy):
             kept.clear()
         assert one.reusable(PROMPT) > 0 and len(memory._blocks) == BLOCKS
-        assert kept.clear(force=True).wait(60)
+        assert kept.clear(force=True).wait(600)
         assert one.reusable(PROMPT) == 0 and not memory._blocks
 
 

@@ -40,7 +40,7 @@ def store() -> Wrong:
 def queue(store: Wrong) -> Iterator[StoreQueue]:
     with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
         yield made
-    assert made.close(10)
+    assert made.close(600)
 
 
 def fail(*_: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue
     assert job.wait(60, returned=True) and job.codes.tolist() == [OK, DAMAGED, OK, OK]
     del store.after["load"]
     job = queue.load(keys, np.arange(10, 14))
-    assert job.wait(60) and job.codes.tolist() == [OK, ABSENT, OK, OK]
+    assert job.wait(600) and job.codes.tolist() == [OK, ABSENT, OK, OK]
     assert queue.stats().blocks["load", "damaged"] == 1
 
 
@@ -126,22 +126,22 @@ def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: S
 def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreQueue) -> None:
     keys = saved(queue, 10)
     found = queue.find(BlockNames(names(12)))
-    assert found.wait(60) and found.codes.tolist() == [OK] * 10 + [ABSENT] * 2
+    assert found.wait(600) and found.codes.tolist() == [OK] * 10 + [ABSENT] * 2
     assert np.array_equal(queue.secret.opaque(BlockNames(names(10))), keys)
-    assert queue.load(BlockNames(names(10)), np.arange(20, 30)).wait(60)
+    assert queue.load(BlockNames(names(10)), np.arange(20, 30)).wait(600)
     assert np.array_equal(queue.memory[29], content(9))
-    assert queue.forget(BlockNames(names(12)[3:4])).wait(60)
-    assert queue.find(keys).wait(60) and queue.stats().blocks["find", "absent"] == 3
+    assert queue.forget(BlockNames(names(12)[3:4])).wait(600)
+    assert queue.find(keys).wait(600) and queue.stats().blocks["find", "absent"] == 3
 
 
 def test_nothing_is_found_of_another_generation(queue: StoreQueue) -> None:
     saved(queue, 4)
     new = BlockNames(names(4), b"generation 2")
     for found in (queue.find(new), queue.find(new[1:3]), queue.load(new, np.arange(4))):
-        assert found.wait(60) and not found.ok
-    assert queue.save(new[:2], np.arange(2)).wait(60)
+        assert found.wait(600) and not found.ok
+    assert queue.save(new[:2], np.arange(2)).wait(600)
     found = queue.find(new)
-    assert found.wait(60) and found.codes.tolist() == [OK, OK, ABSENT, ABSENT]
+    assert found.wait(600) and found.codes.tolist() == [OK, OK, ABSENT, ABSENT]
 
 
 @pytest.mark.parametrize("bad", [["text"], [b"a", 1], [None]])
@@ -170,7 +170,7 @@ def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, q
     assert job.wait(60, returned=True) and job.counts == {"absent": 4, "ok": 6}
     assert sorted(map(len, lender.lent)) == [2, 4, 4] and lender.given_back == 3
     loaded = queue.load(BlockNames(names(10)), np.arange(20, 30))
-    assert loaded.wait(60) and loaded.codes.tolist() == job.codes.tolist()
+    assert loaded.wait(600) and loaded.codes.tolist() == job.codes.tolist()
     assert np.array_equal(queue.memory[28], content(8))
 
 
@@ -178,7 +178,7 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
     gate, lender = Gate(), Lender(dict.fromkeys(names(8), 0))
     store.before["save"] = gate
     first = queue.save(BlockNames(names(4)), lender)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     second = queue.save(BlockNames(names(4, 4)), lender)
     second.cancel()
     gate.open()
@@ -205,7 +205,7 @@ def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(sto
     queue.finished()
     store.before["load"] = gate
     job = queue.load(keys, np.arange(4), deadline=queue.now() + 0.05)
-    assert job.wait(60) and job.codes.tolist() == [LATE] * 4
+    assert job.wait(600) and job.codes.tolist() == [LATE] * 4
     assert not job.returned and queue.finished() == [job]
     gate.open()
     assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
@@ -216,8 +216,8 @@ def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -
     keys, gate = saved(queue, 4), Gate()
     store.before["save"] = gate
     saves = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for _ in range(8)]
-    assert gate.reached.wait(60)
-    assert queue.load(keys, np.arange(10, 14)).wait(60)
+    assert gate.reached.wait(600)
+    assert queue.load(keys, np.arange(10, 14)).wait(600)
     gate.open()
     assert all(job.wait(60, returned=True) for job in saves)
 
@@ -228,11 +228,11 @@ def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
         keys, gate = saved(queue, 4), Gate()
         store.before["find"] = gate
         held = queue.find(keys)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         jobs = [queue.save(keys, np.arange(4)), queue.load(keys, np.arange(10, 14))]
         store.calls.clear()
         gate.open()
-        assert held.wait(60) and all(job.wait(60) for job in jobs)
+        assert held.wait(600) and all(job.wait(600) for job in jobs)
         assert store.calls == ["load", "save"]
 
 
@@ -254,7 +254,7 @@ def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, qu
     keys, gate = saved(queue, 4), Gate()
     store.before["load"] = gate
     jobs = [queue.load(keys, np.arange(4 * i, 4 * i + 4)) for i in range(4)]
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     for job in jobs:
         job.cancel()
         assert job.done and job.codes.tolist() == [CANCELLED] * 4
@@ -272,25 +272,25 @@ def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
         gate, keys = Gate(), queue.secret.opaque(names(4))
         store.before["save"] = gate
         held = [queue.save(keys, np.arange(4))]
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         held += [queue.save(keys, np.arange(4)) for _ in range(2)]
         with pytest.raises(StoreBusy, match="8 blocks wait"):
             queue.save(keys, np.arange(4))
-        assert queue.find(keys).wait(60), "other jobs have room of their own"
+        assert queue.find(keys).wait(600), "other jobs have room of their own"
         assert queue.stats().refused_jobs == 1
         gate.open()
-        assert all(job.wait(60) for job in held)
+        assert all(job.wait(600) for job in held)
 
 
 def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
     queue, gate = open_queue(store), Gate()
     store.before["save"] = gate
     job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     assert not queue.close(0.05) and job.codes.tolist() == [CANCELLED] * 4 and not job.returned
     assert "close" not in store.calls
     gate.open()
-    assert queue.close(60) and queue.close(60) and store.calls.count("close") == 1
+    assert queue.close(600) and queue.close(600) and store.calls.count("close") == 1
     with pytest.raises(PoolClosed, match="wrong"):
         queue.find(queue.secret.opaque(names(1)))
 
@@ -301,11 +301,11 @@ def test_a_job_is_counted_once(store: Wrong) -> None:
     keys = saved(queue, 4)
     store.before["load"] = gate
     late, cancelled = queue.load(keys, np.arange(4), deadline=queue.now() + 0.01), queue.load(keys, np.arange(4, 8))
-    assert late.wait(60)
+    assert late.wait(600)
     cancelled.cancel()
     queue.close(0)
     gate.open()
-    assert queue.close(60) and late.returned and cancelled.returned
+    assert queue.close(600) and late.returned and cancelled.returned
     blocks, waiting = queue.stats().blocks, queue.stats().queued_blocks
     assert (blocks["load", "late"], blocks["load", "cancelled"], blocks["load", "ok"], waiting) == (4, 4, 0, 0)
     assert queue.finished().count(late) <= 2
@@ -363,7 +363,7 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
     with open_queue(store, report=False) as queue:
         keys = queue.secret.opaque(names(1))
         for _ in range(3000):
-            assert queue.find(keys, deadline=queue.now() + 1000).wait(60)
+            assert queue.find(keys, deadline=queue.now() + 1000).wait(600)
         assert queue.finished() == [] and not queue.wait(0)
 
 
@@ -416,10 +416,10 @@ def test_threads_end_with_the_queue() -> None:
     before = threading.active_count()
     with open_queue(MemoryStore(1 << 20)) as queue:
         fill(queue.memory, 1)
-    assert queue.close(60)
+    assert queue.close(600)
     for thread in threading.enumerate():
         if thread.name.startswith("kvpool-memory"):
-            thread.join(60)
+            thread.join(600)
     assert threading.active_count() <= before
 
 

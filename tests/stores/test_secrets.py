@@ -26,7 +26,7 @@ def test_a_secret_is_made_once_and_read_by_all(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert len(found) == 8 and set(found) == {read_secret(path)} and len(found[0]) == 32
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

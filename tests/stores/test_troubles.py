@@ -48,7 +48,7 @@ def test_one_warning_for_each_kind_of_trouble_and_then_a_count(
     store.before["save"] = fail
     for first in (10, 20):
         behind.write(2, first)
-        assert behind.keeper.drain(60)
+        assert behind.keeper.drain(600)
     [first_line] = told(caplog)
     assert "wrong" in first_line and "save of 2 blocks: failed" in first_line and "No space left" in first_line
     store.after["load"] = lambda answer: (answer[0], np.roll(answer[1], 1, 1))
@@ -57,7 +57,7 @@ def test_one_warning_for_each_kind_of_trouble_and_then_a_count(
     assert "load of 2 blocks: damaged" in damaged
     behind.now += REPEAT_SECONDS
     behind.write(3, 30)
-    assert behind.keeper.drain(60)
+    assert behind.keeper.drain(600)
     lines = told(caplog)
     assert len(lines) == 2 and "save of 5 blocks more: failed" in lines[0] and "suspended" in lines[1]
 
@@ -80,7 +80,7 @@ def test_what_is_given_up_on_purpose_is_no_trouble(
     behind.write(4)
     behind.keeper.poll()
     behind.keeper.clear()
-    assert behind.keeper.drain(60) and not told(caplog)
+    assert behind.keeper.drain(600) and not told(caplog)
 
 
 def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engine, store: Wrong) -> None:
@@ -88,7 +88,7 @@ def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engi
     assert len(behind.ask(6)) == 6
     store.before["save"] = fail
     behind.write(2, 50)
-    assert behind.keeper.drain(60)
+    assert behind.keeper.drain(600)
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics:
         metrics.add("a", behind.cache)

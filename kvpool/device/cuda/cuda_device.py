@@ -38,6 +38,7 @@ from kvpool.device.cuda.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PL
 from kvpool.device.cuda.cuda_memory import (
     CudaViews,
     PinnedMemory,
+    allocatable,
     check_adopted,
     open_memory,
     pinned_memory,
@@ -71,7 +72,7 @@ from kvpool.device.launches import (
     stage_rows,
     token_moves,
 )
-from kvpool.device.main_memory import ALIGNMENT, GpuMemory, allocate_shared, available_ram, free_shared
+from kvpool.device.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.errors import DeviceError, PoolClosed
@@ -244,7 +245,7 @@ class CudaDevice(Device):
         if tier == "host":
             return available_ram()
         with self._calls("cudaMemGetInfo") as runtime:
-            return max(0, int(runtime.memGetInfo()[0]) - ALIGNMENT)
+            return allocatable(int(runtime.memGetInfo()[0]))
 
     def bind(self, regions: Sequence[Region]) -> None:
         self._check_open()

@@ -94,8 +94,7 @@ class PinnedMemory:
 
     After ``free`` the memory is no longer pinned. It exists until the last view of ``array`` is gone. If nobody calls
     ``free``, it happens when nobody refers to this object any more, behind ``idle``, which waits for all that may use
-    the memory. What a driver refuses to unregister stays mapped
-    until the process ends.
+    the memory. What a driver refuses to unregister stays mapped until the process ends.
 
     Not thread-safe. Raises MemoryError if the machine has no room or the driver refuses; nothing stays pinned then.
     """
@@ -205,7 +204,7 @@ def _progress(nbytes: int) -> AbstractContextManager[Any]:
         from tqdm import tqdm
     except ImportError:
         return nullcontext()
-    hidden = sys.stderr is None or not sys.stderr.isatty()
+    hidden = sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty()
     told = "pinning host memory"
     return tqdm(total=nbytes, desc=told, unit="B", unit_scale=True, delay=_QUIET_SECONDS, leave=False, disable=hidden)
 
@@ -317,6 +316,11 @@ def zeroed_array(cupy: Any, calls: RuntimeCalls, nbytes: int, stream: int) -> An
     return array
 
 
+def allocatable(free: int) -> int:
+    """How much ``zeroed_array`` can take of so many free bytes at once."""
+    return max(0, free // _SHARED_PIECE * _SHARED_PIECE - ALIGNMENT)
+
+
 def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
     """An array on the GPU as a table, by ``__cuda_array_interface__`` or DLPack. Raises TypeError or ValueError."""
     found = as_strided(name, target)
@@ -374,9 +378,12 @@ _unused: deque[tuple[RuntimeCalls, int]] = deque()
 def close_unused() -> None:
     """Close the allocations of other processes to which nobody refers any more, once all that this process has enqueued
     on their GPU is done. No stream may be captured meanwhile: CUDA refuses to wait for a GPU then, and the capture is
-    lost. Raises DeviceError; a later call tries again."""
-    while _unused:
-        calls, pointer = _unused.popleft()
+    lost. Raises DeviceError; a later call tries again. Thread-safe."""
+    while True:
+        try:
+            calls, pointer = _unused.popleft()
+        except IndexError:
+            return
         try:
             with calls("cudaIpcCloseMemHandle", unsafe=True) as runtime:
                 runtime.deviceSynchronize()

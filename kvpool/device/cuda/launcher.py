@@ -144,7 +144,7 @@ _HOST_NATIVE_ATOMICS = 86
 
 
 class CudaLauncher:
-    """A ``kernels.launch.Launcher`` for one GPU. ``cupy`` is that package. Thread-safe."""
+    """A ``launches.Launcher`` for one GPU. ``cupy`` is that package. Thread-safe."""
 
     def __init__(self, cupy: Any, calls: RuntimeCalls, events: EventPool, buffers: Buffers) -> None:
         self._cupy, self._calls = cupy, calls
@@ -214,7 +214,7 @@ class CudaLauncher:
         return True
 
     def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """See ``kernels.launch.Launcher``."""
+        """See ``launches.Launcher``."""
         found = np.empty_like(addresses)
         with self._calls("cudaPointerGetAttributes") as runtime:
             for i, address in enumerate(addresses.flat):
@@ -232,6 +232,6 @@ class CudaLauncher:
         return address if self.same_addresses else int(self.device_addresses(np.array([address]))[0])
 
     def uploaded(self, array: npt.NDArray[Any], stream: int, *, host: bool) -> AbstractContextManager[int]:
-        """See ``kernels.launch.Launcher``. If too many uploads to this stream are unread, waits for the oldest. Raises
+        """See ``launches.Launcher``. If too many uploads to this stream are unread, waits for the oldest. Raises
         DeviceError, MemoryError."""
         return self.uploads.uploaded(array, stream, host)

@@ -136,9 +136,10 @@ class Driver:
             flags, active = ctypes.c_uint(), ctypes.c_int()
             self._state(index, ctypes.byref(flags), ctypes.byref(active))
             if active.value and found is None:
-                self.push(self.primary_context(index)[1])
-                found = self._ordinal(address)
-                self.pop()
+                _, pushed = self.push(self.primary_context(index)[1])
+                if pushed:
+                    found = self._ordinal(address)
+                    self.pop()
         return found
 
     def _ordinal(self, address: int) -> int | None:
@@ -280,7 +281,7 @@ class RuntimeCalls:
         return _Call(self, what, unsafe)
 
     def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
-        """Pin memory, for ``pinned.Registrar``. Any thread may call it, also in a destructor."""
+        """Pin memory, for ``cuda_memory.Registrar``. Any thread may call it, also in a destructor."""
         with self("cudaHostRegister", unsafe=True) as runtime:
             runtime.hostRegister(address, nbytes, flags)
 
@@ -479,6 +480,8 @@ class UsedStreams:
         self.own: list[Stream] = []
         self._calls, self._events = calls, events
         self._used: dict[int, tuple[Stream, CudaEvent | None]] = {}
+        self._behind: set[int] = set()
+        """Streams that may have work behind their last event."""
 
     def create(self, name: str, priority: int) -> Stream:
         """A stream of the device's own. Raises DeviceError."""
@@ -492,15 +495,20 @@ class UsedStreams:
         stream = own_name(stream)
         if stream.handle not in self._used:
             if len(self._used) >= _STREAMS_KEPT:
-                self._used = {h: (s, e) for h, (s, e) in self._used.items() if e is None or not self._events.query(e)}
+                self._used = {h: (s, e) for h, (s, e) in self._used.items() if not self._is_idle(h, e)}
             self._used[stream.handle] = stream, None
+        self._behind.add(stream.handle)
         return stream.handle
+
+    def _is_idle(self, handle: int, event: CudaEvent | None) -> bool:
+        return event is not None and handle not in self._behind and self._events.query(event)
 
     def record(self, stream: Stream) -> CudaEvent:
         """An event of a stream. Raises DeviceError."""
         handle = self.handle(stream)
         event = self._events.record(handle)
         self._used[handle] = self._used[handle][0], event
+        self._behind.discard(handle)
         return event
 
     def synchronize(self) -> None:

@@ -119,6 +119,7 @@ class MooncakeStore:
     name = "mooncake"
     clears = MODEL_BYTES
     lasting = True
+    indexed = False
 
     def __init__(
         self, master: str = "127.0.0.1:50051", *, segment: int = 0, hostname: str = "", metadata: str = "P2PHANDSHAKE",

@@ -76,6 +76,7 @@ class PeerStore:
     name = "peer"
     clears = TAG_BYTES
     lasting = True
+    indexed = False
 
     def __init__(
         self, endpoint: str, *, secret: bytes | None = None, secret_file: str | os.PathLike[str] | None = None,

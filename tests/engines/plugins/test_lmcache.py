@@ -205,7 +205,7 @@ def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
         assert lab.load(adapter, own, empty) == []
     assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
     gate.open()
-    assert blocks.client.queue.drain(60)
+    assert blocks.client.queue.drain(600)
     assert not any(one.raw_tensor.any() for one in empty)
     blocks.seconds["load"] = 60
     blocks.client.health.resume()
@@ -266,7 +266,7 @@ def test_tasks_beyond_the_bound_end_at_once(
     (store,) = stores.values()
     store.before["load"] = gate
     first = adapter.submit_load_task(keys(1), objects(1))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     second, third = (adapter.submit_load_task(keys(1), objects(1)) for _ in range(2))
     assert adapter.query_load_result(third).popcount() == 0
     assert adapter.query_load_result(first) is None and adapter.query_load_result(second) is None
@@ -283,7 +283,7 @@ def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> No
     (store,) = stores.values()
     store.before["load"] = gate
     tasks = [adapter.submit_load_task(keys(1), objects(1)) for _ in range(3)]
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     closing = threading.Thread(target=adapter.close)
     closing.start()
     lab.wait_for(adapter.get_load_event_fd())

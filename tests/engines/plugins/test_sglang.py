@@ -113,7 +113,7 @@ def test_a_store_that_hangs_writes_nothing_that_the_engine_uses_again(
         places += [] if indices is None else [indices]
     pages = [lab.write(pool, indices, seed=4) for indices in places]
     gate.open()
-    assert blocks.client.queue.drain(60)
+    assert blocks.client.queue.drain(600)
     assert all(lab.same(lab.read(pool, indices), own) for indices, own in zip(places, pages, strict=True))
 
 

@@ -99,7 +99,7 @@ def record(
     environment: Mapping[str, str] = os.environ | added | {"CRASH_PAUSE_US": str(pause_us)}
     for program in programs:
         command = [sys.executable, *program]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode in (0, -9), f"{program} ended with {done.returncode}:\n{done.stderr}"
     records = read(log) if log.exists() else []
     if not any(entry.kind == Kind.WRITE for entry in records):

@@ -76,7 +76,7 @@ class Session:
         return self._evicted != before
 
     def close(self) -> None:
-        assert self.queue.close(60), "closing hangs"
+        assert self.queue.close(600), "closing hangs"
 
     def __enter__(self) -> Session:
         return self

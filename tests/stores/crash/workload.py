@@ -71,7 +71,7 @@ def together(count: int, work: Callable[[int], None]) -> None:
     barrier = threading.Barrier(count)
 
     def begin(number: int) -> None:
-        barrier.wait(60)
+        barrier.wait(600)
         work(number)
 
     with ThreadPoolExecutor(count) as pool:

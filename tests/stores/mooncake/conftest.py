@@ -63,4 +63,4 @@ def open_at(secret: bytes) -> Iterator[Callable[..., StoreQueue]]:
 
     yield build
     for queue in queues:
-        assert queue.close(60)
+        assert queue.close(600)

@@ -90,7 +90,7 @@ def test_nothing_is_called_before_open_and_after_close(library: Library) -> None
         with StoreQueue(store, memory(), IDENTITY) as queue:
             with pytest.raises(ValueError, match="is open"):
                 StoreQueue(store, memory(), IDENTITY)
-            assert queue.find(keys).wait(60)
+            assert queue.find(keys).wait(600)
         store.close()
         assert library.calls.count("close") == 1
 
@@ -111,7 +111,7 @@ def test_close_waits_for_calls_under_way(library: Library) -> None:
     library.answers["batch_is_exist"] = lambda keys: gate() or [1]
     reader = threading.Thread(target=lambda: made.exist(["a"]))
     reader.start()
-    assert gate.reached.wait(60) and made.calls == 1
+    assert gate.reached.wait(600) and made.calls == 1
     closer = threading.Thread(target=made.close)
     closer.start()
     while True:
@@ -121,8 +121,8 @@ def test_close_waits_for_calls_under_way(library: Library) -> None:
             break
     assert closer.is_alive() and "close" not in library.calls
     gate.open()
-    reader.join(60)
-    closer.join(60)
+    reader.join(600)
+    closer.join(600)
     assert library.calls.count("close") == 1 and made.calls == 0
 
 
@@ -131,11 +131,11 @@ def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library)
     library.answers["batch_is_exist"] = lambda keys: gate() or [1]
     reader = threading.Thread(target=lambda: made.exist(["a"]))
     reader.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     made.close(0.05)
     assert "close" not in library.calls
     gate.open()
-    reader.join(60)
+    reader.join(600)
 
 
 def test_an_interpreter_that_ends_waits_for_calls_under_way(library: Library) -> None:
@@ -144,7 +144,7 @@ def test_an_interpreter_that_ends_waits_for_calls_under_way(library: Library) ->
     library.answers["batch_is_exist"] = lambda keys: gate() or [1]
     reader = threading.Thread(target=lambda: made.exist(["a"]))
     reader.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     ending = threading.Thread(target=mooncake_client.end_all)
     ending.start()
     while True:
@@ -154,8 +154,8 @@ def test_an_interpreter_that_ends_waits_for_calls_under_way(library: Library) ->
             break
     assert ending.is_alive() and "close" not in library.calls
     gate.open()
-    reader.join(60)
-    ending.join(60)
+    reader.join(600)
+    ending.join(600)
     assert library.calls.count("close") == 1
 
 
@@ -194,7 +194,7 @@ def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: St
         library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
         reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
         reader.start()
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         pid = os.fork()
         if not pid:
             try:
@@ -205,7 +205,7 @@ def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: St
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         gate.open()
-        reader.join(60)
+        reader.join(600)
 
 
 # -- what the library answers --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ SMALL = "--limit 40 --seed 3 --device-blocks 400 --host-blocks 64 --active 4 --s
 def replay(store: str) -> dict[str, Any]:
     """What ``python -m kvpool replay --verify`` says of a store. Every byte is compared."""
     command = [sys.executable, "-m", "kvpool", "replay", *SMALL, "--verify", "--json", "--store", store]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     assert said["failure"] is None
