@@ -228,7 +228,7 @@ KEEPER_DEFINITIONS = (
         "kind", {"saved": "saved_blocks", "loaded": "loaded_blocks", "found": "found_blocks"}),
     _pool(COUNTER, "kvpool_keeper_prefetches",
         "Prefetches that have ended, by reason: loaded, cached, absent, declined (to compute is faster), late, full, "
-        "failed, cancelled, reset, closed.",
+        "failed, cancelled, forgotten, reset, closed.",
         "reason", lambda s: {(reason,): count for reason, count in s.prefetches.items()}),
     _pool(GAUGE, "kvpool_keeper_waiting",
         "Blocks that wait to be saved (saves), that were brought and wait for their request (promoted), and prefetches "

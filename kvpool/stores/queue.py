@@ -223,12 +223,14 @@ class StoreQueue:
                 # One more who uses the store, which is not closed meanwhile.
                 self._workers += 1
             began = time.perf_counter()
-            codes = self._calls.find(own)
+            try:
+                codes = self._calls.find(own)
+            finally:
+                self._end()
             with self._lock:
                 self._seconds[jobs.FIND] += time.perf_counter() - began
                 for code in () if codes is None else codes.tolist():
                     self._blocks[jobs.FIND, CODES[code]] += 1
-            self._end()
             return codes
 
     def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvpool import HostCache
 from kvpool.stores import MemoryStore
 from kvpool.stores.disk import DiskStore
 from tests.stores.hostkeeping import Engine, engines
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names, open_queue
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 STORES: dict[str, Callable[[Path], Any]] = {
@@ -123,6 +124,16 @@ def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]
     for _ in range(3):
         assert engine.ask(1) == [ABSENT]
     assert engine.keeper.stats().missed == {"failed": 3} and engine.keeper.stats().suspended == ("wrong",)
+
+
+def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:
+    store = Wrong(MemoryStore(256 * BLOCK_BYTES))
+    store.indexed = True  # type: ignore[attr-defined]
+    queue = open_queue(store)
+    store.before["find"] = lambda: sys.exit(1)
+    with pytest.raises(SystemExit):
+        queue.find_now(queue.secret.opaque(names(1)))
+    assert queue.close(5.0)
 
 
 def test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends(make: Callable[..., Engine]) -> None:
