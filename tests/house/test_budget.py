@@ -60,7 +60,7 @@ LINES = {
     "tests/planner": 630,
     "tests/publish": 1540,
     "tests/race": 2770,
-    "tests/remote": 2150,
+    "tests/remote": 2160,
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
