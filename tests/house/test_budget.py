@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5270,
-    "kvpool/stores": 3350,
+    "kvpool/stores": 3360,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
-    "tests/mutations": 3710,
+    "tests/mutations": 3720,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1540,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 8920,
+    "tests/stores": 8980,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""

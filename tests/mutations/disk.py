@@ -33,7 +33,7 @@ MUTATIONS = (
         "not self._index.in_doubt",
         "True",
         "A block whose slot had got other bytes before a crash is acknowledged again, and nothing is written.",
-        (f"{DAMAGE}test_a_block_that_was_there_at_a_crash_is_written_again_once[bytes taken-2]",),
+        (f"{DAMAGE}test_a_block_that_was_there_at_a_crash_is_made_durable_once[bytes taken-2]",),
     ),
     Mutation(
         "pages_of_a_failed_commit_are_forgotten",

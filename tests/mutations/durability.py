@@ -59,7 +59,18 @@ with self._lock:
         (
             *_STATES,
             "tests/stores/test_disk_damage.py::"
-            "test_a_block_that_was_there_at_a_crash_is_written_again_once[bytes taken-0]",
+            "test_a_block_that_was_there_at_a_crash_is_made_durable_once[bytes taken-0]",
+        ),
+    ),
+    Mutation(
+        "right_bytes_are_written_again",
+        "DiskStore._write_missing",
+        "slot not in again or not self._slab.has(slot, row)",
+        "True",
+        "Power fails twice, and a block that was acknowledged before the first time has noise in it.",
+        (
+            "tests/stores/crash/test_proof.py::test_saving_again_what_a_crash_has_left_risks_nothing",
+            "tests/stores/test_disk_damage.py::test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged",
         ),
     ),
     Mutation(

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -49,7 +50,8 @@ class DiskStore:
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
     fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
     being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that. So after a crash the first save of a block that was there at the opening writes it again.
+    its seal finds that. So after a crash the first save of a block that was there at the opening compares its bytes,
+    and writes only others: power that fails during a write may take what it replaces.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
@@ -211,12 +213,13 @@ class DiskStore:
         """Save what no other call is writing. Wait for what another writes, and return its places."""
         with self._lock:
             answers = self._index.reserve([names[place] for place in places], tag, limit)
-            failed_syncs = self._failed_syncs
+            failed_syncs, again = self._failed_syncs, self._index.written_again([names[place] for place in places])
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
         for place, answer in zip(places, answers, strict=True):
             codes[place] = {slot_index.HERE: OK, slot_index.REFUSED: REFUSED}.get(answer, CANCELLED)
         try:
-            self._transfer(self._slab.write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
+            write = partial(self._write_missing, again) if again else self._slab.write
+            self._transfer(write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
             self._finish(own, names, seals, codes, failed_syncs)
         except BaseException:
             with self._lock:
@@ -227,6 +230,13 @@ class DiskStore:
         with self._lock:
             self._changed.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
         return pending
+
+    def _write_missing(self, again: set[int], slots: list[int], rows: list[int]) -> None:
+        """Write slots, but none of ``again`` that has its bytes: a write that power interrupts may leave neither old
+        nor new ones."""
+        for slot, row in zip(slots, rows, strict=True):
+            if slot not in again or not self._slab.has(slot, row):
+                self._slab.write([slot], [row])
 
     def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
                 failed_syncs: int) -> None:  # fmt: skip

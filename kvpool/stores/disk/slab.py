@@ -87,6 +87,18 @@ class Slab:
             buffer[: self.block_bytes] = self._memory[row].data
             self._all(self._system.pwritev, [memoryview(buffer)], slot)
 
+    def has(self, slot: int, row: int) -> bool:
+        """Whether the device has the bytes of a row in this slot. False if it cannot be asked: after a sync that
+        failed, the page cache may have what the device has not."""
+        if not self.direct:
+            return False
+        buffer = self._buffer()
+        try:
+            self._all(self._system.preadv, [memoryview(buffer)], slot)
+        except OSError:
+            return False
+        return np.array_equal(np.frombuffer(buffer, np.uint8, self.block_bytes), self._memory[row])
+
     def sync(self) -> None:
         """Make all that was written durable. Raises OSError."""
         self._system.fdatasync(self._fd)

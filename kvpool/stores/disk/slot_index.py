@@ -109,7 +109,7 @@ _VICTIMS_MIN = 1024
 
 
 class _Pending(NamedTuple):
-    """``again``: its entry is doubtful, and stays as it is until the bytes are written."""
+    """``again``: its entry is doubtful, and stays as it is until the bytes are there."""
 
     slot: int
     tag: bytes
@@ -120,7 +120,8 @@ class Index:
     """The index of a store, over its table. The caller holds a lock.
 
     After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
-    right before. So the first save of its key writes the slot again, and is not acknowledged before.
+    right before. So the first save of its key sees that the slot has the right ones, or writes them, and is not
+    acknowledged before they are durable.
 
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
@@ -194,6 +195,10 @@ class Index:
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
+
+    def written_again(self, keys: list[bytes]) -> set[int]:
+        """The slots of those of these pending keys whose entries are doubtful: they may have the bytes already."""
+        return {slot for slot, _, again in (self._pending[key] for key in keys if key in self._pending) if again}
 
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""

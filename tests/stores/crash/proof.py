@@ -104,10 +104,16 @@ def explained(recording: Recording) -> Recording:
     return recording
 
 
-def points(recording: Recording, promises: Promises, states: int, rng: random.Random) -> Iterator[tuple[int, Fate]]:
+def points(
+    recording: Recording, promises: Promises, states: int, rng: random.Random, fate: Fate | None = None
+) -> Iterator[tuple[int, Fate]]:
     """Crash points in their order. Each place in the log comes with all and with nothing of what is not durable, as far
-    as there are so many states, and other fates are drawn: half of them right after an acknowledgement."""
+    as there are so many states, and other fates are drawn: half of them right after an acknowledgement. With a
+    ``fate`` any places come with that."""
     count = len(recording.records)
+    if fate is not None:
+        yield from ((point, fate) for point in sorted(rng.randint(0, count) for _ in range(states)))
+        return
     plain = [(point, fate) for point in range(count + 1) for fate in (ALL, NOTHING)]
     if len(plain) > states // 2:
         plain = rng.sample(plain, states // 2)
@@ -118,22 +124,24 @@ def points(recording: Recording, promises: Promises, states: int, rng: random.Ra
     yield from sorted([*plain, *drawn], key=lambda entry: entry[0])
 
 
-def replayed(recording: Recording, states: int, seed: int, folder: Path, stop_after: int = 20) -> Result:
-    """Build crash states in this folder and check them, until so many have failed."""
+def replayed(
+    recording: Recording, states: int, seed: int, folder: Path, stop_after: int = 20, fate: Fate | None = None
+) -> Result:
+    """Build crash states in this folder and check them, until so many have failed. ``fate``: as in ``points``."""
     rng, promises, result = random.Random(seed), recording.promises(), Result()
     result.failures += promises.lost
     checker, disk, copy = Checker(promises.numbers, memory(ROWS)), recording.disk(), Folder(folder)
-    for point, fate in points(recording, promises, states, rng):
+    for point, own_fate in points(recording, promises, states, rng, fate):
         disk.apply(recording.records[disk.point : point])
         own = rng.randrange(1 << 32)
-        copy.become(disk.state(fate, random.Random(own)))
+        copy.become(disk.state(own_fate, random.Random(own)))
         promised, gone = promises.at(point), promises.gone(point)
         wrong = checker.wrong(folder / "store", promised, gone, random.Random(own))
         result.states += 1
         result.promised += len(promised)
         result.gone += len(gone)
         if wrong:
-            result.failures.append(f"point {point}, {fate}, seed {own}: {'; '.join(wrong)[:400]}")
+            result.failures.append(f"point {point}, {own_fate}, seed {own}: {'; '.join(wrong)[:400]}")
         if len(result.failures) >= stop_after:
             break
     result.loaded, result.damaged = checker.loaded, checker.damaged

@@ -13,6 +13,7 @@ pytest.importorskip("blake3")
 
 from tests.stores.crash import proof
 from tests.stores.crash.log import Missing
+from tests.stores.crash.model import Fate
 from tests.stores.crash.proof import Recording
 
 SEED = int(os.environ.get("KVPOOL_CRASH_SEED", "1"))
@@ -51,6 +52,13 @@ def test_a_crash_of_the_opening_after_a_crash_loses_nothing(
     again = proof.recovered(recording, tmp_path, SEED + number)
     result = proof.replayed(again, 60, SEED + number, built)
     assert result.states == 60 and result.promised and not result.failures, result.failures
+
+
+def test_saving_again_what_a_crash_has_left_risks_nothing(recording: Recording, tmp_path: Path, built: Path) -> None:
+    """Power that fails may leave noise where something is written, and so no block is written that is there."""
+    again = proof.recovered(recording, tmp_path, SEED)
+    result = proof.replayed(again, 150, SEED, built, fate=Fate(keep=0.1, tear=1.0, noise=0.1))
+    assert result.states == 150 and result.promised and not result.failures, result.failures
 
 
 def test_syncs_that_fail_acknowledge_nothing_that_a_crash_may_take(tmp_path: Path, built: Path) -> None:
