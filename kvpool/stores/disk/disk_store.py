@@ -48,10 +48,11 @@ class DiskStore:
         The calls of the operating system, for tests.
 
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
-    fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
-    being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
-    its seal finds that. So after a crash the first save of a block that was there at the opening compares its bytes,
-    and writes only others: power that fails during a write may take what it replaces.
+    fdatasync and one transaction. After a crash each saved block is there, unless it was evicted, or was being saved
+    again with other bytes after an earlier crash. A block that was being written, or evicted for one that was being
+    written, may be named by an entry while its slot has other bytes: its seal finds that. So after a crash the first
+    save of a block that was there at the opening compares its bytes, and writes only others: power that fails during a
+    write may take what it replaces.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
