@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpool.engines.options import VLLM
-from kvpool.stores.troubles import TroubleLog
 
 with VLLM.imports():
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -76,6 +75,8 @@ class HostTierMetrics:
     """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
+        from kvpool.stores.troubles import TroubleLog  # imports Numba, which vLLM must not meet when it starts
+
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()
         """by name, of ``COUNTERS``"""

@@ -58,7 +58,7 @@ LINES = {
     "tests/mutations": 3720,
     "tests/observe": 980,
     "tests/planner": 630,
-    "tests/publish": 1540,
+    "tests/publish": 1550,
     "tests/race": 2770,
     "tests/remote": 2160,
     "tests/replay": 1290,
