@@ -51,7 +51,7 @@ LINES = {
     "tests/gpu": 1090,
     "tests/holders": 1150,
     "tests/hostcache": 1650,
-    "tests/house": 1520,
+    "tests/house": 1540,
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,

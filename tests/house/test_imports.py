@@ -198,3 +198,34 @@ def test_an_edit_outside_the_state_compiles_no_state_anew(path: Path) -> None:
     assert all(
         file.startswith(("state/", "jit/")) or file in ("errors.py", "arrays/pool_ids.py") for file in stamped
     ), sorted(stamped)
+
+
+def loaded_by(path: Path) -> Iterator[str]:
+    """Dotted names that are imported when a file is: not those of functions, nor those of type checkers."""
+    pending: list[ast.AST] = [*tree_of(path).body]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif not isinstance(node, ast.FunctionDef):
+            pending += ast.iter_child_nodes(node)
+
+
+@pytest.mark.parametrize("name", ["engines.vllm", "engines.vllm_tier"])
+def test_numba_is_not_there_when_vllm_starts(name: str) -> None:
+    """On a CPU, vLLM reads the attributes of all loaded modules then, and fails at one of llvmlite."""
+    seen, pending = {""}, ["", name]
+    while pending:
+        module = pending.pop()
+        for imported in loaded_by(FILES[module]):
+            package, *parts = imported.split(".")
+            assert package not in ("numba", "llvmlite"), f"{name} loads kvpool.{module}, which imports {imported}"
+            inner = {".".join(parts[: end + 1]) for end in range(len(parts))} if package == "kvpool" else set()
+            new = (inner & FILES.keys()) - seen
+            seen |= new
+            pending += new
+    assert "engines.options" in seen
