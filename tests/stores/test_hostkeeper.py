@@ -4,7 +4,7 @@ whatever the stores do."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,10 @@ import pytest
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import REFUSED, MemoryStore, StoreQueue
-from tests.stores.hostkeeping import Engine, engines
+from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(256 * BLOCK_BYTES))
-
-
-@pytest.fixture
-def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
-    yield from engines(store)
 
 
 def fail(*_: Any) -> Any:

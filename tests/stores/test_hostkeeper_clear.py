@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from kvpool import HostCache
-from kvpool.stores import MemoryStore
-from tests.stores.hostkeeping import Engine, engines
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+from tests.stores.hostkeeping import Engine
+from tests.stores.lab import Gate, Wrong, names
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(256 * BLOCK_BYTES))
-
-
-@pytest.fixture
-def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
-    yield from engines(store)
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["dropped later", "never dropped"])

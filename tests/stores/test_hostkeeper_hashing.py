@@ -4,28 +4,17 @@ are saved under that key."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvpool import HostCache
-from kvpool.stores import MemoryStore
 from kvpool.stores.seals import Secret
-from tests.stores.hostkeeping import Engine, engines
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+from tests.stores.hostkeeping import Engine
+from tests.stores.lab import Gate, Wrong, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(256 * BLOCK_BYTES))
-
-
-@pytest.fixture
-def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
-    yield from engines(store)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -10,20 +10,10 @@ from kvpool import HostCache
 from kvpool.keepers import LoadOrCompute
 from kvpool.keepers.choice import Load
 from kvpool.stores import MemoryStore
-from tests.stores.hostkeeping import Engine, engines
+from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(256 * BLOCK_BYTES))
-
-
-@pytest.fixture
-def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
-    yield from engines(store)
 
 
 class Some:

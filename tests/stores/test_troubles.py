@@ -10,16 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.observe.metrics import PoolMetrics
-from kvpool.stores import REFUSED, MemoryStore
+from kvpool.stores import REFUSED
 from kvpool.stores.troubles import REPEAT_SECONDS
 from tests.stores.hostkeeping import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, tokens
 from tests.stores.lab import BLOCK_BYTES, Wrong
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(256 * BLOCK_BYTES))
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""What tests of several files of this folder begin with. A file that needs another store has its own fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.stores.hostkeeping import Engine
+    from tests.stores.lab import Wrong
+
+
+@pytest.fixture
+def store() -> Wrong:
+    """A store in memory that does wrong what a test tells it to."""
+    from kvpool.stores import MemoryStore
+    from tests.stores.lab import BLOCK_BYTES, Wrong
+
+    return Wrong(MemoryStore(256 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
+    """Makes engines with a host cache and a keeper over ``store``, or over others, and closes them."""
+    from tests.stores.hostkeeping import engines
+
+    yield from engines(store)
