@@ -1,4 +1,4 @@
-"""Says in a terminal that functions are being compiled."""
+"""Says that functions are being compiled: in a terminal, or in the log."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Announcer:
-    """Says in a terminal that functions are being compiled, and shows how many. It has no lock, since Numba compiles
-    under a lock of its own."""
+    """Says once that functions are being compiled, and about how long that takes; a terminal also sees how many. It has
+    no lock, since Numba compiles under a lock of its own."""
 
     def __init__(self) -> None:
         self.known = 0

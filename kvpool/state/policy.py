@@ -1,13 +1,15 @@
-"""The policy: which block is evicted next, what a use of a block changes, and whether evicted content is offloaded.
+"""The order of eviction: which block is evicted next, what a use of a block changes, and whether evicted content is
+offloaded.
 
-A policy is this file. The state tells it what happens (``on_insert``, ``on_hit``, ``on_release``, ``on_change``,
-``on_only_copy``), and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of
-deadlines.
+The state tells this module what happens (``on_insert``, ``on_hit``, ``on_release``, ``on_change``, ``on_only_copy``),
+and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of deadlines.
 
-The order is LRU by priority. Of the device's blocks of the default priority, ``agent`` chooses where a pool has a book
-of chains. Each tier has a list of empty blocks, one of clean host copies (the device has the content
+The order is LRU by priority. Each tier has a list of empty blocks, one of clean host copies (the device has the content
 too), and one for each priority. A block that nobody holds is in one of them. ``verify`` has its own version of
 ``list_of``, to check this one.
+
+A pool with ``policy="agent"`` or ``"adaptive"`` has records of chains. Then ``on_admit``, ``on_begin_release`` and
+``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next.
 """
 
 from __future__ import annotations
