@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from kvpool.replay.content import Request
 from kvpool.replay.sessions import AgentSession, play
-from kvpool.replay.tokens import Request
 from kvpool.replay.traces import read_sessions
 
 STOPS = ("tool_use", "end_turn")

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.jit import jit
-from kvpool.replay.content import namespace_digest
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request, namespace_digest
 from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)

@@ -24,7 +24,7 @@ from kvpool.planner.stack import (
     bucket_of,
     trace_back,
 )
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 
 Counts = npt.NDArray[np.int64]
 TENANTS_MAX = 64

@@ -21,7 +21,7 @@ LINES = {
     "examples": 1120,
     "kvpool": 360,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1410,
+    "kvpool/commands": 1110,
     "kvpool/copying": 520,
     "kvpool/device": 3940,
     "kvpool/engines": 1800,
@@ -31,7 +31,7 @@ LINES = {
     "kvpool/keepers": 1950,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
-    "kvpool/planner": 1110,
+    "kvpool/planner": 1120,
     "kvpool/pool": 2900,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
@@ -69,12 +69,12 @@ LINES = {
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 10.1, "tests": 11.2}
+DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 215
+FILES = 210
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
-COMMANDS = {"plan.py", "replay.py", "stress.py"}
+COMMANDS = {"plan.py", "replay.py", "stress.py", "workers.py"}
 """Modules of commands are named by their command."""
 
 

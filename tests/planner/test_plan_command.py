@@ -210,7 +210,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", trace, "--plot", str(tmp_path / "a.png")]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and "pip install 'kvpool[plot]'" in err
+    assert out == "" and 'pip install ".[plot]"' in err
 
 
 def test_a_chart_that_cannot_be_written_is_an_error_behind_the_plan(
