@@ -13,7 +13,9 @@ from kvpool.commands import terminal
 from kvpool.commands.terminal import INTERRUPTED, OK, blaming_the_user, count_argument, near
 
 if TYPE_CHECKING:
-    from kvpool.planner import Machine, StoreTier, Survey
+    from kvpool.planner import Machine, StoreTier, Survey, Surveyor
+    from kvpool.planner.policies import PolicyTable
+    from kvpool.planner.survey import Use
 
 _MODEL = "llama-3-8b"
 _CONFIG_BYTES_MAX = 1 << 20
@@ -44,6 +46,12 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--store-save", choices=("commit", "evict"), help="what is saved when (default: commit)")
     add("--store-bandwidth", type=float, metavar="GB/S", help="of a load (default: 1)")
     add("--store-latency", type=float, metavar="US", help="of a load (default: 1000)")
+    add = plan.add_argument_group("policies of a pool, on the device").add_argument
+    names = "run them through pools of some capacities, beside LRU and what knowing the future finds (default: all)"
+    add("--policies", nargs="*", metavar="NAME", help=names)
+    said = "what the engine says with each release (default: nothing)"
+    add("--say", choices=("nothing", "stop", "future"), help=said)
+    add("--at", type=count_argument(1), nargs="+", metavar="BLOCKS", help="the capacities (default: six)")
     add = plan.add_argument_group("times").add_argument
     prefill = "how fast prompts are computed: shows what hits save"
     add("--prefill-tokens-per-second", type=float, metavar="N", help=prefill)
@@ -71,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
     exit status: 0 done, 2 wrong usage or a trace that cannot be read, 130 interrupted (the
     plan for the requests so far is printed)
     """
-    from kvpool.planner import Plan, chart, report
+    from kvpool.planner import Plan, Surveyor, chart, report
+    from kvpool.replay import TraceError
 
     if options.plot is not None and options.plot.suffix not in _SUFFIXES:
         options.error(f"--plot: {str(options.plot)!r} does not end in {', '.join(_SUFFIXES)}")
@@ -80,8 +89,11 @@ def run(options: argparse.Namespace) -> int:
     with blaming_the_user(ImportError):
         if options.plot is not None:
             chart.require_matplotlib()
-    survey, title, interrupted = _survey(options)
-    plan = Plan(survey, machine)
+    with blaming_the_user(TraceError, ValueError, OverflowError):
+        surveyor = Surveyor(options.tokens_per_block, options.sample, keep=options.policies is not None)
+        title, interrupted = _read(options, surveyor)
+        survey = surveyor.survey()
+        plan = Plan(survey, machine, _policies(options, surveyor.uses, survey))
     text = report(plan, title, model, link)
     names = {"trace": title, "model": model, "link": link, "interrupted": interrupted}
     terminal.print_result(options, {**names, **plan.as_dict()}, text)
@@ -91,32 +103,42 @@ def run(options: argparse.Namespace) -> int:
     return INTERRUPTED if interrupted else OK
 
 
-def _survey(options: argparse.Namespace) -> tuple[Survey, str, bool]:
-    """The survey, the name of the trace, and whether the trace was cut short."""
-    from kvpool.planner import Surveyor
-    from kvpool.replay import TraceError, stream_trace
+def _read(options: argparse.Namespace, surveyor: Surveyor) -> tuple[str, bool]:
+    """Record all requests. Returns the name of the trace, and whether it was cut short."""
+    from kvpool.replay import stream_trace
 
-    interrupted = False
-    with blaming_the_user(TraceError, ValueError, OverflowError):
-        surveyor = Surveyor(options.tokens_per_block, options.sample)
-        reading = terminal.reading_of(options, options.limit)
-        if options.trace is None:
-            trace = terminal.trace_of(options, options.limit)
-            title, total = trace.name, len(trace.requests)
-            stream = iter([(trace.format, request) for request in trace.requests])
-        else:
-            stream, total = stream_trace(options.trace, **reading), options.limit
-            title = "<stdin>" if options.trace == "-" else Path(options.trace).name
-        with terminal.progress_bar(total, "requests") as progress:
-            try:
-                for found in stream:
-                    surveyor.record(found[1])
-                    progress(1)
-            except KeyboardInterrupt:
-                interrupted = True
-        title += f" ({found[0]})" if surveyor.requests else ""
-        title += f", interrupted after {surveyor.requests:,} requests" if interrupted else ""
-        return surveyor.survey(), title, interrupted
+    interrupted, reading = False, terminal.reading_of(options, options.limit)
+    if options.trace is None:
+        trace = terminal.trace_of(options, options.limit)
+        title, total = trace.name, len(trace.requests)
+        stream = iter([(trace.format, request) for request in trace.requests])
+    else:
+        stream, total = stream_trace(options.trace, **reading), options.limit
+        title = "<stdin>" if options.trace == "-" else Path(options.trace).name
+    with terminal.progress_bar(total, "requests") as progress:
+        try:
+            for found in stream:
+                surveyor.record(found[1])
+                progress(1)
+        except KeyboardInterrupt:
+            interrupted = True
+    title += f" ({found[0]})" if surveyor.requests else ""
+    return title + (f", interrupted after {surveyor.requests:,} requests" if interrupted else ""), interrupted
+
+
+def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> PolicyTable | None:
+    """The policies that are asked about. Raises ValueError."""
+    if options.policies is None:
+        if options.say or options.at:
+            options.error(f"--{'say' if options.say else 'at'} is of --policies")
+        return None
+    from kvpool.planner.policies import LRU, choose_capacities, compare
+    from kvpool.state.chain_book import POLICIES
+
+    names = [name for name in options.policies or POLICIES if name != LRU]
+    capacities = sorted(options.at or choose_capacities(survey))
+    with terminal.progress_bar(None, "runs") as progress:
+        return compare(uses, survey, capacities, names, said=options.say or "nothing", progress=progress)
 
 
 def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpool.planner.capacity_plan import Plan, StorePlan
+from kvpool.planner.policies import MIN, ORACLE, PolicyTable
 from kvpool.planner.report import duration
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool"}):
         store = plan.store()
-        heights = (3, 0.5, 1.25) if store is None else (3, 0.5, 1.25, 1.75)
+        heights = [3, 0.5, 1.25] + [1.75] * (store is not None) + [2.25] * (plan.policies is not None)
         figure = Figure(figsize=(10, 1.9 * sum(heights)), layout="constrained")
         curve, names, gaps, *behind = figure.subplots(len(heights), 1, height_ratios=heights)
         _curve(plan, curve, title, model)
@@ -52,7 +53,9 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
         names.legend(*curve.get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
         _gaps(plan, gaps)
         if store is not None:
-            _store(plan, store, *behind)
+            _store(plan, store, behind.pop(0))
+        if plan.policies is not None:
+            _policies(plan, plan.policies, behind.pop(0))
         if path.suffix == ".png":
             figure.savefig(path, dpi=150)
             return
@@ -152,6 +155,18 @@ def _store(plan: Plan, store: StorePlan, axes: Axes) -> None:
         axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
     axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
     axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
+    _over_memory(axes)
+
+
+def _policies(plan: Plan, table: PolicyTable, axes: Axes) -> None:
+    memory = [plan.gib(blocks) for blocks in table.capacities]
+    for name in table.hits:
+        style = "-" if name in table.as_lru else "--" if name in (MIN, ORACLE) else ":"
+        rates = [100 * table.rate(name, place) for place in range(len(memory))]
+        axes.plot(memory, rates, style, marker="o", markersize=3, label=name)
+    axes.set(xlabel="device memory, GiB", ylabel="blocks found, %")
+    axes.set_title(f"What a policy finds (the engine says {table.said})", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _over_memory(axes)
 
 

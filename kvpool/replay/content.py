@@ -90,6 +90,8 @@ class Request:
     """Why the model stopped, if the trace says it."""
     returns: float | None = None
     """The arrival of the next request of its session, if sessions are played; infinite if there is none."""
+    session: int | None = None
+    """The number of its session, if sessions are played."""
 
     @property
     def name(self) -> str:

@@ -81,8 +81,9 @@ def play(
     waiting = [session for session in sessions if session.turns]
     random.shuffle(waiting)
     waiting.reverse()
-    due: list[tuple[float, int, AgentSession, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
-    """When each user goes on, its number, and the rest of its session."""
+    due: list[tuple[float, int, int, AgentSession, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
+    """When each user goes on, its number, and the number and the rest of its session."""
+    total = len(waiting)
 
     def begin(user: int, now: float) -> None:
         nonlocal first
@@ -90,16 +91,16 @@ def play(
             session = waiting.pop()
             prompts = session.prompts(first)
             first += session.ids + len(session.turns)
-            heappush(due, (now, user, session, prompts, next(prompts)))
+            heappush(due, (now, user, total - len(waiting), session, prompts, next(prompts)))
 
     for user in range(min(users, len(waiting))):
         begin(user, random.random() * _ARRIVALS)
     while due:
-        now, user, session, prompts, (turn, ids) = heappop(due)
+        now, user, number, session, prompts, (turn, ids) = heappop(due)
         following, end, returns = next(prompts, None), now + turn.seconds, inf
         if following is not None:
             returns = end + min(following[0].pause, pause_max * varied.uniform(1 - varies, 1 + varies))
-            heappush(due, (returns, user, session, prompts, following))
+            heappush(due, (returns, user, number, session, prompts, following))
         yield Request(
             index,
             session.line,
@@ -111,6 +112,7 @@ def play(
             seconds=turn.seconds,
             stop=turn.stop,
             returns=returns,
+            session=number,
         )
         index += 1
         if following is None:

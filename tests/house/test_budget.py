@@ -14,14 +14,14 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 760,
+    "asv_bench": 750,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
     "examples": 1120,
     "kvpool": 360,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1110,
+    "kvpool/commands": 1130,
     "kvpool/copying": 520,
     "kvpool/device": 3940,
     "kvpool/engines": 1800,
@@ -31,7 +31,7 @@ LINES = {
     "kvpool/keepers": 1950,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
-    "kvpool/planner": 1120,
+    "kvpool/planner": 1400,
     "kvpool/pool": 2900,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
@@ -57,7 +57,7 @@ LINES = {
     "tests/model": 2640,
     "tests/mutations": 3720,
     "tests/observe": 980,
-    "tests/planner": 630,
+    "tests/planner": 740,
     "tests/publish": 1550,
     "tests/race": 2770,
     "tests/remote": 2160,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 210
+FILES = 211
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py", "workers.py"}

@@ -23,8 +23,8 @@ ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_
 GIB = 1 << 30
 FIGURES = {
     *"trace model link interrupted requests prompt_tokens output_tokens prompt_blocks tokens_per_block".split(),
-    *"sample longest_request_blocks distinct_blocks machine ceiling table reach pool store break_even".split(),
-    *"curve reuse_gaps prefixes tenants".split(),
+    *"sample longest_request_blocks distinct_blocks machine ceiling table reach pool store policies".split(),
+    *"break_even curve reuse_gaps prefixes tenants".split(),
 }
 
 
