@@ -86,7 +86,7 @@ class Desk:
 
     def check(self, where: str) -> None:
         """Invariants; no lock is held, nothing is queued or lost."""
-        cache, staging = self.cache, self.cache._tables.staging
+        cache, staging = self.cache, self.cache._staging
         assert (
             not cache.core._owned() and not cache.core.transfer._lock.locked() and not cache._imports._one.locked()
         ), where

@@ -22,17 +22,17 @@ LINES = {
     "kvpool": 360,
     "kvpool/arrays": 780,
     "kvpool/commands": 1410,
-    "kvpool/copying": 520,
-    "kvpool/device": 3940,
+    "kvpool/copying": 510,
+    "kvpool/device": 3950,
     "kvpool/engines": 1800,
-    "kvpool/entry": 410,
+    "kvpool/entry": 420,
     "kvpool/hostcache": 940,
     "kvpool/jit": 890,
     "kvpool/keepers": 1950,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
-    "kvpool/pool": 2900,
+    "kvpool/pool": 2880,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
@@ -51,7 +51,7 @@ LINES = {
     "tests/gpu": 1090,
     "tests/holders": 1150,
     "tests/hostcache": 1650,
-    "tests/house": 1540,
+    "tests/house": 1620,
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 215
+FILES = 214
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
