@@ -22,7 +22,7 @@ from kvpool.entry.arguments import (
     token_array,
 )
 from kvpool.pool.core import Core
-from kvpool.state import hashing, kinds, pins, records, requests, row_tokens
+from kvpool.state import control, hashing, kinds, records, requests
 from kvpool.state.arrays import State
 
 NO_EXTRA = np.empty(0, np.int64)
@@ -365,7 +365,7 @@ class Lacking(NamedTuple):
 
 def tier_number(tier: object) -> int:
     """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
-    numbers = {None: pins.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
+    numbers = {None: control.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
         raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
     return numbers[tier]
@@ -487,7 +487,7 @@ class Prompts:
             raise ValueError(f"ids: sequence {int(own['generation']) << 32 | row} has no tokens, and so no keys")
         tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
         extra = np.zeros(length if state.head.has_extra else 0, np.int64)
-        known = row_tokens.read_row(state.heads, state.group, row, tokens, extra, keys)
+        known = requests.read_row(state.heads, state.group, row, tokens, extra, keys)
         if known < 0:
             raise ValueError(
                 "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"
