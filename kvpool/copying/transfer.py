@@ -28,9 +28,9 @@ from kvpool.device.work import TokenMoves
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
-from kvpool.state import guards, records, verbs
-from kvpool.state.accesses import ACCESSED, collect
+from kvpool.state import records, verbs
 from kvpool.state.arrays import States
+from kvpool.state.effects import ACCESSED, collect
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
 
 NO_RANGES: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
@@ -210,7 +210,7 @@ class Transfer:
 
     @property
     def guards(self) -> int:
-        """The rules that are on, as ``kvpool.state.guards`` names them. All are on, except in a test."""
+        """The rules that are on, as ``kvpool.state.records`` names them. All are on, except in a test."""
         return self._numbers[H.guards]
 
     def use_lock(self, state_lock: AbstractContextManager[Any]) -> None:
@@ -296,7 +296,7 @@ class Transfer:
     @property
     def waiting(self) -> bool:
         """Whether a batch of any thread is decided and perhaps not enqueued yet."""
-        return self._enqueued < self._decided and bool(self.guards & guards.OTHERS_BATCHES_TOO)
+        return self._enqueued < self._decided and bool(self.guards & records.OTHERS_BATCHES_TOO)
 
     def drain(self) -> None:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock. The caller holds no
@@ -311,7 +311,7 @@ class Transfer:
             with self._lock:
                 self._draining = threading.get_ident()
                 try:
-                    in_order = self.guards & guards.TICKET_ORDER
+                    in_order = self.guards & records.TICKET_ORDER
                     batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
                     if batch is None:
                         return  # The thread that decided it will enqueue it.
@@ -329,7 +329,7 @@ class Transfer:
     def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
         writes them. Takes the transfer lock."""
-        if self.order is None or not self.guards & guards.READER_WAITS:
+        if self.order is None or not self.guards & records.READER_WAITS:
             return []
         with self._lock:
             return self.order.pending(ids, writes)
@@ -389,7 +389,7 @@ class Transfer:
 
     def _independent(self, moves: Moves) -> Iterator[tuple[Moves, int]]:
         """Moves that may be made in any order, one level after the other, and the stream of each part."""
-        for level in self._levels.cut(moves) if self.guards & guards.LEVELS else [moves]:
+        for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
             if self.order is None:
                 yield level, records.ONBOARD
                 continue
@@ -409,7 +409,7 @@ class Transfer:
             self._attempt_order(batch.behind)
         with self._state_lock:
             lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
-            if lost and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:
+            if lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN:
                 verbs.lose(self._states.heads, np.array(lost, np.int64))
             del self._queue[batch.ticket]
             self._enqueued += 1
@@ -457,7 +457,7 @@ class Transfer:
             except BaseException as error:
                 self._failed(error)
                 self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
-            if order is not None and self.guards & guards.TOKENS_MOVE_BEFORE_REUSE:
+            if order is not None and self.guards & records.TOKENS_MOVE_BEFORE_REUSE:
                 # The slots that were dropped may already belong to other sequences. Their work must come after this as
                 # well.
                 read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]

@@ -33,8 +33,8 @@ from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.stats import Histogram
 from kvpool.state import hostcache, records, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
+from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
-from kvpool.state.ring import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 if TYPE_CHECKING:

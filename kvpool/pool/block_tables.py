@@ -16,8 +16,7 @@ from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
 from kvpool.state import recurrent
-from kvpool.state.codes import SEVERAL_STREAMS, TOO_SMALL
-from kvpool.state.records import H
+from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
 from kvpool.state.sequences import use
 from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
 from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, vectors_argument

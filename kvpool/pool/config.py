@@ -13,8 +13,7 @@ import numpy as np
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
-from kvpool.state.arrays import GroupSizes, Settings
-from kvpool.state.chain_book import POLICIES
+from kvpool.state.arrays import POLICIES, GroupSizes, Settings
 
 KINDS = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144

@@ -30,7 +30,7 @@ from kvpool.errors import (
 from kvpool.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig
-from kvpool.state import codes, records, verbs
+from kvpool.state import records, verbs
 from kvpool.state.arrays import States, state_bytes
 from kvpool.state.records import RECURRENT, H
 from kvpool.state.sequences import check_ids
@@ -265,37 +265,37 @@ def refusal(
     The state lock is still held.
     """
     detail, more = int(heads[0, H.detail]), int(heads[0, H.bound])
-    if code == codes.SHORT_OF_BLOCKS:
+    if code == records.SHORT_OF_BLOCKS:
         return OutOfBlocks("device", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
-    if code == codes.SHORT_OF_HOST_BLOCKS:
+    if code == records.SHORT_OF_HOST_BLOCKS:
         return OutOfBlocks("host", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
-    if code == codes.SHORT_OF_SEQUENCES:
+    if code == records.SHORT_OF_SEQUENCES:
         return OutOfSequences(detail, more)
-    if code == codes.BAD_TOTAL:
+    if code == records.BAD_TOTAL:
         return ValueError(f"counts add up to {detail}, tokens has {more} entries")
-    if code == codes.BAD_ACCEPTED:
+    if code == records.BAD_ACCEPTED:
         return ValueError(
             f"accepted[{detail}] is out of range or order: accepted are indices in rising order, below the {more} "
             "drafts"
         )
     which = int(ids[detail])
-    if code == codes.UNKNOWN:
+    if code == records.UNKNOWN:
         return UnknownSequence(f"{which} is not a live sequence of this pool")
-    if code == codes.IS_SWAPPED:
+    if code == records.IS_SWAPPED:
         return ValueError(f"sequence {which} is swapped out: accepted by resume and release")
-    if code == codes.NOT_SWAPPED:
+    if code == records.NOT_SWAPPED:
         return ValueError(f"sequence {which} is not swapped out: resume accepts those that are")
-    if code == codes.DUPLICATE:
+    if code == records.DUPLICATE:
         return ValueError(f"sequence {which} is named twice")
-    if code == codes.FAILED:
+    if code == records.FAILED:
         return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
-    if code == codes.BAD_DRAFTS:
+    if code == records.BAD_DRAFTS:
         return ValueError(
             f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
         )
-    if code == codes.TOO_LONG:
+    if code == records.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={heads[0, H.columns] * heads[0, H.width]}")
-    if code == codes.PASSED:
+    if code == records.PASSED:
         gone = (
             "what was committed has no state before"
             if heads[heads[0, H.detail_group], H.kind] == RECURRENT

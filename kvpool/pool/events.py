@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.state.arrays import State, States
+from kvpool.state.effects import CLEARED, CREATED, STORED
 from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
-from kvpool.state.ring import CLEARED, CREATED, STORED
 
 KINDS = ("created", "stored", "removed", "updated", "cleared")
 TIERS = ("device", "host")

@@ -22,7 +22,7 @@ from kvpool.entry.arguments import (
     salt_argument,
     token_array,
 )
-from kvpool.state import pins, records, requests
+from kvpool.state import control, records, requests
 
 NO_EXTRA = np.empty(0, np.int64)
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
@@ -371,7 +371,7 @@ class Lacking(NamedTuple):
 
 def tier_number(tier: object) -> int:
     """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
-    numbers = {None: pins.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
+    numbers = {None: control.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
         raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
     return numbers[tier]

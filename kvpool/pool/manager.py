@@ -62,7 +62,7 @@ from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
 from kvpool.pool.together import Together
-from kvpool.state import control, lookup, pins, records, swaps, verbs
+from kvpool.state import control, lookup, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
 
@@ -570,7 +570,7 @@ class KVCacheManager(Together, BlockTables):
         out = np.empty((len(self.core.states), len(rows)), np.bool_)
         with self.core.lock:
             self.core.check_open()
-            pins.cached(self.core.states.heads, rows, which, out)
+            control.cached(self.core.states.heads, rows, which, out)
         return out
 
     def lacking(self, prompt: Prompt, there: object) -> Lacking:
@@ -588,7 +588,7 @@ class KVCacheManager(Together, BlockTables):
         here = np.empty_like(brought)
         with self.core.lock:
             self.core.check_open()
-            pins.cached(heads, rows, pins.ANY_TIER, here)
+            control.cached(heads, rows, control.ANY_TIER, here)
             lacks = brought | here
             most = int(lookup.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))

@@ -34,7 +34,7 @@ from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
-from kvpool.state import admit, hashing, kinds, lookup, records, row_tokens, verbs
+from kvpool.state import admit, hashing, kinds, lookup, records, requests, verbs
 from kvpool.state.arrays import State
 
 Rows = npt.NDArray[np.int64]
@@ -141,7 +141,7 @@ class Prompts:
             raise ValueError(f"ids: sequence {int(own['generation']) << 32 | row} has no tokens, and so no keys")
         tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
         extra = np.zeros(length if state.head.has_extra else 0, np.int64)
-        known = row_tokens.read_row(state.heads, state.group, row, tokens, extra, keys)
+        known = requests.read_row(state.heads, state.group, row, tokens, extra, keys)
         if known < 0:
             raise ValueError(
                 "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"

@@ -20,7 +20,7 @@ from kvpool.pool.config import group_argument
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.prompts import Arrivals
-from kvpool.state import admit, codes, records, verbs
+from kvpool.state import admit, records, verbs
 from kvpool.state.sequences import use
 
 Ids = npt.NDArray[np.int64]
@@ -357,7 +357,7 @@ class Reservations:
         def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_open(reservation)
             result = int(verb(heads, ids, counts, now))
-            if result == codes.FAILED:
+            if result == records.FAILED:
                 raise DeviceError(
                     f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
                 )

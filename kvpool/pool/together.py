@@ -22,9 +22,9 @@ from kvpool.pool.keys import Admission
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Prompts, as_admission
 from kvpool.state import records, verbs
+from kvpool.state.arrays import Undo
 from kvpool.state.records import LIVE, SWAPPED
 from kvpool.state.sequences import check_kinds
-from kvpool.state.undo import Undo
 
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, np.int64)

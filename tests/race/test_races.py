@@ -12,7 +12,7 @@ import pytest
 from kvpool import DeviceError
 from kvpool.device.base import Device, Event
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import guards
+from kvpool.state import records
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab
 
@@ -296,7 +296,7 @@ def test_every_guard_has_a_race() -> None:
     elsewhere = {"lost_content_is_forgotten", "staged_buffers_retire_by_event", "tokens_move_before_reuse"}
     elsewhere |= {"parent_in_key", "namespace_in_key", "namespace_at_hit", "tokens_at_hit", "ticket_at_loss"}
     elsewhere |= {"unpin_after_release"}
-    assert {guard for guard, _ in RACES.values()} | elsewhere == set(guards.GUARDS)
+    assert {guard for guard, _ in RACES.values()} | elsewhere == set(records.GUARDS)
 
 
 def test_a_sequence_may_change_its_stream() -> None:
