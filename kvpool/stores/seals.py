@@ -129,7 +129,7 @@ def check_library() -> None:
     try:
         import blake3  # noqa: F401
     except ImportError as error:
-        raise ImportError("stores need blake3: pip install 'kvpool[stores]'") from error
+        raise ImportError('stores need blake3: pip install ".[stores]"') from error
 
 
 def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:

@@ -14,14 +14,14 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 760,
+    "asv_bench": 750,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
     "examples": 1120,
     "kvpool": 360,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1410,
+    "kvpool/commands": 1130,
     "kvpool/copying": 510,
     "kvpool/device": 3950,
     "kvpool/engines": 1800,
@@ -31,13 +31,13 @@ LINES = {
     "kvpool/keepers": 1950,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
-    "kvpool/planner": 1110,
-    "kvpool/pool": 2880,
+    "kvpool/planner": 1400,
+    "kvpool/pool": 2870,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5240,
-    "kvpool/stores": 3360,
+    "kvpool/stores": 3400,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -51,13 +51,13 @@ LINES = {
     "tests/gpu": 1090,
     "tests/holders": 1150,
     "tests/hostcache": 1650,
-    "tests/house": 1620,
+    "tests/house": 1610,
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
-    "tests/mutations": 3720,
+    "tests/mutations": 3730,
     "tests/observe": 980,
-    "tests/planner": 630,
+    "tests/planner": 740,
     "tests/publish": 1550,
     "tests/race": 2770,
     "tests/remote": 2160,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 8980,
+    "tests/stores": 9020,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 201
+FILES = 197
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
