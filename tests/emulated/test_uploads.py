@@ -13,7 +13,6 @@ from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice
-from kvpool.device.cuda.runtime import BATCH_FRAGMENTS
 from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
 from tests.emulated import lab
@@ -212,6 +211,6 @@ def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
 
 @pytest.mark.parametrize("bad", ["0", "-1", "many"])
 def test_a_bound_of_batches_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
-    monkeypatch.setenv(BATCH_FRAGMENTS, bad)
-    with pytest.raises(ValueError, match=f"{BATCH_FRAGMENTS}='{bad}'"):
+    monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bad)
+    with pytest.raises(ValueError, match=f"KVPOOL_BATCH_FRAGMENTS='{bad}'"):
         CudaDevice()

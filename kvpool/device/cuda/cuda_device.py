@@ -53,13 +53,12 @@ from kvpool.device.cuda.runtime import (
     EventPool,
     Gpu,
     RuntimeCalls,
+    Settings,
     UsedStreams,
-    batch_fragments,
     find_batch,
     gpus,
     own_name,
     state_of,
-    urgent_priority,
     usable_stream,
 )
 from kvpool.device.launches import (
@@ -178,6 +177,7 @@ class CudaDevice(Device):
     one_memory = False
 
     def __init__(self, index: int | None = None, *, calibration: Calibration | str | None = None) -> None:
+        self.settings = Settings.read()
         self._cupy = _cupy()
         runtime = self._cupy.cuda.runtime
         count = runtime.getDeviceCount()
@@ -189,7 +189,7 @@ class CudaDevice(Device):
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
         self._launcher = CudaLauncher(self._cupy, self._calls, self._events, self._buffers)
-        self._batch, self._batch_fragments = find_batch() if self._launcher.same_addresses else None, batch_fragments()
+        self._batch = find_batch() if self._launcher.same_addresses else None
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
         self._bound: _CutPool | None = None
         self._kernels = False
@@ -210,7 +210,7 @@ class CudaDevice(Device):
         return array
 
     def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> NDArray[np.uint8]:
-        memory = pinned_memory(self._calls, nbytes, take, kept, self._streams.synchronize)
+        memory = pinned_memory(self._calls, nbytes, take, kept, partial(self._streams.synchronize, closing=True))
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
@@ -274,12 +274,12 @@ class CudaDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
         bound = self._pool()
-        split, handle = bound.regions.split(moves), self._streams.handle(stream)
         try:
-            for region, rows in split:
-                for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
-                    for cutter in bound.cutters[region]:
-                        self._copy(cutter, direction, some, handle)
+            with self._streams.work(stream) as handle:
+                for region, rows in bound.regions.split(moves):
+                    for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
+                        for cutter in bound.cutters[region]:
+                            self._copy(cutter, direction, some, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
@@ -330,25 +330,30 @@ class CudaDevice(Device):
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        bound, handle, grid = self._pool(), self._streams.handle(stream), self._launcher.grid
+        bound = self._pool()
+        with self._streams.work(stream) as handle:
+            self._enqueue(work, bound, handle)
+
+    def _enqueue(self, work: Work, bound: _CutPool, stream: int) -> None:
+        grid = self._launcher.grid
         if isinstance(work, Fragments):
             fragments = work.rows
             for of_region in bound.cutters:
                 for cutter in of_region:
                     fragments = cutter.split(fragments)
-            self._copy_fragments(fragments, self._path_of(fragments, bound, handle), handle)
+            self._copy_fragments(fragments, self._path_of(fragments, bound, stream), stream)
         elif isinstance(work, TokenMoves):
             by_region = work.by_region(bound.regions)
             self._launch_all(
-                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[r]), handle
+                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[r]), stream
             )
         elif isinstance(work, StagedRows):
-            self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], handle)
+            self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], stream)
         elif isinstance(work, StagedVectors):
             rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]
-            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, handle)
+            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, stream)
         elif isinstance(work, StagedStep):
-            self._steps.launch(work, self._launcher.own_address(work.address), handle)
+            self._steps.launch(work, self._launcher.own_address(work.address), stream)
 
     def _launch_all(self, launches: Iterable[Iterable[Launch]], stream: int) -> None:
         """Enqueue launches. All are made before the first is enqueued: if one cannot be made, nothing happens."""
@@ -359,9 +364,10 @@ class CudaDevice(Device):
         """Copies by copy engines."""
         if path == BATCHED:
             assert self._batch is not None
+            most = self.settings.batch_fragments
             with self._calls("cuMemcpyBatchAsync") as runtime:
-                for first in range(0, len(fragments), self._batch_fragments):
-                    runtime.check_status(self._batch(fragments[first : first + self._batch_fragments], stream))
+                for first in range(0, len(fragments), most):
+                    runtime.check_status(self._batch(fragments[first : first + most], stream))
             return
         with self._calls("cudaMemcpyAsync") as runtime:
             for source, target, size in fragments.tolist():
@@ -394,14 +400,11 @@ class CudaDevice(Device):
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
         self._check_open()
-        return self._streams.create(name, urgent_priority() if urgent else 0)
+        return self._streams.create(name, self.settings.load_priority if urgent else self.settings.save_priority)
 
     def record(self, stream: Stream) -> Event:
         self._check_open()
-        try:
-            return self._streams.record(stream)
-        except DeviceError as error:
-            raise self._meaning(error, stream) from error
+        return self._streams.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._check_open()
@@ -410,12 +413,9 @@ class CudaDevice(Device):
             if found is not None:
                 self._events.wait(own_name(stream).handle, found)
         except DeviceError as error:
-            raise self._meaning(error, stream) from error
-
-    def _meaning(self, error: DeviceError, stream: Stream) -> DeviceError:
-        """What an error of a stream is for callers."""
-        gone = not error.sticky and state_of(self._calls, own_name(stream)) == GONE
-        return StreamGone(str(error)) if gone else error
+            if error.sticky or state_of(self._calls, own_name(stream)) != GONE:
+                raise
+            raise StreamGone(str(error)) from error
 
     def query(self, event: Event) -> bool:
         found = self._event(event)
@@ -438,10 +438,11 @@ class CudaDevice(Device):
         return event
 
     def close(self) -> None:
-        """See ``Device.close``. Waits as ``synchronize`` does first. If that fails, nothing is closed."""
+        """See ``Device.close``. Waits as ``synchronize`` does first, but never for a whole GPU. If that fails, nothing
+        is closed."""
         if self._closed:
             return
-        self._unless_broken("cudaStreamSynchronize", self._streams.synchronize)
+        self._unless_broken("cudaStreamSynchronize", partial(self._streams.synchronize, closing=True))
         self._closed, self._bound = True, None
         runtime = self._calls.runtime
         for array, _ in list(self._owned.values()):
