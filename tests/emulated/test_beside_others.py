@@ -281,28 +281,79 @@ def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: 
     assert found == {"memory": 0, "offload": 0, "onboard": -5, "within": 0}
 
 
-@pytest.mark.parametrize(("best", "batches"), [("plain", 0), ("batched", 1)])
+CALLS = {"plain": {"launches": 0, "batches": 0}, "batched": {"launches": 0, "batches": 1}}
+CALLS["kernel"] = {"launches": 1, "batches": 0}
+
+
+@pytest.mark.parametrize("best", CALLS)
 @pytest.mark.parametrize("direction", ["offload", "onboard"])
 def test_fragments_are_copied_in_the_way_that_was_measured(
-    driver: Driver, best: str, batches: int, direction: str
+    driver: Driver, best: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What engines copy between their own memory and the host. The other direction was measured otherwise."""
-    other = {"plain": "batched", "batched": "plain"}
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel")
+    other = {"plain": "batched", "batched": "kernel", "kernel": "plain"}
     ways = {direction: best, {"offload": "onboard", "onboard": "offload"}[direction]: other[best]}
     rows = tuple(
-        Measurement(one, 64, 16, way, 2.0 if way == fast else 1.0)
-        for one, fast in ways.items()
-        for way in ("plain", "batched")
+        Measurement(one, 64, 16, way, 2.0 if way == fast else 1.0) for one, fast in ways.items() for way in CALLS
     )
     device = CudaDevice(calibration=Calibration("any", 0, rows))
     pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
     ends = [pools.device_bytes.data.ptr, pools.host_bytes.ctypes.data]
     source, target = ends if direction == "offload" else reversed(ends)
-    places = 64 * np.arange(16)
-    with driver.counting("batches") as grown:
-        device.enqueue(Fragments(np.stack([source + places, target + places, np.full(16, 64)], axis=1)), stream)
-    assert grown["batches"] == batches
+    places, sizes = 64 * np.arange(16), 1 + np.arange(16)
+    before = pools.device_bytes.get(), pools.host_bytes.copy()
+    with driver.counting(*CALLS[best]) as grown:
+        device.enqueue(Fragments(np.stack([source + places, target + places, sizes], axis=1)), stream)
+    assert grown == CALLS[best]
+    device.synchronize()
+    written, given = (1, 0) if direction == "offload" else (0, 1)
+    for place, size in zip(places, sizes, strict=True):
+        before[written][place : place + size] = before[given][place : place + size]
+    np.testing.assert_array_equal(pools.device_bytes.get(), before[0])
+    np.testing.assert_array_equal(pools.host_bytes, before[1])
     device.close()
+
+
+def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = np.stack([np.arange(4), 6 + np.arange(4), np.full(4, 4), np.zeros(4, int)], axis=1)
+    many = tuple(Measurement(direction, 64, 16, "kernel", 99.0) for direction in ("offload", "onboard", "within"))
+    calibration = Calibration("any", 0, (*many, Measurement("offload", 64, 16, "plain", 1.0)))
+
+    def launches(given: Any = calibration) -> int:
+        device = CudaDevice(calibration=given)
+        pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
+        with driver.counting("launches") as grown:
+            device.copy_blocks(moves, stream)
+        device.synchronize()
+        pools.close()
+        device.close()
+        return grown["launches"]
+
+    assert launches() == 0
+    assert launches("kernel") == 1, "a name asks for it"
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel")
+    assert launches() == 1
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "warp,kernel")
+    with pytest.raises(ValueError, match="KVPOOL_COPY_KERNELS='warp,kernel': accepted are"):
+        CudaDevice()
+    monkeypatch.delenv("KVPOOL_COPY_KERNELS")
+    asked = []
+    monkeypatch.setattr(cuda, "proven", lambda capability: (asked.append(capability), {"kernel"})[1])
+    assert launches() == 1
+    assert asked == ["8.0"], "for the compute capability of this GPU"
+
+
+def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for given in ("3", "0"):
+        monkeypatch.setenv("KVPOOL_COPY_THREAD_BLOCKS", given)
+        device = CudaDevice(calibration="kernel")
+        found.append(device._launcher.grid.thread_blocks(1000, host=True))
+        device.close()
+    assert found == [3, 8]
 
 
 def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver) -> None:

@@ -195,13 +195,13 @@ def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
     module = cupy.RawModule
 
     def broken(code: str, options: tuple[str, ...]) -> object:
-        if "block_copy" in code:
+        if "copy_fragments" in code:
             raise RuntimeError("no such thing")
         return module(code=code, options=options)
 
     monkeypatch.setattr(cupy, "RawModule", broken)
     device = CudaDevice(calibration="kernel")
-    with pytest.warns(UserWarning, match=r"block_copy\.cu cannot be compiled: RuntimeError: no such thing"):
+    with pytest.warns(UserWarning, match=r"copy_fragments\.cu cannot be compiled: RuntimeError: no such thing"):
         pools = make_pools(device, LAYOUT)
     with driver.counting("launches") as grown:
         assert_same_as_reference(pools, OFFLOADS)

@@ -32,9 +32,19 @@ from kvpool.device.base import (
     Stream,
     StreamGone,
 )
-from kvpool.device.block_copy import CopyPlan, make_plan
+from kvpool.device.block_copy import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PLAIN, WITHIN, Calibration, measure
+from kvpool.device.cuda.calibration import (
+    BATCHED,
+    KERNELS,
+    OFFLOAD,
+    ONBOARD,
+    PLAIN,
+    WITHIN,
+    Calibration,
+    measure,
+    proven,
+)
 from kvpool.device.cuda.cuda_memory import (
     CudaViews,
     PinnedMemory,
@@ -44,16 +54,16 @@ from kvpool.device.cuda.cuda_memory import (
     pinned_memory,
     zeroed_array,
 )
-from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, by_direction
+from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, FragmentTable, by_direction, tabulate
 from kvpool.device.cuda.launcher import Buffers, CudaLauncher
 from kvpool.device.cuda.runtime import (
     GONE,
+    CopySettings,
     CudaEvent,
     Driver,
     EventPool,
     Gpu,
     RuntimeCalls,
-    Settings,
     UsedStreams,
     find_batch,
     gpus,
@@ -62,11 +72,8 @@ from kvpool.device.cuda.runtime import (
     usable_stream,
 )
 from kvpool.device.launches import (
-    RUN_BYTES_MAX,
     Launch,
-    block_copies,
-    copy_kernels,
-    move_table,
+    fragment_copies,
     needed_kernels,
     stage_rows,
     token_moves,
@@ -165,7 +172,8 @@ class CudaDevice(Device):
     calibration
         How copies are made: a Calibration, or the name of one of ``calibration.PATHS``, which is then used wherever it
         is possible. With None, the environment variable ``COPY_PATH`` may have such a name. Without it, the device uses
-        what ``calibrate`` has stored on this machine, and without that a rule.
+        what ``calibrate`` has stored on this machine, and without that a rule. A kernel is used only where its name is
+        given here or by KVPOOL_COPY_KERNELS, or a record says that it has passed its tests on this compute capability.
 
     Streams 0 and 1 both mean CUDA's legacy default stream. The per-thread default stream (2) is refused: it is a
     different stream in every thread, and a pool enqueues for several threads. Raises DeviceError if there is no usable
@@ -177,22 +185,27 @@ class CudaDevice(Device):
     one_memory = False
 
     def __init__(self, index: int | None = None, *, calibration: Calibration | str | None = None) -> None:
-        self.settings = Settings.read()
+        self.settings = CopySettings.read(KERNELS)
         self._cupy = _cupy()
         runtime = self._cupy.cuda.runtime
         count = runtime.getDeviceCount()
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
-            _, self.device_name, _, self.driver = gpus(runtime)[self.index]
-        self.calibration = calibrations.chosen(calibration or os.environ.get(COPY_PATH), self.device_name, self.driver)
+            _, self.device_name, _, self.driver, self.capability = gpus(runtime)[self.index]
+        given = calibration or os.environ.get(COPY_PATH)
+        self.calibration = calibrations.chosen(given, self.device_name, self.driver)
+        asked = {path for path in KERNELS if path == given or path in self.settings.copy_kernels}
+        self.kernels = asked | proven(self.capability)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
-        self._launcher = CudaLauncher(self._cupy, self._calls, self._events, self._buffers)
+        self._launcher = CudaLauncher(
+            self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
+        )
         self._batch = find_batch() if self._launcher.same_addresses else None
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
         self._bound: _CutPool | None = None
-        self._kernels = False
+        self._loaded: tuple[str, ...] = ()
         self._closed = False
         self._memory_stream = self.create_stream("memory")
         self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._load_steps)
@@ -258,7 +271,7 @@ class CudaDevice(Device):
         for plan in plans:
             for source, kernel in needed_kernels(plan):
                 self._launcher.load(source, kernel)
-        self._kernels = self._have_kernels(plans)
+        self._loaded = self._load_kernels()
         self._bound = _CutPool(found, cutters)
 
     def _cutter(self, part: Part, region: Region) -> Cutter:
@@ -293,39 +306,42 @@ class CudaDevice(Device):
             if direction == INSIDE_HOST
             else self.calibration.choose(direction, nbytes, count, self._paths(stream))
         )
-        if path == KERNEL:
-            self._copy_by_kernel(cutter, direction, moves, stream)
-            return
-        self._copy_fragments(cutter.cut(moves, count), path, stream)
+        if path in KERNELS:
+            self._copy_by_kernel(cutter.tabulate(moves), direction, stream)
+        else:
+            self._copy_fragments(cutter.cut(moves, count), path, stream)
 
-    def _path_of(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> str:
-        """The path of fragments, which all go one way. No kernel copies them."""
+    def _copy_given(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> None:
+        """Copy fragments of the caller, which all go one way."""
         if not len(fragments):
-            return PLAIN
+            return
         cutters = [cutter for of_region in bound.cutters for cutter in of_region]
         source, target = (any(cutter.has(int(fragments[0, end])) for cutter in cutters) for end in (FROM, TO))
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
-        paths = [path for path in self._paths(stream) if path != KERNEL]
-        return self.calibration.choose(direction, int(fragments[:, BYTES].mean()), len(fragments), paths)
+        nbytes = int(fragments[:, BYTES].mean())
+        path = self.calibration.choose(direction, nbytes, len(fragments), self._paths(stream))
+        if path in KERNELS:
+            self._copy_by_kernel(tabulate(fragments), direction, stream)
+            return
+        for cutter in cutters:
+            fragments = cutter.split(fragments)
+        self._copy_fragments(fragments, path, stream)
 
     def _paths(self, stream: int) -> tuple[str, ...]:
         """The paths that can be used now without waiting."""
         batched = (BATCHED,) if self._batch is not None and stream else ()
-        kernel = (KERNEL,) if self._kernels and not self._launcher.uploads.full(stream) else ()
-        return PLAIN, *batched, *kernel
+        kernels = self._loaded if self._loaded and not self._launcher.uploads.full(stream) else ()
+        return PLAIN, *batched, *kernels
 
-    def _have_kernels(self, plans: list[CopyPlan]) -> bool:
-        """Whether kernels can copy the blocks of these plans. Those are compiled."""
-        if not self._launcher.same_addresses or any(plan.run_bytes >= RUN_BYTES_MAX for plan in plans):
-            return False
-        return all(self._launcher.try_load(*kernel) for plan in plans for kernel in copy_kernels(plan))
+    def _load_kernels(self) -> tuple[str, ...]:
+        """The paths of kernels that may be chosen. They are compiled."""
+        usable = sorted(self.kernels) if self._launcher.same_addresses else ()
+        return tuple(path for path in usable if self._launcher.try_load(*KERNELS[path]))
 
-    def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
-        whole, host = bool((moves[:, TOKENS] == cutter.plan.block_tokens).all()), direction != WITHIN
-        with self._launcher.uploaded(move_table(moves, cutter.plan), stream, host=host) as address:
-            for launch in block_copies(
-                cutter.plan, address, len(moves), whole=whole, host=host, grid=self._launcher.grid
-            ):
+    def _copy_by_kernel(self, table: FragmentTable, direction: str, stream: int) -> None:
+        host, grid = direction != WITHIN, self._launcher.grid
+        with self._launcher.uploaded(table.rows, stream, host=host) as rows:
+            for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid):
                 self._launcher.launch(launch, stream)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
@@ -337,11 +353,7 @@ class CudaDevice(Device):
     def _enqueue(self, work: Work, bound: _CutPool, stream: int) -> None:
         grid = self._launcher.grid
         if isinstance(work, Fragments):
-            fragments = work.rows
-            for of_region in bound.cutters:
-                for cutter in of_region:
-                    fragments = cutter.split(fragments)
-            self._copy_fragments(fragments, self._path_of(fragments, bound, stream), stream)
+            self._copy_given(work.rows, bound, stream)
         elif isinstance(work, TokenMoves):
             by_region = work.by_region(bound.regions)
             self._launch_all(
@@ -379,18 +391,30 @@ class CudaDevice(Device):
         return self._bound
 
     def calibrate(self) -> Calibration:
-        """Measure every way of copying, use the fastest from now on, and store the result for other processes on this
-        machine.
+        """Measure every way of copying that may be chosen, use the best from now on, and store the result for other
+        processes on this machine.
 
-        Takes seconds and at most half a gigabyte of each tier, and keeps the GPU busy. Raises DeviceError, MemoryError.
+        The time of the call, and the multiprocessors that a kernel takes, count too. A way that copies other bytes than
+        it should, or fails, is left out with a warning. Takes seconds and at most half a gigabyte of each tier, and
+        keeps the GPU busy. Raises DeviceError, MemoryError.
         """
         self._check_open()
-        kernel = self._launcher.same_addresses and self._launcher.try_load("block_copy.cu", "block_copy_16")
-        paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *((KERNEL,) if kernel else ())]
-        found = measure(lambda path: CudaDevice(self.index, calibration=path), paths)
+        device = CudaDevice(self.index)
+        device.kernels = self.kernels
+        try:
+            paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
+            found = measure(device, paths, share=self._share)
+        finally:
+            device.close()
         self.calibration = Calibration(self.device_name, self.driver, tuple(found))
         calibrations.keep(self.calibration)
         return self.calibration
+
+    def _share(self, path: str, direction: str) -> float:
+        """The share of the multiprocessors that a path takes."""
+        grid = self._launcher.grid
+        most = grid.thread_blocks(1 << 30, host=direction != WITHIN)
+        return min(1.0, most / grid.multiprocessors) if path in KERNELS else 0.0
 
     # -- streams and events ----------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
     return batch
 
 
-class Settings(NamedTuple):
+class CopySettings(NamedTuple):
     """What the environment says of copies. Each variable is ``KVPOOL_`` and the name of a field in capitals."""
 
     load_priority: int
@@ -85,16 +85,25 @@ class Settings(NamedTuple):
     save_priority: int
     batch_fragments: int
     """The most fragments in one batched copy. Drivers have crashed with tens of thousands."""
+    copy_thread_blocks: int
+    """Thread blocks of a kernel that copies over the link; 0 for as many as the kind of link needs."""
+    copy_kernels: tuple[str, ...] = ()
+    """Kernels that may be chosen although no record says that they have passed on this kind of GPU."""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """The settings of a device that is made now. Raises ValueError, which names the variable."""
+    def read(cls, kernels: Collection[str], environment: Mapping[str, str] = os.environ) -> CopySettings:
+        """The settings of a device that is made now, and knows these kernels. Raises ValueError, which names the
+        variable."""
         fields = {
             "load_priority": (-100, -999, 0),
             "save_priority": (0, -999, 0),
             "batch_fragments": (8192, 1, 2**31 - 1),
+            "copy_thread_blocks": (0, 0, 65535),
         }
-        return cls(**{name: _setting(environment, name, *of) for name, of in fields.items()})
+        asked = tuple(filter(None, environment.get("KVPOOL_COPY_KERNELS", "").split(",")))
+        if not set(asked) <= set(kernels):
+            raise ValueError(f"KVPOOL_COPY_KERNELS={','.join(asked)!r}: accepted are {', '.join(kernels)}, with commas")
+        return cls(**{name: _setting(environment, name, *of) for name, of in fields.items()}, copy_kernels=asked)
 
 
 def _setting(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
@@ -246,19 +255,23 @@ STICKY = frozenset(
 
 class Gpu(NamedTuple):
     """What the driver says about a GPU. Memory is in bytes; the driver's CUDA version is a number such as 13010 for
-    13.1."""
+    13.1; the compute capability is a text such as "9.0"."""
 
     number: int
     name: str
     memory: int
     driver: int
+    capability: str
 
 
 def gpus(runtime: Any) -> list[Gpu]:
     """All GPUs that this process sees."""
     driver = int(runtime.driverGetVersion())
     found = [runtime.getDeviceProperties(number) for number in range(runtime.getDeviceCount())]
-    return [Gpu(number, one["name"].decode(), int(one["totalGlobalMem"]), driver) for number, one in enumerate(found)]
+    return [
+        Gpu(number, one["name"].decode(), int(one["totalGlobalMem"]), driver, f"{one['major']}.{one['minor']}")
+        for number, one in enumerate(found)
+    ]
 
 
 def status_of(error: BaseException | None) -> int | None:
