@@ -76,7 +76,7 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-class _Layout:
+class _CacheLayout:
     """How the caches of a model lie in blocks of ``tokens`` tokens.
 
     ``make`` gives empty caches, and ``filled`` are such caches with at least one token in each.
@@ -170,7 +170,7 @@ class _Layout:
 class _Shelf(NamedTuple):
     """The caches of one layout of a model, in blocks."""
 
-    layout: _Layout
+    layout: _CacheLayout
     blocks: LocalBlocks
 
     def find(self, tokens: list[int]) -> int:
@@ -374,7 +374,7 @@ class PromptCache:
         makers = [plain] if self._bits is None else [plain, quantised]
         try:
             for make in makers:
-                layout = _Layout(make, _filled(models, make()), self._tokens)
+                layout = _CacheLayout(make, _filled(models, make()), self._tokens)
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
                 self._shelves.append(_Shelf(layout, LocalBlocks(layout.block_bytes, identity, memory, self._options)))
         except BaseException:
@@ -382,7 +382,7 @@ class PromptCache:
             raise
         self._name = model
 
-    def _identity(self, model: Hashable, layout: _Layout) -> ModelIdentity:
+    def _identity(self, model: Hashable, layout: _CacheLayout) -> ModelIdentity:
         """Whose KV it is. Raises ValueError if stores outlive the process and nothing tells the weights from others."""
         folders = [str(part) for part in (model if isinstance(model, tuple) else (model,)) if part is not None]
         revision = self._options.weights

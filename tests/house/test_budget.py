@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 750,
+    "asv_bench": 850,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1130,
     "kvpool/copying": 510,
     "kvpool/device": 4150,
-    "kvpool/engines": 1800,
+    "kvpool/engines": 2300,
     "kvpool/entry": 420,
     "kvpool/hostcache": 940,
     "kvpool/jit": 890,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2650,
     "tests/emulated": 2750,
-    "tests/engines": 3210,
+    "tests/engines": 3540,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 197
+FILES = 199
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
