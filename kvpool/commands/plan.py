@@ -133,7 +133,7 @@ def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> P
             options.error(f"--{'say' if options.say else 'at'} is of --policies")
         return None
     from kvpool.planner.policies import LRU, choose_capacities, compare
-    from kvpool.state.chain_book import POLICIES
+    from kvpool.state.arrays import POLICIES
 
     names = [name for name in options.policies or POLICIES if name != LRU]
     capacities = sorted(options.at or choose_capacities(survey))
