@@ -24,6 +24,7 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
 from kvpool.stores.store import parts
 from kvpool.stores.urls import open_store
+from kvpool.warming import warm_host_cache
 
 if TYPE_CHECKING:
     from kvpool.hostcache.host_leases import HostLease
@@ -63,6 +64,7 @@ class LocalBlocks:
     ) -> None:
         if memory < block_bytes:
             raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
+        warm_host_cache()
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._cache = HostCache(memory // block_bytes, block_bytes, identity=identity)
         self._tier = HostTier.of(self._cache)
