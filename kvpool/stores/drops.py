@@ -33,7 +33,7 @@ class Drops:
     def __init__(self) -> None:
         self._pauses: dict[Job, float] = {}  # of every drop: until it is tried again
         self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
-        self._cleared: dict[bytes, Job] = {}  # by the beginning of a tag
+        self._cleared: dict[tuple[bytes, bool], Job] = {}  # by the beginning of a tag, and whether it begins an epoch
         self._due: list[tuple[float, int, Job]] = []
         self._held: dict[int, list[Job]] = {}  # by the thread whose call they wait for
         self._numbers = itertools.count()
@@ -44,21 +44,21 @@ class Drops:
     def add(self, job: Job) -> None:
         self._pauses[job] = RETRY_SECONDS
         if job.kind == jobs.CLEAR:
-            self._cleared[job.tag] = job
+            self._cleared[job.tag, job.renews] = job
         else:
             self._forgotten.update(job.key_set)
         self._put(job, -math.inf)
 
-    def clearing(self, tag: bytes) -> Job | None:
-        """A clear of the same blocks. None of them was saved since it was added, so that it does for a later one."""
-        return self._cleared.get(tag)
+    def clearing(self, job: Job) -> Job | None:
+        """The same clear, which waits. No block was saved since it was added, so that it does for a later one."""
+        return self._cleared.get((job.tag, job.renews))
 
     def remove(self, job: Job) -> None:
         """The store has confirmed it, or the queue is closed."""
         if self._pauses.pop(job, None) is None:
             return
         if job.kind == jobs.CLEAR:
-            del self._cleared[job.tag]
+            del self._cleared[job.tag, job.renews]
             return
         self._forgotten.subtract(job.key_set)
         for key in job.key_set:
@@ -70,7 +70,9 @@ class Drops:
 
         They are not called absent, since the store has said nothing: its health is judged by what it answers.
         """
-        concerned = np.full(len(job.codes), job.tag in self._cleared or job.tag[:MODEL_BYTES] in self._cleared)
+        tags = (job.tag, job.tag[:MODEL_BYTES])
+        cleared = any((tag, renews) in self._cleared for tag in tags for renews in (False, True))
+        concerned = np.full(len(job.codes), cleared)
         if self._forgotten and not concerned.all():
             concerned[:] = [key in self._forgotten for key in job.key_bytes]
         return job.decide(concerned, CANCELLED)

@@ -45,18 +45,20 @@ class Job:
 
     __slots__ = (
         "__weakref__", "_calls", "_codes", "_counted", "_hashed", "_keys", "_queue", "_queued", "_rows", "_settled",
-        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
+        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "renews", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
         self, queue: StoreQueue, kind: str, keys: Keys, rows: Rows, lend: Lend | None, deadline: float, tag: bytes,
-        limit: int,
+        limit: int, renews: bool = False,
     ) -> None:  # fmt: skip
         self._queue = queue
         # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
         count = 1 if kind == CLEAR else len(keys)
         self._keys, self._rows, self._codes = keys, rows, np.full(count, WAITING, np.uint8)
         self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
+        self.renews = renews
+        """Whether it begins an epoch: of a clear."""
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
         self._calls, self._queued, self._settled = 0, count, not count
         self._counted: dict[str, int] | None = None

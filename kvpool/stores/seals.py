@@ -20,19 +20,16 @@ _NAME = b"kvpool store 3 "
 class BlockNames:
     """Blocks as an engine names them, in place of their keys. A ``StoreQueue`` hashes them on its own threads.
 
-    ``names``: bytes for each block. ``generation``: bytes that are hashed before each name. Nothing is found that was
-    saved in another generation. ``contexts``: for each block what its content depends on, besides its name, such as
+    ``names``: bytes for each block. ``contexts``: for each block what its content depends on, besides its name, such as
     ``block_context`` gives it; None where names say all. It is not part of the key, and of the seal: a block that was
-    saved in another context is DAMAGED. Immutable. A part of it, by a slice or by places int64[n], has the same
-    generation. Raises TypeError and ValueError.
+    saved in another context is DAMAGED. Immutable. It has parts, by a slice or by places int64[n]. Raises TypeError and
+    ValueError.
     """
 
-    __slots__ = ("contexts", "generation", "names")
+    __slots__ = ("contexts", "names")
 
-    def __init__(
-        self, names: Iterable[bytes], generation: bytes = b"", contexts: Iterable[bytes] | None = None
-    ) -> None:
-        self.names, self.generation = _exact_all(names), _exact(generation)
+    def __init__(self, names: Iterable[bytes], contexts: Iterable[bytes] | None = None) -> None:
+        self.names = _exact_all(names)
         self.contexts = None if contexts is None else _exact_all(contexts)
         if self.contexts is not None and len(self.contexts) != len(self.names):
             raise ValueError(f"contexts has {len(self.contexts)} elements: accepted is one for each of the "
@@ -44,7 +41,7 @@ class BlockNames:
     def __getitem__(self, which: slice | Rows) -> BlockNames:
         places = range(len(self.names))[which] if isinstance(which, slice) else which.tolist()
         contexts = None if self.contexts is None else [self.contexts[place] for place in places]
-        return BlockNames([self.names[place] for place in places], self.generation, contexts)
+        return BlockNames([self.names[place] for place in places], contexts)
 
 
 class Secret:
@@ -82,11 +79,23 @@ class Secret:
     def opaque(self, names: BlockNames | Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
         own = names if isinstance(names, BlockNames) else BlockNames(names)
-        begun = hashlib.blake2b(self._identity + own.generation, key=self._opaque, digest_size=KEY_BYTES)
+        begun = hashlib.blake2b(self._identity, key=self._opaque, digest_size=KEY_BYTES)
         found = np.empty((len(own), KEY_BYTES), np.uint8)
         for place, name in enumerate(own.names):
             hashed = begun.copy()
             hashed.update(name)
+            found[place] = np.frombuffer(hashed.digest(), np.uint8)
+        return found
+
+    def in_epoch(self, keys: Bytes, epoch: bytes) -> Bytes:
+        """What a store has blocks with these keys by, in this epoch of the model: uint8[n, KEY_BYTES]."""
+        if not epoch:
+            return keys
+        begun = hashlib.blake2b(epoch, key=self._opaque, digest_size=KEY_BYTES, person=b"epoch")
+        found = np.empty_like(keys)
+        for place, key in enumerate(keys):
+            hashed = begun.copy()
+            hashed.update(key)
             found[place] = np.frombuffer(hashed.digest(), np.uint8)
         return found
 

@@ -153,6 +153,10 @@ class StoreClient:
         """What ``StoreQueue.clear`` does. It may give a job that was begun before: then ``done`` is called too."""
         return self._follow(lambda: self.queue.clear(tag), done)
 
+    def reset(self, done: Call | None = None) -> Job:
+        """What ``StoreQueue.reset`` does."""
+        return self._follow(self.queue.reset, done)
+
     def _follow(
         self, begin: Callable[[], Job], done: Call | None, returned: Call | None = None, held: bool = False
     ) -> Job:

@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5270,
-    "kvpool/stores": 3360,
+    "kvpool/stores": 3550,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 8980,
+    "tests/stores": 9140,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
