@@ -73,6 +73,8 @@ class PublisherStats:
     """Snapshots made for replays that began before the oldest message that is kept."""
     replays_cut: int = 0
     """Replays that ended early: the client has gone, or has asked again meanwhile."""
+    replays_displaced: int = 0
+    """Clients of the replay socket that had asked for nothing for longest, and lost their place to another."""
     malformed: int = 0
     """Requests for a replay that were malformed."""
 
@@ -231,7 +233,7 @@ class KVEventPublisher:
         replays, sent = self._replays, self._sent
         return replace(
             self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + self._unsent,
-            malformed=replays.malformed, talkers=self._subscribers.talkers,
+            malformed=replays.malformed, replays_displaced=replays.displaced, talkers=self._subscribers.talkers,
             connections_refused=self._subscribers.refused + replays.refused,
         )  # fmt: skip
 

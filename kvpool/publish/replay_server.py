@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -50,7 +51,7 @@ class _Peer:
         self._reader, self._writer, self.end = reader, writer, writer.transport.abort
         self.unsent = writer.transport.get_write_buffer_size
         writer.transport.set_write_buffer_limits(0)
-        self.let_in = False
+        self.let_in, self.idle_since = False, 0.0
         self.asked, self.place = asyncio.Event(), Place(0)
 
     async def greet(self) -> None:
@@ -63,7 +64,7 @@ class _Peer:
         flags, body = await self._read()
         if not flags & _COMMAND or not body.startswith(b"\x05READY"):
             raise _Gone
-        self.let_in = True
+        self.let_in, self.idle_since = True, time.monotonic()
 
     async def messages(self) -> AsyncIterator[list[bytes]]:
         """What the peer says, message by message. Raises _Gone."""
@@ -111,11 +112,13 @@ class ReplayServer:
 
     A replay is a place in the history, not a copy of it: of the messages to a client, at most one is on its way. A
     client has one replay: a new request replaces its last one. If all places are taken, a new peer gets that of a peer
-    that has not ended its handshake.
+    that has not ended its handshake, or else of the one that has asked for nothing for longest. Who is in the middle of
+    a replay keeps its place.
 
     ``endpoint``: where it listens; None: nowhere. ``snapshot``: a function that makes the history cover a message
     number. ``topic``: the frame before the number of each message; None leaves that frame out. The counts are: replays
-    that reached their end, replays that ended early, requests that were none, and peers that got no place.
+    that reached their end, replays that ended early, requests that were none, peers that got no place, and idle peers
+    that lost theirs.
 
     Raises zmq.ZMQError for an endpoint that is not available.
     """
@@ -127,7 +130,7 @@ class ReplayServer:
         self._peers: dict[_Peer, None] = {}
         self._listener: socket.socket | None = None
         self.endpoint = endpoint
-        self.done = self.cut = self.malformed = self.refused = 0
+        self.done = self.cut = self.malformed = self.refused = self.displaced = 0
         if endpoint is not None:
             try:
                 self._listener = _listen(endpoint)
@@ -167,8 +170,9 @@ class ReplayServer:
         peer = _Peer(reader, writer)
         self._peers[peer] = None
         if len(self._peers) > self._most:
-            self.refused += 1
-            last = next(one for one in self._peers if not one.let_in)
+            last = self._least()
+            self.refused += not last.let_in
+            self.displaced += last.let_in
             del self._peers[last]
             last.end()
         telling = asyncio.ensure_future(self._tell(peer))
@@ -189,6 +193,12 @@ class ReplayServer:
             telling.cancel()
             peer.end()
 
+    def _least(self) -> _Peer:
+        """The peer that loses its place. The newest has not ended its handshake."""
+        *others, newest = self._peers
+        idle = [peer for peer in others if not peer.asked.is_set()]
+        return min(idle, key=lambda peer: (peer.let_in, peer.idle_since), default=newest)
+
     async def _tell(self, peer: _Peer) -> None:
         """Send a peer what it asks for, as fast as it reads."""
         try:
@@ -199,6 +209,7 @@ class ReplayServer:
                 if told is None:
                     self.done += 1
                     peer.asked.clear()
+                    peer.idle_since = time.monotonic()
                     number, payload, topic = END, b"", b""
                 else:
                     peer.place.next += 1
