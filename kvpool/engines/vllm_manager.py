@@ -26,8 +26,11 @@ log = VLLM.log
 _NONE = -1
 _DRAIN_SECONDS = 5.0
 """How long an engine that is shut down saves what it has begun to save."""
-_SOURCES = {"disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "peer": CacheHitSource.P2P}
-"""Where vLLM counts what came from a kind of store."""
+_SOURCES = {
+    "disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "mooncake": CacheHitSource.P2P,
+    "peer": CacheHitSource.P2P,
+}  # fmt: skip
+"""Where vLLM counts what came from a kind of store: P2P is the memory of other processes and machines."""
 
 
 class HostBlocks(base.LoadStoreSpec):
@@ -69,6 +72,8 @@ class _KnownChunk:
     from there is whole."""
     brought: bool = False
     """A store has it or had it, and no request has loaded it since."""
+    source: CacheHitSource = CacheHitSource.EXTERNAL_UNSPECIFIED
+    """Where it was brought from, once a request loads it."""
 
 
 @dataclass(slots=True)
@@ -122,7 +127,6 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._keeper: HostKeeper | None = None
         # What has the verbs that stores take part in.
         self._front: kvpool.HostCache | HostKeeper = cache
-        self._source = CacheHitSource.HOST
         self._requests: dict[str, _KnownRequest] = {}
         self._chunks: dict[bytes, _KnownChunk] = {}
         self._metrics = metrics.HostTierMetrics(cache, clock)
@@ -141,8 +145,6 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
             save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
         )  # fmt: skip
-        sources = {_SOURCES.get(text.partition(":")[0]) for text in options.stores}
-        self._source = (sources.pop() if len(sources) == 1 else None) or CacheHitSource.EXTERNAL_UNSPECIFIED
         log.info("kvpool: stores %s, for KV of %s", ", ".join(store.name for store in stores), identity)
 
     # -- requests ------------------------------------------------------------------------------------
@@ -206,13 +208,15 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def get_load_source(self, key: base.OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
         chunk = self._chunks.get(key)
-        return self._source if chunk is not None and chunk.brought else CacheHitSource.HOST
+        return chunk.source if chunk is not None and chunk.brought else CacheHitSource.HOST
 
     def touch(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> None:
         self._cache.touch(keys)
 
     def prepare_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> HostBlocks:
         """Pin the chunks until ``complete_load``. A request has one load at a time, and no other job during it."""
+        for key in keys if self._keeper is not None and self._chunks else ():
+            self._note_source(key)
         lease = self._front.pin(keys, owner=req_context.req_id)
         self._request(req_context, lease.keys).lease = lease
         blocks = lease.slots.blocks
@@ -221,6 +225,15 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         known = [self._chunks.get(key) for key in lease.keys]
         found = zip(known, blocks, strict=True)
         return HostBlocks(blocks, tuple(block for chunk, block in found if chunk is not None and chunk.partial))
+
+    def _note_source(self, key: bytes) -> None:
+        """Note where a chunk was brought from, while it is known."""
+        chunk = self._chunks.get(key)
+        if chunk is not None and chunk.brought and self._keeper is not None:
+            number, stores = self._keeper.brought_by(key), self.options.stores
+            # With one store there is no question.
+            text = stores[number] if number >= 0 else stores[0] if len(stores) == 1 else ""
+            chunk.source = _SOURCES.get(text.partition(":")[0], CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def complete_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> None:
         request = self._requests[req_context.req_id]

@@ -200,6 +200,10 @@ class HostKeeper:
             answers[new] = self._loads.ask([own[place] for place in new])
         return answers
 
+    def brought_by(self, key: bytes) -> int:
+        """Which of the stores has brought a key that was not pinned since. -1: none of them, or some time ago."""
+        return self._loads.brought_by(key)
+
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
         self._process.check(self)

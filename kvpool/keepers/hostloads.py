@@ -151,8 +151,8 @@ class HostLoads:
         self._there: dict[int, list[bytes]] = {}
         # Keys that did not come, and what was learned of them.
         self._absent: dict[bytes, _Absence] = {}
-        # Keys that have come and had no reader yet, and for how long they count as such.
-        self._unread: dict[bytes, float] = {}
+        # Keys that have come and had no reader yet: for how long they count as such, and the store's number.
+        self._unread: dict[bytes, tuple[float, int]] = {}
         # Keys whose blocks are reserved for loads, and whether these were given up.
         self.reserved: dict[bytes, bool] = {}
         self.asked = self.loaded = 0
@@ -176,6 +176,10 @@ class HostLoads:
         if self._unread:
             for key in keys:
                 self._unread.pop(key, None)
+
+    def brought_by(self, key: bytes) -> int:
+        """The number of the store that has brought a key which has had no reader yet, or -1."""
+        return self._unread.get(key, (0.0, -1))[1]
 
     def published(self, keys: Iterable[bytes]) -> None:
         """The engine has written blocks itself. A store may have them soon."""
@@ -283,7 +287,7 @@ class HostLoads:
     def _load(self, number: int, keys: Sequence[bytes]) -> None:
         """Load keys that a store has, as many as its policy takes. What has no room is missed."""
         now, end = self._clock(), self._deadline(keys)
-        while self._unread and next(iter(self._unread.values())) <= now:
+        while self._unread and next(iter(self._unread.values()))[0] <= now:
             del self._unread[next(iter(self._unread))]
         room = keys[: max(0, self._room - len(self._unread) - len(self.reserved))]
         attempt = self._attempt(number, len(room))
@@ -327,7 +331,7 @@ class HostLoads:
             del self.reserved[key]
             # ``clear`` drops a block that comes after it.
             if self.searching.pop(key, None) is not None:
-                self._unread[key] = now + UNREAD_SECONDS
+                self._unread[key] = now + UNREAD_SECONDS, loading.number
                 self.loaded += 1
         self._miss_by_code(loading.blocks, job)
         if attempt is not None:

@@ -210,12 +210,14 @@ def test_loads_go_before_saves_and_by_how_much_is_a_setting(driver: Driver, monk
     device = CudaDevice()
     assert priority(driver, device.create_stream("load", urgent=True)) == -5, "the highest"
     assert priority(driver, device.create_stream("save")) == 0
+    device.close()
     monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "-2")
+    device = CudaDevice()
     assert priority(driver, device.create_stream("load", urgent=True)) == -2
+    device.close()
     monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "7")
     with pytest.raises(ValueError, match="KVPOOL_LOAD_PRIORITY='7': accepted is"):
-        device.create_stream("load", urgent=True)
-    device.close()
+        CudaDevice()
 
 
 def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

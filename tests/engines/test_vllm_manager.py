@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 from kvpool.engines.options import EngineOptions  # noqa: E402
 from kvpool.keepers import hostkeeper  # noqa: E402
 from kvpool.stores import MemoryStore, urls  # noqa: E402
+from kvpool.stores.seals import BlockNames  # noqa: E402
 from tests.stores.lab import Wrong  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
@@ -477,6 +478,20 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
     with pytest.raises(InterruptedError):
         Stored(4, save="reuse", **wanted)
     assert made == {"identity": IDENTITY, "save": "reuse", **wanted}
+
+
+def test_of_several_stores_the_one_counts_that_has_brought_a_chunk(tmp_path: Path) -> None:
+    manager = Stored(8, stores=("memory:?capacity=1MiB", f"disk:{tmp_path}/s?capacity=1MiB"))
+    manager.fill(1, 2)
+    manager.wait_saved(4)
+    manager.cache.forget(keys(1, 2))
+    near, far = manager.real._keeper._clients
+    assert near.wait(near.forget(BlockNames(keys(1))), 600)
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.load("a", 1, 2)
+    assert [manager.real.get_load_source(key, request("a")).name for key in keys(1, 2)] == ["DISK", "HOST"]
+    manager.complete_load("a", 1, 2)
+    manager.real.shutdown()
 
 
 @pytest.mark.parametrize(("kind", "source"), [("disk", "DISK"), ("memory", "HOST")])

@@ -187,7 +187,7 @@ class CudaDevice(Device):
             _, self.device_name, _, self.driver = gpus(runtime)[self.index]
         self.calibration = calibrations.chosen(calibration or os.environ.get(COPY_PATH), self.device_name, self.driver)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
-        self._streams = UsedStreams(self._calls, self._events)
+        self._streams, self._urgent = UsedStreams(self._calls, self._events), urgent_priority()
         self._launcher = CudaLauncher(self._cupy, self._calls, self._events, self._buffers)
         self._batch, self._batch_fragments = find_batch() if self._launcher.same_addresses else None, batch_fragments()
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
@@ -394,7 +394,7 @@ class CudaDevice(Device):
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
         self._check_open()
-        return self._streams.create(name, urgent_priority() if urgent else 0)
+        return self._streams.create(name, self._urgent if urgent else 0)
 
     def record(self, stream: Stream) -> Event:
         self._check_open()
