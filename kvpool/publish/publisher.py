@@ -22,9 +22,8 @@ from kvpool.errors import PoolClosed
 from kvpool.keepers.keeper import Keeper
 from kvpool.pool.events import Events
 from kvpool.pool.manager import KVCacheManager
-from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
-from kvpool.publish.replay_server import ReplayServer
+from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.endpoints import endpoint_argument
 

@@ -29,8 +29,7 @@ from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs
 from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
-from kvpool.stores.drops import Drops
-from kvpool.stores.jobs import Job, Keys, Lend, keys_argument, rows_argument
+from kvpool.stores.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
 from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
 

@@ -17,8 +17,7 @@ from kvpool.stores import jobs
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.queue import NO_LIMIT, Keys, StoreQueue
 from kvpool.stores.store import Bytes, Rows, Store
-from kvpool.stores.store_health import StoreHealth
-from kvpool.stores.troubles import TroubleLog
+from kvpool.stores.store_health import StoreHealth, TroubleLog
 
 Call = Callable[[Job], object]
 QUIET = ("ok", "absent", "cancelled")

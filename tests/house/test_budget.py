@@ -33,11 +33,11 @@ LINES = {
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
     "kvpool/pool": 2900,
-    "kvpool/publish": 675,
+    "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5270,
-    "kvpool/stores": 3550,
+    "kvpool/stores": 3520,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 215
+FILES = 209
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

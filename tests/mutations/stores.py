@@ -183,7 +183,7 @@ MUTATIONS = (
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
         "HostLoads._load",
-        "while self._unread and next(iter(self._unread.values())) <= now:\n"
+        "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
         "    del self._unread[next(iter(self._unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",

@@ -19,7 +19,7 @@ from router import Router, cached
 
 from engine import Engine
 from kvpool.publish import KVEventPublisher
-from kvpool.publish.history import History
+from kvpool.publish.replay_server import History
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]

@@ -21,9 +21,8 @@ from kvpool.errors import PoolClosed
 from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.stores.disk.folder import EPOCHS, Folder
-from kvpool.stores.disk.slab import Slab, stride_of
+from kvpool.stores.disk.slab import Slab, System, stride_of
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
-from kvpool.stores.disk.system import System
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,

@@ -33,7 +33,7 @@ from kvpool.stores.peer.wire import (
     rows_of,
     wire_key,
 )
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import ABSENT, CANCELLED, EPOCH_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, parts
 
 CALL_BYTES_MAX = 4 << 20

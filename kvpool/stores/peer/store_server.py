@@ -38,7 +38,7 @@ from kvpool.stores.peer.wire import (
     rows_of,
     wire_key,
 )
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import CANCELLED, KEY_BYTES, MODEL_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.remote.session import Malformed, Message
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import KEY_BYTES, REFUSED, Bytes
 
 KEYS_MAX = 4_096
