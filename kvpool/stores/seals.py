@@ -85,24 +85,24 @@ class Secret:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
         own = names if isinstance(names, BlockNames) else BlockNames(names)
         begun = hashlib.blake2b(self._identity, key=self._opaque, digest_size=KEY_BYTES)
-        found = np.empty((len(own), KEY_BYTES), np.uint8)
-        for place, name in enumerate(own.names):
+        found = bytearray()
+        for name in own.names:
             hashed = begun.copy()
             hashed.update(name)
-            found[place] = np.frombuffer(hashed.digest(), np.uint8)
-        return found
+            found += hashed.digest()
+        return np.frombuffer(found, np.uint8).reshape(-1, KEY_BYTES)
 
     def in_epoch(self, keys: Bytes, epoch: bytes) -> Bytes:
         """What a store has blocks with these keys by, in this epoch of the model: uint8[n, KEY_BYTES]."""
         if not epoch:
             return keys
         begun = hashlib.blake2b(epoch, key=self._opaque, digest_size=KEY_BYTES, person=b"epoch")
-        found = np.empty_like(keys)
-        for place, key in enumerate(keys):
+        found = bytearray()
+        for key in keys:
             hashed = begun.copy()
             hashed.update(key)
-            found[place] = np.frombuffer(hashed.digest(), np.uint8)
-        return found
+            found += hashed.digest()
+        return np.frombuffer(found, np.uint8).reshape(-1, KEY_BYTES)
 
     def keys(self, blocks: Bytes | BlockNames) -> Bytes:
         """Makes keys of names, and leaves keys as they are: uint8[n, KEY_BYTES]."""
@@ -143,7 +143,7 @@ def check_library() -> None:
     try:
         import blake3  # noqa: F401
     except ImportError as error:
-        raise ImportError("stores need blake3: pip install 'kvpool[stores]'") from error
+        raise ImportError('stores need blake3: pip install ".[stores]"') from error
 
 
 def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:

@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 760,
+    "asv_bench": 850,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
@@ -23,15 +23,15 @@ LINES = {
     "kvpool/arrays": 780,
     "kvpool/commands": 1410,
     "kvpool/copying": 520,
-    "kvpool/device": 3940,
-    "kvpool/engines": 1820,
-    "kvpool/entry": 410,
+    "kvpool/device": 4150,
+    "kvpool/engines": 2300,
+    "kvpool/entry": 420,
     "kvpool/hostcache": 940,
     "kvpool/jit": 890,
-    "kvpool/keepers": 1950,
+    "kvpool/keepers": 1970,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
-    "kvpool/planner": 1110,
+    "kvpool/planner": 1400,
     "kvpool/pool": 2900,
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
@@ -43,21 +43,21 @@ LINES = {
     "tests/arrays": 840,
     "tests/commands": 700,
     "tests/copying": 1370,
-    "tests/device": 2560,
-    "tests/emulated": 2670,
-    "tests/engines": 3220,
+    "tests/device": 2650,
+    "tests/emulated": 2750,
+    "tests/engines": 3550,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
     "tests/holders": 1150,
     "tests/hostcache": 1650,
-    "tests/house": 1540,
+    "tests/house": 1610,
     "tests/interop": 970,
-    "tests/kernels": 1340,
+    "tests/kernels": 1380,
     "tests/model": 2640,
-    "tests/mutations": 3720,
+    "tests/mutations": 3750,
     "tests/observe": 980,
-    "tests/planner": 630,
+    "tests/planner": 740,
     "tests/publish": 1580,
     "tests/race": 2770,
     "tests/remote": 2160,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 9140,
+    "tests/stores": 9160,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 209
+FILES = 193
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
