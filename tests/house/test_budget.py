@@ -21,8 +21,8 @@ LINES = {
     "examples": 1120,
     "kvpool": 360,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1130,
-    "kvpool/copying": 510,
+    "kvpool/commands": 1410,
+    "kvpool/copying": 520,
     "kvpool/device": 4150,
     "kvpool/engines": 2300,
     "kvpool/entry": 420,
@@ -32,12 +32,12 @@ LINES = {
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1400,
-    "kvpool/pool": 2870,
-    "kvpool/publish": 660,
+    "kvpool/pool": 2900,
+    "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5240,
-    "kvpool/stores": 3400,
+    "kvpool/state": 5270,
+    "kvpool/stores": 3520,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2650,
     "tests/emulated": 2750,
-    "tests/engines": 3540,
+    "tests/engines": 3550,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
@@ -58,20 +58,20 @@ LINES = {
     "tests/mutations": 3750,
     "tests/observe": 980,
     "tests/planner": 740,
-    "tests/publish": 1550,
+    "tests/publish": 1580,
     "tests/race": 2770,
     "tests/remote": 2160,
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 9040,
+    "tests/stores": 9160,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 199
+FILES = 193
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
