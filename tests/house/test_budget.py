@@ -27,7 +27,7 @@ LINES = {
     "kvpool/engines": 1800,
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
-    "kvpool/jit": 890,
+    "kvpool/jit": 600,
     "kvpool/keepers": 1950,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 215
+FILES = 213
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
