@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1000,
+    "asv_bench": 1050,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
@@ -24,20 +24,20 @@ LINES = {
     "kvpool/commands": 1130,
     "kvpool/copying": 510,
     "kvpool/device": 4150,
-    "kvpool/engines": 2300,
+    "kvpool/engines": 2540,
     "kvpool/entry": 420,
     "kvpool/hostcache": 940,
-    "kvpool/jit": 890,
+    "kvpool/jit": 600,
     "kvpool/keepers": 1970,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1400,
     "kvpool/pool": 2870,
-    "kvpool/publish": 660,
+    "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5240,
-    "kvpool/stores": 3400,
+    "kvpool/stores": 3520,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -45,33 +45,33 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2650,
     "tests/emulated": 2750,
-    "tests/engines": 3540,
+    "tests/engines": 3780,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
     "tests/holders": 1150,
     "tests/hostcache": 1650,
-    "tests/house": 1610,
+    "tests/house": 1570,
     "tests/interop": 970,
     "tests/kernels": 1380,
     "tests/model": 2640,
     "tests/mutations": 3750,
     "tests/observe": 980,
     "tests/planner": 740,
-    "tests/publish": 1550,
+    "tests/publish": 1580,
     "tests/race": 2770,
     "tests/remote": 2160,
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 9040,
+    "tests/stores": 9160,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 199
+FILES = 192
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
