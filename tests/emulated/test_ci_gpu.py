@@ -96,9 +96,9 @@ def test_its_steps_are_the_check_the_tests_and_the_table_with_the_records(
         "python -m asv_bench.gpu_table --prove --command .ci/gpu",
     ]
     results = (tmp_path / "RESULTS.md").read_text()
-    assert "Emulated GPU (not a GPU), CUDA 13.0, compute capability 8.0, commit" in results
+    assert "Emulated GPU (not a GPU), CUDA 13.0, compute capability 9.0, commit" in results
     assert "`.ci/gpu`. nvidia-smi says nothing" in results
-    assert [row["path"] for row in json.loads((tmp_path / "proven.json").read_text())] == ["kernel"]
+    assert [row["path"] for row in json.loads((tmp_path / "proven.json").read_text())] == ["bulk", "kernel"]
 
 
 def test_where_there_is_a_sanitizer_the_tests_run_under_each_of_its_tools(
