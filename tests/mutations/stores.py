@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "models_share_keys_that_engines_name",
         "Secret.opaque",
-        "self._identity + own.generation",
-        "own.generation",
+        "self._identity",
+        "b''",
         "Two models that share a store drop each other's blocks as damaged.",
         _seal("test_two_models_share_no_key_and_no_namespace"),
     ),
@@ -146,14 +146,14 @@ MUTATIONS = (
         (_HASHED,),
     ),
     Mutation(
-        "generations_are_not_in_the_keys_of_stores",
-        "Secret.opaque",
-        "self._identity + own.generation",
-        "self._identity",
+        "epochs_are_not_in_the_keys_of_stores",
+        "Secret.in_epoch",
+        "not epoch",
+        "True",
         "After the weights were replaced, the KV of the old ones comes back from a store.",
         (
             "tests/stores/test_hostkeeper_clear.py::test_after_clear_nothing_is_found_that_was_saved_before",
-            "tests/stores/test_queue.py::test_nothing_is_found_of_another_generation",
+            "tests/stores/test_memory.py::TestMemoryStore::test_after_a_reset_nothing_is_found_from_before_also_if_the_store_drops_nothing",
         ),
     ),
     Mutation(
@@ -183,11 +183,27 @@ MUTATIONS = (
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
         "HostLoads._load",
-        "while self._unread and next(iter(self._unread.values())) <= now:\n"
+        "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
         "    del self._unread[next(iter(self._unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
+    ),
+    Mutation(
+        "saves_put_a_prompt_out_of_its_order",
+        "HostCacheTier.ended",
+        "self.cache.touch(prompt)",
+        "pass",
+        "With a store, a prompt loses its beginning first, so that the rest of it is worth nothing.",
+        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
+    ),
+    Mutation(
+        "a_prompt_in_pieces_keeps_the_order_of_a_piece",
+        "HostCacheTier.touch",
+        "waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))",
+        "pass",
+        "With a store, the end of a prompt that came in pieces is evicted last.",
+        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
     ),
     Mutation(
         "a_save_of_nothing_is_an_answer",

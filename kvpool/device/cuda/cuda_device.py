@@ -89,7 +89,7 @@ from kvpool.errors import DeviceError, PoolClosed
 if TYPE_CHECKING:
     from kvpool.device.cuda.step_kernel import StepKernel
 
-_INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
+_INSTALL = 'pip install ".[cuda12]" or ".[cuda13]", by the CUDA version of the driver'
 COPY_PATH = "KVPOOL_COPY_PATH"
 
 
