@@ -55,6 +55,8 @@ def commit(ids: object, counts: object = None) -> Operation:
     return Operation("commit", (ids, counts))
 
 
-def release(ids: object, *, store: bool = True) -> Operation:
+def release(
+    ids: object, *, store: bool = True, stop: str | None = None, ends: bool = False, returns_in_ms: int | None = None
+) -> Operation:
     """As ``release``; the result is None."""
-    return Operation("release", (ids, store))
+    return Operation("release", (ids, store, stop, ends, returns_in_ms))

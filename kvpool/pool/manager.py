@@ -117,8 +117,9 @@ class KVCacheManager:
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
-        that was not used for longest. ``"agent"``: of the conversation that is worth least, by the pauses that such
-        conversations make; its end goes first. ``"adaptive"``: one of the two, whichever would have hit more lately.
+        that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
+        and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
+        made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
@@ -363,14 +364,14 @@ class KVCacheManager:
         forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
         ValueError, TypeError.
 
-        What the policies ``agent`` and ``adaptive`` can use, if the engine knows it: ``stop``, why the model stopped
+        What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
         (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
         in how many milliseconds the next one will. What is not true costs hits, and nothing else.
         """
         which, keep = id_array("ids", ids), bool_argument("store", store)
         said = stop_argument(stop), returns_argument(ends, returns_in_ms)
         if any(said):
-            self.core.decide(stream, verbs.release_saying, which, keep, self.core.now(), *said, ids=which)
+            self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
         else:
             self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
 

@@ -32,11 +32,11 @@ LINES = {
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
-    "kvpool/pool": 2900,
+    "kvpool/pool": 2910,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5240,
+    "kvpool/state": 5270,
     "kvpool/stores": 3360,
     "kvpool/tables": 600,
     "tests": 1680,
@@ -54,7 +54,7 @@ LINES = {
     "tests/house": 1540,
     "tests/interop": 970,
     "tests/kernels": 1340,
-    "tests/model": 2640,
+    "tests/model": 2690,
     "tests/mutations": 3720,
     "tests/observe": 980,
     "tests/planner": 630,
@@ -64,14 +64,14 @@ LINES = {
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
-    "tests/state": 1710,
+    "tests/state": 1740,
     "tests/stores": 8980,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 202
+FILES = 203
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
