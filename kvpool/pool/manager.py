@@ -48,6 +48,7 @@ from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.hints import HintAnswer, Hints, name_argument
 from kvpool.pool.keys import (
     Admission,
     BlockKeys,
@@ -190,6 +191,7 @@ class KVCacheManager:
         self._admissions = Admissions(self.core, self._prompts)
         self._reservations = Reservations(self.core, self._pools, self._admissions)
         self._tables = BlockTables(self.core, config.staging_depth)
+        self._hints = Hints(self.core, self._prompts)
         self._together = Together(self.core, self._prompts, self._admissions, self._leases)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)
@@ -356,7 +358,7 @@ class KVCacheManager:
 
     def release(
         self, ids: Ids, *, store: bool = True, stream: object = None, stop: str | None = None, ends: bool = False,
-        returns_in_ms: int | None = None,
+        returns_in_ms: int | None = None, session: str | None = None,
     ) -> None:  # fmt: skip
         """End sequences, and give their blocks back, the last block first.
 
@@ -366,14 +368,22 @@ class KVCacheManager:
 
         What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
         (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
-        in how many milliseconds the next one will. What is not true costs hits, and nothing else.
+        in how many milliseconds the next one will. What is not true costs hits, and nothing else. ``session``: a name
+        of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
+        gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
         which, keep = id_array("ids", ids), bool_argument("store", store)
         said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        name = None if session is None else name_argument("session", session)
+        if name is not None and len(which) != 1:
+            raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
+        left = None if name is None else self._prompts.of_sequences(which)[0]
         if any(said):
             self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
         else:
             self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
+        if name is not None and left is not None:
+            self._hints.remember(name, left)
 
     def swap_out(self, ids: Ids, *, stream: object = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
@@ -859,6 +869,28 @@ class KVCacheManager:
         """
         value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
+
+    def hints(
+        self, message: object, *, salt: bytes | str | None = None, adapter_id: int | str | None = None
+    ) -> list[HintAnswer]:
+        """Do what a client wishes for its content, as far as its budget goes. Returns a ``HintAnswer`` for each action.
+
+        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1), ``message_id``, and ``actions``
+        (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` (1) and ``payload``. A payload
+        has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys`` (rows of two numbers,
+        or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
+
+        - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
+          priority until the lease is over. No block is held: a request that needs all blocks gets them.
+        - "prefetch" brings what only the host has to the device; of tokens or a session.
+        - "drop" forgets cached blocks.
+
+        Content of another namespace than that of ``salt`` and ``adapter_id``, which you set and not the client, counts
+        as not cached. Leases and prefetches of a namespace are for at most an eighth of the blocks at a time, and for a
+        half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
+        thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
+        """
+        return self._hints.apply(message, salt, adapter_id)
 
     def _named(self, prompt: object) -> tuple[BlockKeys | None, npt.NDArray[np.int64]]:
         """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""

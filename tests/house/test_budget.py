@@ -32,14 +32,14 @@ LINES = {
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
-    "kvpool/pool": 2910,
+    "kvpool/pool": 3070,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5270,
     "kvpool/stores": 3360,
     "kvpool/tables": 600,
-    "tests": 1680,
+    "tests": 1690,
     "tests/arrays": 840,
     "tests/commands": 700,
     "tests/copying": 1370,
@@ -64,14 +64,14 @@ LINES = {
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
-    "tests/state": 1740,
+    "tests/state": 1870,
     "tests/stores": 8980,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 203
+FILES = 204
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
