@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.arguments import bool_argument, priority_argument, text_argument, ttl_argument
+from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
@@ -28,8 +28,8 @@ from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
 from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
-from kvpool.pool.config import clock_argument, secret_argument
-from kvpool.pool.core import MAX_MS
+from kvpool.pool.config import secret_argument
+from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.stats import Histogram
 from kvpool.state import hostcache, records, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
@@ -197,7 +197,7 @@ class HostCache:
         self._forks.add(self, "_lock")
         self._leases = HostLeases(self._states, self._lock, self._now)
         self._forks.add(self._leases, "lock")
-        self._names = kv_events.Names(self._states)
+        self._names = Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
         # handler or a destructor, has its own.
@@ -362,7 +362,7 @@ class HostCache:
         with DeferSignals() as signals:
             with self._lock:
                 self._check_open()
-                taken = kv_events.take(self._states, self._names, False)
+                taken = kv_events.take(self._states, self._names.known, False)
                 signals.undo = partial(self._put_back, taken)
             return _decoded(taken)
 

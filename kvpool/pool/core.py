@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,48 @@ from kvpool.state.records import RECURRENT, H
 from kvpool.state.sequences import check_ids
 from kvpool.tables.block_table import own_table
 
+if TYPE_CHECKING:
+    from kvpool.pool.keys import BlockKeys
+
 MAX_MS = 1 << 42
+
+
+class Names:
+    """The namespaces of all live sequences and, in a pool with events, of all content. Others are forgotten now and
+    then. The state lock guards it."""
+
+    LEAST = 1024
+
+    def __init__(self, states: States) -> None:
+        self._states, self._limit = states, self.LEAST
+        self.known: dict[int, kv_events.Name] = {}
+
+    def learn(self, prompts: Sequence[BlockKeys]) -> None:
+        """Note the namespaces of prompts whose content the present decision may store."""
+        if len(self.known) + len(prompts) > self._limit:
+            self._forget()
+        for prompt in prompts:
+            if prompt.namespace not in self.known:
+                self.known[prompt.namespace] = kv_events.Name(prompt.salt, prompt.adapter_id, prompt.root)
+
+    def picture(self) -> tuple[dict[int, kv_events.Name], int]:
+        """What is known, for who takes decisions back: names are only added to it, so that it need not be copied."""
+        return self.known, self._limit
+
+    def restore(self, picture: tuple[dict[int, kv_events.Name], int]) -> None:
+        """What sequences and content of then name is known again."""
+        self.known, self._limit = picture
+
+    def _forget(self) -> None:
+        """Keep the namespaces that sequences name and, if there are events, those of blocks and events. A thread that
+        decodes events meanwhile keeps the old dictionary."""
+        parts = [state.sequences for state in self._states]
+        if self._states.heads[0, H.event_capacity]:
+            parts += [*(state.blocks for state in self._states), self._states.ring.events]
+        named = np.concatenate([part["namespace"] for part in parts])
+        kept = set(np.unique(named).tolist())
+        self.known = {tag: name for tag, name in self.known.items() if tag in kept}
+        self._limit = max(self.LEAST, 2 * len(self.known))
 
 
 class Core:
@@ -57,7 +98,7 @@ class Core:
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
         self.tables = tuple(read_only(table) for table in states.table)
-        self.names = kv_events.Names(states)
+        self.names = Names(states)
         self.closed = False
         kv_events.announce(states)
 

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument, text_argument
 from kvpool.pool.core import Core
-from kvpool.pool.keys import BlockKeys, Prompts, key_rows, request_of
+from kvpool.pool.keys import BlockKeys, key_rows, request_of
+from kvpool.pool.leases import Leases
+from kvpool.pool.together import Together
 from kvpool.state import control, verbs
 from kvpool.state.records import DEFAULT_PRIORITY, PRIORITY_MAX
 
@@ -43,30 +45,35 @@ class HintAnswer(NamedTuple):
     why: str = ""
 
 
-class Hints:
-    """The budgets of namespaces, and the last prompts of their sessions. Thread-safe: the state lock guards both."""
+class Hints(Together):
+    """The call of a pool that takes hints. The state lock guards the budgets of namespaces, and what sessions have."""
 
-    def __init__(self, core: Core, prompts: Prompts) -> None:
-        self._core, self._prompts = core, prompts
-        self._leases: dict[int, list[tuple[int, int]]] = {}
+    def __init__(self, core: Core, leases: Leases) -> None:
+        super().__init__(core, leases)
+        self._hinted: dict[int, list[tuple[int, int]]] = {}
         self._sessions: dict[tuple[int, str], BlockKeys] = {}
         self._remembered = 0
 
-    def remember(self, session: str, keys: BlockKeys) -> None:
-        """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
-        with self._core.lock:
-            name = keys.namespace, session
-            self._remembered += len(keys.keys) - self._forget(name)
-            self._sessions[name] = keys
-            while len(self._sessions) > SESSIONS_MAX or self._remembered > self._core.states.blocks:
-                self._remembered -= self._forget(next(iter(self._sessions)))
+    def hints(
+        self, message: Mapping[str, Any], *, salt: bytes | str | None = None, adapter_id: int | str | None = None
+    ) -> list[HintAnswer]:
+        """Do what a client wishes for its content, as far as its budget goes. Returns a ``HintAnswer`` for each action.
 
-    def _forget(self, name: tuple[int, str]) -> int:
-        gone = self._sessions.pop(name, None)
-        return 0 if gone is None else len(gone.keys)
+        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1), ``message_id``, and ``actions``
+        (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` (1) and ``payload``. A payload
+        has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys`` (rows of two numbers,
+        or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
 
-    def apply(self, message: object, salt: object, adapter_id: object) -> list[HintAnswer]:
-        """Do the actions of a message in order, each for itself."""
+        - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
+          priority until the lease is over. No block is held: a request that needs all blocks gets them.
+        - "prefetch" brings what only the host has to the device; of tokens or a session.
+        - "drop" forgets cached blocks.
+
+        Content of another namespace than that of ``salt`` and ``adapter_id``, which you set and not the client, counts
+        as not cached. Leases and prefetches of a namespace are for at most an eighth of the blocks at a time, and for a
+        half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
+        thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
+        """
         envelope = _record("message", message, {"protocol_version", "message_id", "actions"})
         integer_argument("protocol_version", envelope["protocol_version"], VERSION, VERSION)
         name_argument("message_id", envelope["message_id"])
@@ -76,9 +83,22 @@ class Hints:
         fields = {"action_id", "action_type", "action_version", "payload"}
         known = [_record(f"actions[{i}]", one, fields) for i, one in enumerate(actions)]
         names = [name_argument(f"actions[{i}].action_id", one["action_id"]) for i, one in enumerate(known)]
-        scope = self._prompts.hash([0], salt, adapter_id, None, True, True)
-        self._core.check_open()
+        scope = self.block_keys([0], salt=salt, adapter_id=adapter_id)
+        self.core.check_open()
         return [self._answer(name, one, scope) for name, one in zip(names, known, strict=True)]
+
+    def _remember(self, session: str, keys: BlockKeys) -> None:
+        """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
+        with self.core.lock:
+            name = keys.namespace, session
+            self._remembered += len(keys.keys) - self._forget_session(name)
+            self._sessions[name] = keys
+            while len(self._sessions) > SESSIONS_MAX or self._remembered > self.core.states.blocks:
+                self._remembered -= self._forget_session(next(iter(self._sessions)))
+
+    def _forget_session(self, name: tuple[int, str]) -> int:
+        gone = self._sessions.pop(name, None)
+        return 0 if gone is None else len(gone.keys)
 
     def _answer(self, name: str, action: dict[str, Any], scope: BlockKeys) -> HintAnswer:
         try:
@@ -87,14 +107,14 @@ class Hints:
                 raise ValueError(f"action_type={kind!r:.80}: accepted are {', '.join(_PAYLOADS)}")
             integer_argument("action_version", action["action_version"], VERSION, VERSION)
             payload = _mapping("payload", action["payload"])
-            rows, prompt = self._named(payload, scope, _PAYLOADS[kind])
+            rows, prompt = self._content(payload, scope, _PAYLOADS[kind])
             lease = integer_argument("lease_ms", payload.get("lease_ms", LEASE_MS), 1, LEASE_MS_MAX)
-            done, why = self._done(kind, payload, rows, prompt, scope.namespace, lease)
+            done, why = self._do(kind, payload, rows, prompt, scope.namespace, lease)
         except (TypeError, ValueError) as error:
             return HintAnswer(name, "refused", 0, str(error)[:TEXT_MAX])
         return HintAnswer(name, "done" if done == len(rows) else "partly" if done else "refused", done, why)
 
-    def _named(self, payload: dict[str, Any], scope: BlockKeys, others: set[str]) -> tuple[Rows, BlockKeys | None]:
+    def _content(self, payload: dict[str, Any], scope: BlockKeys, others: set[str]) -> tuple[Rows, BlockKeys | None]:
         """The keys that an action names, and the prompt if it names one."""
         named = {"keys", "tokens", "session"}
         unknown = [repr(one)[:80] for one in payload if one not in named | others]
@@ -109,22 +129,22 @@ class Hints:
         else:
             if "session" in payload:
                 session = name_argument("session", payload["session"])
-                with self._core.lock:
+                with self.core.lock:
                     prompt = self._sessions.get((scope.namespace, session))
                 if prompt is None:
                     raise ValueError(f"session={session!r:.80}: accepted are sessions that a release has named lately")
             else:
-                prompt = self._prompts.hash(payload["tokens"], scope.salt, scope.adapter_id, None, True, True)
+                prompt = self.block_keys(payload["tokens"], salt=scope.salt, adapter_id=scope.adapter_id)
             rows = key_rows(prompt)
         if not 1 <= len(rows) <= KEYS_MAX:
             raise ValueError(f"{len(rows)} full blocks are named: accepted are 1 to {KEYS_MAX}")
         return rows, prompt
 
-    def _done(
+    def _do(
         self, kind: str, payload: dict[str, Any], rows: Rows, prompt: BlockKeys | None, namespace: int, lease: int
     ) -> tuple[int, str]:
         """Do an action for as many blocks as are cached, of this namespace, and within its budget."""
-        core, now = self._core, self._core.now()
+        core, now = self.core, self.core.now()
         value = integer_argument("priority", payload.get("priority", RETAINED), DEFAULT_PRIORITY + 1, PRIORITY_MAX - 1)
         if kind == "prefetch" and prompt is None:
             raise ValueError("keys: accepted by prefetch are tokens and session")
@@ -133,11 +153,11 @@ class Hints:
             control.cached_in(core.states.heads, rows, np.int64(namespace), cached)
             own, why = np.flatnonzero(cached), "" if cached.all() else "not all is cached in this namespace"
             if kind != "drop":
-                left = self._left(namespace, now)
+                left = self._budget(namespace, now)
                 if left < len(own):
                     own, why = own[:left], "the budget of the namespace is used up"
                 if len(own):
-                    self._leases.setdefault(namespace, []).append((now + lease, len(own)))
+                    self._hinted.setdefault(namespace, []).append((now + lease, len(own)))
         if not len(own):
             return 0, why
         keys = np.ascontiguousarray(rows[own])
@@ -145,23 +165,23 @@ class Hints:
             core.decide(None, control.forget_keys, keys, keys[np.lexsort((keys[:, 1], keys[:, 0]))], now)
         elif kind == "prefetch":
             assert prompt is not None
-            part = prompt[: (int(own[-1]) + 1) * self._core.config.tokens_per_block]
+            part = prompt[: (int(own[-1]) + 1) * self.core.config.tokens_per_block]
             ids = np.empty((len(core.states), len(key_rows(part))), np.int32)
             core.decide(None, verbs.prefetch, request_of(part), ids, now)
         else:
             core.decide(None, control.set_priority, keys, PRIORITY_MAX if kind == "pin" else value, lease, now)
         return len(own), why
 
-    def _left(self, namespace: int, now: int) -> int:
+    def _budget(self, namespace: int, now: int) -> int:
         """How many more blocks the namespace may keep. The state lock is held."""
-        for one, leases in list(self._leases.items()):
+        for one, leases in list(self._hinted.items()):
             live = [lease for lease in leases if lease[0] > now]
             if live:
-                self._leases[one] = live
+                self._hinted[one] = live
             else:
-                del self._leases[one]
-        used = {one: sum(count for _, count in leases) for one, leases in self._leases.items()}
-        blocks = self._core.states.blocks
+                del self._hinted[one]
+        used = {one: sum(count for _, count in leases) for one, leases in self._hinted.items()}
+        blocks = self.core.states.blocks
         left = blocks // _SHARE - used.get(namespace, 0), blocks // _SHARE_OF_ALL - sum(used.values())
         return max(min(left), 0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.device.base import Stream
+from kvpool.device.base import Stream, StreamLike
 from kvpool.entry.arguments import id_array, text_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import BlockNotFound, LeaseExpired, PoolClosed
@@ -68,7 +68,7 @@ class Lease:
         """Whether it was closed or revoked."""
         return not self._leases.is_open(self)
 
-    def close(self, stream: object = None) -> None:
+    def close(self, stream: StreamLike = None) -> None:
         """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before.
 
         ``stream``: where the reader has enqueued copies out of the blocks (default: the lease's own). Nobody overwrites
@@ -135,7 +135,7 @@ class Leases:
         keys: Ids | None,
         ids: Ids | None,
         tier: int,
-        stream: object,
+        stream: StreamLike,
         missing: Callable[[int], Answer],
         group: object = None,
     ) -> Lease | Answer:
@@ -298,7 +298,7 @@ class Leases:
 
     # -- closing ------------------------------------------------------------------------------------
 
-    def close(self, lease: Lease, stream: object = None) -> None:
+    def close(self, lease: Lease, stream: StreamLike = None) -> None:
         """What ``Lease.close`` does. It enqueues nothing and waits for nothing, so a destructor may call it
         anywhere."""
         now, on = self.now(), lease.stream if stream is None else self._core.device.as_stream(stream)

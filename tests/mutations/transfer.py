@@ -78,9 +78,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_batch_is_one_level",
-        "Transfer._enqueue",
-        "self._levels.cut(batch.moves) if self.guards & records.LEVELS else [batch.moves]",
-        "[batch.moves]",
+        "Transfer._independent",
+        "self._levels.cut(moves) if self.guards & records.LEVELS else [moves]",
+        "[moves]",
         "Two evictions into one host block in one step leave either content under either key.",
         (_race("two_evictions_into_one_host_block_in_one_step"),),
     ),
@@ -113,8 +113,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lost_stays_findable",
-        "Transfer._acknowledge",
-        "len(lost) and self.guards & records.LOST_CONTENT_IS_FORGOTTEN",
+        "Transfer._end",
+        "lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN",
         "False",
         "A prompt hits a block whose copy failed: whatever stood there is its KV.",
         ("tests/race/test_races.py::test_a_failure_at_each_move_of_a_batch_hands_out_nothing_that_never_came",),

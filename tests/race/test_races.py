@@ -365,20 +365,20 @@ def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:
     cached(lab, X)
     lab.release(lab.add(Y), store=False)
     transfer, after = lab.cache.core.transfer, []
-    enqueue, drain = transfer._enqueue, transfer.drain
+    end, drain = transfer._end, transfer.drain
 
-    def meanwhile(batch: Any) -> Any:
+    def meanwhile(batch: Any) -> None:
         """What another thread decides while this one is inside the device is handed over afterwards."""
-        transfer._enqueue = enqueue  # type: ignore[method-assign]
-        lost = enqueue(batch)
+        transfer._end = end  # type: ignore[method-assign]
+        (lost,) = transfer._lost
         transfer.drain = lambda: None  # type: ignore[method-assign]
         lab.cache.reset()
         after.append(lab.cache.add_sequence(lab.prompt(Z), stream=lab.b))
         transfer.drain = drain  # type: ignore[method-assign]
-        assert len(lost) == 1 and lost[0, 0] in lab.cache.block_table(after[0]).dense()[0]
-        return lost
+        assert lost in lab.cache.block_table(after[0]).dense()[0]
+        end(batch)
 
-    device.place, transfer._enqueue = 0, meanwhile  # type: ignore[method-assign]
+    device.place, transfer._end = 0, meanwhile  # type: ignore[method-assign]
     lab.cache.prefetch(X)
     device.place = None
     try:

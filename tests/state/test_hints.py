@@ -151,7 +151,7 @@ def test_a_wrong_envelope_changes_nothing(tenants: Tenants, wrong: Any) -> None:
 def test_old_sessions_are_forgotten_before_they_fill_the_memory(tenants: Tenants) -> None:
     for i in range(200):
         tenants.serve(1_000 * i, 8, session=f"chat {i}")
-    own = tenants.cache._hints
+    own = tenants.cache
     assert own._remembered == sum(len(one.keys) for one in own._sessions.values()) <= 2 * BLOCKS
     assert tenants.hint("retain", session="chat 199").outcome == "done"
 
