@@ -126,6 +126,8 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.cached_blocks(keys)
     cache.lacking(keys, np.ones((1, 6), np.bool_))
     cache.set_priority(keys, 80)
+    action = {"action_id": "warm", "action_type": "retain", "action_version": 1, "payload": {"keys": keys.keys}}
+    cache.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
     rows = key_rows(keys)
     control.uses(cache.core.states.heads, 0, rows, np.empty(len(rows), np.int64))
     cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())

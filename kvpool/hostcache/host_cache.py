@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
@@ -143,6 +143,8 @@ class HostCache:
         Keys whose events are kept until ``events`` is called. 0 (default) records none.
     clock
         () -> int, monotonic milliseconds from 0 to 2**42.
+    policy
+        Which key is evicted next. Accepted is "lru": an opaque key does not say which other one it continues.
 
     Notes
     -----
@@ -177,7 +179,9 @@ class HostCache:
     def __init__(
         self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
+        policy: str = "lru",
     ) -> None:  # fmt: skip
+        choice_argument("policy", policy, ("lru",))
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)

@@ -47,6 +47,7 @@ from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.hints import Hints, name_argument
 from kvpool.pool.keys import (
     BlockKeys,
     Key,
@@ -61,7 +62,6 @@ from kvpool.pool.keys import (
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
-from kvpool.pool.together import Together
 from kvpool.state import control, lookup, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
@@ -81,7 +81,7 @@ class CloseReport(NamedTuple):
     reservations: list[tuple[str, int]]
 
 
-class KVCacheManager(Together, BlockTables):
+class KVCacheManager(Hints, BlockTables):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -111,8 +111,9 @@ class KVCacheManager(Together, BlockTables):
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
-        that was not used for longest. ``"agent"``: of the conversation that is worth least, by the pauses that such
-        conversations make; its end goes first. ``"adaptive"``: one of the two, whichever would have hit more lately.
+        that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
+        and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
+        made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
@@ -235,7 +236,7 @@ class KVCacheManager(Together, BlockTables):
 
     def release(
         self, ids: Ids, *, store: bool = True, stream: StreamLike = None, stop: str | None = None, ends: bool = False,
-        returns_in_ms: int | None = None,
+        returns_in_ms: int | None = None, session: str | None = None,
     ) -> None:  # fmt: skip
         """End sequences, and give their blocks back, the last block first.
 
@@ -243,16 +244,24 @@ class KVCacheManager(Together, BlockTables):
         forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
         ValueError, TypeError.
 
-        What the policies ``agent`` and ``adaptive`` can use, if the engine knows it: ``stop``, why the model stopped
+        What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
         (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
-        in how many milliseconds the next one will. What is not true costs hits, and nothing else.
+        in how many milliseconds the next one will. What is not true costs hits, and nothing else. ``session``: a name
+        of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
+        gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
         which, keep = id_array("ids", ids), bool_argument("store", store)
         said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        name = None if session is None else name_argument("session", session)
+        if name is not None and len(which) != 1:
+            raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
+        left = None if name is None else self.keys_of(which)[0]
         if any(said):
-            self.core.decide(stream, verbs.release_saying, which, keep, self.core.now(), *said, ids=which)
+            self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
         else:
             self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
+        if name is not None and left is not None:
+            self._remember(name, left)
 
     def swap_out(self, ids: Ids, *, stream: StreamLike = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were

@@ -267,7 +267,7 @@ def release(heads, ids, store, now):
 
 
 @jit
-def release_saying(heads, ids, store, now, stop, returns):
+def release_saying(heads, ids, store, stop, returns, now):
     """``release``, and the policy hears what the engine knows: see ``stop`` and ``returns`` of the header."""
     for g in range(heads.shape[0]):
         head(heads, g).stop, head(heads, g).returns = stop, returns

@@ -19,7 +19,7 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1120,
-    "kvpool": 360,
+    "kvpool": 370,
     "kvpool/arrays": 780,
     "kvpool/commands": 1130,
     "kvpool/copying": 510,
@@ -32,14 +32,14 @@ LINES = {
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1400,
-    "kvpool/pool": 2870,
+    "kvpool/pool": 3040,
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5240,
+    "kvpool/state": 5260,
     "kvpool/stores": 3520,
     "kvpool/tables": 600,
-    "tests": 1680,
+    "tests": 1690,
     "tests/arrays": 840,
     "tests/commands": 800,
     "tests/copying": 1370,
@@ -54,8 +54,8 @@ LINES = {
     "tests/house": 1570,
     "tests/interop": 970,
     "tests/kernels": 1420,
-    "tests/model": 2640,
-    "tests/mutations": 3750,
+    "tests/model": 2690,
+    "tests/mutations": 3760,
     "tests/observe": 980,
     "tests/planner": 740,
     "tests/publish": 1580,
@@ -64,14 +64,14 @@ LINES = {
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
-    "tests/state": 1710,
+    "tests/state": 1870,
     "tests/stores": 9160,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 192
+FILES = 194
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
