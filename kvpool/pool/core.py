@@ -245,7 +245,9 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     fit."""
     settings, sizes = config.settings, config.sizes
     sequences, columns = settings.sequences, settings.columns
-    needed = state_bytes(sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy)
+    needed = state_bytes(
+        sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy, settings.gone_capacity
+    )
     available = device.available_bytes("host")
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)

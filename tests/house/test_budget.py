@@ -30,13 +30,13 @@ LINES = {
     "kvpool/jit": 890,
     "kvpool/keepers": 1950,
     "kvpool/memory": 910,
-    "kvpool/observe": 300,
+    "kvpool/observe": 370,
     "kvpool/planner": 1110,
-    "kvpool/pool": 2880,
+    "kvpool/pool": 2960,
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5240,
+    "kvpool/state": 5260,
     "kvpool/stores": 3360,
     "kvpool/tables": 600,
     "tests": 1680,
@@ -56,13 +56,13 @@ LINES = {
     "tests/kernels": 1340,
     "tests/model": 2640,
     "tests/mutations": 3720,
-    "tests/observe": 980,
+    "tests/observe": 1050,
     "tests/planner": 630,
     "tests/publish": 1550,
     "tests/race": 2770,
     "tests/remote": 2160,
     "tests/replay": 1290,
-    "tests/sequences": 3200,
+    "tests/sequences": 3290,
     "tests/share": 680,
     "tests/state": 1710,
     "tests/stores": 8980,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 201
+FILES = 203
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
