@@ -308,7 +308,7 @@ class PoolConfig:
             integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
             choice_argument("policy", policy, POLICIES),
-            integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW,
+            _power_of_two(integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
         return cls(found, settings, depth, clock_argument(clock), secret is not None)
@@ -373,6 +373,11 @@ def _pool_groups(
     device = capacities_argument("device_blocks", device_blocks, checked)
     host = capacities_argument("host_blocks", host_blocks, checked)
     return describe(checked, device, host), width
+
+
+def _power_of_two(count: int) -> int:
+    """The largest that is not above ``count``; 0 for 0."""
+    return 1 << count.bit_length() - 1 if count else 0
 
 
 def _longest(groups: Sequence[Group], width: int) -> int:

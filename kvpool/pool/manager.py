@@ -115,7 +115,7 @@ class KVCacheManager(Together, BlockTables):
         that was not used for longest. ``"agent"``: of the conversation that is worth least, by the pauses that such
         conversations make; its end goes first. ``"adaptive"``: one of the two, whichever would have hit more lately.
     history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 32 bytes for each of the last
-        contents. 0: none.
+        contents, whose number is a power of two. 0: none.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of

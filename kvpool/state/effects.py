@@ -191,7 +191,7 @@ def note_gone(h, b, why):
     """Remember why the content of block ``b`` leaves. Costs one comparison if the pool remembers nothing."""
     if h.gone_capacity != 0:
         ring, block, gone = ring_of(h), blocks_of(h)[b], gone_of(h)
-        i = ring.gone % h.gone_capacity
+        i = ring.gone & (h.gone_capacity - 1)  # a power of two
         gone[i, 0], gone[i, 1], gone[i, 2], gone[i, 3] = block.key0, block.key1, h.now, why
         ring.gone += 1
 

@@ -135,7 +135,7 @@ def unpublish(h, b, deadline):
     return True
 
 
-@jit
+@jit(forceinline=True)
 def drop(h, b, deadline, why):
     """``unpublish``, and count the content as forgotten if no copy is left, which is remembered."""
     known = blocks_of(h)[b].flags & PUBLISHED
