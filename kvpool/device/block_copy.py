@@ -30,8 +30,6 @@ LINE = 64
 _CHUNK = 16 * LINE
 # How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.
 AHEAD = 4096
-PIECE_BYTES = 4096
-"""How much of a run a warp of a kernel copies at a time."""
 
 
 class Tier(NamedTuple):
@@ -84,7 +82,7 @@ PLAN_FIELDS = 2 * len(Tier._fields) + len(CopyPlan._fields) - 2
 def cuda_plan() -> str:
     """``CopyPlan`` as a struct of the CUDA sources: its vector."""
     return (
-        f"constexpr int PIECE_BYTES = {PIECE_BYTES};\nstruct Tier {{ Int {', '.join(Tier._fields)}; }};\n"
+        f"struct Tier {{ Int {', '.join(Tier._fields)}; }};\n"
         f"struct Plan {{ Tier {', '.join(CopyPlan._fields[:2])}; Int {', '.join(CopyPlan._fields[2:])}; }};\n"
     )
 

@@ -115,8 +115,8 @@ class HostKeeper:
 
     Notes
     -----
-    Use ``find``, ``lookup``, ``pin``, ``publish``, ``forget`` and ``clear`` of the keeper in the place of the cache's.
-    ``reserve``, ``abort`` and ``touch`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
+    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget`` and ``clear`` of the keeper in the place of
+    the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
     Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they raise ForkedProcess;
     ``find`` and ``lookup`` only for a key that is not HERE.
 
@@ -169,9 +169,10 @@ class HostKeeper:
 
     # -- what the scheduler calls --------------------------------------------------------------------
 
-    def find(self, key: bytes) -> int:
+    def find(self, key: bytes, hit: str = "") -> int:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
-        stores, and is PENDING meanwhile. Raises TypeError, ValueError, PoolClosed."""
+        stores, and is PENDING meanwhile. ``hit``: names the prompt; ``policies`` judge the keys of one together. Raises
+        TypeError, ValueError, PoolClosed."""
         own = key if type(key) is bytes else key_argument("key", key)
         if self._step_begins:
             self._settle()
@@ -180,9 +181,9 @@ class HostKeeper:
             return found
         self._process.check(self)
         said = self._loads.known(own, found)
-        return self._loads.ask([own])[0] if said is None else said
+        return self._loads.ask([own], hit)[0] if said is None else said
 
-    def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
+    def lookup(self, keys: Keys, hit: str = "") -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
         own = keys_argument(keys)
         if self._step_begins:
@@ -198,7 +199,7 @@ class HostKeeper:
                     new.append(place)
                 else:
                     answers[place] = said
-            answers[new] = self._loads.ask([own[place] for place in new])
+            answers[new] = self._loads.ask([own[place] for place in new], hit)
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -209,23 +210,32 @@ class HostKeeper:
             signals.undo = lease.close
             self._loads.read(lease.keys)
             if self._unused:
-                self._save([key for key in lease.keys if self._unused.pop(key, False) is None])
+                self._save([key for key in lease.keys if self._unused.pop(key, False) is None], lease.keys)
             return lease
 
-    def publish(self, keys: Keys) -> int:
-        """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
+    def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
+        """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it, but those of
+        ``unsaved``, which no store gets."""
         self._process.check(self)
         own = self._cache.in_order(keys)
         with DeferSignals():
             count = self._cache.publish(own)
-            self._loads.published(own)
+            private = frozenset(unsaved)
+            saved = [key for key in own if key not in private] if private else own
+            self._loads.published(saved)
             if self._on_publish:
-                self._save(own)
+                self._save(saved, own)
             else:
-                self._unused.update(dict.fromkeys(own))
+                self._unused.update(dict.fromkeys(saved))
                 while len(self._unused) > self._cache.host_blocks:
                     del self._unused[next(iter(self._unused))]
         return count
+
+    def touch(self, keys: Keys) -> None:
+        """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
+        be saved have been."""
+        self._process.check(self)
+        self._tier.touch(keys_argument(keys))
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
@@ -252,6 +262,10 @@ class HostKeeper:
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
         return bool(self._loads.searching) or self._bridge.lined_up
+
+    def origin(self, key: bytes) -> int | None:
+        """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
+        return self._loads.origin(key)
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
@@ -340,8 +354,9 @@ class HostKeeper:
             self._process.check(self)
             self._bridge.poll()
 
-    def _save(self, keys: Sequence[bytes]) -> None:
+    def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
         for number in range(len(self._clients)):
+            self._tier.to_save(number, keys, prompt)
             self._bridge.want(number, keys)
 
     @property

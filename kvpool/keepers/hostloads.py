@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress, islice
+from typing import TypeAlias
 
 import numpy as np
 
@@ -32,6 +33,8 @@ UNREAD_SECONDS = 10.0
 """For so long a block that has come, and that nobody reads, takes room from others."""
 OWNER = "kvpool stores"
 """Of the leases under which blocks are saved."""
+Line: TypeAlias = dict[tuple[int, str], list[bytes]]
+"""Keys by the number of a store, and by the hit that they are of."""
 
 
 class HostCacheTier:
@@ -43,6 +46,10 @@ class HostCacheTier:
 
     def __init__(self, cache: HostCache, clients: Sequence[StoreClient], room: int, limit: int) -> None:
         self.cache, self.generation, self._limit = cache, b"", limit
+        # By store: the blocks that are to be saved, with all of their prompt, in its order.
+        self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
+        # So many blocks are saved by one call, under one lease.
+        self._in_one = min(client.queue.piece_blocks for client in clients)
         self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
 
     def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
@@ -76,7 +83,24 @@ class HostCacheTier:
         return blocks, self.names(blocks, sealed=True), self.lend
 
     def ended(self, number: int, blocks: Sequence[bytes], kept: Sequence[bool]) -> None:
-        """Nothing is noted of a block."""
+        """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
+        end of the prompt would be evicted last."""
+        waiting = self._prompts[number]
+        prompts = {id(prompt): prompt for prompt in (waiting.pop(block, ()) for block in blocks)}.values()
+        for prompt in prompts:
+            at_once = len(prompt) <= len(blocks) <= self._in_one
+            if not at_once and waiting.keys().isdisjoint(prompt):
+                self.cache.touch(prompt)
+
+    def to_save(self, number: int, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> None:
+        """Blocks of a prompt are to be saved in this store."""
+        self._prompts[number].update(dict.fromkeys(blocks, prompt))
+
+    def touch(self, prompt: Sequence[bytes]) -> None:
+        """What ``HostKeeper.touch`` does."""
+        self.cache.touch(prompt)
+        for waiting in self._prompts:
+            waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))
 
     @property
     def pinned(self) -> int:
@@ -145,14 +169,14 @@ class HostLoads:
         self._tier, self._bridge, self._policies, self._clock = tier, bridge, policies, clock
         self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds
         # Keys that are looked for, with their deadlines. By the number of a store: those of them that it is to be asked
-        # for, and those that it has.
+        # for, and those that it has, apart for each hit.
         self.searching: dict[bytes, float] = {}
-        self._new: dict[int, list[bytes]] = {}
-        self._there: dict[int, list[bytes]] = {}
+        self._new: Line = {}
+        self._there: Line = {}
         # Keys that did not come, and what was learned of them.
         self._absent: dict[bytes, _Absence] = {}
-        # Keys that have come and had no reader yet, and for how long they count as such.
-        self._unread: dict[bytes, float] = {}
+        # Keys that have come and had no reader yet: for how long they count as such, and the number of their store.
+        self._unread: dict[bytes, tuple[float, int]] = {}
         # Keys whose blocks are reserved for loads, and whether these were given up.
         self.reserved: dict[bytes, bool] = {}
         self.asked = self.loaded = 0
@@ -176,6 +200,10 @@ class HostLoads:
         if self._unread:
             for key in keys:
                 self._unread.pop(key, None)
+
+    def origin(self, key: bytes) -> int | None:
+        """The number of the store that has brought a key which had no reader yet."""
+        return self._unread.get(key, (0.0, None))[1]
 
     def published(self, keys: Iterable[bytes]) -> None:
         """The engine has written blocks itself. A store may have them soon."""
@@ -215,42 +243,43 @@ class HostLoads:
     def turn(self) -> None:
         """Ask the stores for new keys, and load those that are known to be there."""
         new, there, self._new, self._there = self._new, self._there, {}, {}
-        for number, keys in there.items():
+        for (number, _), keys in there.items():
             # A load from before a ``clear`` may have brought one of them.
             if left := [key for key in keys if key in self.searching]:
                 self._load(number, left)
-        for number, keys in new.items():
+        for (number, _), keys in new.items():
             if left := [key for key in keys if key in self.searching]:
                 self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
 
-    def ask(self, wanted: Sequence[bytes]) -> list[int]:
-        """Ask the stores for keys, and say what ``HostKeeper.find`` says of them. Of a store with an index in memory,
-        the first keys are asked at once: who needs a prefix learns that it is not there."""
+    def ask(self, wanted: Sequence[bytes], hit: str) -> list[int]:
+        """Ask the stores for keys of a hit, and say what ``HostKeeper.find`` says of them. Of a store with an index in
+        memory, the first keys are asked at once: who needs a prefix learns that it is not there."""
         keys = list(dict.fromkeys(wanted))
         room = 0 if self._stopped else max(0, ASKED_MAX - len(self.searching))
         self.missed["busy"] += len(keys[room:])
         self.asked += len(keys[:room])
-        left, asked = keys[: min(room, NOW_MAX)], {0: keys[NOW_MAX:room]}
+        left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
         for number in range(len(self._policies)):
             codes = self._bridge.find_now(number, left) if left else None
             if codes is None:
-                asked[number] = left + asked.get(number, [])
+                self._line_up(self._new, number, left, hit)
                 left = []
                 break
-            said = dict(zip(left, codes.tolist(), strict=True))
-            there = [key for key, code in said.items() if code == OK]
-            left = [key for key, code in said.items() if code != OK]
-            self._there.setdefault(number, []).extend(there)
-            self._search(there)
-        for number, own in asked.items():
-            self._new.setdefault(number, []).extend(own)
-            self._search(own)
-        self.missed["absent"] += len(left)
-        self.leave(left)
+            there = (codes == OK).tolist()
+            self._line_up(self._there, number, compress(left, there), hit)
+            left = [key for key, ok in zip(left, there, strict=True) if not ok]
+        self._line_up(self._new, 0, later, hit)
+        if left:
+            self.missed["absent"] += len(left)
+            self._remember(left, _Absence((), self._clock() + self._retry_seconds))
         return [HostCache.PENDING if key in self.searching else HostCache.ABSENT for key in wanted]
 
-    def _search(self, keys: Iterable[bytes]) -> None:
-        self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
+    def _line_up(self, line: Line, number: int, keys: Iterable[bytes], hit: str) -> None:
+        """Have the next ``turn`` ask a store for keys, or load them."""
+        own = list(keys)
+        if own:
+            line.setdefault((number, hit), []).extend(own)
+            self.searching.update(dict.fromkeys(own, self._clock() + self._seconds))
 
     def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
         """A store has said which keys it has. Returns those that the next one is asked for."""
@@ -283,7 +312,7 @@ class HostLoads:
     def _load(self, number: int, keys: Sequence[bytes]) -> None:
         """Load keys that a store has, as many as its policy takes. What has no room is missed."""
         now, end = self._clock(), self._deadline(keys)
-        while self._unread and next(iter(self._unread.values())) <= now:
+        while self._unread and next(iter(self._unread.values()))[0] <= now:
             del self._unread[next(iter(self._unread))]
         room = keys[: max(0, self._room - len(self._unread) - len(self.reserved))]
         attempt = self._attempt(number, len(room))
@@ -327,7 +356,7 @@ class HostLoads:
             del self.reserved[key]
             # ``clear`` drops a block that comes after it.
             if self.searching.pop(key, None) is not None:
-                self._unread[key] = now + UNREAD_SECONDS
+                self._unread[key] = now + UNREAD_SECONDS, loading.number
                 self.loaded += 1
         self._miss_by_code(loading.blocks, job)
         if attempt is not None:

@@ -420,7 +420,7 @@ def test_a_timer_that_raises_all_the_time_leaves_nothing_behind(device: str) -> 
         desk.ready()
         verb(desk)()
         desk.clear("")
-    for _ in range(150 if device == "cpu" else 25):
+    for _ in range(50 if device == "cpu" else 10):
         desk.ready()
         act = acts[random.integers(len(acts))](desk)
         with handled():

@@ -109,7 +109,7 @@ def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_on_pages_fits_its_columns(page: Path) -> None:
-    blocks = re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     # The command that runs the tests is one line, which `.ci/run` has too.
     long = [
         line

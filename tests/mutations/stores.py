@@ -183,11 +183,27 @@ MUTATIONS = (
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
         "HostLoads._load",
-        "while self._unread and next(iter(self._unread.values())) <= now:\n"
+        "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
         "    del self._unread[next(iter(self._unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
+    ),
+    Mutation(
+        "saves_put_a_prompt_out_of_its_order",
+        "HostCacheTier.ended",
+        "self.cache.touch(prompt)",
+        "pass",
+        "With a store, a prompt loses its beginning first, so that the rest of it is worth nothing.",
+        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
+    ),
+    Mutation(
+        "a_prompt_in_pieces_keeps_the_order_of_a_piece",
+        "HostCacheTier.touch",
+        "waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))",
+        "pass",
+        "With a store, the end of a prompt that came in pieces is evicted last.",
+        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
     ),
     Mutation(
         "a_save_of_nothing_is_an_answer",
