@@ -21,7 +21,7 @@ from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.host_leases import HostLease, HostLeases, HostSlots
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
@@ -193,10 +193,10 @@ class HostCache:
         self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
-        self._forks = ForkGuard("HostCache")
-        self._forks.add(self, "_lock")
+        self._forks = Process("HostCache")
+        self._forks.guard(self, "_lock")
         self._leases = HostLeases(self._states, self._lock, self._now)
-        self._forks.add(self._leases, "lock")
+        self._forks.guard(self._leases, "lock")
         self._names = Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a

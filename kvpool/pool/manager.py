@@ -47,6 +47,7 @@ from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.explain import Explanation, explained
 from kvpool.pool.hints import Hints, name_argument
 from kvpool.pool.keys import (
     BlockKeys,
@@ -114,6 +115,8 @@ class KVCacheManager(Hints, BlockTables):
         that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
         and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
         made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
+    history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 32 bytes for each of the last
+        contents, whose number is a power of two. 0: none.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
@@ -158,12 +161,14 @@ class KVCacheManager(Hints, BlockTables):
         offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] |
         None = None, staging_depth: int = 8, device_memory: object = None, host_memory: object = None, table: object =
         None, window: int | None = None, sinks: int = 0, shared: bool = False, policy: str = "lru",
+        history_bytes: int = 65536,
     ) -> None:  # fmt: skip
         config = PoolConfig.of(
             layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
             max_sequence_tokens=max_sequence_tokens, partial_reuse=partial_reuse,
             offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, secret=secret,
             event_capacity=event_capacity, policy=policy, staging_depth=staging_depth, clock=clock,
+            history_bytes=history_bytes,
         )  # fmt: skip
         used, owned = get_device(device), not isinstance(device, Device)
         try:
@@ -601,6 +606,21 @@ class KVCacheManager(Hints, BlockTables):
             lacks = brought | here
             most = int(lookup.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Why the prompt would reuse no more than it does: how many tokens come from the device and from the host, and
+        for the rest why not. See ``Explanation``.
+
+        Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
+        people, not for every request. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
+        """
+        keys = self._keys_of(prompt)
+        found = self._match(keys)
+        full = len(keys) // self.tokens_per_block
+        lacks = np.zeros(full, np.bool_)
+        for blocks in self.lacking(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
+            lacks[blocks] = True
+        return explained(self.core, keys, found, lacks)
 
     def forget(
         self,

@@ -126,6 +126,7 @@ class Settings(NamedTuple):
     offload_min_reuse: int = 1
     event_capacity: int = 0
     policy: str = LRU
+    gone_capacity: int = 0
 
 
 def buckets(count: int) -> int:
@@ -134,14 +135,15 @@ def buckets(count: int) -> int:
 
 
 def state_bytes(
-    groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int, policy: str = LRU
-) -> int:
+    groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int, policy: str = LRU,
+    gone: int = 0,
+) -> int:  # fmt: skip
     """The bytes of the states of these groups."""
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
     own = BLOCK.itemsize + 36 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
-    return count * own + rows + events * (EVENT.itemsize + 4 * width)
+    return count * own + rows + events * (EVENT.itemsize + 4 * width) + 32 * gone
 
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -153,7 +155,8 @@ def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 class Ring:
     """The events of all groups, and their numbers."""
 
-    def __init__(self, capacity: int, width: int) -> None:
+    def __init__(self, capacity: int, width: int, gone: int) -> None:
+        self.gone = np.zeros((gone, 4), np.int64)
         self.numbers = np.zeros(RING.itemsize // 8, np.int64)
         self.events = np.zeros(capacity, EVENT)
         self.tokens = np.zeros((capacity, width), np.int32)
@@ -230,6 +233,7 @@ class State:
         h.secret0, h.secret1 = block_secret(settings.secret)
         h.guards = records.ALL_GUARDS
         h.event_capacity = settings.event_capacity
+        h.gone_at, h.gone_capacity = ring.gone.ctypes.data, len(ring.gone)
         h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
         h.kind, h.snapshot = sizes.kind, sizes.snapshot
         h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
@@ -283,7 +287,7 @@ class States:
         self.secret, self.fingerprint = settings.secret, fingerprint(settings.secret)
         self.namespace_in_key = True
         self.heads = np.zeros((len(groups), HEADER), np.int64)
-        self.ring = Ring(settings.event_capacity, settings.width)
+        self.ring = Ring(settings.event_capacity, settings.width, settings.gone_capacity)
         shape = (len(groups), settings.sequences, settings.columns)
         self.table = np.empty(shape, np.int32) if table is None else table.reshape(shape)
         # Ids of one pool mean nothing to another, so generations start elsewhere in each.
@@ -386,7 +390,8 @@ class Undo:
     def _arrays(self) -> Iterator[npt.NDArray[np.uint8]]:
         """The arrays as bytes: NumPy copies records field by field."""
         ring = self._states.ring
-        found: list[npt.NDArray[Any]] = [self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra]
+        shared = (self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
+        found: list[npt.NDArray[Any]] = [*shared]
         for state in self._states:
             found += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
             found += [state.sequences, state.rows, state.counters, state.histograms]

@@ -30,13 +30,13 @@ LINES = {
     "kvpool/jit": 600,
     "kvpool/keepers": 1970,
     "kvpool/memory": 910,
-    "kvpool/observe": 300,
+    "kvpool/observe": 380,
     "kvpool/planner": 1400,
-    "kvpool/pool": 3040,
+    "kvpool/pool": 3140,
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5260,
+    "kvpool/state": 5290,
     "kvpool/stores": 3520,
     "kvpool/tables": 600,
     "tests": 1690,
@@ -56,13 +56,13 @@ LINES = {
     "tests/kernels": 1420,
     "tests/model": 2690,
     "tests/mutations": 3760,
-    "tests/observe": 980,
+    "tests/observe": 1050,
     "tests/planner": 740,
     "tests/publish": 1580,
     "tests/race": 2770,
     "tests/remote": 2160,
     "tests/replay": 1290,
-    "tests/sequences": 3200,
+    "tests/sequences": 3270,
     "tests/share": 680,
     "tests/state": 1870,
     "tests/stores": 9160,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 194
+FILES = 196
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
