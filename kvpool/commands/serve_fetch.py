@@ -63,7 +63,7 @@ def serve(options: argparse.Namespace) -> int:
     cannot be read, 130 interrupted (the figures so far are printed)
     """
     with blaming_the_user(ImportError):
-        from kvpool.replay.workers import Serving
+        from kvpool.replay.serving import Serving
     import zmq
 
     from kvpool.replay import ReplayConfig
@@ -103,7 +103,7 @@ def fetch(options: argparse.Namespace) -> int:
     cannot be read, 130 interrupted
     """
     with blaming_the_user(ImportError):
-        from kvpool.replay.workers import FetchConfig, Fetching
+        from kvpool.replay.serving import FetchConfig, Fetching
     from kvpool.replay.rounds import Figure, Report
 
     if options.trace == "-":

@@ -20,7 +20,7 @@ from kvpool.commands.throughput import Throughput, measure
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer
 from kvpool.replay import synthetic
-from kvpool.replay.workers import FetchConfig, Fetching
+from kvpool.replay.serving import FetchConfig, Fetching
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device-blocks", "600", "--host-blocks", "300", "--block-bytes", "512"]
