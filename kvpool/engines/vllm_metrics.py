@@ -15,6 +15,7 @@ with VLLM.imports():
 
 if TYPE_CHECKING:
     import kvpool
+    from kvpool.hostcache.host_cache import HostUsage
     from kvpool.keepers.hostkeeper import HostKeeper
 
 STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
@@ -75,13 +76,13 @@ class HostTierMetrics:
     """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
-        from kvpool.stores.troubles import TroubleLog  # imports Numba, which vLLM must not meet when it starts
+        from kvpool.stores.store_health import TroubleLog  # imports Numba, which vLLM must not meet when it starts
 
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()
         """by name, of ``COUNTERS``"""
         self._totals = (0, 0, 0, 0)
-        self._usage: kvpool.HostUsage | None = None
+        self._usage: HostUsage | None = None
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
         self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
