@@ -94,6 +94,7 @@ def test_a_clear_of_a_store_that_cannot_drop_hides_what_was_saved(make: Callable
     engine.saved(4)
     engine.keeper.clear()
     assert engine.ask(4) == [ABSENT] * 4 and "clear" not in store.calls
+    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
 
