@@ -138,10 +138,10 @@ class StagedBlocks:
         except Exception as error:
             self._troubles.note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
             return False
+        self.client.wait(job, self.seconds[jobs.SAVE])
         if not self.client.queue.clears:
             self._troubles.note(jobs.CLEAR, "not supported", 1, "the store keeps the blocks, and they are not found")
             return False
-        self.client.wait(job, self.seconds[jobs.SAVE])
         return job.ok > 0
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1420,
     "tests/model": 2690,
-    "tests/mutations": 3760,
+    "tests/mutations": 3790,
     "tests/observe": 1050,
     "tests/planner": 740,
     "tests/publish": 1580,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3270,
     "tests/share": 680,
     "tests/state": 1870,
-    "tests/stores": 9160,
+    "tests/stores": 9170,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""

@@ -146,6 +146,34 @@ MUTATIONS = (
         (_HASHED,),
     ),
     Mutation(
+        "the_store_is_not_told_of_an_epoch",
+        "CheckedCalls._clear",
+        'self._asked(new=True) if job.renews else b""',
+        'b""',
+        "What was saved after the weights were replaced is not found after a restart.",
+        (
+            "tests/stores/test_disk.py::TestDiskStore::test_what_is_saved_after_a_reset_is_there_after_it_was_closed",
+            "tests/stores/test_hostkeeper_clear.py::"
+            "test_what_is_saved_after_a_clear_is_found_by_a_later_process[killed]",
+        ),
+    ),
+    Mutation(
+        "an_epoch_that_cannot_be_asked_for_is_the_first",
+        "CheckedCalls._asked",
+        "NotImplementedError",
+        "(NotImplementedError, OSError)",
+        "The server of a store is restarted. Who comes meanwhile has the KV of weights that were replaced.",
+        ("tests/stores/test_queue.py::test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later",),
+    ),
+    Mutation(
+        "a_reset_waits_with_a_clear",
+        "Drops.clearing",
+        "self._cleared.get((job.tag, job.renews))",
+        "self._cleared.get((job.tag, False)) or self._cleared.get((job.tag, True))",
+        "An engine resets while a clear is under way, and has what others save with the old weights.",
+        ("tests/stores/test_queue.py::test_a_reset_beside_a_clear_begins_an_epoch",),
+    ),
+    Mutation(
         "epochs_are_not_in_the_keys_of_stores",
         "Secret.in_epoch",
         "not epoch",

@@ -32,6 +32,7 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     assert engine.ask(4) == [ABSENT] * 4
     gate.open()
     engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    assert engine.ask(4) == [ABSENT] * 4
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
     engine.read(4)
@@ -94,6 +95,8 @@ def test_a_clear_of_a_store_that_cannot_drop_hides_what_was_saved(make: Callable
     engine.saved(4)
     engine.keeper.clear()
     assert engine.ask(4) == [ABSENT] * 4 and "clear" not in store.calls
+    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    assert engine.ask(4) == [ABSENT] * 4
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
 
