@@ -186,7 +186,8 @@ def machine() -> str:
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("numpy", "numba", "llvmlite"))
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, Python {platform.python_version()}, {versions}"
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    return f"{cores} cores of {model} with a load of {load:.0f}, Python {platform.python_version()}, {versions}"
 
 
 if __name__ == "__main__":
