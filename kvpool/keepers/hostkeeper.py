@@ -209,7 +209,7 @@ class HostKeeper:
             signals.undo = lease.close
             self._loads.read(lease.keys)
             if self._unused:
-                self._save([key for key in lease.keys if self._unused.pop(key, False) is None])
+                self._bridge.want([key for key in lease.keys if self._unused.pop(key, False) is None])
             return lease
 
     def publish(self, keys: Keys) -> int:
@@ -220,7 +220,7 @@ class HostKeeper:
             count = self._cache.publish(own)
             self._loads.published(own)
             if self._on_publish:
-                self._save(own)
+                self._bridge.want(own)
             else:
                 self._unused.update(dict.fromkeys(own))
                 while len(self._unused) > self._cache.host_blocks:
@@ -339,10 +339,6 @@ class HostKeeper:
             self._step_begins = False
             self._process.check(self)
             self._bridge.poll()
-
-    def _save(self, keys: Sequence[bytes]) -> None:
-        for number in range(len(self._clients)):
-            self._bridge.want(number, keys)
 
     @property
     def _busy(self) -> bool:

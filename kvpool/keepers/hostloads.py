@@ -68,6 +68,9 @@ class HostCacheTier:
     def abort(self, client: StoreClient, blocks: Iterable[bytes], rows: Rows) -> None:
         self.cache.abort(blocks)
 
+    def lacking(self, number: int, blocks: Sequence[bytes]) -> Sequence[bytes]:
+        return blocks
+
     def take(self, client: StoreClient, line: Iterable[bytes]) -> list[bytes]:
         return list(islice(line, self._at_once))
 

@@ -54,6 +54,7 @@ BLOCK = np.dtype(
         ("uses", "u2"),  # sequences that computed or reused the content, saturating
         ("priority", "i1"),
         ("flags", "u1"),
+        ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
         ("ticket", "i8"),  # of the last move that wrote it, NONE = no move has since it was taken
         ("parent0", "i8"),
         ("parent1", "i8"),
@@ -133,7 +134,7 @@ HEAD = _numbers(
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " detail bound detail_group overflow stop returns"
+    " detail bound detail_group overflow stop returns savers owed unsaved"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
@@ -142,6 +143,8 @@ HEAD = _numbers(
 # from one kept state to the next. `row_tokens` and `row_extra` have the ids of tokens for which a recurrent group has
 # no blocks. `book_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine says
 # about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
+# `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
+# has evicted before one of them was told to save it.
 ENDS = np.int64(-1)
 ATTENTION, RECURRENT, CROSS = range(3)
 

@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
     "kvpool/jit": 890,
-    "kvpool/keepers": 1950,
+    "kvpool/keepers": 1820,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5270,
+    "kvpool/state": 5370,
     "kvpool/stores": 3360,
     "kvpool/tables": 600,
     "tests": 1680,
@@ -54,8 +54,8 @@ LINES = {
     "tests/house": 1540,
     "tests/interop": 970,
     "tests/kernels": 1340,
-    "tests/model": 2640,
-    "tests/mutations": 3720,
+    "tests/model": 2690,
+    "tests/mutations": 3760,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1550,
@@ -64,14 +64,14 @@ LINES = {
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,
-    "tests/state": 1710,
+    "tests/state": 1830,
     "tests/stores": 8980,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 215
+FILES = 214
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
