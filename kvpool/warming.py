@@ -58,6 +58,11 @@ def warm_host_cache() -> None:
                 with cache.pin(keys) as lease:
                     copies.copy_out([2, 3], lease.slots)
                 keys = [b"b", b"c"]
+        saver, which = cache.open_saver(owed=True), np.zeros(1, np.int64)
+        for verb in (saving.victims, saving.held):
+            cache.tell_saver(verb, saver, which, 1)
+        cache.close_saver(saver)
+        cache.pin(keys).close(used=False)
         cache.lookup(keys)
         cache.find(b"a")
         cache.touch(keys)
@@ -128,10 +133,10 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.set_priority(keys, 80)
     rows = key_rows(keys)
     saver = cache.core.decide(None, saving.open_saver, True)
-    at, found = np.zeros(3, np.int64), np.empty((1, saving.FOUND), np.int64)
-    cache.core.decide(None, saving.stored, saver, at, found)
-    cache.core.decide(None, saving.sweep, saver, 1, at, found)
-    cache.core.decide(None, saving.victims, saver, np.ones(1, np.int64), found)
+    at, told = np.zeros(3, np.int64), np.empty((1, saving.FOUND), np.int64)
+    cache.core.decide(None, saving.stored, saver, at, told)
+    cache.core.decide(None, saving.sweep, saver, 1, at, told)
+    cache.core.decide(None, saving.victims, saver, np.ones(1, np.int64), told)
     cache.core.decide(None, saving.close_saver, saver)
     cache.core.decide(None, saving.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()

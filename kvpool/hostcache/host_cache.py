@@ -31,7 +31,7 @@ from kvpool.pool import events as kv_events
 from kvpool.pool.config import clock_argument, secret_argument
 from kvpool.pool.core import MAX_MS
 from kvpool.pool.stats import Histogram
-from kvpool.state import hostcache, records, verbs
+from kvpool.state import hostcache, records, saving, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
 from kvpool.state.hashing import namespace_root
 from kvpool.state.ring import CLEARED, CREATED
@@ -294,7 +294,11 @@ class HostCache:
         was reserved last is evicted first, whatever their order here. Raises BlockNotFound, which names the first key
         that is not pending.
         """
-        return self._end(hostcache.publish, self.in_order(keys), self._now())
+        return self.publish_ordered(self.in_order(keys))
+
+    def publish_ordered(self, keys: Sequence[bytes]) -> int:
+        """What ``publish`` does with keys that ``in_order`` has returned."""
+        return self._end(hostcache.publish, keys, self._now())
 
     def in_order(self, keys: Keys) -> Sequence[bytes]:
         """Pending keys in the order in which they were reserved; others as they are. Does not change the cache."""
@@ -331,6 +335,34 @@ class HostCache:
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
             hostcache.clear(self._heads, now)
+
+    # -- keys that are saved ---------------------------------------------------------------------------
+
+    def open_saver(self, *, owed: bool) -> int:
+        """A number for somebody who saves keys, and who was told of none. ``owed``: ``unsaved_blocks`` counts what is
+        evicted before it was told. At most SAVERS of ``state.saving`` at once. Changes the cache."""
+        with self._lock:
+            return int(saving.open_saver(self._heads, bool_argument("owed", owed)))
+
+    def close_saver(self, saver: int) -> None:
+        """Somebody saves no more. Changes the cache."""
+        with self._lock:
+            saving.close_saver(self._heads, saver)
+
+    def tell_saver(self, verb: Callable[..., int], saver: int, which: npt.NDArray[np.int64], most: int) -> list[bytes]:
+        """At most so many keys that a saver was not told of. It is told of them now, and not again before they have
+        gone from the cache. ``verb`` is one of ``state.saving``: ``victims``, for the next victims, as many as
+        ``which`` int64[1] says; or ``held``, for the blocks ``which``. Changes the cache."""
+        found = np.empty((most, saving.FOUND), np.int64)
+        with DeferSignals(), self._lock:
+            self._check_open()
+            count = verb(self._heads, saver, which, found)
+            return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
+
+    @property
+    def unsaved_blocks(self) -> int:
+        """Blocks that were evicted before a saver was told of them to whom all is owed."""
+        return int(self._heads[0, records.H.unsaved])
 
     def refresh(self) -> int:
         """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import LeaseExpired
-from kvpool.state import pins
+from kvpool.state import pins, saving
 from kvpool.state.arrays import States
 
 Ids = npt.NDArray[np.int64]
@@ -64,9 +64,10 @@ class HostLease:
         """Whether it was closed or revoked, or its cache was closed."""
         return not self._leases.is_open(self)
 
-    def close(self) -> None:
-        """Unpin the blocks, which nobody reads any more. Raises LeaseExpired if the lease was closed before."""
-        self._leases.close(self)
+    def close(self, *, used: bool = True) -> None:
+        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are the next victims of their
+        priority, the first one first. Raises LeaseExpired if the lease was closed before."""
+        self._leases.close(self, used)
 
     def __enter__(self) -> HostLease:
         return self
@@ -109,16 +110,18 @@ class HostLeases:
         """The blocks of each open lease. The caller holds the lock."""
         return [ids for _, ids in list(self._open.values())]
 
-    def close(self, lease: HostLease) -> None:
+    def close(self, lease: HostLease, used: bool) -> None:
         """What ``HostLease.close`` does."""
-        self.close_at(lease, self._now())
+        self.close_at(lease, self._now(), used)
 
-    def close_at(self, lease: HostLease, now: int) -> None:
+    def close_at(self, lease: HostLease, now: int, used: bool = True) -> None:
         with DeferSignals(), self.lock:
             _, ids = self._open.pop(lease.id, (None, None))
             if ids is None:
                 raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
             pins.unpin(self._states.heads, ids, now)
+            if not used:
+                saving.released_unused(self._states.heads, ids)
 
     def revoke(self, owner: str, now: int) -> int:
         """Close all leases of an owner; returns how many. The lock is held by the caller."""

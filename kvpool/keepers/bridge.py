@@ -24,6 +24,11 @@ from kvpool.stores.store_client import StoreClient
 
 Block = TypeVar("Block", bound=Hashable)
 Lease = TypeVar("Lease")
+COMMIT, EVICT, REUSE = SAVES = "commit", "evict", "reuse"
+"""When a block is saved: as soon as it has its content, before it is evicted, or when it has been used again."""
+VICTIMS = 1024
+TOLD_AT_ONCE = 256
+"""Blocks that are looked at under the lock of a tier at once."""
 
 
 class CacheTier(Protocol[Block]):
@@ -105,6 +110,12 @@ def pin_those_here(
         except BlockNotFound:
             places = np.flatnonzero(here())
     return places, None
+
+
+def victims_margin(blocks: int, least: int) -> int:
+    """How many of the blocks that a tier evicts next are saved: a quarter, but no more than VICTIMS; ``least`` if that
+    is more, but no more than half."""
+    return max(1, min(max(least, min(blocks // 4, VICTIMS)), blocks // 2))
 
 
 class Bridge(Generic[Block]):

@@ -25,11 +25,9 @@ from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.keepers.bridge import Bridge, open_clients
+from kvpool.keepers.bridge import EVICT, SAVES, Bridge, open_clients
 from kvpool.keepers.choice import LoadOrCompute
 from kvpool.keepers.pool_tier import (
-    EVICT,
-    SAVES,
     Content,
     Namespace,
     PoolTier,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import KVPoolError, PoolClosed
-from kvpool.keepers.bridge import pin_those_here
+from kvpool.keepers.bridge import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease
@@ -28,13 +28,10 @@ from kvpool.stores.seals import BlockNames, block_context
 from kvpool.stores.store import Bytes
 from kvpool.stores.store_client import StoreClient
 
-COMMIT, EVICT, REUSE = SAVES = "commit", "evict", "reuse"
 OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
 SAVE_BYTES = 4 << 20
 """About what one save has."""
-TOLD_AT_ONCE = 256
-"""Events, or blocks, that are looked at under the state lock at once."""
 Namespace = tuple[bytes | str | None, int | str | None]
 """Salt and adapter."""
 
@@ -87,15 +84,12 @@ class Unsaved:
 
     ``save``: "commit" follows the pool's events. If it comes too late for some (``missed``), and at first, it looks at
     all blocks. "reuse" looks at all blocks, over and over. "evict" looks at the next victims of a host that is full:
-    the next quarter of its blocks, or VICTIMS if that is less; the next ``least`` if that is more, at most half.
+    see ``victims_margin``.
     """
-
-    VICTIMS = 1024
 
     def __init__(self, pool: KVCacheManager, save: str, least: int) -> None:
         self._core, self._save = pool.core, save
-        blocks = [group.host_blocks for group in pool.groups]
-        self._margins = np.array([max(1, min(max(least, min(n // 4, self.VICTIMS)), n // 2)) for n in blocks])
+        self._margins = np.array([victims_margin(group.host_blocks, least) for group in pool.groups])
         self._found = np.empty((TOLD_AT_ONCE, saving.FOUND), np.int64)
         self._number = self._core.decide(None, saving.open_saver, save != REUSE)
         self._before = self._lost()

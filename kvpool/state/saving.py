@@ -138,6 +138,13 @@ def held(heads, saver, ids, found):
 
 
 @jit
+def released_unused(heads, ids):
+    """Put blocks that nobody holds any more in front of the lists that they are in, the last of ``ids`` in front."""
+    for i in range(ids.shape[0]):
+        evict_next(head(heads, 0), np.int64(ids[i]))
+
+
+@jit
 def evict_first(heads, g, keys, alone, now):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
     the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay

@@ -19,16 +19,16 @@ LINES = {
     "cuda": 250,
     "docs": 220,
     "examples": 1120,
-    "kvpool": 360,
+    "kvpool": 370,
     "kvpool/arrays": 780,
     "kvpool/commands": 1410,
     "kvpool/copying": 520,
     "kvpool/device": 3940,
     "kvpool/engines": 1800,
     "kvpool/entry": 410,
-    "kvpool/hostcache": 940,
+    "kvpool/hostcache": 960,
     "kvpool/jit": 890,
-    "kvpool/keepers": 1820,
+    "kvpool/keepers": 1840,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5370,
+    "kvpool/state": 5380,
     "kvpool/stores": 3360,
     "kvpool/tables": 600,
     "tests": 1680,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2690,
-    "tests/mutations": 3760,
+    "tests/mutations": 3790,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1550,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1830,
-    "tests/stores": 8980,
+    "tests/stores": 9070,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 214
+FILES = 213
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
