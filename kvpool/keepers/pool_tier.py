@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import groupby, islice
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
 SAVE_BYTES = 4 << 20
 """About what one save has."""
+T = TypeVar("T", np.int32, np.int64, np.uint64)
 Namespace = tuple[bytes | str | None, int | str | None]
 """Salt and adapter."""
 
@@ -39,15 +41,16 @@ Namespace = tuple[bytes | str | None, int | str | None]
 class Content:
     """A full block of a prompt in one group of layers.
 
-    ``key``: the pool's key of it, 16 bytes. ``name``: whose it is. ``row``: what it says, as an event, once that is
-    known. ``prompt`` and ``place``: of a block that was asked for with a prompt. Equal ones have one key in one group.
+    ``key``: the pool's key of it, 16 bytes. ``name``: whose it is. ``said``: the key of its parent, its tokens and its
+    extra ids, as bytes; b"" before they are known, and if there are no extra ids. ``prompt`` and ``place``: of a block
+    that was asked for with a prompt. Equal ones have one key in one group.
     """
 
-    __slots__ = ("group", "id", "key", "name", "namespace", "place", "prompt", "row")
+    __slots__ = ("group", "id", "key", "name", "namespace", "place", "prompt", "said")
 
     def __init__(self, group: int, key: bytes, namespace: int = 0, name: Name = NAMELESS) -> None:
         self.group, self.key, self.namespace, self.name, self.id = group, key, namespace, name, (group, key)
-        self.row: Rows3 | None = None
+        self.said = b"", b"", b""
         self.prompt: BlockKeys | None = None
         self.place = 0
 
@@ -64,18 +67,12 @@ class Content:
     @property
     def context(self) -> bytes:
         """All that its bytes depend on: part of its seal in a store."""
-        if self.row is None:
-            return b""
-        record, tokens, extra = self.row
-        parent = record["parent0"].tobytes() + record["parent1"].tobytes()
+        parent, tokens, extra = self.said[0], _rows(self.said[1:2], np.int32), _rows(self.said[2:], np.int64)
         return block_context(parent, tokens, extra, namespace_bytes(self.whose), self.group)
 
     def without_prompt(self) -> Content:
-        """The same, of which nothing else is kept."""
         kept = Content(self.group, self.key, self.namespace, self.name)
-        if self.row is not None:
-            record, tokens, extra = self.row
-            kept.row = record.copy(), tokens.copy(), None if extra is None else extra.copy()
+        kept.said = self.said
         return kept
 
 
@@ -194,10 +191,10 @@ class PoolTier:
         extra = None if prompt.extra_ids is None else prompt.extra_ids[: count * width].reshape(count, width)
         chains: list[list[Content]] = [[] for _ in self._pool.groups]
         for group in cached_groups(self._pool):
-            rows = event_rows(group, prompt.namespace, keys[1:], keys[:-1], tokens, extra)
-            chains[group] = [Content(group, key.tobytes(), prompt.namespace, name) for key in keys[1:]]
+            chains[group] = [Content(group, key, prompt.namespace, name) for key in split(keys[1:].tobytes(), 16)]
+            note_said(chains[group], keys[:-1], tokens, extra)
             for place, one in enumerate(chains[group]):
-                one.prompt, one.place, one.row = prompt, place, rows[place]
+                one.prompt, one.place = prompt, place
         return chains
 
     def of_keys(self, keys: Rows) -> list[Content]:
@@ -295,17 +292,13 @@ class PoolTier:
     def _read(self, contents: Sequence[Content], blocks: Rows) -> npt.NDArray[np.bool_]:
         """Note what pinned blocks say. Returns which of them are of the namespace in which the content was stored:
         bool[n]. Of two prompts with one key, it is the one that the pool has now."""
-        group, namespace = contents[0].group, contents[0].namespace
-        state = self._pool.core.states[group]
+        state = self._pool.core.states[contents[0].group]
         with self._pool.core.lock:
             found, tokens = state.blocks[blocks], state.tokens[blocks]
             has = found["flags"] & EXTRA != 0
             extra = state.extra[np.where(has, blocks, 0)] * has[:, None] if has.any() else None
-        parents = np.stack([found["parent0"], found["parent1"]], axis=1)
-        rows = event_rows(group, namespace, _keys(contents).view(np.int64), parents, tokens, extra)
-        for content, row in zip(contents, rows, strict=True):
-            content.row = row
-        return found["namespace"] == namespace
+        note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)
+        return found["namespace"] == contents[0].namespace
 
     def _copy(self, group: int, block: int, row: Bytes) -> None:
         at = 0
@@ -409,12 +402,18 @@ class StoredContent:
 
     def _rows_of(self, kind: int, number: int, contents: Sequence[Content]) -> Rows3:
         """What a store has got or lost, as rows of events. Neighbours that follow each other are one event."""
-        records, tokens, extra = joined([one.row for one in contents if one.row is not None])
+        parents, tokens, extra = zip(*[one.said for one in contents], strict=True)
+        size, records = len(tokens[0]) // 4, np.zeros(len(contents), EVENT)
         records["kind"], records["tier"] = kind, len(TIERS) + number
+        records["group"], records["namespace"] = zip(*[(one.group, one.namespace) for one in contents], strict=True)
+        records["key0"], records["key1"] = _rows([one.key for one in contents], np.int64, 2).T
+        records["parent0"], records["parent1"] = _rows(parents, np.int64, 2).T
+        extras = _rows([own or bytes(8 * size) for own in extra], np.int64, size)
+        records["extra"] = extras.any(axis=1)
         after, before = records[1:], records[:-1]
         follows = (after["parent0"] == before["key0"]) & (after["parent1"] == before["key1"])
         after["joined"] = follows & (after["group"] == before["group"]) & (kind == STORED)
-        return records, tokens, extra
+        return records, _rows(tokens, np.int32, size), extras if extras.any() else None
 
 
 def cached_groups(pool: KVCacheManager) -> list[int]:
@@ -422,17 +421,13 @@ def cached_groups(pool: KVCacheManager) -> list[int]:
     return [group.index for group in pool.groups if group.kind != "cross"]
 
 
-def event_rows(
-    group: int, namespace: int, keys: Rows, parents: Rows, tokens: npt.NDArray[np.int32], extra: Rows | None
-) -> list[Rows3]:
-    """What blocks say, each as the row of an event. ``keys``, ``parents``: int64[n, 2]."""
-    records = np.zeros(len(keys), EVENT)
-    records["key0"], records["key1"], records["parent0"], records["parent1"] = np.hstack([keys, parents]).T
-    records["group"], records["namespace"] = group, namespace
-    records["extra"] = extra is not None and extra.any(axis=1)
-    places = range(len(keys))
-    own = [None if extra is None else extra[i : i + 1] for i in places]
-    return [(records[i : i + 1], tokens[i : i + 1], own[i]) for i in places]
+def note_said(contents: Sequence[Content], parents: Rows, tokens: npt.NDArray[np.int32], extra: Rows | None) -> None:
+    """Note what blocks say: ``parents`` int64[n, 2], ``tokens`` int32[n, T], ``extra`` int64[n, T]."""
+    size = tokens.shape[1]
+    extras = [b""] * len(contents) if extra is None else split(extra.tobytes(), 8 * size)
+    said = zip(split(parents.tobytes(), 16), split(tokens.tobytes(), 4 * size), extras, strict=True)
+    for content, own in zip(contents, said, strict=True):
+        content.said = own
 
 
 def _names(contents: Iterable[Content]) -> dict[int, Name]:
@@ -445,7 +440,13 @@ def _cut(events: Events, first: int, last: int) -> Rows3:
 
 
 def _keys(contents: Iterable[Content]) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(b"".join(one.key for one in contents), np.uint64).reshape(-1, 2)
+    return _rows((one.key for one in contents), np.uint64, 2)
+
+
+def _rows(parts: Iterable[bytes], dtype: type[T], width: int = -1) -> npt.NDArray[T]:
+    """Bytes as an array of one dimension, or as rows of so many numbers."""
+    flat = np.frombuffer(b"".join(parts), dtype)
+    return flat if width < 0 else flat.reshape(-1, width)
 
 
 def _ended(lease: Lease) -> bool:

@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         "what_was_copied_says_what_its_event_has_said",
         "PoolTier._read",
-        "for content, row in zip(contents, rows, strict=True):\n    content.row = row",
+        'note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)',
         "",
         "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
         (f"{_FAILURES}test_a_block_is_sealed_with_what_the_pool_has_under_its_key_now",),

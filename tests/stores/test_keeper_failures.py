@@ -254,7 +254,7 @@ def test_a_block_is_sealed_with_what_the_pool_has_under_its_key_now(one: Engine)
         one.seed(PROMPT, 40)
         own = contents_of(one, 3)
         right = [content.context for content in own]
-        own[1].row = contents_of(one, 2)[0].row
+        own[1].said = contents_of(one, 2)[0].said
         assert tier_of(one).copy(own, np.zeros((4, 4096), np.uint8), [2, 0, 1]).all()
         assert [content.context for content in own] == right
         for content in own:
