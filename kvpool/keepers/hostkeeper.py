@@ -23,8 +23,7 @@ from kvpool.entry.arguments import list_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, ForkedProcess, KVPoolError, OutOfBlocks, PoolClosed, StoreBusy
-from kvpool.hostcache.host_cache import HostCache
-from kvpool.hostcache.host_leases import HostLease
+from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier

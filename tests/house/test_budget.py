@@ -26,7 +26,7 @@ LINES = {
     "kvpool/device": 3940,
     "kvpool/engines": 1800,
     "kvpool/entry": 410,
-    "kvpool/hostcache": 960,
+    "kvpool/hostcache": 920,
     "kvpool/jit": 890,
     "kvpool/keepers": 1840,
     "kvpool/memory": 910,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.1, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 213
+FILES = 211
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
