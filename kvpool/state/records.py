@@ -54,7 +54,6 @@ BLOCK = np.dtype(
         ("uses", "u2"),  # sequences that computed or reused the content, saturating
         ("priority", "i1"),
         ("flags", "u1"),
-        ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
         ("ticket", "i8"),  # of the last move that wrote it, NONE = no move has since it was taken
         ("parent0", "i8"),
         ("parent1", "i8"),
@@ -65,6 +64,7 @@ BLOCK = np.dtype(
         ("heap", "i4"),  # place in the expiry heap, NONE = not in it
         ("stored_at", "u4"),  # ms, modulo 2**32
         ("used_at", "u4"),
+        ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
     ],
     align=True,
 )
